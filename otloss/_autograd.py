@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from otloss._checks import has_tangent
+from otloss._progress import begin, end
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -103,7 +104,10 @@ class _NoDerivative(torch.autograd.Function):
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function whose solvers `torch.compile` cannot trace: a program around it is split there."""
+    """Decorate a function whose solvers `torch.compile` cannot trace: a program around it is split there.
+
+    Where a call takes long, the log says so.
+    """
 
     @functools.wraps(function)
     def call(*args: _P.args, **settings: _P.kwargs) -> _R:
@@ -112,6 +116,11 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
             result: _R = uncompiled(function, *args, **settings)
             return result
-        return function(*args, **settings)
+        if not begin(function.__name__):  # called by another one
+            return function(*args, **settings)
+        try:
+            return function(*args, **settings)
+        finally:
+            end()
 
     return call

@@ -15,7 +15,7 @@ of how to build your own. The names may change from one minor version to the nex
     losses          reduced; SCALINGS, TEXT_OVER_WORST, checked_values, number_line,
                     signed_log: the line of number tokens
     kernels         may_run_on; and what imports numba, at first use: compiled, exp32, next_task, run_on_threads,
-                    spliced, ENTRIES
+                    spliced, ENTRIES, Work
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from otloss._kernels._compile import exp32 as exp32
     from otloss._kernels._compile import spliced as spliced
     from otloss._kernels._threads import ENTRIES as ENTRIES
+    from otloss._kernels._threads import Work as Work
     from otloss._kernels._threads import next_task as next_task
     from otloss._kernels._threads import run_on_threads as run_on_threads
     from otloss.losses.number_line import SCALINGS as SCALINGS
@@ -87,6 +88,7 @@ _AT_FIRST_USE = {
     "exp32": "otloss._kernels._compile",
     "spliced": "otloss._kernels._compile",
     "ENTRIES": "otloss._kernels._threads",
+    "Work": "otloss._kernels._threads",
     "next_task": "otloss._kernels._threads",
     "run_on_threads": "otloss._kernels._threads",
     "SCALINGS": "otloss.losses.number_line",
@@ -109,6 +111,7 @@ __all__ = [
     "Settings",
     "SmallEpsilonError",
     "Transport",
+    "Work",
     "answer",
     "arithmetic_dtype",
     "check_broadcast",

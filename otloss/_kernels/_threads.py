@@ -8,23 +8,31 @@ has: `GOMP_parallel` is what GNU's compiler calls for a parallel region. Kernels
 A parallel region ends when its last thread does. Where other processes keep the cores busy, that thread may wait for
 its turn longer than the whole work takes: 10 to 20 ms, for regions of some ms. Where a region took longer than one
 thread would have, kernels run on the calling thread alone for a while.
+
+Python handles signals on its main thread, and only there between two steps of Python. So what may take long runs on
+another thread, while the main thread waits: on Ctrl-C it raises the counter beyond all tasks, which kernels notice at
+their next task, or where they call `is_stopped`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import types
 from numba.extending import intrinsic
+
+from otloss._kernels._compile import bits_of_float64, inner
+from otloss._progress import report
 
 # Exponentials, or the like, below which waking up a thread takes longer than it saves.
 ENTRIES = 10_000
@@ -32,21 +40,46 @@ ENTRIES = 10_000
 # times its duration.
 PATIENCE, PAUSE = 1e-3, 20.0
 
+# Entries of the work of a call that may take seconds; and seconds between two looks at it.
+LONG, LOOK = 2**19, 0.2
+# What a counter holds besides the next task: bits of the error and of the share of a task, of the last thread to tell.
+ERROR, SHARE = 1, 2
+STOPPED = 2**62
+
 _alone_until = 0.0  # by time.perf_counter
 _is_forked = False
 _pool: ThreadPoolExecutor | None = None
+_other: ThreadPoolExecutor | None = None  # one thread, for what the main thread waits for
 _work_of_region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @intrinsic
 def next_task(typing_context: Any, counter: Any) -> Any:
-    """Return the number in `counter` (an int64 array of one element) and raise it by one, atomically."""
+    """Return the first number in `counter` (an int64 array) and raise it by one, atomically."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
         return builder.atomic_rmw("add", array.data, context.get_constant(types.int64, 1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def _next_of(typing_context: Any, counter: Any) -> Any:
+    """Return the first number in `counter`, read anew each time."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.load_atomic(array.data, "monotonic", 8)
+
+    return types.int64(counter), codegen
+
+
+@inner()
+def is_stopped(counter: Any, error: float, share: float) -> bool:
+    """Tell how far a long task is (NaN: not known); return whether to leave it, whatever is returned then."""
+    counter[ERROR], counter[SHARE] = bits_of_float64(np.float64(error)), bits_of_float64(np.float64(share))
+    return _next_of(counter) >= STOPPED
 
 
 def run_on_threads(
@@ -56,25 +89,60 @@ def run_on_threads(
     scratch: Callable[[], Sequence[Any]] = tuple,
     *,
     one_thread: bool = False,
+    work: Work | None = None,
 ) -> list[Any]:
     """Return what `kernel(counter, *arguments, *scratch())` returns on each of as many threads as torch uses.
 
     The kernel does task `next_task(counter)` until that number reaches its number of tasks. Each thread gets its own
-    `scratch()`. Only the calling thread works with `one_thread`, in a forked process (a worker of a DataLoader), and
-    while other processes keep the cores busy.
+    `scratch()`. Only the calling thread works with `one_thread` or `work` below ENTRIES, in a forked process (a worker
+    of a DataLoader), and while other processes keep the cores busy. `work` of LONG entries can be stopped.
     """
     if tasks == 0:
         return []
+    one_thread = one_thread or (work is not None and work.entries < ENTRIES)
     alone = one_thread or _is_forked or time.perf_counter() < _alone_until
     threads = 1 if alone else min(torch.get_num_threads(), tasks)
-    counter = np.zeros(1, np.int64)
+    counter = np.zeros(3, np.int64)
     calls = [(counter, *arguments, *scratch()) for _ in range(threads)]
-    if threads == 1:
+    if work is None or work.entries < LONG or threading.current_thread() is not threading.main_thread():
+        return _run(kernel, calls)
+    return _while_waiting(lambda: _run(kernel, calls), counter, tasks, work)
+
+
+def _run(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    if len(calls) == 1:
         return [kernel(*calls[0])]
     timed = _Timed(kernel)
     results = _in_region(timed, calls) if _openmp is not None else _in_pool(timed, calls)
     _go_alone_after(timed)
     return results
+
+
+class Work(NamedTuple):
+    """What a kernel does, in words, or "" for a part of a loop; entries of the costs; what its error is to fall to."""
+
+    name: str
+    entries: int
+    tolerance: float = 0.0
+
+
+def _while_waiting(run: Callable[[], list[Any]], counter: np.ndarray, tasks: int, work: Work) -> list[Any]:
+    """Return `run()`, from another thread."""
+    global _other
+    if _other is None:
+        _other = ThreadPoolExecutor(1, thread_name_prefix="otloss")
+    future = _other.submit(run)
+    try:
+        while not wait((future,), LOOK).done:
+            if work.name:
+                error, share = counter[ERROR : SHARE + 1].view(np.float64).tolist()
+                share = min(counter[0], tasks) / tasks if tasks > 1 else share
+                report(work.name, error or math.nan, tolerance=work.tolerance, share=share)
+        return future.result()
+    except BaseException:
+        counter[0] = STOPPED
+        wait((future,))
+        raise
 
 
 class _Timed:
@@ -148,8 +216,8 @@ _openmp = _find_openmp()
 
 def _after_fork() -> None:
     # The threads of either pool exist in the parent alone.
-    global _pool, _is_forked
-    _pool, _is_forked = None, True
+    global _pool, _other, _is_forked
+    _pool, _other, _is_forked = None, None, True
 
 
 if hasattr(os, "register_at_fork"):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from otloss._kernels._compile import bits_of_float64, compiled, float64_of_bits, inner, spliced
-from otloss._kernels._threads import next_task
+from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.exact import GAP, NONE, PIVOTS, SCALE, VALUE
 from otloss._kernels.simplex import ROUNDING, VECTOR, largest_size, least, lower
 
@@ -88,7 +88,9 @@ def _least_bits(values: Any, count: int) -> Any:
 
 
 @spliced
-def _take_columns(cost: Any, g: Any, near: Any, row_of: Any, column_of: Any, waiting: Any, n: int) -> tuple[int, int]:
+def _take_columns(
+    counter: Any, cost: Any, g: Any, near: Any, row_of: Any, column_of: Any, waiting: Any, n: int
+) -> tuple[int, int]:
     """Let rows take columns; return how many rows are left, in `waiting`, and the turns taken."""
     turns, left, i, next_row = 0, 0, np.int64(0), np.int64(1)
     while True:
@@ -99,6 +101,8 @@ def _take_columns(cost: Any, g: Any, near: Any, row_of: Any, column_of: Any, wai
         near[j] = np.inf
         second = float64_of_bits(_least_bits(near, n))
         turns += 1
+        if is_stopped(counter, np.nan, np.nan):
+            return left, turns
         before = row_of[j]
         if second <= ROUNDING * (abs(best) + 2 * abs(g[j])) and before >= 0:
             # Two columns are as near, and one at least is taken: a path finds out.
@@ -183,10 +187,11 @@ def assign_problems(
         if start.shape[1] == 0:
             for i in range(n):
                 lower(g_k, cost[i], 0.0, n)
-        left, steps = _take_columns(cost, g_k, real[NEAR], row_of, column_of, waiting, n)
+        left, steps = _take_columns(counter, cost, g_k, real[NEAR], row_of, column_of, waiting, n)
         most = VISITS * n if n > MOST_LEFT else np.int64(2**62)
         has_failed = left < 0 or left > MOST_LEFT
         for t in range(left):
+            has_failed = has_failed or is_stopped(counter, np.nan, t / left)
             visited = NONE if has_failed or steps > most else augment(cost, g_k, real, whole, waiting[t], n, n)
             if visited < 0:
                 has_failed = True

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from otloss._kernels._compile import compiled, inner, spliced
-from otloss._kernels._threads import next_task
+from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.exact import whole_masses
 from otloss._kernels.simplex import ROUNDING
 from otloss._kernels.softmin import (
@@ -333,8 +333,9 @@ def _pivot(
 
 @compiled(seconds=3)
 def search_cells(
-    rows: Any, columns: Any, costs: Any, tree: Any, flow: Any, cost: Any, potential: Any, n: int, root: int, most: int
-) -> int:
+    counter: Any, rows: Any, columns: Any, costs: Any, tree: Any, flow: Any, cost: Any, potential: Any, n: int,
+    root: int, most: int,
+) -> int:  # fmt: skip
     """Pivot until no reduced cost of the cells is negative; return the pivots made, or -1 where `most` are too few.
 
     rows and columns are nodes.
@@ -351,7 +352,7 @@ def search_cells(
         clean += stop - start
         start = stop if stop < count else 0
         if best < -rounding * (abs(costs[at]) + abs(potential[rows[at]]) + abs(potential[columns[at]])):
-            if pivots == most:
+            if pivots == most or is_stopped(counter, -best, np.nan):
                 return -1
             _pivot(tree, flow, cost, potential, root, rows[at], columns[at], costs[at], best, n)
             pivots += 1

@@ -251,14 +251,14 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
 
 @spliced
 def _finish(
-    matrix: Any, cost: Any, n: int, m: int, most: int, whole: Any, real: Any, tree: Any, f: Any, g: Any, cells: Any,
-    flows: Any, outcome: Any,
+    counter: Any, matrix: Any, cost: Any, n: int, m: int, most: int, whole: Any, real: Any, tree: Any, f: Any, g: Any,
+    cells: Any, flows: Any, outcome: Any,
 ) -> None:  # fmt: skip
     """Search from the tree, and write the answer."""
     rows, columns, a, b, potential = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q], real[POTENTIAL]
     parent, order = tree[PARENT], tree[ORDER]
     refresh(cost, tree, potential, n, m)
-    pivots = search(cost, tree, whole[FLOW], potential, n, m, most)
+    pivots = search(cost, tree, whole[FLOW], potential, n, m, most, counter)
     _extend(matrix, rows, columns, n, m, potential[n:], real[PRICE_Q], f, g)
     dual = 0.0
     for i in range(n):
@@ -294,8 +294,8 @@ def _finish(
 
 @spliced
 def solve_one(
-    p: Any, q: Any, matrix: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, outcome: Any, whole: Any, real: Any,
-    tree: Any, block: Any,
+    counter: Any, p: Any, q: Any, matrix: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, outcome: Any,
+    whole: Any, real: Any, tree: Any, block: Any,
 ) -> None:  # fmt: skip
     """Solve one problem, with results as in `solve_problems`; without mass there are none."""
     sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
@@ -306,7 +306,7 @@ def solve_one(
         for i in range(n):
             sequence[i] = i
         _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n - 1, tree, whole[FLOW])
-        _finish(matrix, cost, n, m, most, whole, real, tree, f, g, cells, flows, outcome)
+        _finish(counter, matrix, cost, n, m, most, whole, real, tree, f, g, cells, flows, outcome)
 
 
 @compiled(seconds=4)
@@ -324,8 +324,9 @@ def solve_problems(
         if k >= p.shape[0]:
             return
         solve_one(
-            p[k], q[k], matrices[owners[k]], most, f[k], g[k], cells[k], flows[k], outcome[k], whole, real, tree, block
-        )
+            counter, p[k], q[k], matrices[owners[k]], most, f[k], g[k], cells[k], flows[k], outcome[k], whole, real,
+            tree, block,
+        )  # fmt: skip
 
 
 @compiled(seconds=4)
@@ -354,4 +355,4 @@ def solve_problems_from(
         for j in range(m):
             prices_q[j] = start[k, columns[j]]
         _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n + m - 1, tree, whole[FLOW])
-        _finish(matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], outcome[k])
+        _finish(counter, matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], outcome[k])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otloss._kernels._compile import compiled, inner
-from otloss._kernels._threads import next_task
+from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.exact import PIVOTS, solve_one
 from otloss._kernels.exact import scratch as scratch_of_exact
 
@@ -183,10 +183,11 @@ def descend_problems(
         rounding = _rounding(features, fixed, P, n, m, alpha)
         converged[at] = n == 0 or m == 0
         steps = 0
-        while steps < most and not converged[at]:
+        while steps < most and not converged[at] and not is_stopped(counter, np.nan, np.nan):
             steps += 1
             _gradient(fixed, T, n, m, alpha, gradient)
             solve_one(
+                counter,
                 a,
                 b,
                 gradient,
@@ -201,7 +202,7 @@ def descend_problems(
                 tree,
                 block,
             )
-            if work.outcome[PIVOTS] < 0:
+            if work.outcome[PIVOTS] < 0:  # or stopped
                 break
             for i in range(n):
                 for j in range(m):

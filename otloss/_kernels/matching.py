@@ -16,7 +16,7 @@ import numpy as np
 
 from otloss._kernels import assignment
 from otloss._kernels._compile import compiled, inner, spliced
-from otloss._kernels._threads import next_task
+from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.assignment import COLUMN_OF, ROW_OF, WAITING, augment
 from otloss._kernels.simplex import VECTOR, least
 
@@ -57,7 +57,7 @@ def _place_of(row: Any, number: float, row_of: Any, count: int) -> Any:
 
 
 @spliced
-def _match(cost: Any, n: int, m: int, g: Any, whole: Any, real: Any) -> bool:
+def _match(counter: Any, cost: Any, n: int, m: int, g: Any, whole: Any, real: Any) -> bool:
     """Fill ROW_OF and COLUMN_OF for n rows and at least as many columns; return whether there is a matching."""
     row_of, column_of, waiting = whole[ROW_OF], whole[COLUMN_OF], whole[WAITING]
     for j in range(m):
@@ -74,6 +74,7 @@ def _match(cost: Any, n: int, m: int, g: Any, whole: Any, real: Any) -> bool:
             waiting[left] = i
             left += 1
     for t in range(left):
+        done = done and not is_stopped(counter, np.nan, t / left)
         done = done and augment(cost, g, real, whole, waiting[t], n, m) >= 0
     return done
 
@@ -102,7 +103,7 @@ def match_problems(
         if not _copy(costs, begin, stride, n, m, is_turned, own):
             rows[at], failed = INVALID, k
             continue
-        if not _match(own, small, large, g, whole, real):
+        if not _match(counter, own, small, large, g, whole, real):
             rows[at], failed = INFEASIBLE, k
             continue
         partner = whole[ROW_OF] if is_turned else whole[COLUMN_OF]

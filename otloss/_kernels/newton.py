@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otloss._kernels._compile import compiled, exp64, inner, largest
-from otloss._kernels._threads import next_task
+from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
@@ -474,7 +474,9 @@ def search_along(
 
 
 @inner()
-def steps_on_cells(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float) -> int:
+def steps_on_cells(
+    counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float
+) -> int:
     """Newton's method on the cells, from g; returns the number of steps. The last update of g is exact."""
     m = columns.weights.shape[0]
     x, error, enough, steps = np.empty(m), np.inf, tolerance, 0
@@ -489,7 +491,7 @@ def steps_on_cells(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: f
                 update_columns(columns, epsilon, ratio)
             if error <= enough:
                 return steps
-        if steps == STEPS:
+        if steps == STEPS or is_stopped(counter, error, np.nan):
             return steps
         find_step(cells, rows, columns, of, count, epsilon, ratio, error, x)
         derivative = derivative_along(columns, epsilon, ratio, x)
@@ -516,8 +518,8 @@ def support_of(places: Any, n: int) -> Cells:
 
 @inner()
 def solve_stage(
-    pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, settled: float, most: int,
-    support: Any,
+    counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, settled: float,
+    most: int, support: Any,
 ) -> tuple[float, int]:  # fmt: skip
     """Rounds at one epsilon; return the error, of f an exact update from g, and the number of steps."""
     steps, cells, error = 0, support, 1.0
@@ -527,9 +529,9 @@ def solve_stage(
         cells = cells_of(pairs, rows, columns, epsilon, ratio, cut, cells)
         error = column_error(columns, epsilon, ratio)
         is_settled = settled == np.inf or largest_change(columns, epsilon, ratio) <= settled
-        if steps >= most or (error <= tolerance and is_settled):
+        if steps >= most or is_stopped(counter, error, np.nan) or (error <= tolerance and is_settled):
             return error, steps
-        steps += max(1, steps_on_cells(cells, rows, columns, epsilon, ratio, 0.1 * tolerance))
+        steps += max(1, steps_on_cells(counter, cells, rows, columns, epsilon, ratio, 0.1 * tolerance))
 
 
 @compiled(seconds=8)
@@ -552,7 +554,7 @@ def newton_problems(
         for stage in range(STAGES if plans.shape[2] else 0, -1, -1):
             width, is_last = epsilon[k] * STAGE_FACTOR**stage, stage == 0
             outcome[k, ERROR], more = solve_stage(
-                pairs, rows, columns, width, width / rho, tolerance if is_last else STAGE_TOLERANCE,
+                counter, pairs, rows, columns, width, width / rho, tolerance if is_last else STAGE_TOLERANCE,
                 settled if is_last else np.inf, most - steps, support,
             )  # fmt: skip
             steps += more

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import broadcast_shape
-from otloss._kernels._threads import ENTRIES, run_on_threads
+from otloss._kernels._threads import Work, run_on_threads
 from otloss._kernels.softmin import (
     ABSOLUTE,
     BLOCK,
@@ -121,7 +121,7 @@ def _by_rows(
         points_rows, tasks(n, problems, span),
         (points, others, which_x, which_y, scores, inverse, cutoff, span, METRICS[metric], out, total,
          other.double().contiguous().numpy(), gradients),
-        one_thread=out.size * y.shape[-2] < ENTRIES,
+        work=Work("", out.size * y.shape[-2]),
     )  # fmt: skip
     if a is None:
         found, axis = finished(out, total, shift, width).reshape(*batch, n).to(h.dtype), -1

@@ -8,6 +8,7 @@ import numpy as np
 
 # Rows of a matrix over its columns, above which the transposed problem takes less time: pivots change shorter trees.
 MOST_ROWS = 16
+SIMPLEX = "pivots of the network simplex, the error is a reduced cost below zero"
 
 
 def solve_batch(
@@ -58,19 +59,19 @@ def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
 def _run_assignment(
     start: np.ndarray, p: np.ndarray, matrices: np.ndarray, owners: np.ndarray, filled: Sequence[np.ndarray]
 ) -> None:
-    from otloss._kernels._threads import ENTRIES, run_on_threads
+    from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.assignment import assign_problems, scratch
 
     count, n = p.shape
-    arguments = (start, p, matrices, owners, *filled)
-    run_on_threads(assign_problems, count, arguments, lambda: scratch(n), one_thread=count * n * n < ENTRIES)
+    arguments, work = (start, p, matrices, owners, *filled), Work("shortest paths of an assignment", count * n * n)
+    run_on_threads(assign_problems, count, arguments, lambda: scratch(n), work=work)
 
 
 def _run_simplex(
     start: np.ndarray, p: np.ndarray, q: np.ndarray, matrices: np.ndarray, owners: np.ndarray,
     filled: Sequence[np.ndarray], *, most: int,
 ) -> None:  # fmt: skip
-    from otloss._kernels._threads import ENTRIES, run_on_threads
+    from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.exact import scratch, solve_problems, solve_problems_from
 
     (count, n), m = p.shape, q.shape[1]
@@ -84,7 +85,7 @@ def _run_simplex(
     kernel, arguments = solve_problems, (p, q, matrices, owners, most, *filled)
     if start.shape[1]:
         kernel, arguments = solve_problems_from, (start, *arguments)
-    run_on_threads(kernel, count, arguments, lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES)
+    run_on_threads(kernel, count, arguments, lambda: scratch(n, m, matrices.dtype), work=Work(SIMPLEX, count * n * m))
     empty = ~(p.any(1) & q.any(1))
     if empty.any():
         # Without mass f_i + g_j <= C_ij is the only condition: the derivative in p_i is the least cost of its row.

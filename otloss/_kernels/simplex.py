@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from otloss._kernels._compile import bits_of_float64, float64_of_bits, inner, spliced
+from otloss._kernels._threads import is_stopped
 
 PARENT, SIZE, POSITION, ORDER, SPARE = range(5)
 # Reduced costs above this, relative to the numbers they are the difference of, count as zero.
@@ -205,7 +206,7 @@ def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced:
 
 
 @spliced
-def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, most: int) -> int:
+def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, most: int, counter: Any) -> int:
     """Pivot until no reduced cost is negative; return the pivots made, or -1 where `most` are not enough."""
     f, g = potential[:n], potential[n:]
     mask, together = place_mask(m), LOOK_AT // m if LOOK_AT // m > 2 else 2
@@ -223,7 +224,7 @@ def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, most
             j = best & mask
             reduced = cost[row, j] - f[row] - g[j]
             if reduced < -rounding * (abs(cost[row, j]) + abs(f[row]) + abs(g[j])):
-                if pivots == most:
+                if pivots == most or is_stopped(counter, -reduced, np.nan):
                     return -1
                 _pivot(tree, flow, potential, row, n + j, reduced, n, m)
                 pivots += 1

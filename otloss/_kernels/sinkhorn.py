@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otloss._kernels._compile import compiled, inner, largest, spliced
-from otloss._kernels._threads import next_task
+from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.histograms import balance, mass_of
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD
 from otloss._kernels.sinkhorn_steps import (
@@ -70,7 +70,7 @@ class Scratch(NamedTuple):
     In float64: alpha and beta, the potentials absorbed so far; totals, shifted and scores, exponents; phi, gamma and
     absorbed, of `sinkhorn_unbalanced`. In the dtype of the costs: p and q, shares of the mass; u and v, factors; row
     and column sums; x and before, two vectors of Lanczos' method; kernel, the matrix G; costs, of the bins that take
-    part. rows and columns are the places of those bins.
+    part. rows and columns are the places of those bins. counter is that of the tasks.
     """
 
     alpha: Any
@@ -93,6 +93,7 @@ class Scratch(NamedTuple):
     costs: Any
     rows: Any
     columns: Any
+    counter: Any
 
 
 class Limits(NamedTuple):
@@ -116,11 +117,12 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
 
 
 @inner()
-def named(wide: Any, narrow: Any, matrices: Any, places: Any) -> Scratch:
+def named(counter: Any, wide: Any, narrow: Any, matrices: Any, places: Any) -> Scratch:
     # Made in the kernel: numba takes ten times as long to pass a named tuple from Python.
     return Scratch(
         wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], wide[6], wide[7], narrow[0], narrow[1], narrow[2],
         narrow[3], narrow[4], narrow[5], narrow[6], narrow[7], matrices[0], matrices[1], places[0], places[1],
+        counter,
     )  # fmt: skip
 
 
@@ -224,6 +226,7 @@ def _iterate(
         if since == CHECK_EVERY:
             if not settling and done >= LEAST_ITERATIONS:
                 hopeless = iterations_left(off, before, since, tolerance) > patience
+            hopeless = hopeless or is_stopped(work.counter, off, np.nan)
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
         if (steep or since == 0) and (needs_absorption(u, p, n) or needs_absorption(v, q, m)):
@@ -459,7 +462,7 @@ def sinkhorn_problems(
     of the costs, or (1, 0, 0) for none. outcome (B, 5) gets what `run_kernel` returns; infinity and NaN where the
     problem is not valid. limits: a tuple of `Limits`.
     """
-    work = named(wide, narrow, matrices, places)
+    work = named(counter, wide, narrow, matrices, places)
     bounds = Limits(limits[0], limits[1], limits[2], limits[3])
     while True:
         k = next_task(counter)
@@ -508,6 +511,7 @@ def _iterate_symmetric(
         while (off > tolerance or change > settled) and done < most:
             off, change = symmetric_update(kernel, p, weight, u, sums, largest_step, n)
             done += 1
+            most = done if is_stopped(work.counter, off, np.nan) else most
             if done % CHECK_EVERY == 0 and needs_absorption(u, p, n):
                 break
         add_logs(beta, u, p, epsilon, n)
@@ -520,7 +524,7 @@ def symmetric_problems(
 ) -> None:  # fmt: skip
     """As `sinkhorn_problems`, of p with itself at symmetric costs; no value, no plan, and no epsilon steps."""
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
-    work = named(wide, narrow, matrices, places)
+    work = named(counter, wide, narrow, matrices, places)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

@@ -45,7 +45,7 @@ def run_kernel(
     of the equations for g, from above, and not much better than `RESOLVED_EIGENVALUE` where it is below. Unbalanced,
     the error is a bound, and the other two are NaN.
     """
-    from otloss._kernels._threads import ENTRIES, run_on_threads
+    from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.sinkhorn import scratch, sinkhorn_problems, symmetric_problems
     from otloss._kernels.sinkhorn_unbalanced import unbalanced_problems
 
@@ -70,6 +70,7 @@ def run_kernel(
             kernel, settings = unbalanced_problems, (*settings, rho)
     run_on_threads(
         kernel, count, (*(w.contiguous().numpy() for w in weights), matrices, owner, epsilon, *made, *settings),
-        lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES,
+        lambda: scratch(n, m, matrices.dtype),
+        work=Work("Sinkhorn iterations", count * n * m, tolerance),
     )  # fmt: skip
     return torch.from_numpy(potential_p), torch.from_numpy(potential_q), torch.from_numpy(outcome)

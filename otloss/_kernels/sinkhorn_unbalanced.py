@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otloss._kernels._compile import compiled, inner, spliced
-from otloss._kernels._threads import next_task
+from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.histograms import mass_of
 from otloss._kernels.sinkhorn import (
     CHECK_EVERY,
@@ -168,6 +168,7 @@ def _iterate(
         if since == CHECK_EVERY:
             if not settling and done >= LEAST_ITERATIONS:
                 hopeless = iterations_left(off, before, since, tolerance) > patience
+            hopeless = hopeless or is_stopped(work.counter, off, np.nan)
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
         stale = far_rows + far_columns > 0
@@ -292,7 +293,7 @@ def unbalanced_problems(
     The error is infinite too where a side holds no mass, or the iterations do not fit the kernel: `f` and `g` are
     then not written, or not all.
     """
-    work = named(wide, narrow, matrices, places)
+    work = named(counter, wide, narrow, matrices, places)
     bounds = Limits(limits[0], limits[1], limits[2], limits[3])
     while True:
         k = next_task(counter)

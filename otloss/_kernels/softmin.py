@@ -31,7 +31,7 @@ from torch import Tensor
 
 from otloss._checks import broadcast_shape
 from otloss._kernels._compile import compiled, exp, inner, largest
-from otloss._kernels._threads import ENTRIES, next_task, run_on_threads
+from otloss._kernels._threads import Work, next_task, run_on_threads
 
 F32, F64 = np.float32, np.float64
 PIECE = 1024  # scores of a row made at a time
@@ -309,7 +309,7 @@ def dense_softmin(
         matrix_softmin,
         tasks(*out.T.shape),
         (matrices, which, h, inverse, out, total),
-        one_thread=h.size * len(out.T) < ENTRIES,
+        work=Work("", h.size * len(out.T)),
     )
     return finished(out, total, shift, width).reshape(*batch, rows.shape[-2]).to(potential.dtype)
 

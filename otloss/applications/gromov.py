@@ -198,7 +198,7 @@ def _descend_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_descend` without an epsilon, on a CPU, by the numba kernel."""
     from otloss._kernels.gromov import Problems, descend_problems, scratch
-    from otloss.extending import ENTRIES, run_on_threads
+    from otloss.extending import Work, run_on_threads
 
     batch, (n, m) = p.shape[:-1], plan.shape[-2:]
     count = batch.numel()
@@ -211,8 +211,8 @@ def _descend_by_kernel(
     values, done = p.new_empty(count), torch.empty(count, dtype=torch.bool, device="cpu")
     problems = Problems(*matrices, *weights)
     arguments = (problems, energy.alpha, most, tolerance, plans.numpy(), values.numpy(), done.numpy())
-    one_thread = count * n * m * (n + m) < ENTRIES
-    run_on_threads(descend_problems, count, arguments, lambda: scratch(n, m), one_thread=one_thread)
+    work = Work("steps of Frank and Wolfe", count * n * m * (n + m))
+    run_on_threads(descend_problems, count, arguments, lambda: scratch(n, m), work=work)
     return plans.reshape(*batch, n, m), values.reshape(batch), done.reshape(batch)
 
 

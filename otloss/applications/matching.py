@@ -100,7 +100,7 @@ def _assignments(
 ) -> Int[Tensor, "2 pairs"]:
     """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
     from otloss._kernels.matching import INVALID, match_problems, scratch
-    from otloss.extending import run_on_threads
+    from otloss.extending import Work, run_on_threads
 
     check_no_transform()
     columns = np.full((2, pairs), NONE)
@@ -109,7 +109,7 @@ def _assignments(
         failed = max(
             run_on_threads(
                 match_problems, len(places), (flat, places, *columns), lambda: scratch(entries, bins, flat.dtype),
-                one_thread=flat.size < _ENTRIES,
+                one_thread=flat.size < _ENTRIES, work=Work("shortest paths of an assignment", flat.size),
             )
         )  # fmt: skip
         at = tuple(int(i) for i in np.unravel_index(max(0, failed), batch))

@@ -30,6 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._kernels import may_run_on
+from otloss._kernels.problems import SIMPLEX
 from otloss.costs import Cost, PointCost
 from otloss.solvers.entropic.coarse import grouped
 from otloss.solvers.exact import ExactSolution, Optimum, check_outcome, solve_exact
@@ -235,13 +236,15 @@ class _Basis:
 
     def search(self) -> None:
         """Pivot until the plan is optimal on the listed cells; `pivots` becomes -1 if that takes too many of them."""
+        from otloss._kernels._threads import Work, run_on_threads
         from otloss._kernels.cloud_simplex import search_cells
 
         n = len(self.p)
-        made = search_cells(
+        arguments = (
             self.rows, self.columns + n, self.costs, self.tree, self.flow, self.edges, self.potential, n, self.root,
             MOST_PIVOTS * len(self.potential) - self.pivots,
         )  # fmt: skip
+        made = run_on_threads(search_cells, 1, arguments, work=Work(SIMPLEX, len(self.rows) ** 2))[0]
         self.pivots = self.pivots + made if made >= 0 else -1
 
     def add_cells(self) -> bool:
@@ -275,7 +278,7 @@ class _Basis:
 
         Only those of negative reduced cost, or with no potentials of its own side all.
         """
-        from otloss._kernels._threads import run_on_threads
+        from otloss._kernels._threads import Work, run_on_threads
         from otloss._kernels.cloud_simplex import NONE, near_cells
         from otloss._kernels.softmin import BLOCK, ROWS, tasks
 
@@ -284,7 +287,7 @@ class _Basis:
         places = np.empty((len(x), count), np.int64)
         above = np.full(len(x), np.inf) if own is None else own.numpy()
         arguments = (x, numbered, other.numpy(), above, self.metric, places, np.empty(places.shape))
-        run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments)
+        run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments, work=Work("", len(x) * len(y)))
         mine, their_place = np.nonzero(places != NONE)
         theirs = places[mine, their_place]
         return (mine, theirs) if by_rows else (theirs, mine)

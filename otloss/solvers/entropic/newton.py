@@ -135,7 +135,7 @@ def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _run(problem: Problem, g: Tensor, plans: Tensor | None, goal: Goal) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Call the kernel: f, g, the error and the steps."""
-    from otloss._kernels._threads import run_on_threads
+    from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.newton import newton_problems
     from otloss._kernels.points import METRICS, order_of
     from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
@@ -165,7 +165,8 @@ def _run(problem: Problem, g: Tensor, plans: Tensor | None, goal: Goal) -> tuple
         problem.epsilon.contiguous().numpy(), math.inf if rho is None else rho, f.numpy(), g.numpy(), cells,
         goal.tolerance, goal.settled, min(goal.most, MOST_STEPS), outcome,
     )  # fmt: skip
-    run_on_threads(newton_problems, count, arguments)
+    work = Work("Newton's method", count * n * m, goal.tolerance)
+    run_on_threads(newton_problems, count, arguments, work=work)
     f, g = (torch.empty_like(t).index_copy_(1, order, t) for t, order in ((f, by_row), (g, by_column)))
     return f, g, torch.from_numpy(outcome[:, ERROR]), torch.from_numpy(outcome[:, ITERATIONS]).long()
 
