@@ -46,6 +46,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from otloss._kernels import may_run_on
+from otloss._progress import report
 from otloss.costs import GridCost, PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.solvers.convergence import level_of_the_caller
@@ -355,6 +356,7 @@ class _ClusterSearch:
             error = self.sweep.error(self.g, updated, self.sweep.log_q)
             self.iterations += 1
             off = float(error)
+            report("Sinkhorn iterations", off, tolerance=tolerance)
             if off < least:
                 least, self.best, self.f = off, updated, f
             if not off > (tolerance if self.by_pairs else GRID_MARGIN * tolerance):

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._progress import report
 from otloss.costs import Cost, DenseCost
 from otloss.solvers.problem import Problem, has_float64, of_equal_mass
 
@@ -230,6 +231,7 @@ def _relaxed_search(sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor,
         relaxed_f = _relax(f, new_f, w, sweep.epsilon)
         new_g = sweep.g_from(relaxed_f)
         off = off + sweep.error(g, new_g, sweep.log_q)
+        report("Sinkhorn iterations", off, tolerance=goal.tolerance)
         relaxed_g = _relax(g, new_g, w, sweep.epsilon)
         relaxed_f, relaxed_g = sweep.shifted(relaxed_f, relaxed_g)
         keep = active.unsqueeze(-1)
@@ -273,7 +275,9 @@ def closed(sweep: Sweep, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 def _symmetric_search(sweep: Sweep, g: Tensor, done: Tensor, goal: Goal) -> SearchResult:
     for _ in range(goal.most):
         update = sweep.f_from(g)
-        unfinished = ~(sweep.error(g, update, sweep.log_p) <= goal.tolerance)
+        off = sweep.error(g, update, sweep.log_p)
+        report("Sinkhorn iterations", off, tolerance=goal.tolerance)
+        unfinished = ~(off <= goal.tolerance)
         if goal.settled < math.inf:
             moved = ((update - g) / sweep.epsilon).abs().masked_fill(sweep.log_p == -torch.inf, 0.0)
             unfinished = unfinished | (moved.amax(-1) > goal.settled)

@@ -18,16 +18,19 @@ Source: L. Chapel, M. Alaya, G. Gasso, Partial Optimal Transport with Applicatio
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from otloss._checks import check_finite
-from otloss.costs import DenseCost
+from otloss.costs import DenseCost, GridCost
+from otloss.solvers.convergence import level_of_the_caller
 from otloss.solvers.problem import Problem, Settings, has_float64
 from otloss.solvers.reductions.way_back import WayBack
 
+SLOW_MATRIX = 2**24  # entries of the matrix between the cells of images, from which iterations on it take seconds
 EPSILONS_BETWEEN_DUMMIES = 60.0  # above all potentials: exp(-60) of the mass goes from dummy bin to dummy bin
 
 
@@ -35,6 +38,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     """Reduce problems with a mass that is moved, in float64 where there is one."""
     if problem.mass is None:
         return None
+    _warn_where_slow(problem)
     wide = torch.float64 if has_float64(problem.p.device) else problem.p.dtype
     p, q, matrix, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.cost.dense(), problem.epsilon))
     if not isinstance(problem.cost, DenseCost):
@@ -55,6 +59,20 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         mass=None,
     )
     return reduced, _PartialMass()
+
+
+def _warn_where_slow(problem: Problem) -> None:
+    """Warn of entropic problems between images, which lose the products along the axes here."""
+    cost, (n, m) = problem.cost, problem.cost.shape
+    entries = n * m * problem.batch.numel()
+    if problem.is_exact or not isinstance(cost, GridCost) or len(cost.cells) < 2 or entries < SLOW_MATRIX:
+        return
+    warnings.warn(
+        f"mass= between {' x '.join(map(str, cost.cells))} cells needs a matrix of {n} x {m} costs: time and memory "
+        "grow with the square of the number of cells. Sum blocks of cells to a coarser grid, or use "
+        "marginal_penalty=, which keeps the products along the axes.",
+        stacklevel=level_of_the_caller(),
+    )
 
 
 class _PartialMass(WayBack):
