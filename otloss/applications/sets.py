@@ -2,7 +2,7 @@
 
     hard    min over one-to-one s of  sum_j C[s(j), j] + sum over the other predictions i of u_i
     soft    the entropic transport of n predictions, one unit each, to m targets that take one unit each and to
-            "nothing", which takes n - m units at the price u_i
+            "nothing", which takes n - m units at the price u_i, with the entropy against the product of both over n
 
 C holds the loss of each prediction as each target. Both are minima, so their gradients are those of C and u at the
 matching, or weighted by the plan.
@@ -52,7 +52,7 @@ def set_loss(
     Example:
         >>> cost = torch.tensor([[4.0, 1.0], [2.0, 0.0], [9.0, 9.0]])
         >>> set_loss(cost), set_loss(cost, torch.tensor([0.0, 0.0, 5.0])), set_loss(cost, epsilon=0.01)
-        (tensor(3.), tensor(8.), tensor(3.))
+        (tensor(3.), tensor(8.), tensor(3.0330))
     """
     check_reduction(reduction)
     check_floating("cost", cost)

@@ -195,6 +195,7 @@ def _line(n: int, m: int, *, shared: bool) -> Inputs:
 
 
 PARENT = torch.tensor([2, 0, 2, 0, 1, 2])
+DIRECTIONS = draw(7, 3, seed=2) - 0.5
 CLOSED_FORMS: dict[str, tuple[Callable[[], Inputs], Callable[[Inputs], Tensor]]] = {
     "cdf 1": (lambda: _line(6, 6, shared=True), lambda t: otloss.cdf_distance(**t, power=1)),
     "cdf 2": (lambda: _line(6, 6, shared=True), lambda t: otloss.cdf_distance(**t)),
@@ -212,7 +213,7 @@ CLOSED_FORMS: dict[str, tuple[Callable[[], Inputs], Callable[[Inputs], Tensor]]]
         f"sliced {order}": (
             lambda: {**weights(4, 5), "x": draw(2, 4, 3), "y": draw(5, 3, seed=1)},
             lambda t, order=order: otloss.sliced_wasserstein(
-                t["x"], t["y"], t["p"], t["q"], order=order, projections=draw(7, 3, seed=2) - 0.5
+                t["x"], t["y"], t["p"], t["q"], order=order, projections=DIRECTIONS
             ),
         )
         for order in (1, 2)
