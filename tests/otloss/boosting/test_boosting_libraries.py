@@ -130,26 +130,6 @@ def test_lightgbm_learns_and_reports_what_it_learns(rows: Any, loss: dict[str, A
     assert reported[-1] < 0.7 * metric(np.tile(start, (len(y), 1)), data)[1]
 
 
-def test_scores_of_lightgbm_are_not_scrambled(rows: Any) -> None:
-    """(n, K) arrays come and go by columns: read by rows, a class would learn from another one's rows."""
-    X, y, _ = rows
-    seen: list[Any] = []
-    objective = lightgbm_objective(K)
-
-    def spy(predictions: np.ndarray, data: Any) -> Any:
-        answer = objective(predictions, data)
-        seen.append((predictions.copy(), *answer))
-        return answer
-
-    booster = lgb.train({**LGB, "objective": spy}, lgb.Dataset(X, y, free_raw_data=False), 3)
-    np.testing.assert_allclose(seen[2][0], booster.predict(X, raw_score=True, num_iteration=2), rtol=1e-9)
-    gradient = seen[0][1]
-    assert gradient.flags.f_contiguous
-    # From equal scores on, an end class falls unless it is the label.
-    assert (gradient[np.arange(K) == y[:, None]] < 0).all()
-    assert (gradient[:, 0][y >= 2] > 0).all()
-
-
 def test_the_classifier_of_xgboost_is_its_native_training(rows: Any) -> None:
     from sklearn.base import clone
 

@@ -10,6 +10,7 @@ from sklearn.preprocessing import StandardScaler
 
 from otloss.estimators import TransportAdapter
 from otloss.losses import jdot_loss
+from tests.errors import raising
 
 RNG = np.random.default_rng(0)
 SOURCE = RNG.normal(size=(40, 3)) @ RNG.normal(size=(3, 3))
@@ -41,15 +42,15 @@ def test_linear_matches_moments_and_works_in_a_pipeline() -> None:
     np.testing.assert_allclose(np.cov(moved.T, bias=True), np.cov(TARGET.T, bias=True), atol=1e-6)
 
 
-def test_messages() -> None:
-    with pytest.raises(ValueError, match="method is 'nonlinear'"):
-        TransportAdapter("nonlinear").fit(SOURCE, target=TARGET)
-    with pytest.raises(ValueError, match="target has 2 features, expected 3"):
-        TransportAdapter().fit(SOURCE, target=TARGET[:, :2])
-    with pytest.raises(ValueError, match="labels hold 0 to 7, expected 0 to 1"):
-        jdot_loss(torch.ones(2, 1), torch.ones(2, 1), torch.tensor([0, 7]), torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="without epsilon"):
-        jdot_loss(torch.ones(2, 1), torch.ones(2, 1), torch.tensor([0, 1]), torch.zeros(2, 2), marginal_penalty=1.0)
+ONES, TWO, ZEROS = torch.ones(2, 1), torch.tensor([0, 1]), torch.zeros(2, 2)
+
+
+test_bad_input = raising(
+    (lambda: TransportAdapter("nonlinear").fit(SOURCE, target=TARGET), "method is 'nonlinear'"),
+    (lambda: TransportAdapter().fit(SOURCE, target=TARGET[:, :2]), "target has 2 features, expected 3"),
+    (lambda: jdot_loss(ONES, ONES, 7 * TWO, ZEROS), "labels hold 0 to 7, expected 0 to 1"),
+    (lambda: jdot_loss(ONES, ONES, TWO, ZEROS, marginal_penalty=1.0), "without epsilon"),
+)
 
 
 def test_joint_loss_is_that_of_pot_on_a_loop() -> None:

@@ -7,6 +7,7 @@ from scipy import stats
 
 from otloss import ordinal_loss
 from otloss.losses import soft_labels
+from tests.errors import raising
 
 KINDS = ("triangular", "binomial", "beta", "poisson")
 
@@ -59,15 +60,13 @@ def test_they_are_targets_of_the_loss() -> None:
     torch.testing.assert_close(soft_labels(grades, 3, neighbour=0.0), torch.nn.functional.one_hot(grades, 3).float())
 
 
-def test_errors_say_what_to_do() -> None:
-    grades = torch.tensor([0, 3])
-    with pytest.raises(ValueError, match="kind is 'normal', expected one of"):
-        soft_labels(grades, 4, "normal")
-    with pytest.raises(ValueError, match=r"neighbour=0\.1 is given with kind='beta'"):
-        soft_labels(grades, 4, "beta", neighbour=0.1)
-    with pytest.raises(ValueError, match="from 0 to 2/9"):
-        soft_labels(grades, 4, neighbour=0.3)
-    with pytest.raises(ValueError, match="values out of range"):
-        soft_labels(grades, 3)
-    with pytest.raises(TypeError, match=r"dtype torch.float32"):
-        soft_labels(grades.float(), 4)
+GRADES = torch.tensor([0, 3])
+
+
+test_bad_input = raising(
+    (lambda: soft_labels(GRADES, 4, "normal"), "kind is 'normal', expected one of"),
+    (lambda: soft_labels(GRADES, 4, "beta", neighbour=0.1), r"neighbour=0\.1 is given with kind='beta'"),
+    (lambda: soft_labels(GRADES, 4, neighbour=0.3), "from 0 to 2/9"),
+    (lambda: soft_labels(GRADES, 3), "values out of range"),
+    (lambda: soft_labels(GRADES.float(), 4), TypeError, "dtype torch.float32"),
+)

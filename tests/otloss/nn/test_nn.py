@@ -269,6 +269,7 @@ test_bad_settings = raising(
     (lambda: modules.Emd(cost=MATRIX, reduction="median"), "reduction is 'median'"),
     (lambda: modules.CloudLoss(kind="foo"), "kind is 'foo'"),
     (lambda: modules.CloudLoss(kind="emd", blur=0.1), 'blur given for kind="emd"'),
+    (lambda: modules.Emd(cost=MATRIX)(P, Q, MATRIX), TypeError, r"Emd got 3 inputs, expected at most \('p', 'q'\)"),
     (lambda: modules.OrdinalLoss(cost=MATRIX, x=X)(Z, P), "cost and x are both given"),
 )
 
@@ -300,11 +301,6 @@ def test_settings_are_those_of_the_function(case: Case) -> None:
     assert all(own[name].default == of_function[name].default for name in set(own) - added)
     with pytest.raises(TypeError, match=rf"{case.make.__name__}.* 'sigmaa'"):
         case.make(**case.settings, sigmaa=1)
-
-
-def test_too_many_inputs() -> None:
-    with pytest.raises(TypeError, match=r"Emd got 3 inputs, expected at most \('p', 'q'\)"):
-        modules.Emd(cost=MATRIX)(P, Q, MATRIX)
 
 
 def test_every_module_is_public() -> None:

@@ -86,6 +86,11 @@ def test_cumulative_distributions() -> None:
     assert f"area: {emd:.3g}\n(earth mover's distance)" in [text.get_text() for text in one.get_legend().get_texts()]
 
 
+def test_a_distribution_is_drawn_by_its_labels() -> None:
+    sure = metrics.Distribution([[1.0, 0.0, 0.0]], labels=["poor", "fair", "good"])  # not the order of the alphabet
+    assert plotting.plot_cdfs(["poor"], sure).lines[0].get_ydata()[0] == 1.0
+
+
 def test_band_of_forecasts_follows_weights() -> None:
     proba = np.stack([np.full(11, 0.5), np.linspace(0, 0.5, 11), np.linspace(0.5, 0, 11)], axis=1)
     weight = np.ones(11)
