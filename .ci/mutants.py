@@ -33,7 +33,7 @@ MODULES = {
     ],
     "otloss/losses/rows.py": [
         f"tests/otloss/losses/test_{name}.py"
-        for name in ("ordinal_input", "ordinal_loss", "soft_labels", "histogram_loss", "threshold_loss")
+        for name in ("ordinal_loss", "soft_labels", "histogram_loss", "threshold_loss")
     ],
     "otloss/losses/geometry.py": [
         "tests/otloss/losses/test_ordinal_loss.py",

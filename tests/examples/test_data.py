@@ -231,13 +231,6 @@ def test_the_table() -> None:
     assert needed <= set(data.table())
 
 
-@pytest.mark.skipif(not data.BESIDE.exists(), reason="needs the folder beside the repository")
-def test_the_table_describes_the_folder_beside_the_repository() -> None:
-    for file in data.table().values():
-        path = data.BESIDE / file.name
-        assert not path.exists() or (path.stat().st_size == file.bytes and file.is_same(path)), file.name
-
-
 # ---- conversions -----------------------------------------------------------------------------------------------------
 
 
