@@ -77,16 +77,30 @@ def _on_every_cost() -> dict[str, Entry]:
 
 
 def _transport() -> dict[str, Entry]:
-    matrix = {"C": draw(2, 4, 5)}
+    matrix, never = {"C": draw(2, 4, 5)}, {"never": draw(2, 4, 5, seed=4) < 0.3}
+    mass = {"mass": torch.tensor([0.4, 0.7], dtype=torch.float64)}
     graphs = {"C_x": draw(2, 4, 4), "C_y": draw(5, 5, seed=1), "M": draw(4, 5)}
     actual = {
         "emd, negative costs": Entry(_pair(C=draw(2, 4, 5) - 0.5), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
         "emd, mass": Entry(
-            _pair(**matrix, mass=torch.tensor([0.4, 0.7], dtype=torch.float64)),
-            lambda t: otloss.emd(1.5 * t["p"], t["q"], t["C"], mass=t["mass"]),
+            {**_pair(**matrix), **mass}, lambda t: otloss.emd(1.5 * t["p"], t["q"], t["C"], mass=t["mass"])
         ),
-        "sinkhorn, mass": Entry(
-            _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], mass=0.5, **_tight(t))
+        **{
+            f"sinkhorn, mass, {grad}": Entry(
+                {**_pair(**matrix), **mass},
+                lambda t, g=grad: otloss.sinkhorn(t["p"], 1.5 * t["q"], t["C"], mass=t["mass"], grad=g, **_tight(t)),
+            )
+            for grad in ("envelope", "implicit")
+        },
+        "emd, forbidden": Entry(
+            _pair(**matrix), lambda t: otloss.emd(t["p"], t["q"], t["C"].masked_fill(t["never"], torch.inf)), never
+        ),
+        "sinkhorn, forbidden": Entry(
+            _pair(**matrix),
+            lambda t: otloss.sinkhorn(
+                t["p"], t["q"], t["C"].masked_fill(t["never"], torch.inf) - 0.5, grad="implicit", **_tight(t)
+            ),
+            never,
         ),
         "fused_gromov": Entry(
             {**graphs, **weights(4, 5, empty=False)}, lambda t: otloss.fused_gromov(*t.values(), tolerance=1e-14).value
@@ -216,16 +230,25 @@ def _others() -> dict[str, Entry]:
         "crps": Entry(ensemble, lambda t: losses.crps(**t)),
         "crps, fair": Entry(ensemble, lambda t: losses.crps(**t, fair=True)),
         "crps, weights": Entry({**ensemble, "weights": draw(5, seed=2)}, lambda t: losses.crps(**t, fair=True)),
-        "ngram_distance": Entry(texts, lambda t: losses.ngram_distance(**t, n=2, order_weight=0.3)),
+        **{
+            f"ngram_distance, {metric}": Entry(
+                texts,
+                lambda t, metric=metric: losses.ngram_distance(
+                    t["x"], t["y"], n=2, mask_x=t["mask"], order_weight=0.3, metric=metric
+                ),
+                {"mask": torch.tensor([[True] * 4, [True] * 3 + [False]])},
+            )
+            for metric in ("cosine", "euclidean")
+        },
         "set_loss": Entry(cost, lambda t: losses.set_loss(**t, reduction="none")),
         "set_loss, sizes": Entry(
             cost, lambda t: losses.set_loss(t["cost"], t["unmatched"], sizes=t["sizes"]), {"sizes": SIZES}
         ),
         "set_loss, epsilon": Entry(cost, lambda t: losses.set_loss(**t, epsilon=0.3)),
         "document_distance": Entry(
-            {"embedding": draw(6, 3)},
-            lambda t: losses.document_distance(None, None, t["embedding"], ids_p=t["ids_p"], ids_q=t["ids_q"]),
-            {"ids_p": torch.tensor([0, 1, 2]), "ids_q": torch.tensor([3, 4, -1])},
+            {"p": weights(3, 3)["p"], "q": weights(3, 3)["q"], "embedding": draw(6, 3)},
+            lambda t: losses.document_distance(t["p"], t["q"], t["embedding"], ids_p=t["ids_p"], ids_q=t["ids_q"]),
+            {"ids_p": torch.tensor([0, 1, 2]), "ids_q": torch.tensor([3, 5, 4])},
         ),
         "jdot_loss": Entry(
             {"source": draw(3, 2), "target": draw(4, 2, seed=1), "logits": draw(4, 4)},

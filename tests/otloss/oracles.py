@@ -26,20 +26,6 @@ def linprog_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray) -> float:
     return float(result.fun)
 
 
-def weight_gradients(value: Callable[[np.ndarray], float], weights: np.ndarray, step: float) -> tuple[int, np.ndarray]:
-    """Return the heaviest bin k and, for every bin i, the one-sided derivative of moving mass from bin k to bin i."""
-    heaviest = int(np.argmax(weights))
-    base = value(weights)
-    gradients = np.zeros(weights.size)
-    for i in range(weights.size):
-        if i != heaviest:
-            moved = weights.copy()
-            moved[i] += step
-            moved[heaviest] -= step
-            gradients[i] = (value(moved) - base) / step
-    return heaviest, gradients
-
-
 def central_gradients(value: Callable[[np.ndarray], float], point: np.ndarray, step: float) -> np.ndarray:
     """Return the central finite differences of `value` at `point`, entry by entry."""
     gradients = np.zeros(point.shape)

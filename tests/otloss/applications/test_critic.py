@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import otloss
 from otloss.losses import critic_loss, generator_loss, gradient_penalty
 from tests.errors import raising
-from tests.otloss.oracles import central_gradients
 
 DRAW = torch.Generator().manual_seed(0)
 REAL, FAKE = (torch.randn(6, 2, 3, dtype=torch.float64, generator=DRAW) for _ in range(2))
@@ -34,7 +33,7 @@ def quadratic() -> Quadratic:
 
 
 @pytest.mark.parametrize("one_sided", [False, True])
-def test_penalty_and_its_gradients_at_known_points(one_sided: bool) -> None:
+def test_penalty_at_known_points(one_sided: bool) -> None:
     """Real and fake in one place leave the factors no influence."""
     critic = quadratic()
     target = 8.0
@@ -43,15 +42,6 @@ def test_penalty_and_its_gradients_at_known_points(one_sided: bool) -> None:
     excess = (norms - target).clamp(min=0) if one_sided else norms - target
     value = gradient_penalty(critic, REAL, REAL, target=target, one_sided=one_sided)
     torch.testing.assert_close(value, excess.square().mean())
-    (gradient,) = torch.autograd.grad(value, critic.A)
-
-    def at(A: object) -> float:
-        moved = Quadratic(torch.as_tensor(A), critic.b.detach())
-        return gradient_penalty(moved, REAL, REAL, target=target, one_sided=one_sided).item()
-
-    expected = central_gradients(at, critic.A.detach().numpy(), 1e-6)
-    # The critic is made with A^T = A: its gradient is (A + A^T) x / 2.
-    torch.testing.assert_close(gradient, torch.as_tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_one_uniform_factor_for_each_sample() -> None:

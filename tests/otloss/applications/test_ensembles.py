@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import otloss
 from otloss.losses import crps
 from tests.errors import raising
-from tests.otloss.oracles import as_double, central_gradients
+from tests.otloss.oracles import as_double
 from tests.otloss.strategies import positions, weights
 
 
@@ -29,22 +29,6 @@ def test_against_the_double_sum(data: st.DataObject, members: int) -> None:
     if w.max() < 1:
         fair = crps(as_double(x), as_double(np.array(y)), as_double(w), fair=True)
         assert fair.item() == pytest.approx(double_sum(x, y, w, fair=True), abs=1e-12)
-
-
-@pytest.mark.parametrize("fair", [False, True])
-def test_gradients_by_finite_differences(fair: bool) -> None:
-    rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=(2, 5)), rng.normal(size=2), rng.uniform(0.1, 2, 5)]
-    leaves = [as_double(a, grad=True) for a in arrays]
-    upstream = as_double(np.array([1.0, -2.0]))
-    actual = torch.autograd.grad(crps(*leaves, fair=fair) @ upstream, leaves)
-    for k, gradient in enumerate(actual):
-
-        def value(array: np.ndarray, k: int = k) -> float:
-            changed = [as_double(array if j == k else a) for j, a in enumerate(arrays)]
-            return float(crps(*changed, fair=fair) @ upstream)
-
-        torch.testing.assert_close(gradient, as_double(central_gradients(value, arrays[k], 1e-6)), rtol=1e-6, atol=1e-8)
 
 
 def test_batches_offsets_and_narrow_numbers() -> None:

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 import scipy.sparse
 import torch
 from hypothesis import given, settings
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from otloss.costs import graph_cost
 from tests.errors import raising
-from tests.otloss.oracles import central_gradients
 
 
 def floyd_warshall(lengths: np.ndarray) -> np.ndarray:
@@ -44,30 +42,6 @@ def test_lengths_are_those_of_the_shortest_paths(n: int, seed: int, directed: bo
     torch.testing.assert_close(graph_cost(infinite).dense(), expected)
     assert graph_cost(torch.from_numpy(lengths).float()).dtype == torch.float32
     assert graph_cost(torch.from_numpy(lengths).bfloat16()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("directed", [True, False])
-def test_gradients_in_the_lengths(directed: bool) -> None:
-    for seed in range(4):
-        lengths = random_graph(8, seed, directed=directed)
-        weight = np.random.default_rng(seed).normal(size=(8, 8))
-
-        def value(array: np.ndarray, w: np.ndarray = weight) -> float:
-            return float((graph_cost(torch.from_numpy(array)).dense().numpy() * w).sum())
-
-        leaf = torch.from_numpy(lengths).requires_grad_()
-        (gradient,) = torch.autograd.grad((graph_cost(leaf).dense() * torch.from_numpy(weight)).sum(), leaf)
-        moved = central_gradients(lambda a, e=lengths: value(np.where(e > 0, a, 0.0)), lengths, 1e-6)
-        np.testing.assert_allclose(gradient.numpy(), moved, atol=1e-7)
-        assert gradient.abs().max() > 0.5
-        mix = torch.from_numpy(np.random.default_rng(9).normal(size=(8, 8)))
-        edges = leaf > 0
-        assert torch.autograd.gradgradcheck(
-            lambda e, mix=mix, edges=edges: (
-                graph_cost(torch.zeros(8, 8).double().masked_scatter(edges, e)).dense() @ mix
-            ).square(),
-            leaf.detach()[edges].requires_grad_(),
-        )
 
 
 def test_a_long_path_and_edges_that_rounding_swallows() -> None:

@@ -1,7 +1,6 @@
 """Kernels of the closed forms on the line against their reference implementation; more in solvers/test_line.py."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,35 +20,6 @@ def general(batch: int, n: int, m: int, dtype: torch.dtype = torch.float64) -> L
     made = [np.stack([sparse_weights(rng, size) for _ in range(batch)]) for size in (n, m)]
     made += [rng.normal(size=(batch, n)), rng.normal(size=(batch, m)) + 0.3]
     return [torch.tensor(a, dtype=dtype, requires_grad=True) for a in made]
-
-
-def check(leaves: Leaves, exponent: float, **tolerance: float) -> None:
-    """The kernel's value and gradients are those of the reference implementation, also where these make a graph."""
-    reference = line._cdf_distance if len(leaves) == 3 else line._wasserstein_1d
-    actual, expected = line._by_kernel(reference, tuple(leaves), exponent), reference(*leaves, exponent)  # type: ignore[operator]
-    torch.testing.assert_close(actual, expected, **tolerance)
-    upstream = torch.linspace(0.5, 2, expected.numel(), dtype=expected.dtype).reshape(expected.shape)
-    by_reference = torch.autograd.grad(expected, leaves, upstream)
-    for create_graph in (True, False):
-        by_kernel = torch.autograd.grad(actual, leaves, upstream, create_graph=create_graph, retain_graph=True)
-        for a, b in zip(by_kernel, by_reference, strict=True):
-            torch.testing.assert_close(a, b, **tolerance)
-
-
-@pytest.mark.parametrize(
-    ("n", "m", "order", "single"),
-    [(1, 1, 1, True), (1, 5, 2, False), (7, 3, 1.5, True), (40, 33, 1, False), (40, 33, 2, True)],
-)
-def test_gradients_are_those_of_the_reference(n: int, m: int, order: float, single: bool) -> None:
-    dtype = torch.float32 if single else torch.float64
-    tolerance = {"atol": 1e-11, "rtol": 1e-11} if dtype == torch.float64 else {"atol": 3e-5, "rtol": 1e-4}
-    check(general(9, n, m, dtype), order, **tolerance)
-    p, q, x, _ = general(9, n, n, dtype)
-    check([p, q, x], order, **tolerance)
-    # One row that serves all problems: a shared support, a shared target.
-    shared = [p, q.detach()[0].clone().requires_grad_(), x.detach()[0].clone().requires_grad_()]
-    check(shared, order, **tolerance)
-    check([*shared, shared[2]], order, **tolerance)
 
 
 @settings(max_examples=100, deadline=None)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 
 from otloss import ordinal_loss
@@ -151,18 +150,10 @@ def test_subclasses_and_batches_of_gradients() -> None:
     torch.testing.assert_close(rows.sum(0), gradient_of_sum(z, y))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("soft", [False, True])
-def test_forward_derivatives_and_lazy_negatives(soft: bool) -> None:
+def test_lazy_negatives(soft: bool) -> None:
     z, y, x = problem(1000, 9, torch.float64)
     target = soft_labels(1000, 9, z) if soft else y
-    direction = z.roll(1, 0)
-    _, gradient = value_and_gradient(z, target, x=x, cross_entropy=0.3)
-    upstream = torch.linspace(-1, 2, 1000, dtype=torch.float64)
-    with forward_ad.dual_level():
-        dual = ordinal_loss(forward_ad.make_dual(z, direction), target, x=x, cross_entropy=0.3, reduction="none")
-        tangent = forward_ad.unpack_dual(dual).tangent
-    assert (tangent @ upstream).item() == pytest.approx((gradient * direction).sum().item(), rel=1e-10)
     torch.testing.assert_close(ordinal_loss(torch._neg_view(-z), target, x=x), ordinal_loss(z, target, x=x))
     if soft:
         torch.testing.assert_close(ordinal_loss(z, torch._neg_view(-target), x=x), ordinal_loss(z, target, x=x))

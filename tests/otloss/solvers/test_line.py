@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scipy.stats import wasserstein_distance
 
 from otloss import cdf_distance, wasserstein_1d
 from tests.errors import raising
 from tests.otloss.linear_programs import check_subgradients
-from tests.otloss.oracles import as_double, linprog_value, weight_gradients
+from tests.otloss.oracles import as_double, linprog_value
 from tests.otloss.strategies import line_problems, positions, weights
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -29,15 +28,6 @@ def implementation(request: pytest.FixtureRequest) -> None:
 
 def line_matrix(x: np.ndarray, y: np.ndarray, order: float) -> np.ndarray:
     return np.abs(np.subtract.outer(x, y)) ** order
-
-
-@drawn
-@given(line_problems())
-def test_power_one_is_scipys_distance(problem: Problem) -> None:
-    p, q, x = problem
-    expected = wasserstein_distance(x, x, p, q)
-    assert cdf_distance(*map(as_double, problem), power=1).item() == pytest.approx(expected, abs=1e-12)
-    assert wasserstein_1d(*map(as_double, problem)).item() == pytest.approx(expected, abs=1e-12)
 
 
 @drawn
@@ -63,24 +53,15 @@ def test_gradients_of_cdf_distances_are_subgradients(problem: Problem, power: fl
 
 
 @drawn
-@given(line_problems(), st.sampled_from([1.3, 2, 3]))
+@given(line_problems(), st.sampled_from([1, 1.3, 2, 3]))
 def test_cdf_distance_is_its_definition(problem: Problem, power: float) -> None:
     p, q, x = problem
     order = np.argsort(x, kind="stable")
     gaps, apart = np.diff(x[order]), np.abs(np.cumsum(p[order] - q[order]))[:-1]
     actual = cdf_distance(*map(as_double, problem), power=power)
     assert actual.item() == pytest.approx((gaps * apart**power).sum(), abs=1e-12)
-
-
-@pytest.mark.parametrize("order", [1, 1.5, 2])
-def test_bins_before_and_behind_all_mass_have_one_sided_gradients(order: float) -> None:
-    p, q = np.array([0.0, 0.0, 0.5, 0.5, 0.0, 0.0]), np.array([0.0, 0.0, 0.2, 0.4, 0.4, 0.0])
-    x = np.array([0.0, 1.0, 3.0, 4.0, 6.0, 7.0])
-    matrix = line_matrix(x, x, order)
-    leaf = as_double(p, grad=True)
-    (gradient,) = torch.autograd.grad(wasserstein_1d(leaf, as_double(q), as_double(x), order=order), leaf)
-    heaviest, expected = weight_gradients(lambda p: linprog_value(p, q, matrix), p, 1e-6)
-    np.testing.assert_allclose((gradient - gradient[heaviest]).numpy(), expected, atol=5e-5)
+    if power == 1:
+        assert wasserstein_1d(*map(as_double, problem)).item() == pytest.approx(actual.item(), abs=1e-12)
 
 
 def test_float32_is_as_good_as_its_inputs_on_many_bins() -> None:
