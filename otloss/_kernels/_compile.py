@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from otloss._kernels import _notices as _notices  # registers its listener
+from otloss._kernels._cache import KernelCache
 
 F32, F64 = np.float32, np.float64
 LOG2_E_32, LOG2_E_64 = F32(1.4426950408889634), F64(1.4426950408889634)
@@ -47,29 +47,13 @@ def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         function.seconds = seconds
-        try:
-            kept = njit(cache=True, **chosen)(function)
-        except RuntimeError:  # no folder to keep it in: a read-only installation without a home
-            return njit(**chosen)(function)
-        with suppress(OSError):
-            _remove_outdated(function, kept.stats.cache_path)
-        return kept
+        kernel = njit(**chosen)(function)
+        # Without a folder to keep it in (a read-only installation without a home) each process compiles for itself.
+        with suppress(RuntimeError, OSError):
+            kernel._cache = KernelCache(function)
+        return kernel
 
     return decorate
-
-
-def _remove_outdated(function: Any, folder: str) -> None:
-    """Remove the index of a kernel (`module.function-line.*.nbi`) that is older than a file that it may depend on.
-
-    numba itself compares the kernel's own file only, and would keep using what was changed in another one.
-    """
-    source = Path(function.__code__.co_filename)
-    newest = max(
-        path.stat().st_mtime for parent in {source.parent, Path(__file__).parent} for path in parent.glob("*.py")
-    )
-    for index in Path(folder).glob(f"{source.stem}.{function.__qualname__}-*.nbi"):
-        if index.stat().st_mtime < newest:
-            index.unlink(missing_ok=True)
 
 
 def inner(**options: Any) -> Callable[[Any], Any]:
