@@ -1,4 +1,4 @@
-"""What the decision earns beside the loss, by model and rule: `python -m benchmarks.decisions`.
+"""What the decision earns beside the loss, by model and rule: `python -m benchmarks.decisions` writes decisions.csv.
 
 Five grades of the diabetes table of scikit-learn, by quintiles of its target; the mean of 20 holdouts of a quarter.
 Then networks on few rows of handwritten digits, whose ten classes are taken for grades: `nn.OrdinalLoss` alone, with
@@ -7,6 +7,7 @@ cross-entropy added, and cross-entropy alone.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +19,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
 
+from benchmarks.measure import FOLDER
+from benchmarks.runs import interval
 from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
 from otloss.estimators.decode import decode
 from otloss.losses import decode_classes
@@ -87,16 +90,25 @@ def few_rows(*, balanced: bool, seed: int) -> dict[str, float]:
     return errors
 
 
-def main() -> None:
-    """Print both tables."""
-    print("| model | rule | accuracy | absolute error | errors of 3 and more grades |\n|---|---|---:|---:|---:|")
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    """Table, model, measure and value."""
     for (name, rule), (accuracy, absolute, large) in measure().items():
-        print(f"| {name} | {rule} | {accuracy:.3f} | {absolute:.3f} | {100 * large:.1f} % |")
-    print("\n| digits as grades, absolute error | 30 rows a class | 40, 20, 13, ... rows |\n|---|---:|---:|")
-    runs = [[few_rows(balanced=balanced, seed=seed) for seed in range(10)] for balanced in (True, False)]
-    for name in runs[0][0]:
-        cells = [np.array([run[name] for run in part]) for part in runs]
-        print(f"| {name} | " + " | ".join(f"{c.mean():.3f} ± {c.std(ddof=1):.3f}" for c in cells) + " |")
+        values = {"accuracy": f"{accuracy:.3f}", "absolute error": f"{absolute:.3f}", "large errors, %": f"{large:.1%}"}
+        for what, value in values.items():
+            yield "diabetes", name, f"{what}, {rule}", value.rstrip("%")
+    for balanced, rows_a_class in ((True, "30 rows a class"), (False, "40, 20, 13, ... rows")):
+        runs = [few_rows(balanced=balanced, seed=seed) for seed in range(10)]
+        for name in runs[0]:
+            mean, half = interval([run[name] for run in runs])
+            yield "digits", name, rows_a_class, f"{mean:.3f} ± {half:.3f}"
+
+
+def main() -> None:
+    """Write decisions.csv."""
+    with (FOLDER / "decisions.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(("table", "model", "measure", "value"))
+        writer.writerows(rows())
 
 
 if __name__ == "__main__":

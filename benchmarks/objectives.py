@@ -8,7 +8,8 @@ learning rate and seed. The most useful runs come first, so that an interrupted 
 
 1. every objective at a learning rate of 1e-3, seed by seed, at all temperatures;
 2. at 0.3 and 3 times that rate, one seed at temperature 1;
-3. where one of these has a lower KL(source || student) on validation text, that rate with all seeds and temperatures,
+3. where the best of these for likelihood or EMO is the least or the largest, a rate beyond it, in the same way;
+4. where another rate has a lower KL(source || student) on validation text, that rate with all seeds and temperatures,
    and other regularisers: weight decay and fewer steps.
 """
 
@@ -53,6 +54,7 @@ SEEDS, TEMPERATURES = (0, 1, 2), (1.2, 1.0, 0.9, 0.8, 0.65)
 # Flat and sharp objectives reach the recall of likelihood at other temperatures.
 MORE_TEMPERATURES = {"gem:0.7": (0.5,), "mle+smoothing:0.1": (0.5,), "power:0.5": (1.5,), "dft": (2.0, 1.5)}
 LEARNING_RATE, RATES = 1e-3, (1.0, 0.3, 3.0)
+BEYOND, BEYOND_ARMS = {0.3: 0.1, 3.0: 10.0}, ("mle", "emo", "emo/random")  # the rate after the best of RATES
 TEXTS = 128  # of the source, for the recall and for validation, and of each student at each temperature
 SECONDS = {"whole": 20, "short": 15, "source": 240}  # of one core, on the machine of the CSV
 FIELDS = (
@@ -242,6 +244,10 @@ class Bench:
             yield from (Job(*cell, first, seed) for cell in cells)
         for rate in others:
             yield from (Job(*cell, rate, 0, short=True) for cell in cells)
+        for experiment, arm in cells:
+            best = self.best_rate(experiment, arm)
+            if arm in BEYOND_ARMS and best in BEYOND:
+                yield Job(experiment, arm, BEYOND[best], 0, short=True)
         for seed in self.seeds:
             for cell in cells:
                 best = self.best_rate(*cell)
@@ -251,10 +257,11 @@ class Bench:
                 yield from (Job(experiment, arm, first, seed) for arm in arms)
 
     def best_rate(self, experiment: Experiment, arm: str) -> float | None:
-        """The rate of the least divergence on validation text with the first seed; None until all are measured."""
-        values = {rate: self.measures(Job(experiment, arm, rate, 0)).get("validation") for rate in RATES}
+        """The rate of the least divergence on validation text with the first seed; None until `RATES` are measured."""
+        rates = (*RATES, *BEYOND.values())
+        values = {rate: self.measures(Job(experiment, arm, rate, 0)).get("validation") for rate in rates}
         known = {rate: value for rate, value in values.items() if value is not None}
-        return min(known, key=lambda rate: known[rate]) if len(known) == len(RATES) else None
+        return min(known, key=lambda rate: known[rate]) if set(RATES) <= set(known) else None
 
     def work(self, output: Path | None) -> None:
         """Run what is missing. A process leaves out an experiment that another one is at, and comes back to it."""
@@ -290,7 +297,7 @@ class Bench:
         rows = []
         for experiment in (*self.experiments, *(experiment for experiment, _ in self.controls)):
             for arm in self.arms:
-                for rate in RATES:
+                for rate in (*RATES, *BEYOND.values()):
                     for seed in self.seeds:
                         if values := self.measures(Job(experiment, arm, rate, seed)):
                             row = {name: f"{value:.5f}" for name, value in values.items()}

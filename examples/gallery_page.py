@@ -38,10 +38,13 @@ USES = {
 HEAD = "| example | use it when | result | peer | processor seconds |\n|---|---|---|---|---|"
 TOP = """# Gallery
 
-Each example is one script beside what one would use otherwise, most on real data
-([its sources]({root}/docs/reports/data.md)).
-`make gallery` runs all and makes this page in `gallery-output/`; `make gallery-page` updates the one of the docs.
-{minutes:.0f} minutes of one core. The demo of language models is `make demo`, see the [README]({root}/README.md)."""
+Each example is one script beside what one would use otherwise, most on [real data]({root}/docs/reports/data.md). The
+text at its top has the formula, the data and the settings; below are the figure that it draws and what it prints.
+
+    make gallery                             # all, {minutes:.0f} minutes of one core; the page is in gallery-output/
+    python examples/gallery.py documents     # one of them
+
+`make gallery-page` updates this page. The example for language models is [the demo]({root}/docs/reports/demo.md)."""
 # Of this machine; addresses and units have something else before the slash.
 PATHS = re.compile(r"(?<![\w.:/)~-])(?:~|[A-Z]:)?(?:[/\\][\w.@+-]+){2,}")
 
@@ -67,10 +70,9 @@ class Ran:
 
     @property
     def paragraphs(self) -> list[str]:
-        """Of the docstring, without its commands; a formula in lines of its own becomes a block."""
+        """Of the docstring, without what is indented."""
         text = ast.get_docstring(ast.parse(self.script.read_text(encoding="utf-8"))) or self.name
-        parts = [part for part in text.split("\n\n") if not part.startswith(("    python", "    pip"))]
-        return [f"```text\n{part}\n```" if part.startswith(" ") else " ".join(part.split()) for part in parts]
+        return [" ".join(part.split()) for part in text.split("\n\n") if not part.startswith(" ")]
 
     @property
     def result(self) -> str:
@@ -98,20 +100,15 @@ def entry_of(run: Ran, figures: Path, root: str) -> Entry:
     use, peer = USES.get(run.name, ("", ""))
     result = "not of this run, which had other data" if run.on_other_data else run.result
     row = f"| [{run.name}](#{run.name}) | {use} | {result} | {peer} | {run.read('seconds.txt')} |"
-    title, *text = run.paragraphs
-    anchor = f'<a id="{run.name}"></a>'
     lines = [
-        f"{anchor}\n## {title.rstrip('.')}",
+        f'<a id="{run.name}"></a>\n## {run.paragraphs[0].rstrip(".")}',
         f"[examples/{run.script.name}]({root}/examples/{run.script.name})",
-        *text,
     ]
-    if run.on_other_data:
-        lines.append("**The run below had other data; results in the text above are not of it.**")
     if run.figure.exists():
         figures.mkdir(parents=True, exist_ok=True)
         with Image.open(run.figure) as image:  # a palette takes a third of the space
             image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(figures / run.figure.name, optimize=True)
-        lines.insert(2, f"![{run.name}]({figures.name}/{run.figure.name})")
+        lines.append(f"![{run.name}]({figures.name}/{run.figure.name})")
     printed = PATHS.sub("(a path)", run.read("printed.txt")).rstrip()
     return Entry(row, "\n\n".join([*lines, *[f"```text\n{printed}\n```"] * bool(printed)]))
 

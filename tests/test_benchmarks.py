@@ -18,7 +18,7 @@ pytest.importorskip("ot")
 
 import ot
 
-from benchmarks import epsilon_plot, labels, memory, solver_clouds, solver_peers, solvers
+from benchmarks import epsilon_plot, labels, memory, reports, solver_clouds, solver_peers, solvers
 from benchmarks.__main__ import main
 from benchmarks.inputs import BESIDE, INPUTS, with_inputs
 from benchmarks.measure import FOLDER, Limit, Settings, Timing, ratios
@@ -388,3 +388,14 @@ def test_slow_clouds_run_once(capsys: pytest.CaptureFixture[str]) -> None:
         assert (result[peer].setting is None) == (error > 0)
         assert solvers.judge_clouds(bench, "case", limit, mine, result)[-1].endswith(verdict)
     assert runs.count(0.1) == 2, "once in each search, and never again"
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def test_reports_have_the_tables_of_their_csv_files(tmp_path: Path) -> None:
+    texts = [page.read_text(encoding="utf-8") for page in reports.REPORTS.glob("*.md")]
+    assert [reports.written(text) for text in texts] == texts, "python -m benchmarks.reports writes them"
+    used = [name for text in texts for name in reports.PART.findall(text)]
+    assert sorted(used) == sorted(reports.TABLES)
+    reports.draw_gains(tmp_path / "evidence.png")
