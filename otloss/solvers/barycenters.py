@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ from otloss._checks import (
     has_tangent,
 )
 from otloss._foreign import explains_calls
+from otloss._progress import report
 from otloss.costs import Cost, GridCost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.costs.within import is_symmetric
@@ -65,8 +67,8 @@ _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
 # Plain barycenters of so many bins at most are found by Newton's method, from _PATIENCE iterations on.
 _ASCENT_BINS, _PATIENCE = 512, 500
-_FALL, _FIRST_EPSILON, _STAGE_ERROR = 8.0, 0.05, 1e-2  # of epsilon; as a share of the largest cost; of each step of it
-_UPDATES, _HALVINGS = 2, 30  # updates by the iteration before a step, and halvings of a step
+_FALL, _FIRST_EPSILON, _STAGE_ERROR = 4.0, 0.05, 1e-3  # of epsilon; as a share of the largest cost; of each step of it
+_CHANGES = 30  # halvings, or doublings, of a step of Newton's method
 _RIDGE, _LEAST_RIDGE = 0.02, 1e-13  # added to the curvature: the former times the error
 _LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
 _LEAST_EXPONENT = -690.0
@@ -307,42 +309,58 @@ class _Ascent:
         steps = [epsilon]
         while steps[0] * _FALL <= _FIRST_EPSILON * float(self.matrix.max()):
             steps.insert(0, steps[0] * _FALL)
-        potential = self.matrix.new_zeros(len(self.p), len(self.matrix))
+        potential = slope = self.matrix.new_zeros(len(self.p), len(self.matrix))
+        before = math.inf
         for width in steps:
+            start = potential + (width - before) * slope if before < math.inf else potential
             goal = tolerance if width == epsilon else _STAGE_ERROR
-            log_u, log_a, error, done = self._settle(potential / width, width, goal, most)
-            potential, most = log_u * width, most - done
+            log_u, log_a, error, done = self._settle(start / width, width, goal, most)
+            # Potentials are nearly a linear function of epsilon where it is small.
+            slope = (log_u * width - potential) / (width - before) if before < math.inf else slope
+            potential, before, most = log_u * width, width, most - done
         return log_u, log_a, error
 
     def plans(self, log_u: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """The plans (k, m, n), and the dual objective over epsilon."""
         scores = self.matrix.mT / -epsilon + log_u.unsqueeze(-2)
-        sums = torch.logsumexp(scores, -1)
-        value = -(self.weights * torch.where(self.p > 0, self.p * sums, 0.0)).sum()
-        return (scores.sub_(sums.unsqueeze(-1)).add_(self.p.log().unsqueeze(-1))).exp_(), value
+        top = scores.amax(-1, keepdim=True)
+        plans = scores.sub_(top).exp_()
+        sums = plans.sum(-1, keepdim=True)
+        value = -(self.weights.unsqueeze(-1) * self.p.unsqueeze(-1) * (top + sums.log())).sum()
+        return plans.mul_(self.p.unsqueeze(-1) / sums), value
 
     def _settle(self, log_u: Tensor, epsilon: float, goal: float, most: int) -> tuple[Tensor, Tensor, Tensor, int]:
         mass, done = self.p.sum(-1).mean(), 0
         while True:
-            for _ in range(_UPDATES + 1):
+            for _ in range(2):  # an update by the iteration of the module
                 plans, value = self.plans(log_u, epsilon)
                 rows = plans.sum(-2)
                 log_rows = rows.clamp(min=torch.finfo(rows.dtype).tiny).log()
                 log_a = (self.weights * log_rows).sum(-2)
                 mean, before = (self.weights * rows).sum(-2), log_u
                 error = (self.weights * (rows - mean).abs()).sum() / mass
-                log_u = log_u + log_a - log_rows  # the iteration of the module
+                log_u = log_u + log_a - log_rows
+            report("Newton's method on the dual of a barycenter", float(error), tolerance=goal)
             if bool(error <= goal) or done >= most:
                 return log_u, log_a, error, done
             step = self._step(plans, rows, mean.clamp(min=_NO_MASS * mass), _RIDGE * error + _LEAST_RIDGE)
-            derivative, length = -(self.weights * rows * step).sum(), 1.0
-            for _ in range(_HALVINGS):
-                log_u = before + length * step
-                plans, moved = self.plans(log_u, epsilon)
-                if bool((-(self.weights * plans.sum(-2) * step).sum() >= -derivative / 2) & (moved >= value)):
-                    break
-                length /= 2
+            log_u = before + self._length(before, step, rows, value, epsilon) * step
             done += 1
+
+    def _length(self, log_u: Tensor, step: Tensor, rows: Tensor, value: Tensor, epsilon: float) -> float:
+        """Halve a step that passes the maximum along it by far; double one that the ridge has shortened."""
+        slope, length, grows = -(self.weights * rows * step).sum(), 1.0, False
+        for _ in range(_CHANGES):
+            plans, moved = self.plans(log_u + length * step, epsilon)
+            slope_there = -(self.weights * plans.sum(-2) * step).sum()
+            if not bool((slope_there >= -slope / 2) & (moved >= value)):
+                length, stop = length / 2, grows
+            else:
+                grows = length >= 1 and bool(slope_there > slope / 2)
+                length, stop = length * 2 if grows else length, not grows
+            if stop:
+                break
+        return length
 
     def _step(self, plans: Tensor, rows: Tensor, scale: Tensor, ridge: Tensor) -> Tensor:
         """dlog u, in the variables `sqrt(scale) dlog u`, in which the equations are regular; scale (n,)."""
@@ -351,7 +369,7 @@ class _Ascent:
         curvature = -(half.mT @ half)
         curvature.diagonal(dim1=-2, dim2=-1).add_(rows / scale + ridge)
         constant = root / torch.linalg.vector_norm(root)
-        inverse = torch.linalg.inv(curvature + torch.outer(constant, constant))
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(curvature + torch.outer(constant, constant)))
         right = (self.weights * (inverse @ (rows / root).unsqueeze(-1)).squeeze(-1)).sum(-2)
         mean = torch.linalg.solve((self.weights.unsqueeze(-1) * inverse).sum(-3), right)
         step = (inverse @ (mean - rows / root).unsqueeze(-1)).squeeze(-1) / root
