@@ -1,9 +1,9 @@
 """`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters,
-single_problems, matching, gradients, boosting, first_calls, or all.
+single_problems, gradients, boosting, first_calls, or all.
 
 hard_clouds (with options of its own), ordinal and ordinal_loss (with packages of the extra "peers"), mathematics,
-number_regression, objectives, place_values, ratings, scaling_clouds and word_similarity run only by name: objectives,
-ordinal and mathematics train for an hour and more.
+number_regression, objectives, place_values, ratings and scaling_clouds run only by name: objectives, ordinal and
+mathematics train for an hour and more.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from benchmarks.inputs import with_inputs
 from benchmarks.measure import FOLDER, Settings
 
 BENCHMARKS = (
-    "token_loss", "scaling", "numbers", "solvers", "barycenters", "single_problems", "matching", "gradients",
+    "token_loss", "scaling", "numbers", "solvers", "barycenters", "single_problems", "gradients",
     "boosting", "first_calls",
 )  # fmt: skip
 BY_NAME = (
     "hard_clouds", "ordinal", "ordinal_loss", "mathematics", "number_regression", "objectives", "place_values",
-    "ratings",
-    "scaling_clouds", "word_similarity",
+    "ratings", "scaling_clouds",
 )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ INPUTS = {
     "mathematics": (("math",), "it is skipped"),
     "objectives": (("models/stories260K", "text/warandpeace.txt"), "it is skipped"),
     "ratings": (("models/stories260K",), "it has the models from scratch alone"),
-    "word_similarity": (("words/glove_twitter_25d.npz", "models/stories260K"), "it is skipped"),
     "ordinal": (("ordinal/ben-david", "ordinal/gagolews"), "it has the sets of scikit-learn and statsmodels alone"),
 }
 

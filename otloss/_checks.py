@@ -14,7 +14,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
-    """Return `value` if it is a dense tensor, and not of floats narrower than 16 bits, else raise TypeError."""
+    """Return `value` if it is a dense tensor of real numbers, no float narrower than 16 bits, else raise TypeError."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_nested:
             got, fix = ("a nested tensor", "pad it with") if value.is_nested else (f"of layout {value.layout}", "call")
@@ -23,6 +23,11 @@ def check_tensor(name: str, value: Any) -> Tensor:
         if value.is_floating_point() and value.dtype not in _FLOATS:
             raise TypeError(
                 f"{name} has dtype {value.dtype}, expected float16, bfloat16, float32 or float64; call {name}.float()."
+            )
+        if value.is_complex():  # float() would drop the imaginary part
+            raise TypeError(
+                f"{name} has dtype {value.dtype}, expected a floating dtype; give real numbers, {name}.abs() or "
+                f"{name}.real, whichever is meant."
             )
         return value
     kind = type(value).__name__
@@ -42,15 +47,12 @@ def check_floating(name: str, value: Any) -> Tensor:
         return value  # lists of many small tensors would feel the rest
     tensor = check_tensor(name, value)
     if not tensor.is_floating_point():
-        fix = f"call {name}.float()"
-        if tensor.is_complex():  # float() would drop the imaginary part
-            fix = f"give real numbers, {name}.abs() or {name}.real, whichever is meant"
-        raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating dtype; {fix}.")
-    _check_not_meta(name, tensor)
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating dtype; call {name}.float().")
+    check_not_meta(name, tensor)
     return tensor
 
 
-def _check_not_meta(name: str, tensor: Tensor) -> None:
+def check_not_meta(name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise ValueError(
             f"{name} is on the meta device, which holds no numbers; expected a tensor on a CPU or GPU. Load its data "
@@ -77,7 +79,7 @@ def is_differentiated(*tensors: Tensor) -> bool:
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError naming the first NaN or infinity in `tensor`."""
-    _check_not_meta(name, tensor)
+    check_not_meta(name, tensor)
     # A sum is one pass without a temporary, and it is finite only if all numbers are.
     if torch.isfinite(tensor.detach().sum()):
         return

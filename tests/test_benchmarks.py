@@ -4,7 +4,6 @@ import csv
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,11 @@ pytest.importorskip("ot")
 
 import ot
 
-from benchmarks import epsilon_plot, labels, memory, reports, solver_clouds, solver_peers, solvers
+from benchmarks import epsilon_plot, memory, reports, solver_peers
 from benchmarks.__main__ import main
 from benchmarks.inputs import BESIDE, INPUTS, with_inputs
 from benchmarks.measure import FOLDER, Limit, Settings, Timing, ratios
-from benchmarks.solver_cases import Gaps, Problems, objective, plan_of, rounded
+from benchmarks.solver_cases import Gaps, Problems, objective, plan_of
 
 ROOT = Path(__file__).parents[1]
 HAS_DATA = (BESIDE / "math").is_dir() and (BESIDE / "tokenizers/gpt2").is_dir()
@@ -105,6 +104,7 @@ def test_single_problems(tmp_path: Path) -> None:
     assert all(other == pytest.approx(ours, rel=1e-6) for ours, other in values.values()), "contestants agree"
 
 
+@pytest.mark.slow
 def test_scaling_clouds(tmp_path: Path) -> None:
     kept = run("scaling_clouds", tmp_path)
     errors = [float(row["error"].split()[0]) for row in kept if row["case"].startswith("exact")]
@@ -134,11 +134,6 @@ def test_hard_clouds(tmp_path: Path) -> None:
     assert all(row["converged"] == "yes" for row in kept if row["name"] == "otloss")
     run("hard_clouds", tmp_path, "--names", "otloss", "--kinds", "uniform", "--sizes", "700", "--limit", "0.001")
     assert [row["note"] for row in rows(tmp_path / "hard_clouds.csv") if row["size"] == "700"] == ["over 0.001 s"]
-
-
-def test_matching(tmp_path: Path) -> None:
-    kept = run("matching", tmp_path)
-    assert {row["case"].split()[0].strip(",") for row in kept} == {"match", "pair", "soft_rank", "lower_bound"}
 
 
 @pytest.mark.slow
@@ -279,17 +274,6 @@ def test_gpu_dry_run(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("triton")
-    from benchmarks import gpu
-
-    assert gpu.main([]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == "python -m benchmarks.gpu needs a CUDA device; --dry-run runs it on a CPU with Triton.\n"
-
-
 # ---- verdicts and measures -------------------------------------------------------------------------------------------
 
 
@@ -308,27 +292,6 @@ def test_verdicts_name_the_median_and_its_noise() -> None:
 def test_peak_memory_includes_what_is_freed_again() -> None:
     grown = memory.peak_growth(lambda: torch.ones(2**24).sum())
     assert 60 <= grown / 2**20 < 72  # 64, less memory that the process has already
-
-
-@needs_data
-def test_labels_of_text_repeat_as_in_text() -> None:
-    source = labels.from_text(BESIDE, "wikitext2-valid", 32000)
-    drawn = source.draw(2048, 1)
-    assert drawn.shape == (2048,)
-    assert int(drawn.max()) < 32000
-    assert torch.equal(drawn, source.draw(2048, 1))
-    assert not torch.equal(drawn, source.draw(2048, 2))
-    assert 0.25 < labels.share_distinct(drawn) < 0.5
-
-
-def test_rounded_plans_have_the_marginals() -> None:
-    p, q, _ = Problems.random(3, 6).arrays()
-    plan = rounded(np.random.default_rng(0).random((3, 6, 6)), p, q)
-    np.testing.assert_allclose(plan.sum(-1), p, rtol=1e-12)
-    np.testing.assert_allclose(plan.sum(-2), q, rtol=1e-12)
-    assert (plan >= 0).all()
-    np.testing.assert_array_equal(rounded(plan, p, q).round(12), plan.round(12))
-    np.testing.assert_allclose(rounded(np.zeros((3, 6, 6)), p, q), p[..., None] * q[..., None, :], rtol=1e-12)
 
 
 def test_gaps_agree_with_another_solver() -> None:
@@ -358,36 +321,6 @@ def test_every_contestant_solves_the_same_problem() -> None:
         assert result.errors[0] <= gap
         if contestant.name.startswith("POT"):
             assert contestant.errors(contestant.solve(result.setting - 1))[0] > gap
-
-
-def test_clouds_are_one_problem_for_both() -> None:
-    clouds = solver_clouds.Clouds.random(20)
-    exact = solver_clouds.reference(clouds)
-    contestant = solver_clouds.geomloss(clouds, exact, "tensorized")
-    value_error, gradient_error = contestant.errors(contestant.solve(0.999))
-    assert value_error < 1e-3
-    assert gradient_error < 2e-2
-
-
-def test_slow_clouds_run_once(capsys: pytest.CaptureFixture[str]) -> None:
-    runs: list[float] = []
-
-    def contestant(name: str, error: float, pause: float) -> solver_peers.Contestant:
-        def solve(setting: float) -> float:
-            runs.append(setting)
-            time.sleep(pause)
-            return error
-
-        return solver_peers.Contestant(name, "knob", [pause], solve, lambda error: (error, error))
-
-    limit, bench = solvers.at_least("work", 1.0), solvers.Bench(Settings(rounds=1))
-    mine = contestant(solver_peers.OURS, 0.0, 0.002)
-    for error, verdict in ((0.0, "met"), (0.1, "x our time, met")):
-        peer = contestant("peer", error, 0.1)
-        result = {c: solver_peers.cheapest(c, (1e-3, 1e-3), most_seconds=1.0) for c in (mine, peer)}
-        assert (result[peer].setting is None) == (error > 0)
-        assert solvers.judge_clouds(bench, "case", limit, mine, result)[-1].endswith(verdict)
-    assert runs.count(0.1) == 2, "once in each search, and never again"
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def _bags(name: str, weights: Any, vocabulary: int) -> tuple[_Bags, tuple[int, .
         rows, batch = csr_array(weights), (weights.shape[0],)
         shape = weights.shape
     else:
-        check_tensor(name, weights)
+        check_finite(name, check_tensor(name, weights))
         shape, batch = tuple(weights.shape), tuple(weights.shape[:-1])
         check_last_axis(name, weights, vocabulary)
         rows = csr_array(weights.detach().to("cpu", torch.float64).reshape(-1, vocabulary).numpy())

@@ -340,12 +340,13 @@ def _checked(
     n, m = C.shape[-1], D.shape[-1]
     if not 0 <= check_number("alpha", alpha) <= 1:
         raise ValueError(f"alpha is {alpha}, expected a number from 0 (features alone) to 1 (distances alone).")
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in (C, D, M, p, q) if isinstance(t, Tensor)))
+    others = [check_floating(name, t) for name, t in (("feature_cost", M), ("p", p), ("q", q)) if t is not None]
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in (C, D, *others)))
     if M is None:
         if alpha < 1:
             raise ValueError(f"alpha is {alpha} without a feature_cost; give one, or alpha=1.0 for distances alone.")
         M = C.new_zeros(n, m)
-    if check_floating("feature_cost", M).shape[-2:] != (n, m):
+    if M.shape[-2:] != (n, m):
         raise ValueError(f"feature_cost has shape {tuple(M.shape)}, expected (..., {n}, {m}).")
     p, q = (
         torch.full((size,), 1 / size, dtype=torch.float64, device=C.device) if w is None else w

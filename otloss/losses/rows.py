@@ -22,6 +22,7 @@ from otloss._checks import (
     check_below_infinity,
     check_finite,
     check_floating,
+    check_not_meta,
     check_not_negative,
     check_reduction,
     check_tensor,
@@ -116,7 +117,7 @@ def posed_rows(
         TypeError, ValueError: as `ordinal_loss`.
     """
     check_floating("logits", logits)
-    check_tensor("target", target)
+    check_not_meta("target", check_tensor("target", target))
     check_reduction(reduction)
     logits, target = _classes_last(logits, target, dim)
     classes, shape = _last_axis(logits), logits.shape[:-1]

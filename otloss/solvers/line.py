@@ -159,7 +159,11 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
 
 def _check_weights_first(p: Any, q: Any, x: Any, y: Any) -> None:
     """Raise where positions stand first and weights last, the order of `ot.wasserstein_1d`."""
-    if torch.compiler.is_compiling() or any(not isinstance(t, Tensor) or t.is_meta for t in (p, q, x, y)):
+
+    def is_plain(t: Any) -> bool:
+        return isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta and t.dtype in MASS_TOLERANCE
+
+    if torch.compiler.is_compiling() or not all(is_plain(t) for t in (p, q, x, y)):
         return
 
     def is_mass(weights: Tensor) -> bool:

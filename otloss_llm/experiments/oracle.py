@@ -44,7 +44,6 @@ from otloss_llm.training.loading import chosen_embedding, chosen_objective, load
 from otloss_llm.training.runs import train_run
 
 # Embeddings of the source, by the name of the arm that has them: rows from (the source's head, the source, its texts).
-# `benchmarks/embedding_costs.py` has more of them, which were compared once.
 Embeddings = Mapping[str, Callable[[Tensor, Any, Tensor], Tensor]]
 EMBEDDINGS: Embeddings = {
     "source": lambda head, source, texts: head,

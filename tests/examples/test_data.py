@@ -8,7 +8,7 @@ import shutil
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from fnmatch import fnmatch
@@ -152,12 +152,6 @@ def test_a_bad_download_leaves_nothing(clone: Clone, name: str, why: str) -> Non
         clone.data.folder(NAME)
 
 
-def test_without_pooch(without: Callable[[str], None]) -> None:
-    without("pooch")
-    with pytest.raises(data.MissingError, match="would be downloaded by pooch: pip install"):
-        data._download(["text/wikitext2-valid.txt"])
-
-
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
@@ -182,23 +176,6 @@ def test_the_order_of_folders(
     put(tmp_path / "set")
     assert folder(NAME) == tmp_path / "set"
     assert capsys.readouterr().out == ""
-
-
-def test_other_files_of_that_name_are_announced(
-    clone: Clone, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = put(tmp_path / "own", b"other text")
-    assert clone.data.folder(NAME, chosen=own) == own
-    assert clone.data.file(NAME, own / NAME) == own / NAME
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == f"{data.OTHER}another {NAME}, by its SHA-256."
-    assert second == f"{data.OTHER}short.txt, which is not {NAME} by its SHA-256."
-    clone.data.folder(NAME, chosen=own, quiet=True)
-    (own / "text/own.txt").write_text("x")
-    clone.data.folder("text/own.txt", chosen=own)  # a file that the table does not know
-    assert capsys.readouterr().out == ""
-    with pytest.raises(clone.data.MissingError, match=r"text/own\.txt is not a file of data_files\.csv"):
-        clone.data.folder("text/own.txt")
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], no_data: Path) -> None:

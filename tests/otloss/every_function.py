@@ -78,17 +78,16 @@ def _on_every_cost() -> dict[str, Entry]:
 
 def _transport() -> dict[str, Entry]:
     matrix, never = {"C": draw(2, 4, 5)}, {"never": draw(2, 4, 5, seed=4) < 0.3}
-    mass = {"mass": torch.tensor([0.4, 0.7], dtype=torch.float64)}
+    apart = {"p": 1.5 * _pair()["p"], "q": _pair()["q"], **matrix, "mass": torch.tensor([0.4, 0.7]).double()}
     graphs = {"C_x": draw(2, 4, 4), "C_y": draw(5, 5, seed=1), "M": draw(4, 5)}
     actual = {
         "emd, negative costs": Entry(_pair(C=draw(2, 4, 5) - 0.5), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
         "emd, mass": Entry(
-            {**_pair(**matrix), **mass}, lambda t: otloss.emd(1.5 * t["p"], t["q"], t["C"], mass=t["mass"])
+            apart, lambda t: otloss.emd(t["p"], t["q"], t["C"], mass=t["mass"])
         ),
         **{
             f"sinkhorn, mass, {grad}": Entry(
-                {**_pair(**matrix), **mass},
-                lambda t, g=grad: otloss.sinkhorn(t["p"], 1.5 * t["q"], t["C"], mass=t["mass"], grad=g, **_tight(t)),
+                apart, lambda t, g=grad: otloss.sinkhorn(t["p"], t["q"], t["C"], mass=t["mass"], grad=g, **_tight(t)),
             )
             for grad in ("envelope", "implicit")
         },
@@ -291,6 +290,7 @@ OF_INDICES: dict[str, Entry] = {
     ),
     "document_search": Entry(
         {"corpus": 1.0 - torch.eye(4, dtype=torch.float64), "embedding": draw(4, 2)},
-        lambda t: otloss.document_search(t["corpus"][:2], t["corpus"], t["embedding"], k=2).distances,
+        lambda t: otloss.document_search(t["query"], t["corpus"], t["embedding"], k=2).distances,
+        {"query": 1.0 - torch.eye(4, dtype=torch.float64)[:2]},
     ),
 }

@@ -1,7 +1,5 @@
 """Critic losses against closed forms, loops over samples and finite differences; the errors of common recipes."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from scipy import stats
@@ -69,15 +67,6 @@ def test_a_critic_without_any_gradient_gets_finite_derivatives() -> None:
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in critic.parameters())
 
 
-@pytest.mark.parametrize(("norm", "alone"), [(nn.BatchNorm1d, False), (nn.LayerNorm, True)])
-def test_batch_normalisation_mixes_the_samples(norm: Callable[[int], nn.Module], alone: bool) -> None:
-    torch.manual_seed(0)
-    critic = nn.Sequential(nn.Linear(6, 8), norm(8), nn.Tanh(), nn.Linear(8, 1)).double()
-    whole = gradient_penalty(critic, REAL.flatten(1), REAL.flatten(1))
-    pairs = [gradient_penalty(critic, x, x) for x in REAL.flatten(1).split(2)]
-    assert torch.allclose(whole, torch.stack(pairs).mean()) == alone
-
-
 def test_the_best_critic_on_a_line_gives_the_distance() -> None:
     fake, real = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2.5, 3.0, 2.0])
     expected = otloss.wasserstein_1d(torch.ones(3) / 3, torch.ones(3) / 3, real, fake)
@@ -100,11 +89,9 @@ def test_surroundings() -> None:
 
 test_bad_input = raising(
     (lambda: critic_loss(torch.tensor([]), torch.ones(1)), ValueError, "real has shape"),
-    (lambda: generator_loss(torch.tensor([torch.nan])), ValueError, "fake holds 1 NaN"),
     (lambda: gradient_penalty(quadratic(), REAL, FAKE[:3]), ValueError, "one shape"),
     (lambda: gradient_penalty(quadratic(), REAL, FAKE, target=-1), ValueError, "target is -1"),
     (lambda: gradient_penalty(lambda x: x.detach(), REAL, FAKE), ValueError, "no graph"),
     (lambda: gradient_penalty(lambda x: nn.Parameter(torch.ones(6)), REAL, FAKE), ValueError, "do not depend"),
     (lambda: gradient_penalty(lambda x: 1 / (x.sum((1, 2)) * 0), REAL, FAKE), ValueError, "the penalty"),
-    (lambda: gradient_penalty(quadratic(), [1.0], FAKE), TypeError, "real is a list"),  # type: ignore[arg-type]
 )

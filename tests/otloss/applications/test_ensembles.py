@@ -49,17 +49,6 @@ def test_batches_offsets_and_narrow_numbers() -> None:
     assert crps(torch.zeros(0, 3), torch.zeros(0)).shape == (0,)
 
 
-def test_a_fair_score_does_not_depend_on_the_size_of_the_ensemble() -> None:
-    draw = torch.Generator().manual_seed(0)
-    y = torch.randn(40000, 1, generator=draw, dtype=torch.float64)
-    x = torch.randn(40000, 8, generator=draw, dtype=torch.float64)
-    expected = 1 / torch.pi**0.5  # of N(0, 1) against itself
-    for members in (2, 8):
-        assert crps(x[:, :members], y[:, 0], fair=True).mean().item() == pytest.approx(expected, abs=0.01)
-        plain = crps(x[:, :members], y[:, 0]).mean().item()
-        assert plain == pytest.approx(expected * (1 + 1 / members), abs=0.01)
-
-
 X, Y = torch.ones(2, 3), torch.ones(2)
 
 
@@ -70,7 +59,6 @@ test_bad_input = raising(
     (lambda: crps(X, Y, torch.ones(2)), ValueError, "weights has shape"),
     (lambda: crps(X, Y, -X), ValueError, "least entry -1.0"),
     (lambda: crps(X, Y, 0 * X), ValueError, "least sum 0.0"),
-    (lambda: crps(X, Y * torch.nan), ValueError, "observation holds 2 NaN"),
     (lambda: crps(X[:, :1], Y, fair=True), ValueError, "single member"),
     (lambda: crps(X.long(), Y), TypeError, "ensemble has dtype torch.int64"),
 )

@@ -215,7 +215,6 @@ ramp = torch.arange(4.0)
 
 test_bad_input = raising(
     (lambda: soft_rank(ramp[0]), ValueError, r"x has shape \(\), expected \(..., n\)"),
-    (lambda: soft_sort(ramp / 0), ValueError, "x holds 4 NaN or infinite values"),
     (lambda: soft_sort(torch.zeros(5000)), ValueError, "5000 entries in a row, expected at most 4096: soft_sort"),
     (lambda: soft_sort(ramp, epsilon=1e-8), ValueError, "epsilon is 1e-08, expected at least 1e-07"),
     (lambda: soft_top_k(ramp, 5), ValueError, "k is 5, expected 0 to 4"),

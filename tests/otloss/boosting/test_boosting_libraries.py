@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.special import expit, softmax
+from scipy.special import softmax
 
 from otloss.boosting import lightgbm_metric, lightgbm_objective, start_scores, xgboost_metric, xgboost_objective
 
@@ -164,21 +164,3 @@ def test_the_classifier_of_lightgbm_stops_early_by_our_metric_alone(rows: Any) -
     assert model.best_iteration_ == np.argmin(history["rps"]) + 1 > 20
     proba = softmax(model.predict(X)[400:] + start[400:], axis=1)
     assert min(history["rps"]) == pytest.approx(rps(proba, y[400:]), rel=1e-6)
-
-
-def test_two_classes_have_one_score_in_the_classifiers(rows: Any) -> None:
-    X, y, weights = rows
-    y = (y > 1).astype(int)
-    model = xgb.XGBClassifier(
-        objective=xgboost_objective(2, interface="sklearn"), eval_metric=xgboost_metric(2, interface="sklearn"),
-        n_estimators=10, n_jobs=1, base_score=0.5,
-    ).fit(X, y, sample_weight=weights, eval_set=[(X, y)], verbose=False)  # fmt: skip
-    P = model.predict_proba(X).astype(float)
-    assert model.evals_result()["validation_0"]["rps"][-1] == pytest.approx(rps(P, y), rel=1e-4)
-    assert rps(P, y) < 0.12
-    light = lgb.LGBMClassifier(objective=lightgbm_objective(2, interface="sklearn"), n_estimators=20, verbose=-1)
-    light.fit(X, y, sample_weight=weights, eval_set=[(X, y)], eval_metric=lightgbm_metric(2, interface="sklearn"))
-    p = expit(light.predict(X, raw_score=True))
-    assert rps(np.stack([1 - p, p], 1), y) < 0.12
-    expected = np.average((y - p) ** 2, weights=weights)
-    assert next(iter(light.evals_result_.values()))["rps"][-1] == pytest.approx(expected, rel=1e-6)

@@ -38,18 +38,6 @@ def test_costs_are_the_definition(cells: tuple[int, ...], power: float) -> None:
     torch.testing.assert_close(cost.softmin(v, each)[0, 2], cost.softmin(v[0, 2], 0.0))
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_gradients(in_blocks: bool, request: pytest.FixtureRequest) -> None:
-    if in_blocks:
-        request.getfixturevalue("small_blocks")
-    cost = GridCost((3, 4), spacing=0.5).to(torch.float64)
-    v = torch.randn(2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
-    epsilon = torch.tensor([0.1, 2.0], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda v: cost.softmin(v, epsilon), v)
-    assert torch.autograd.gradcheck(cost.apply, v)
-    torch.testing.assert_close(cost.softmin(v, epsilon).detach(), cost.softmin(v.detach(), epsilon))
-
-
 def test_images_are_quick_and_never_dense() -> None:
     cost = GridCost((256, 256), spacing=1 / 256)
     v = torch.rand(65536)
@@ -59,18 +47,6 @@ def test_images_are_quick_and_never_dense() -> None:
         assert (cost.softmin(v, 1e-9) - cost.softmin(v, 0.0)).abs().max() < 1e-6
         assert (cost.softmin(torch.zeros(65536), 0.0) == 0).all()
     assert ran.largest <= 256 * 65536, "for each cell those of one axis"
-
-
-def test_degenerate_potentials_and_dtypes() -> None:
-    cost = GridCost((2, 3))
-    one = torch.full((6,), -torch.inf)
-    one[4] = 1.0
-    torch.testing.assert_close(cost.softmin(one, 0.1), cost.dense()[4] - 1)
-    assert cost.softmin(torch.zeros(0, 6), 0.1).shape == (0, 6)
-    assert cost.softmin(torch.zeros(6, dtype=torch.float64), 0.1).dtype == torch.float64
-    assert cost.apply(torch.zeros(6, dtype=torch.bfloat16)).dtype == torch.float32
-    wide = GridCost((2, 3), spacing=0.1).to(torch.float64)
-    assert wide.rows(torch.tensor([0]))[0, 1].item() == pytest.approx(0.01, rel=1e-15)  # 0.1 with all its digits
 
 
 test_bad_input = raising(
@@ -221,5 +197,5 @@ def test_slow_problems_warn() -> None:
     with pytest.warns(
         UserWarning, match=rf"epsilon is {0.95 * least:.3g} .*below {least:.3g} products .* Raise epsilon to"
     ):
-        otloss.solve(p, p, large, epsilon=0.95 * least, tolerance=1.0)
+        otloss.sinkhorn(p, p, large, epsilon=0.95 * least, tolerance=1.0, max_iterations=1)
     otloss.solve(p, p, large, epsilon=1.05 * least, tolerance=1.0)

@@ -204,7 +204,6 @@ test_bad_input = raising(
     (lambda: PointCost(torch.ones(3)), ValueError, r"x has shape \(3,\).*pass x\[:, None\], or use LineCost"),
     (lambda: PointCost(pairs, torch.ones(3, 4)), ValueError, "x has 2 coordinates on cpu, y 4"),
     (lambda: PointCost(torch.ones(2, 3, 2), torch.ones(4, 3, 2)), ValueError, r"x \(2,\), y \(4,\)"),
-    (lambda: PointCost(pairs / 0), ValueError, "x holds 6 NaN"),
     (lambda: PointCost(pairs, metric="manhattan"), ValueError, r"metric is 'manhattan', expected one of \('sqeu"),
     (lambda: PointCost(pairs, metric=lambda x, y: x).dense(), ValueError, r"gave costs of shape \(3, 2\)"),
     (lambda: PointCost(pairs, metric=lambda x, y: x @ y.mT - 1).dense(), ValueError, "costs from -1.0 to -1.0"),

@@ -153,19 +153,6 @@ def test_one_part_to_evaluate_needs_no_list() -> None:
 
 
 @LIBRARIES
-def test_categories_are_looked_up_in_data_frames_alone(library: str) -> None:
-    pandas = pytest.importorskip("pandas")
-    X, y = ordered_rows(60)
-    frame = pandas.DataFrame(X, columns=["a", "b", "c"]).assign(b=pandas.Categorical(["u", "v"] * 30))
-    model = boosted(library, n_estimators=2).fit(frame, y)
-    for rows in (frame.to_numpy(), X, frame.to_numpy().tolist()):
-        with pytest.raises(ValueError, match=r"expected a pandas DataFrame: the columns at \[1\] .*feature_names_in_"):
-            model.predict(rows)
-    again = pandas.DataFrame(frame.to_numpy(), columns=model.feature_names_in_)
-    np.testing.assert_array_equal(model.predict_proba(again), model.predict_proba(frame))
-
-
-@LIBRARIES
 def test_columns_of_text_are_named(library: str) -> None:
     pandas = pytest.importorskip("pandas")
     X, y = ordered_rows(60)
@@ -258,12 +245,6 @@ test_settings_that_cannot_be_are_named = raising(
 def test_the_seed_is_that_of_random_state(library: str) -> None:
     first, second = (proba(library, {"subsample": 0.5}, random_state=seed) for seed in (1, 2))
     assert np.abs(first - second).max() > 1e-3
-
-
-@pytest.mark.parametrize(("jobs", "threads"), [(None, 0), (2, 2)])
-def test_jobs_are_threads(jobs: int | None, threads: int) -> None:
-    model = boosted("xgboost", n_estimators=1).fit(X, Y).set_params(n_jobs=jobs)
-    assert model._tree_settings(seed=0).threads == threads
 
 
 @LIBRARIES

@@ -2,10 +2,8 @@
 
 import warnings
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
-import joblib
 import numpy as np
 import pytest
 import torch
@@ -80,14 +78,6 @@ def test_a_cost_matrix_moves_decisions_its_way() -> None:
 
 
 @pytest.mark.parametrize("model", ["softmax", "cumulative"])
-def test_a_linear_network_starts_from_the_prior(model: str) -> None:
-    prior = np.array([0.1, 0.2, 0.3, 0.4])
-    network = OrdinalNetwork((3,), prior, model, np.random.RandomState(0))
-    P = softmax(network(torch.ones(2, 3, dtype=torch.float64)).detach().numpy(), 1)
-    np.testing.assert_allclose(P, [prior, prior], rtol=1e-12)
-
-
-@pytest.mark.parametrize("model", ["softmax", "cumulative"])
 def test_hidden_layers_learn_what_no_linear_model_can(model: str) -> None:
     random = np.random.default_rng(0)
     X = random.uniform(-2, 2, size=(400, 2))
@@ -122,13 +112,6 @@ def test_features_far_from_zero_reach_the_optimum_also_as_they_are() -> None:
     near = OrdinalClassifier(**settings).fit(X, Y).predict_proba(X)
     far = OrdinalClassifier(**settings).fit(X + offset, Y).predict_proba(X + offset)
     np.testing.assert_allclose(far, near, atol=1e-5)
-
-
-def test_memory_that_must_not_be_written_serves(tmp_path: Path) -> None:
-    model = OrdinalClassifier().fit(X, Y)
-    joblib.dump(model, tmp_path / "model")
-    loaded = joblib.load(tmp_path / "model", mmap_mode="r")
-    np.testing.assert_array_equal(loaded.predict_proba(X), model.predict_proba(X))
 
 
 def network_and_rows(alpha: float = 0.6) -> tuple[OrdinalNetwork, PenalisedLoss, Rows]:
@@ -300,11 +283,3 @@ def test_sparse_features_that_are_too_large_are_named() -> None:
     X.data[3] = 1e300
     with pytest.raises(ValueError, match=r"X holds numbers up to 1e\+300 in size"):
         OrdinalClassifier().fit(X, y)
-
-
-def test_sparse_entries_given_twice_are_sums() -> None:
-    X, y = sparse_rows(60, 8, 3)
-    twice = csr_matrix((np.repeat(X.data / 2, 2), np.repeat(X.indices, 2), 2 * X.indptr), shape=X.shape)
-    model = OrdinalClassifier().fit(twice, y)
-    assert twice.nnz == 2 * X.nnz
-    np.testing.assert_allclose(model.predict_proba(twice), OrdinalClassifier().fit(X, y).predict_proba(X), rtol=1e-9)

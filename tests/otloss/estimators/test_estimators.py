@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csc_matrix, csr_array
@@ -20,7 +19,6 @@ from sklearn.ensemble import BaggingClassifier, StackingClassifier, VotingClassi
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold, cross_val_predict, train_test_split
-from sklearn.multiclass import OneVsRestClassifier
 from sklearn.utils import resample
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -36,7 +34,6 @@ from otloss.estimators import (
 )
 from otloss.estimators.base import above_zero, split_off
 from otloss.estimators.decode import decode
-from otloss.estimators.label_order import label_order
 from tests.errors import raising
 
 SMALL = {"n_estimators": 8, "learning_rate": 0.3, "early_stopping": False, "n_jobs": 1, "random_state": 0}
@@ -189,16 +186,6 @@ def test_fractions_that_repeat_are_classes(index: int) -> None:
             both()[index].fit(X, y)
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.permutations(range(7)))
-def test_positions_follow_ranks(y: list[int], categories: list[int]) -> None:
-    labels = np.array(y)
-    order = label_order(labels, categories)
-    positions = order.positions(labels)
-    np.testing.assert_array_equal(order.by_position[positions], labels)
-    np.testing.assert_array_equal(order.ranks[positions], [categories.index(label) for label in y])
-    np.testing.assert_array_equal(order.by_position[order.columns], order.classes)
-
-
 @BOTH
 def test_text_without_an_order_warns_once_per_fit_where_it_was_called(index: int) -> None:
     message = r"\['high', 'low', 'medium'\] are text, .* ordered as \['high', 'low', 'medium'\].*pass categories="
@@ -260,15 +247,6 @@ def test_meta_estimators_pass_codes_and_get_right_columns() -> None:
     folds = cross_val_predict(clone(model).set_params(categories=None), X, rank, cv=3, method="predict_proba")
     np.testing.assert_array_equal(probability[:, columns], folds)
     assert CalibratedClassifierCV(model, cv=3).fit(X, labels).score(X, labels) > 0.75  # passes labels as they are
-
-
-def test_a_network_is_kept_as_arrays_of_numpy() -> None:
-    for kind in ("softmax", "cumulative"):
-        network = OrdinalClassifier(model=kind).fit(X, RANK)._network
-        assert all(isinstance(part, np.ndarray) for layer in network.__getstate__()["layers"] for part in layer)
-        both_ = [dict(one.named_parameters()) for one in (network, pickle.loads(pickle.dumps(network)))]
-        torch.testing.assert_close(*both_, rtol=0, atol=0)
-        assert all(parameter.requires_grad for parameter in both_[1].values())
 
 
 # ---- weights, units, decoding, calibration -------------------------------------------------------------------------
@@ -422,17 +400,6 @@ test_bad_settings_and_labels_are_named = raising(
 )
 
 
-@BOTH
-def test_bad_weights_are_named(index: int) -> None:
-    for weights, message in (
-        (np.r_[-1.0, np.ones(89)], "sample_weight[0] is -1.0, expected finite weights >= 0"),
-        (np.ones(89), "sample_weight has shape (89,), expected (90,)"),
-        (np.zeros(90), "zero everywhere"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            both()[index].fit(X, RANK, sample_weight=weights)
-
-
 test_bad_settings_of_one_estimator_are_named = raising(
     (OrdinalClassifier, {"alpha": -1.0}, "alpha"),
     (OrdinalClassifier, {"alpha": "a"}, TypeError, "alpha"),
@@ -529,23 +496,6 @@ def test_meta_estimators_that_lose_gaps_are_named(workers: int | None) -> None:
             with pytest.raises(LabelOrderWarning, match="not known in a worker process"):  # an error in tests
                 fit(OrdinalClassifier(), RANK + 1)
     assert cross_val_predict(gaps, X, y, cv=3).max() <= 10  # of labels, not of indices
-
-
-def test_nested_meta_estimators_and_labels_of_all_types() -> None:
-    """Gaps are found through two of them; labels that are their own indices, and binary ones, do not count."""
-    y = np.array([0, 5, 10])[RANK]
-    inner = VotingClassifier([("a", OrdinalClassifier())], voting="soft")
-    for fit in (
-        lambda: VotingClassifier([("b", inner)], voting="soft").fit(X, y),
-        lambda: VotingClassifier([("b", BaggingClassifier(OrdinalClassifier(), n_estimators=2))]).fit(X, y),
-        lambda: cross_val_predict(inner, X, y, cv=3, method="predict_proba"),
-    ):
-        with pytest.raises(ValueError, match=r"values=\[0, 5, 10\]"):
-            fit()
-    VotingClassifier([("a", OrdinalClassifier(categories=range(5)))]).fit(X, RANK)  # the index is the label
-    VotingClassifier([("a", OneVsRestClassifier(OrdinalClassifier()))]).fit(X, y)
-    with pytest.warns(LabelOrderWarning, match="VotingClassifier"):
-        VotingClassifier([("a", OrdinalClassifier())]).fit(X, Y.astype(object))
 
 
 def test_a_fold_without_the_last_text_class_is_read() -> None:

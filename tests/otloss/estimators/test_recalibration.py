@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.special import expit, softmax
-from sklearn.base import clone
-from sklearn.exceptions import NotFittedError
 from sklearn.isotonic import isotonic_regression
 
 from otloss.estimators import OrdinalRecalibration, Temperature
@@ -180,15 +178,6 @@ def test_projection_on_ordered_rows(seed: int, thresholds: int) -> None:
     rows, gaps = rng.random((4, thresholds)).round(1), rng.random(thresholds) + 0.01
     expected = [isotonic_regression(row, sample_weight=gaps) for row in rows]
     np.testing.assert_allclose(in_order(rows, gaps), expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])
-def test_behaves_as_an_estimator_of_scikit_learn(family: Any) -> None:
-    fitted = family(values=[0, 1, 5], shrinkage=2.0).fit([[0.5, 0.3, 0.2]], [2])
-    again = clone(fitted)
-    assert again.get_params() == fitted.get_params()
-    with pytest.raises(NotFittedError, match=f"This {family.__name__} instance is not fitted yet"):
-        again.predict([[0.5, 0.3, 0.2]])
 
 
 two = [[0.5, 0.5]]

@@ -1,6 +1,5 @@
 """Soft minima by compiled loops and in torch against logsumexp in float64: -inf, every epsilon, batches, accuracy."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -166,29 +165,3 @@ def test_gradients_at_a_plan_agree_with_torch_in_float32(metric: str) -> None:
     for got, right, points in zip(actual, expected, (x, y), strict=True):
         assert (got.shape, got.dtype) == (points.shape, torch.float32)
         assert (got - right).abs().max() <= 2e-5 * right.abs().max()
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_largest_of_any_floats(dtype: type) -> None:
-    from numba import njit
-
-    from otloss._kernels import _compile
-
-    @njit
-    def largest(scores: np.ndarray) -> float:
-        return _compile.largest(scores, scores.size)
-
-    tiny = np.finfo(dtype).smallest_subnormal
-    for scores in ([-1.0, -2.0], [-0.0, -1.0], [0.0, tiny], [-np.inf], [-np.inf, -1e30], [3.0, np.inf], [-tiny, -1.0]):
-        array = np.array(scores, dtype=dtype)
-        assert largest(array) == array.max()
-    assert np.isnan(largest(np.array([1.0, np.nan, -1.0], dtype=dtype)))
-
-
-@pytest.mark.parametrize("cost", every_cost(torch.float32)[:4], ids=repr)
-def test_nan_and_infinity_raise(cost: Cost) -> None:
-    for graph, epsilon, bad in ((False, 0.0, torch.nan), (True, 0.1, torch.inf)):
-        potential = torch.zeros(2, 37)
-        potential[1, 3], potential[0, 0] = bad, -torch.inf
-        with pytest.raises(ValueError, match=f"potential holds 1 NaN or .inf, the first {bad}; expected finite"):
-            cost.softmin(potential.requires_grad_(graph), epsilon)

@@ -265,18 +265,6 @@ def test_narrow_labels(dtype: torch.dtype) -> None:
     assert torch.equal(*each)
 
 
-def test_layouts_and_inputs_left_unchanged() -> None:
-    leaf = Z.permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
-    given = leaf.detach().clone(), Y.clone(), WIDE.clone()
-    clean = Z.clone().requires_grad_()
-    actual = number_token_loss(leaf, Y.T.contiguous().T, WIDE.repeat_interleave(2)[::2])
-    expected = number_token_loss(clean, Y, WIDE)
-    assert torch.equal(actual, expected)
-    assert torch.equal(grad(actual, leaf)[0], grad(expected, clean)[0])
-    assert torch.equal(leaf.detach(), given[0])
-    torch.testing.assert_close(WIDE, given[2], rtol=0, atol=0, equal_nan=True)
-
-
 def test_no_copy_of_the_number_positions() -> None:
     """The one tensor as large as the logits is their gradient; beside it, a few pieces."""
     vocab, rows = 5000, 2000
@@ -352,7 +340,6 @@ def call(z: Any = Z5, y: Any = Y5, v: Any = V5, **options: Any) -> Callable[[], 
 
 
 test_bad_input = raising(
-    (call(z=[[0.0] * 5]), TypeError, "logits is a list, expected a torch.Tensor"),
     (call(z=Z5[:, :4]), r"values have 5 entries, logits shape \(2, 4\).*pad the values with NaN"),
     (call(z=torch.tensor(0.0), y=torch.tensor(0)), r"values have 5 entries, logits shape \(\)"),
     (call(y=Y5.float()), TypeError, r"labels have dtype torch.float32, expected token ids.*labels.long\(\)"),
@@ -378,7 +365,5 @@ test_bad_input = raising(
     (call(reduction="median"), "reduction is 'median'"),
     (call(sample_weight=torch.ones(3)), r"sample_weight has shape \(3,\), expected \(2,\)"),
     (call(sample_weight=torch.tensor([1.0, -2.0])), "sample_weight holds -2.0, expected weights >= 0"),
-    (call(sample_weight=torch.tensor([NAN, 1.0])), "sample_weight holds 1 NaN"),
-    (call(z=Z5 * NAN), "logits holds 10 NaN or .inf, the first nan"),
     (call(z=Z5 - INF), r"position \(0,\) are -inf for all tokens that count, expected a finite one"),
 )

@@ -58,7 +58,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "spaced circle 1": {"circular": True, "power": 1, "x": X, "period": 7.0},
     "spaced circle 2": {"circular": True, "x": X, "period": 7.0},
 }
-SMOOTH = [name for name in SETTINGS if name != "cost"]
 every_setting = pytest.mark.parametrize("name", SETTINGS)
 
 
@@ -362,7 +361,6 @@ test_bad_input = raising(
     (call(target=Y.float()), TypeError, "target has dtype torch.float32 .* target.long.* histogram_loss"),
     (call(target=torch.eye(3)[:2].long()), TypeError, r"target.float\(\) for one-hot"),
     (call(target=Y[:, None]), r"target has shape \(2, 1\), expected class positions \(2,\)"),
-    (call(target=T * torch.nan), "target holds 6 NaN"),
     (call(target=torch.stack([T[0], 2 * T[0]])), "soft labels of row 1 sum to 2"),
     (call(target=torch.tensor([[1.0, 0, 0], [1.5, -0.5, 0]])), "-0.5 for class 1 of row 1"),
     (call(target=T, ignore_index=-100), "ignore_index=-100 is given with soft labels"),
@@ -370,7 +368,6 @@ test_bad_input = raising(
     (call(z=Z[:, :0]), "expected .* with at least one class"),
     (call(dim=2), "dim is 2, expected an axis"),
     (call(z=Z.long()), TypeError, "logits has dtype torch.int64"),
-    (call(z=Z * torch.nan), "logits holds 6 NaN"),
     (call(z=Z - torch.inf), "logits of row 0 .* are -inf for every class"),
     (call(z=torch.tensor([[-torch.inf, 0.0]]), target=Y[:1], cross_entropy=1.0), "cross-entropy of row 0 .* is inf"),
     (call(power=0.5), "power is 0.5, expected a finite number of at least 1"),
@@ -381,7 +378,6 @@ test_bad_input = raising(
     (call(x=torch.tensor([0.0, 2, 1])), r"x\[1\] is 2 and x\[2\] is 1, expected strictly increasing"),
     (call(x=torch.tensor([1.7e9, 1.7e9 + 1, 1.8e9])), r"x\[0\] is 1.7e\+09 .* subtract x\[0\] in"),
     (call(x=torch.tensor([0.0, 1])), r"x has shape \(2,\), expected \(3,\)"),
-    (call(x=[0, 1, 2]), TypeError, "x is a list"),
     (call(cost=SQUARE, x=torch.arange(3)), "cost and x are both given"),
     (call(cost=torch.ones(2, 3, 3)), r"cost has shape \(2, 3, 3\), expected \(3, 3\)"),
     (call(cost=-SQUARE), r"-1.0 at index \(0, 0\), expected costs >= 0"),
@@ -389,7 +385,6 @@ test_bad_input = raising(
     (call(class_weight=torch.ones(2)), r"class_weight has shape \(2,\), expected \(3,\)"),
     (call(class_weight=torch.tensor([1.0, -1.0, 2.0])), "class_weight holds -1.0, expected weights >= 0"),
     (call(sample_weight=torch.ones(3)), r"sample_weight has shape \(3,\), expected \(2,\)"),
-    (call(sample_weight=torch.tensor([1.0, torch.nan])), "sample_weight holds 1 NaN"),
     (call(torch.zeros(2, 5, 4, 3), torch.zeros(2, 4, 3).long()), "pass dim=1 if they are on axis 1"),
     (call(torch.zeros(2, 5, 4), torch.zeros(2, 5).long(), dim=1), r"positions \(2, 4\) or .* dim=1"),
 )

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import sklearn
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV, KFold, cross_val_score, cross_validate
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -54,14 +54,6 @@ def test_folds_without_some_class() -> None:
     proba = np.insert(model.predict_proba(X), 2, 0, axis=1)  # sorted: high, low, mid
     score = scorer("ranked_probability_score", labels=NAMES, normalize=True)
     assert score(model, X, y) == -metrics.ranked_probability_score(y, proba, labels=NAMES, normalize=True)
-
-
-def test_two_classes_and_several_metrics() -> None:
-    X, y = data()
-    both = {name: scorer(name, labels=["low", "high"]) for name in ALL}
-    result = cross_validate(LogisticRegression(), X[y != "mid"], y[y != "mid"], scoring=both, cv=3, error_score="raise")
-    for name in ALL:
-        assert np.isfinite(result[f"test_{name}"]).all()
 
 
 def test_metadata_routing_of_weights() -> None:

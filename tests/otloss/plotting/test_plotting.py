@@ -20,7 +20,6 @@ from matplotlib.colors import to_rgb  # noqa: E402
 from tests.errors import raising  # noqa: E402
 
 NAMES = ["poor", "fair", "good", "excellent"]
-LIKERT = ["strongly disagree", "disagree", "neither agree nor disagree", "agree", "strongly agree"]
 
 
 def draw(seed: int = 0, n: int = 200, classes: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -91,30 +90,6 @@ def test_a_distribution_is_drawn_by_its_labels() -> None:
     assert plotting.plot_cdfs(["poor"], sure).lines[0].get_ydata()[0] == 1.0
 
 
-def test_band_of_forecasts_follows_weights() -> None:
-    proba = np.stack([np.full(11, 0.5), np.linspace(0, 0.5, 11), np.linspace(0.5, 0, 11)], axis=1)
-    weight = np.ones(11)
-    weight[0] = 1000.0
-    for given, edges in ((None, [0.55, 0.95]), (weight, [0.5])):
-        ax = plotting.plot_cdfs(np.zeros(11, int), proba, labels=range(3), sample_weight=given)
-        band = ax.collections[0].get_paths()[0].vertices
-        inside = band[(band[:, 0] > 1) & (band[:, 0] < 2.1)]
-        # From the last class on the band is at 1.
-        assert np.unique(inside[:, 1].round(9)).tolist() == pytest.approx([*edges, 1.0])
-
-
-def test_names_are_slanted_only_where_they_would_touch() -> None:
-    proba, y = draw(0, 50, 5)
-    long = plotting.plot_cdfs(np.array(LIKERT)[y], proba, labels=LIKERT, columns="rank")
-    assert {text.get_rotation() for text in long.get_xticklabels()} == {30.0}
-    short = plotting.plot_cdfs(y, proba, labels=range(5))
-    assert {text.get_rotation() for text in short.get_xticklabels()} == {0.0}
-    uneven = plotting.plot_cdfs(y, proba, labels=range(5), values=[0, 96, 98, 99, 100])
-    assert [text.get_text() for text in uneven.get_xticklabels()] == ["0", "1"]  # the others are too near
-    many = plotting.plot_cdfs(*draw(0, 50, 40)[::-1], labels=range(40))
-    assert len(many.get_xticklabels()) == 14
-
-
 def test_confusion_matrix_shows_counts_and_distances() -> None:
     y, predicted = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 2, 1, 2, 2, 1])
     ax = plotting.plot_confusion_matrix(np.array(NAMES)[y], np.array(NAMES)[predicted], labels=NAMES)
@@ -137,16 +112,6 @@ def test_reliability_shows_the_curves_of_the_metric() -> None:
     for line, curve in zip(ax.get_lines()[1:], curves, strict=True):
         np.testing.assert_allclose(line.get_xydata().T, [curve.forecast, curve.observed])
         assert line.get_label() == f"≤ {curve.threshold}: {curve.error:.3f}"
-
-
-def test_many_thresholds_are_not_all_coloured() -> None:
-    proba, y = draw(0, 300, 12)
-    ax = plotting.plot_reliability(y, proba, labels=range(12))
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert [label.split(":")[0] for label in labels] == ["≤ 0", "≤ 2", "≤ 4", "≤ 6", "≤ 8", "≤ 10", "the other 5"]
-    curves = [line for line in ax.get_lines()[1:] if to_rgb(line.get_color()) != to_rgb("#D8D8D8")]
-    assert len(curves) == 6
-    assert len(ax.get_lines()) == 12  # with the diagonal
 
 
 def test_plan_of_a_transport_at_its_positions() -> None:

@@ -135,12 +135,3 @@ def test_dtypes_and_potentials_of_a_part():
         assert otloss.emd(None, None, given[2].clamp(max=9)).dtype == dtype
     part = otloss.solve(p.requires_grad_(), q, cost, mass=0.4)
     torch.testing.assert_close(part.potentials[0].detach(), torch.autograd.grad(part.value, p)[0])
-
-
-def test_a_mass_for_each_problem():
-    torch.manual_seed(0)
-    p, cost, mass = weights(3), torch.rand(3, 3, dtype=torch.float64), torch.tensor([0.1, 0.4], dtype=torch.float64)
-    actual = otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=mass)
-    torch.testing.assert_close(actual, otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=mass, impl="torch"))
-    for one, value in zip(mass, actual, strict=True):
-        torch.testing.assert_close(otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=float(one)), value)

@@ -98,15 +98,6 @@ def test_the_kernel_equals_the_log_domain(dtype: torch.dtype) -> None:
         torch.testing.assert_close(from_kernel, from_logs, rtol=rtol, atol=atol)
 
 
-def test_a_second_derivative_of_the_envelope_raises() -> None:
-    p, q, matrix = case()
-    matrix.requires_grad_()
-    value = sinkhorn(p, q, matrix, epsilon=0.1)
-    (gradient,) = torch.autograd.grad(value, matrix, create_graph=True)
-    with pytest.raises(RuntimeError, match="implicit"):
-        gradient.square().sum().backward()
-
-
 def test_the_backward_pass_of_the_envelope_holds_no_history() -> None:
     """What is saved does not grow with the iterations: potentials, weights and costs, once."""
     p, q, matrix = case(n=40, m=40, zeros=False)
@@ -247,21 +238,6 @@ def test_implicit_without_convergence_keeps_the_value(iterations: int, marginal_
         assert abs(float(implicit - envelope)) < 0.02 * float(envelope)
 
 
-@pytest.mark.parametrize("epsilon", [1e3, 1e7])
-def test_float32_at_large_epsilon(epsilon: float) -> None:
-    """The product coupling; the rounding of the masses counts, times epsilon, and both ways must see the same."""
-    p, q, matrix = (t.float() for t in case(n=40, m=50))
-    mass_p, mass_q = (float(w.double().sum()) for w in (p, q))
-    mass = (mass_p + mass_q) / 2
-    for impl in IMPLS:
-        value = float(sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, tolerance=1e-12))
-        linear = float(p.double() @ matrix.double() @ q.double())
-        # The weights are rescaled to the mean of their masses in float32.
-        assert value == pytest.approx(linear - epsilon * mass * np.log(mass), abs=1e-4 + 1e-7 * epsilon)
-    values = [float(sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, tolerance=1e-12)) for impl in IMPLS]
-    assert values[0] == pytest.approx(values[1], abs=1e-4 + 1e-13 * epsilon)
-
-
 def test_inputs_changed_in_place_are_noticed() -> None:
     p, q, matrix = case()
     y = Y.clone()
@@ -310,6 +286,5 @@ test_bad_input = raising(
     ({"start": (torch.zeros(4), torch.zeros(4))}, "start g has shape"),
     ({"epsilon_relative_to": "max"}, "epsilon_relative_to"),
     ({"q": 1.1 * q0}, "different masses"),
-    ({"cost": matrix0.log().where(matrix0 > 0.5, torch.nan)}, "holds nan at index"),
     call=lambda change: sinkhorn(**({"p": p0, "q": q0, "cost": matrix0, "epsilon": 0.1} | change)),
 )

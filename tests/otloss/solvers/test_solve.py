@@ -257,21 +257,6 @@ def test_gradients_through_the_plan(part: str, marginal_penalty: float | None) -
 # ---- convergence, starts, shapes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("epsilon", [None, 0.1])
-def test_a_batch_is_a_loop_and_broadcasts(epsilon: float | None) -> None:
-    p, q, matrix = case((2, 3))
-    answer = otloss.solve(p, q[0, 0], matrix[0], epsilon=epsilon)
-    assert answer.value.shape == (2, 3)
-    assert answer.plan().shape == (2, 3, 4, 5)
-    empty = otloss.solve(p[:0], q[0, 0], matrix[0], epsilon=epsilon)
-    assert empty.value.shape == empty.gap.shape == empty.linear_cost.shape == (0, 3)
-    assert empty.plan().shape == (0, 3, 4, 5)
-    for i, j in np.ndindex(2, 3):
-        alone = otloss.solve(p[i, j], q[0, 0], matrix[0, j], epsilon=epsilon)
-        close(alone.value, answer.value[i, j], 1e-8)
-        close(alone.plan(), answer.plan()[i, j], 1e-6)
-
-
 @pytest.mark.parametrize(
     ("dtype", "epsilon", "grad"),
     [(torch.float32, 0.1, "envelope"), (torch.bfloat16, 0.1, "implicit"), (torch.bfloat16, None, "envelope")],
