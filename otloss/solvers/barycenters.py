@@ -309,14 +309,14 @@ class _Ascent:
         steps = [epsilon]
         while steps[0] * _FALL <= _FIRST_EPSILON * float(self.matrix.max()):
             steps.insert(0, steps[0] * _FALL)
-        potential = slope = self.matrix.new_zeros(len(self.p), len(self.matrix))
+        potential = derivative = self.matrix.new_zeros(len(self.p), len(self.matrix))
         before = math.inf
         for width in steps:
-            start = potential + (width - before) * slope if before < math.inf else potential
+            start = potential + (width - before) * derivative if before < math.inf else potential
             goal = tolerance if width == epsilon else _STAGE_ERROR
             log_u, log_a, error, done = self._settle(start / width, width, goal, most)
             # Potentials are nearly a linear function of epsilon where it is small.
-            slope = (log_u * width - potential) / (width - before) if before < math.inf else slope
+            derivative = (log_u * width - potential) / (width - before) if before < math.inf else derivative
             potential, before, most = log_u * width, width, most - done
         return log_u, log_a, error
 
@@ -349,14 +349,14 @@ class _Ascent:
 
     def _length(self, log_u: Tensor, step: Tensor, rows: Tensor, value: Tensor, epsilon: float) -> float:
         """Halve a step that passes the maximum along it by far; double one that the ridge has shortened."""
-        slope, length, grows = -(self.weights * rows * step).sum(), 1.0, False
+        derivative, length, grows = -(self.weights * rows * step).sum(), 1.0, False
         for _ in range(_CHANGES):
             plans, moved = self.plans(log_u + length * step, epsilon)
-            slope_there = -(self.weights * plans.sum(-2) * step).sum()
-            if not bool((slope_there >= -slope / 2) & (moved >= value)):
+            derivative_there = -(self.weights * plans.sum(-2) * step).sum()
+            if not bool((derivative_there >= -derivative / 2) & (moved >= value)):
                 length, stop = length / 2, grows
             else:
-                grows = length >= 1 and bool(slope_there > slope / 2)
+                grows = length >= 1 and bool(derivative_there > derivative / 2)
                 length, stop = length * 2 if grows else length, not grows
             if stop:
                 break

@@ -354,8 +354,8 @@ def test_masses_that_are_one_up_to_rounding_add_nothing() -> None:
 
 REDUCTIONS = {"__init__", "plain_costs", "partial_mass", "empty_sides", "large_epsilon"}
 BRIEFLY = {f"solvers/reductions/{name}.py" for name in REDUCTIONS} | {
-    "_checks.py", "_autograd.py", "_foreign.py", "_progress.py", "costs/dense.py", "costs/cost.py", "solvers/exact_clouds.py",
-    "solvers/entropic/coarse.py", "_kernels/_threads.py", "_kernels/__init__.py",
+    "_checks.py", "_autograd.py", "_foreign.py", "_progress.py", "costs/dense.py", "costs/cost.py",
+    "solvers/exact_clouds.py", "solvers/entropic/coarse.py", "_kernels/_threads.py", "_kernels/__init__.py",
 }  # fmt: skip
 
 
