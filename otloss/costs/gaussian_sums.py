@@ -1,28 +1,33 @@
 """Soft minima of squared distances between large clouds in up to three dimensions, through a regular grid.
 
-With s^2 = eps / 2 the kernel exp(-|x - y|^2 / eps) is a Gaussian of width s. It is a convolution of three of widths
-t, s' and t, where t = s / 2 and s'^2 = s^2 - 2 t^2, and sums over a grid of spacing h stand for both integrals:
+Let s^2 = eps / 2. The kernel exp(-|x - y|^2 / eps) is a Gaussian of width s, so it is a convolution of three narrower
+Gaussians, of the widths t, s' and t with t = s / 2 and s'^2 = s^2 - 2 t^2. Sums over the nodes z and z' of a grid of
+spacing h replace the two integrals of the convolution:
 
     exp(-|x - y|^2 / 2 s^2) = c sum_z sum_z' exp(-|x - z|^2 / 2 t^2 - |z - z'|^2 / 2 s'^2 - |z' - y|^2 / 2 t^2)
 
-1. from the points y to the nodes z', whose sums are kept as logarithms
-2. between nodes, one axis after the other (`GridCost`)
-3. from the nodes z to the points x; the mean of z, with these weights, is x + (T(x) - x) t^2 / s^2, with T(x) the
-   barycentric projection, which the gradient is made of
+A sum over the points y then takes three steps:
 
-The summand is a Gaussian of the nodes with the variance v = t^2 (1 - t^2 / s^2) in z and in z', so the sums are off by
-the share 4 exp(-2 pi^2 v / h^2) per axis (Poisson's summation formula), however far x and y are from each other.
-Potentials over eps differ by hundreds, where the absolute error of a fast Gauss transform would be far too large.
+1. From the points y to the nodes z'. The sums are kept as logarithms.
+2. From the nodes z' to the nodes z, one axis after the other (`GridCost`).
+3. From the nodes z to the points x. The mean of z, with the weights of this sum, is x + (T(x) - x) t^2 / s^2. Here T(x)
+   is the barycentric projection of x, which gives the gradient.
 
-Points are taken in blocks that lie in small boxes, with a box of nodes each. What lies outside is bounded: P = exp((f +
-g - C) / eps), the density of the plan, sums to 1 over the weights of either side, and so a pair of blocks counts with
-at most the largest P between them. In z it is a Gaussian around x + (y - x) t^2 / s^2. With |x|^2 and |y|^2 added to
-the potentials, centres a, b and half widths d, e of the boxes,
+Error. The summand is a Gaussian function of z, and also of z', of the variance v = t^2 (1 - t^2 / s^2). By Poisson's
+summation formula the two sums together are off by the share 4 exp(-2 pi^2 v / h^2) per axis. This share does not depend
+on the distance of x and y. A fast Gauss transform bounds the absolute error instead, which is not enough here:
+potentials over eps differ by hundreds.
+
+Blocks. The points are divided into blocks that lie in small boxes, and each block reads only the nodes in a box of its
+own. A bound says how much lies outside. Let f and g be the potentials, C the cost and P = exp((f + g - C) / eps) the
+density of the plan. P sums to 1 over the weights of either side, so two blocks contribute at most the largest P between
+their points. As a function of z this contribution is a Gaussian around x + (y - x) t^2 / s^2. If the boxes of points
+have the centres a, b and the half widths d, e, then 2 x.y = 2 x.b + 2 a.y - 2 a.b + 2 (x - a).(y - b) gives
 
     eps log P <= max_x (f - |x|^2 + 2 x.b) + max_y (g - |y|^2 + 2 a.y) - 2 a.b + 2 d.e
 
-Inside a block the exponents are taken relative to a linear function of z, from the mean of T(x) - x, so that what
-counts is in range.
+Range. Exponents of a block are stored relative to a linear function of z, its tilt. It follows from the vector between
+the centres of the two boxes of the block, and keeps the terms that count in the range of float64.
 
 Sources: L. Greengard, J. Strain, The Fast Gauss Transform, 1991; L. Trefethen, J. Weideman, The Exponentially
 Convergent Trapezoidal Rule, 2014.
@@ -43,17 +48,21 @@ from otloss.costs.grid import GridCost
 
 MOST_AXES, LEAST_PAIRS = 3, 2**22
 RATIO = 0.5  # t / s
-POINTS, MOST_HALVINGS = 192, 11  # about how many in a block, and the logarithm of the most blocks
+POINTS, MOST_HALVINGS = 192, 11  # points in a block, about; at most 2^MOST_HALVINGS blocks
 TOGETHER = 4  # blocks in one product
 MOST_NODES = 2**22
-# log P between potentials that are not a solution yet may be larger; without a bound the excess is left out.
+# At a solution log P is small. Potentials before the solution may have a larger one; where the share is an estimate,
+# log P counts as at most this.
 MOST_PEAK = 20.0
 PAIRS_AT_ONCE = 2**20
-# Exponents within a block, of factors and of weights: together below, float64 could lose what counts.
+# The least exponents of factors and of weights within a block. Their sum stays above the logarithm of float64's least
+# number.
 LEAST_EXPONENT, LEAST_WEIGHT = -600.0, -100.0
-# Nanoseconds of a soft minimum: per pair of the sum over pairs (an estimate from blocks counts half of them); through
-# the grid per point, per point and pair of axes of its box, per node of a box, and per node of the grid and cell of its
-# axes, by products or in logarithms. `GAIN` is for the time of making the sums.
+# Nanoseconds of a soft minimum. The sum over pairs takes PER_PAIR for each pair; estimates from blocks see half of the
+# pairs. The grid takes PER_POINT for each point, PER_ENTRY for each point and each node of two axes of its box,
+# PER_BOX_NODE for each node of a box, and PER_NODE or, in logarithms, PER_LOG_NODE for each node of the grid and each
+# cell of its axes. The grid is used where it takes less than the share GAIN of the time of the pairs, since making it
+# takes time too.
 PER_PAIR, PER_POINT, PER_ENTRY, PER_BOX_NODE, PER_NODE, PER_LOG_NODE = 3.2, 350.0, 1.1, 12.0, 0.16, 2.0
 GAIN = 0.45
 
@@ -61,9 +70,10 @@ CloudInBlocks = tuple[Tensor, Tensor]  # the points, and `in_blocks` of them
 
 
 def in_blocks(points: Float[Tensor, "n d"]) -> Int[Tensor, "blocks most"]:
-    """Return which points make each block, by halving the cloud across its longest axis, and the halves again.
+    """Return the positions of the points of each block.
 
-    Where a block has one point less than others, its last one is repeated.
+    The cloud is cut in half across its longest axis, then each half, and so on. Sizes of blocks differ by at most one;
+    a smaller block repeats its last point.
     """
     x, n = points.detach().double().numpy(), len(points)
     halvings = min(MOST_HALVINGS, max(0, round(math.log2(n / POINTS))))
@@ -87,12 +97,12 @@ class OutOfRangeError(ArithmeticError):
 
 @dataclass(frozen=True)
 class _Cloud:
-    """One cloud in blocks, around its mean.
+    """One cloud, divided into blocks, with coordinates relative to its mean.
 
     Attributes:
         order: the points of each block (`in_blocks`).
         points: (blocks, points, 3), with zeros for missing axes.
-        centre, half: (blocks, 3), of their boxes.
+        centre, half: (blocks, 3) centres and half widths of the boxes that hold the points of each block.
     """
 
     order: Int[Tensor, "blocks points"]
@@ -112,20 +122,20 @@ class _Cloud:
         return int(self.order.amax()) + 1
 
     def blocks_of(self, values: Tensor) -> Float[Tensor, "blocks points"]:
-        """Values of the points by blocks, -inf for a repeated point."""
+        """Return the values of the points of each block, with -inf at a repeated point."""
         values = values.detach().double()[self.order]
         values[:, 1:].masked_fill_(self.order[:, 1:] == self.order[:, :-1], -torch.inf)
         return values
 
     def largest_sums(self, potential: Tensor, centres: Tensor) -> Float[Tensor, "blocks others"]:
-        """max over the points of a block of potential + 2 x.b."""
+        """Return, for each block and each b in `centres`, the maximum of potential + 2 x.b over the points x."""
         columns = torch.cat([centres.T * 2, torch.ones_like(centres.T[:1])])
         step = max(1, PAIRS_AT_ONCE // (self.points.shape[1] * len(centres)))
         rows = torch.cat([self.points, potential.unsqueeze(-1)], -1).split(step)
         return torch.cat([(x @ columns).amax(1) for x in rows])
 
     def restored(self, values: Tensor) -> Tensor:
-        """Values of blocks (blocks, points, ...) in the order of the points."""
+        """Return values (blocks, points, ...) in the order of the points (points, ...)."""
         out = values.new_empty(len(self), *values.shape[2:])
         out[self.order] = values
         return out
@@ -133,14 +143,20 @@ class _Cloud:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Some blocks with boxes of one size.
+    """Some blocks whose boxes of nodes have one size.
+
+    Let u be the vector from the centre of a block's points to the centre of its nodes. Then
+
+        exp(-(z - x)^2 / 2 t^2) = exp(-(z - x - u)^2 / 2 t^2) exp(-u z / t^2) exp((u x + u^2 / 2) / t^2)
+
+    The first is the factor, u z / t^2 the tilt, and the last exponent is `constant` of `_Side`.
 
     Attributes:
-        index: which blocks they are.
-        boxes: their slices of the grid.
-        nodes: the coordinates of their nodes, per axis (blocks, nodes).
-        factors: exp(-(z - x - u)^2 / 2 t^2) per axis, (blocks, points, nodes), with u the mean of z - x.
-        tilts: u z / t^2, which the factors lack, per axis (blocks, nodes).
+        index: the numbers of the blocks.
+        boxes: the slices of the grid that hold their nodes.
+        nodes: for each axis the coordinates z, (blocks, nodes).
+        factors: for each axis (blocks, points, nodes).
+        tilts: for each axis (blocks, nodes).
     """
 
     index: Tensor
@@ -150,7 +166,7 @@ class _Blocks:
     tilts: list[Tensor]
 
     def tilt(self, workspace: _Workspace, start: Tensor | None = None) -> Float[Tensor, "blocks i j k"]:
-        """The tilt at the nodes, or `start` (blocks,) minus it."""
+        """Return the sum of the tilts of the axes at the nodes, or `start` (blocks,) minus that sum."""
         first, second, third = self.tilts
         plane = first.unsqueeze(-1) + second.unsqueeze(1)
         if start is not None:
@@ -159,14 +175,14 @@ class _Blocks:
         return torch.add(plane.unsqueeze(-1), third[:, None, None], out=out)
 
     def planes(self, first: Tensor, workspace: _Workspace) -> Float[Tensor, "blocks points ij"]:
-        """The products of the factors of the first two axes, those of the first (blocks, points, i) as given."""
+        """Return the products of `first` (blocks, points, i) with the factors of the second axis."""
         second = self.factors[1]
         out = workspace.array("planes", (*first.shape, second.shape[-1]))
         return torch.mul(first.unsqueeze(-1), second.unsqueeze(-2), out=out).flatten(2)
 
 
 class _Workspace:
-    """Memory of arrays that are used for one step after the other: new arrays would cost more than their sums."""
+    """Memory that one step after the other uses again. To allocate new arrays would take longer than to fill them."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, Tensor] = {}
@@ -180,7 +196,7 @@ class _Workspace:
 
 @dataclass(frozen=True)
 class _Side:
-    """A cloud and the boxes of nodes of its blocks; `constant` (blocks, points) is what factors and tilts lack."""
+    """A cloud and the boxes of nodes of its blocks. `constant` (blocks, points) is explained at `_Blocks`."""
 
     cloud: _Cloud
     blocks: list[_Blocks]
@@ -207,7 +223,7 @@ class _Side:
         return _Side(cloud, blocks, constant)
 
     def to_nodes(self, logs: Float[Tensor, " n"], cells: tuple[int, ...]) -> Tensor:
-        """log sum_j exp(logs_j - |z - y_j|^2 / 2 t^2) at the nodes."""
+        """Return log sum_j exp(logs_j - |z - y_j|^2 / 2 t^2) at the nodes z."""
         logs = self.cloud.blocks_of(logs) + self.constant
         top = logs.amax(1, keepdim=True)
         logs = logs - top.masked_fill(top == -torch.inf, 0.0)
@@ -229,7 +245,10 @@ class _Side:
         return total.log_().add_(highest)
 
     def from_nodes(self, logs: Tensor, *, with_means: bool = False) -> tuple[Tensor, Tensor | None]:
-        """log sum_z exp(logs_z - |x - z|^2 / 2 t^2) at the points, and the mean of z - x with these weights."""
+        """Return log sum_z exp(logs_z - |x - z|^2 / 2 t^2) at the points x.
+
+        With `with_means` the second result is the mean of z - x with the weights of this sum.
+        """
         out, workspace = torch.empty_like(self.constant), _Workspace()
         means = torch.empty_like(self.cloud.points) if with_means else None
         for blocks in self.blocks:
@@ -240,7 +259,7 @@ class _Side:
             terms = terms.sub_(top).exp_().flatten(1, 2)
             planes = blocks.planes(blocks.factors[0], workspace)
             lines = workspace.array("lines", blocks.factors[2].shape)
-            torch.bmm(planes, terms, out=lines).mul_(blocks.factors[2])  # of the last axis
+            torch.bmm(planes, terms, out=lines).mul_(blocks.factors[2])  # sums over the first two axes
             total = lines.sum(-1)
             if not bool((total > math.exp(LEAST_EXPONENT)).all()):
                 raise OutOfRangeError
@@ -258,10 +277,10 @@ class _Side:
 
 @dataclass(frozen=True)
 class GaussianSums:
-    """Soft minima between two clouds near the potentials that it was made for, to a stated share of each sum.
+    """Soft minima between two clouds, made for given potentials and accurate near them.
 
     Attributes:
-        share: what a sum is off by at most, at the potentials that this was made for.
+        share: the largest relative error of a sum at the potentials that this was made for.
     """
 
     rows: _Side
@@ -277,9 +296,8 @@ class GaussianSums:
     ) -> GaussianSums | None:  # fmt: skip
         """Return the sums for these potentials, or None where sums over pairs of points take less time.
 
-        x (n, d) and y (m, d) come with their blocks (`in_blocks`).
-        Without `is_bound` the share is an estimate, from the mean potential of a block in place of a bound, and the
-        boxes are smaller.
+        x (n, d) and y (m, d) come with their blocks (`in_blocks`). Without `is_bound` the mean potential of a block
+        replaces its bound: boxes are smaller, and the share is an estimate.
         """
         one = _Cloud.of(*x)
         other = one if y[0] is x[0] else _Cloud.of(*y)
@@ -313,19 +331,22 @@ class GaussianSums:
 
     @property
     def T(self) -> GaussianSums:  # noqa: N802
-        """The sums of the other direction."""
+        """The sums with x and y exchanged."""
         return replace(self, rows=self.columns, columns=self.rows)
 
     def softmin(self, potential: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
         """Return -eps log sum_j exp((potential_j - |x_i - y_j|^2) / eps).
 
         Raises:
-            OutOfRangeError: where float64 is too narrow.
+            OutOfRangeError: if the terms of a block differ by more than float64 holds.
         """
         return self._softmin(potential, with_means=False)[0]
 
     def gradients_in_x(self, a: Float[Tensor, " n"], b: Float[Tensor, " m"]) -> Float[Tensor, "n d"] | None:
-        """Return sum_j P_ij dC_ij / dx_i at fixed P, P_ij = exp((a_i + b_j - C_ij) / epsilon); None out of range."""
+        """Return sum_j P_ij dC_ij / dx_i for the fixed plan P_ij = exp((a_i + b_j - C_ij) / epsilon).
+
+        None where numbers of a block are out of range (`OutOfRangeError`).
+        """
         try:
             out, means = self._softmin(b, with_means=True)
         except OutOfRangeError:
@@ -336,7 +357,8 @@ class GaussianSums:
         return 2 * mass.unsqueeze(-1) * (apart - means[:, 3 - len(apart) :] / RATIO**2)
 
     def _softmin(self, potential: Tensor, *, with_means: bool) -> tuple[Tensor, Tensor | None]:
-        # |x - y|^2 = |x'|^2 - 2 x'.y' + |y'|^2 + 2 a.(x' - y') + |a|^2, for points around their means, apart by a.
+        # Let x' and y' be the points relative to the means of their clouds, and a the difference of the means. Then
+        # |x - y|^2 = |x' - y'|^2 + 2 a.(x' - y') + |a|^2, and the grid takes care of the first term.
         apart = self.rows.cloud.mean - self.columns.cloud.mean
         along = [
             2 * side.cloud.restored(side.cloud.points)[:, 3 - len(apart) :] @ apart
@@ -354,7 +376,10 @@ class GaussianSums:
 def _densities(
     one: _Cloud, other: _Cloud, f: Tensor, g: Tensor, epsilon: float, share: float, *, is_bound: bool
 ) -> tuple[Tensor, float]:
-    """log P between blocks, its largest or about its mean, and about how many pairs of points count."""
+    """Return log P between blocks and an estimate of the number of pairs of points that count.
+
+    log P is a bound of its largest value where `is_bound`, else its value at the centres and mean potentials.
+    """
     d, apart = len(one.mean), one.mean - other.mean
     f = one.blocks_of(f) - 2 * one.points[..., 3 - d :] @ apart - one.points.square().sum(-1)
     g = other.blocks_of(g) + 2 * other.points[..., 3 - d :] @ apart - other.points.square().sum(-1)
@@ -371,7 +396,10 @@ def _densities(
 def _ranges(
     one: _Cloud, other: _Cloud, log_p: Tensor, width: float, cut: float, most_peak: float
 ) -> tuple[Tensor, Tensor]:
-    """The least and the largest z of each block between which all lies but a share exp(-cut), (blocks, 3) each."""
+    """Return the least and the largest z of each block, (blocks, 3) each.
+
+    The share exp(-cut) of the sum lies outside of them.
+    """
     peak = log_p.amax(1, keepdim=True)
     reach = (2 * (log_p - (peak - peak.clamp(0.0, most_peak)) + cut)).clamp_(min=0.0).sqrt_().mul_(width)
     nothing = reach == 0
@@ -384,7 +412,7 @@ def _ranges(
 
 
 def _nanoseconds(clouds: Sequence[_Cloud], sizes: Sequence[Tensor], grid: GridCost, epsilon: float) -> float:
-    """An estimate of the time of a soft minimum."""
+    """Return an estimate of the nanoseconds that a soft minimum through the grid takes."""
     in_logs = epsilon * (1 - 2 * RATIO**2) < grid.least_epsilon_for_products
     work = (PER_LOG_NODE if in_logs else PER_NODE) * math.prod(grid.cells) * sum(grid.cells)
     for cloud, size in zip(clouds, sizes, strict=True):
