@@ -11,8 +11,8 @@ from torch import Tensor
 
 from otloss._checks import needs_torch
 
-# Entries of soft minima of all problems together up to which torch takes at most 0.2 ms longer than the kernels, which
-# have to be compiled first.
+# Entries of the soft minima of all problems together. Up to here torch takes at most 0.2 ms longer than the kernels,
+# and needs no compilation.
 SMALL = 2**16
 
 

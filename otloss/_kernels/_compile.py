@@ -37,9 +37,8 @@ L13, L15, L17, L19 = F64(1 / 13), F64(1 / 15), F64(1 / 17), F64(1 / 19)
 def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
     """`numba.njit` with the options of this library: compiled at the first call for each dtype, and kept on disk.
 
-    `seconds` is about how long that takes on one core, for the log line that announces it.
-    Floating-point sums are not reordered unless the caller asks for it (`fastmath=`); NaN and infinity keep their
-    meaning always.
+    `seconds` is about how long compilation takes on one core, for the log line that announces it. Floating-point sums
+    are reordered only where `fastmath=` asks for it. NaN and infinity always keep their meaning.
     """
     chosen: dict[str, Any] = {
         "fastmath": {"contract", "nsz"}, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True, **options,
@@ -57,21 +56,21 @@ def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
 
 
 def inner(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit` for a function that other kernels call: not cached on its own, and a crash if called from Python.
+    """`numba.njit` for a function that other kernels call. It is not cached on its own.
 
-    Without the wrappers for Python it compiles in half the time.
+    It has no wrappers for Python, so it compiles in half the time, and a call from Python crashes.
     """
     chosen: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy", **options}
     return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **chosen)
 
 
-# For a large function with one caller: its body is compiled as a part of the caller's, with its options, where an
-# `inner` function would be optimised once for itself and again in the caller.
+# For a large function with one caller. Its body becomes a part of the caller's and is compiled once, with the caller's
+# options; an `inner` function would be optimised by itself and again in the caller.
 spliced = njit(inline="always")
 
 
 def _reinterpreted(source: Any, target: Any) -> Any:
-    # The signature names the width: integers in numba grow to 64 bits by arithmetic, and are cut to it again here.
+    # Arithmetic in numba makes integers 64 bits wide. The signature names the width that they are cut to.
     kinds = {
         types.float32: ir.FloatType(),
         types.float64: ir.DoubleType(),
@@ -99,11 +98,14 @@ float64_of_bits, bits_of_float64 = (
 )
 
 
-# The next two are inlined by LLVM and not by numba: so they keep their own flags, and a caller that lets sums be
+# LLVM inlines the next three functions, and numba does not, so they keep their own flags: a caller whose sums may be
 # reordered does not cancel the rounding by `ROUNDER`.
 @njit(forceinline=True, fastmath={"contract"})
 def exp32(x: Any) -> Any:
-    """exp of x <= 0 in float32 to 1.2e-7, in operations that the compiler vectorises; 0 to exp(-87), NaN for NaN."""
+    """exp of x <= 0 in float32, with a relative error of 1.2e-7, in operations that the compiler vectorises.
+
+    It is 0 for x <= -87, and NaN for NaN.
+    """
     bounded = SMALLEST_32 if x < SMALLEST_32 else x
     shifted = bounded * LOG2_E_32 + ROUNDER_32  # its last bits are the nearest whole number n
     n = shifted - ROUNDER_32
@@ -117,7 +119,10 @@ def exp32(x: Any) -> Any:
 
 @njit(forceinline=True, fastmath={"contract"})
 def exp64(x: Any) -> Any:
-    """exp of x <= 0 in float64 to 4e-16, in operations that the compiler vectorises; 0 to exp(-708), NaN for NaN."""
+    """exp of x <= 0 in float64, with a relative error of 4e-16, in operations that the compiler vectorises.
+
+    It is 0 for x <= -708, and NaN for NaN.
+    """
     bounded = SMALLEST_64 if x < SMALLEST_64 else x
     shifted = bounded * LOG2_E_64 + ROUNDER_64
     n = shifted - ROUNDER_64
@@ -132,7 +137,10 @@ def exp64(x: Any) -> Any:
 
 @njit(forceinline=True, fastmath={"contract"})
 def log64(x: Any) -> Any:
-    """log of a positive normal number in float64 to 3e-16 of the larger of 1 and itself, in vectorisable operations."""
+    """log of a positive normal number in float64, in operations that the compiler vectorises.
+
+    The error is at most 3e-16 max(1, |log x|).
+    """
     bits = bits_of_float64(x)
     power = (bits - SQRT_HALF_BITS) >> np.int64(52)
     mantissa = float64_of_bits(bits - (power << np.int64(52)))  # from sqrt(1/2) to sqrt(2)
@@ -169,8 +177,8 @@ def largest(scores: Any, count: int) -> Any:
 
 @overload(largest)
 def _largest_of_its_width(scores: Any, count: Any) -> Any:
-    # The bits of floats, read as whole numbers and with those of negative ones flipped, are ordered as the floats are:
-    # the compiler vectorises the maximum of whole numbers, and that of floats only one by one.
+    # The compiler vectorises the maximum of whole numbers, and not that of floats. The bits of floats, read as whole
+    # numbers, have the order of the floats once the bits of negative floats are flipped.
     def narrow(scores: Any, count: Any) -> Any:
         top = np.int32(-(2**31))
         for j in range(count):

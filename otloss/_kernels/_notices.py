@@ -1,7 +1,6 @@
 """One log line before and after a kernel is compiled, which takes seconds; the garbage collector is off meanwhile.
 
-numba calls the listener for functions of every package; those of others are left alone. Without it kernels compile all
-the same.
+numba calls the listener for the functions of every package; it ignores those of others.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _log = logging.getLogger("otloss")
 
 
 class _Listener(event.Listener):
-    """Logs one line where a kernel of this library is about to be compiled, which takes seconds.
+    """Logs a line when a kernel of this library is about to be compiled, and one when it is.
 
-    Python's garbage collector is off until the kernel is compiled: it takes a quarter of the time otherwise. numba
-    calls listeners for the functions of other packages too, and does not catch their errors: nothing here may raise.
+    Meanwhile Python's garbage collector is off; it would take a quarter of the time. numba does not catch the errors of
+    listeners, so nothing here may raise.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class _Listener(event.Listener):
         self._depth -= self._depth > 0
 
     def after_fork(self) -> None:
-        """In a child that was forked while another thread compiled, nothing ends."""
+        """Reset the state: a child that was forked while another thread compiled never sees that end."""
         if self._depth > 0 and self._collects:
             gc.enable()
         self._depth = 0
@@ -73,7 +72,7 @@ def _name(dispatcher: Any) -> str:
 
 
 def _dtype(arguments: Any) -> str:
-    """The narrowest width of floats among the arrays: potentials are in float64 always."""
+    """Return the narrowest type of floats among the arrays. Potentials are always in float64, so it is the costs'."""
     dtypes = {str(a.dtype) for a in arguments if isinstance(a, types.Array) and isinstance(a.dtype, types.Float)}
     return f" for {min(dtypes)}" if dtypes else ""  # "float32" is the smaller string
 

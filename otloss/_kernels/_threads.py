@@ -1,16 +1,16 @@
 """Run one kernel on torch's own threads, which take tasks from a shared counter.
 
-Kernels are compiled without numba's `parallel=True`: that compiles a kernel a second time (several seconds each for the
-solvers), and brings a second pool of OpenMP threads. Threads of OpenMP wait for work by spinning, up to 5 ms after the
-last parallel operation of torch, and two pools on the same cores take turns then. So kernels run in the pool that torch
-has: `GOMP_parallel` is what GNU's compiler calls for a parallel region. Kernels release the GIL.
+Kernels run in the thread pool that torch has: `GOMP_parallel` is what GNU's compiler calls for a parallel region.
+numba's `parallel=True` would compile each kernel a second time, for several seconds, and bring a second pool. Threads
+of OpenMP spin while they wait for work, up to 5 ms after the last parallel operation, so two pools on the same cores
+would take turns. Kernels release the GIL.
 
 A parallel region ends when its last thread does. Where other processes keep the cores busy, that thread may wait for
-its turn longer than the whole work takes: 10 to 20 ms, for regions of some ms. Where a region took longer than one
-thread would have, kernels run on the calling thread alone for a while.
+its turn for 10 to 20 ms, while the whole work takes some ms. After a region that took longer than one thread would
+have, kernels therefore run on the calling thread alone for a while.
 
-Python handles signals on its main thread, and only there between two steps of Python. So what may take long runs on
-another thread, while the main thread waits: on Ctrl-C it raises the counter beyond all tasks, which kernels notice at
+Python handles signals on its main thread only, between two steps of Python. So work that may take long runs on another
+thread, and the main thread waits. On Ctrl-C the main thread raises the counter beyond all tasks. Kernels notice that at
 their next task, or where they call `is_stopped`.
 """
 
@@ -34,15 +34,16 @@ from numba.extending import intrinsic
 from otloss._kernels._compile import bits_of_float64, inner
 from otloss._progress import report
 
-# Exponentials, or the like, below which waking up a thread takes longer than it saves.
+# Below so many exponentials, or operations like them, waking up a thread takes longer than it saves.
 ENTRIES = 10_000
-# Seconds that a region may take longer than one thread would; after such a region kernels run on one thread for PAUSE
-# times its duration.
+# A region may take PATIENCE seconds longer than one thread would. After one that took longer, kernels run on one thread
+# for PAUSE times its duration.
 PATIENCE, PAUSE = 1e-3, 20.0
 
-# Entries of the work of a call that may take seconds; and seconds between two looks at it.
+# A call with LONG entries may take seconds. The main thread looks at it every LOOK seconds.
 LONG, LOOK = 2**19, 0.2
-# What a counter holds besides the next task: bits of the error and of the share of a task, of the last thread to tell.
+# Places of a counter. The first holds the next task; these two hold the bits of the error of a task and of the share of
+# it that is done, as the last thread has told them.
 ERROR, SHARE = 1, 2
 STOPPED = 2**62
 
@@ -77,7 +78,10 @@ def _next_of(typing_context: Any, counter: Any) -> Any:
 
 @inner()
 def is_stopped(counter: Any, error: float, share: float) -> bool:
-    """Tell how far a long task is (NaN: not known); return whether to leave it, whatever is returned then."""
+    """Tell how far a long task is, with NaN for what is not known. Return whether to leave it at once.
+
+    The result of a task that is left is not used.
+    """
     counter[ERROR], counter[SHARE] = bits_of_float64(np.float64(error)), bits_of_float64(np.float64(share))
     return _next_of(counter) >= STOPPED
 
@@ -94,8 +98,8 @@ def run_on_threads(
     """Return what `kernel(counter, *arguments, *scratch())` returns on each of as many threads as torch uses.
 
     The kernel does task `next_task(counter)` until that number reaches its number of tasks. Each thread gets its own
-    `scratch()`. Only the calling thread works with `one_thread` or `work` below ENTRIES, in a forked process (a worker
-    of a DataLoader), and while other processes keep the cores busy. `work` of LONG entries can be stopped.
+    `scratch()`. The calling thread works alone with `one_thread`, with `work` below ENTRIES, in a forked process (a
+    worker of a DataLoader), and while other processes keep the cores busy. Ctrl-C stops `work` of LONG entries.
     """
     if tasks == 0:
         return []
@@ -119,7 +123,13 @@ def _run(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
 
 
 class Work(NamedTuple):
-    """What a kernel does, in words, or "" for a part of a loop; entries of the costs; what its error is to fall to."""
+    """What a kernel does.
+
+    Attributes:
+        name: in words, or "" for a part of a loop.
+        entries: of the costs.
+        tolerance: what the error has to fall to.
+    """
 
     name: str
     entries: int

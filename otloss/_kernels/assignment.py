@@ -2,15 +2,17 @@
 
     min sum_i C[i, s(i)]  over permutations s  =  max sum_i f_i + sum_j g_j  over  f_i + g_j <= C_ij
 
-The potentials g are lowered until f_i = min_j C_ij - g_j is attained on the pairs of s. First each row in turn takes
-the column of its least reduced cost C_ij - g_j, whose g falls until the second least costs the same; the row that held
-that column looks again. The rows that are left are assigned along shortest paths in reduced costs, one after the other
-(R. Jonker, A. Volgenant, A shortest augmenting path algorithm for dense and sparse linear assignment problems, 1987).
+Potentials g are lowered until each row i attains the minimum f_i = min_j C_ij - g_j at its own column s(i).
 
-At these weights potentials are not unique: any feasible pair whose sum is the value is a subgradient.
+1. Each row in turn takes the column of its least reduced cost C_ij - g_j. The g of that column falls until the second
+   least reduced cost of the row is the same. The row that held the column looks again.
+2. The rows that are left are assigned one after the other, along shortest paths in reduced costs.
 
-Where the first step leaves many rows (clouds that lie apart, costs that order all rows alike) paths grow long, and the
-simplex is faster on large problems: those are left to it, most of them before the first path.
+Source: R. Jonker, A. Volgenant, A shortest augmenting path algorithm for dense and sparse linear assignment problems,
+1987. With equal weights potentials are not unique: any feasible pair whose sum is the value is a subgradient.
+
+Paths grow long where the first step leaves many rows, as for clouds that lie apart, or costs that order all rows alike.
+The simplex is faster on large problems of this kind. They are left to it, most of them before the first path.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from otloss._kernels.simplex import ROUNDING, VECTOR, largest_size, least, lower
 # Rows of the scratch arrays of a thread.
 ROW_OF, COLUMN_OF, BY, WAITING, CLOSED = range(5)
 NEAR, PRICE = range(2)
-# Turns of rows that look for a column, per row: more help little, and by rounding two rows could take turns endlessly.
+# Turns per row in the first step. More help little, and by rounding two rows could displace each other endlessly.
 TURNS = 4
-# A problem is given up where more rows than these are left for paths, or paths visit more columns than so many per row.
+# A problem is given up where more than MOST_LEFT rows are left for paths, or paths visit more than VISITS columns per
+# row.
 MOST_LEFT, VISITS = 250, 64
 LARGEST_BITS = np.int64(0x7FF0000000000000)  # of infinity
 
@@ -41,7 +44,7 @@ def scratch(n: int) -> tuple[np.ndarray, ...]:
 
 @inner(fastmath=VECTOR)
 def place_of(values: Any, bits: Any, row_of: Any, count: int) -> Any:
-    """The place of the number with these bits, of an unassigned column if there are several; -1 if there is none."""
+    """Return the column whose number has these bits, an unassigned one if there are several; -1 if there is none."""
     place: Any = np.int64(-1)
     for j in range(count):
         at: Any = j if row_of[j] >= 0 else j + count
@@ -65,7 +68,10 @@ def reduced(row: Any, price: Any, by: float, low: float, near: Any, count: int) 
 
 @inner(fastmath=VECTOR)
 def _relax(row: Any, price: Any, by: float, low: float, near: Any, hint: Any, node: int, count: int) -> Any:
-    """As `reduced`, where that is below `near`, with `node` in `hint` there; closed columns have the price -inf."""
+    """Lower `near` to the results of `reduced`, and write `node` to `hint` wherever that lowers it.
+
+    Closed columns have the price -inf.
+    """
     key = LARGEST_BITS
     for j in range(count):
         away = row[j] - price[j] - by
@@ -105,7 +111,7 @@ def _take_columns(
             return left, turns
         before = row_of[j]
         if second <= ROUNDING * (abs(best) + 2 * abs(g[j])) and before >= 0:
-            # Two columns are as near, and one at least is taken: a path finds out.
+            # Two columns are equally near and at least one of them is taken: the paths decide.
             waiting[left] = i
             left, before = left + 1, np.int64(NONE)
         else:
@@ -126,7 +132,7 @@ def _take_columns(
 
 @spliced
 def augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int, m: int) -> int:
-    """Assign row `start`, of n, along a shortest path to one of m columns, and lower g of those on it.
+    """Assign row `start` of n along a shortest path to one of m columns, and lower g of the columns on the path.
 
     Returns the columns visited, or -1 if there is no path.
     """

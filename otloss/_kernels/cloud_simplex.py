@@ -1,11 +1,13 @@
 """The network simplex between two clouds of points on few cells of the plan, and the search for cells, compiled.
 
-The rule of the pivots and the whole masses are those of `simplex` and `exact`. What grows with n m there differs:
+The rule of the pivots is that of `simplex`, and masses are whole numbers as in `exact`. Everything that takes n m time
+or memory there is different here:
 
-- Cells are a list, with their costs. Some are looked at for each pivot, and the one of the least reduced cost enters.
-- Children are linked lists and not runs of places: a pivot takes as long as its cycle and the smaller part of the tree.
-- `near_cells` searches for the cells to list. It selects columns for boxes of rows by the bound of `softmin`, so most
-  pairs of points in low dimension are never looked at one by one.
+- Cells are a list, with their costs. Each pivot looks at some of them, and the cell of the least reduced cost enters.
+- The children of a node are a linked list. So a pivot takes time in proportion to its cycle and to the smaller part of
+  the tree.
+- `near_cells` searches for the cells to list. It selects columns for boxes of rows by the bound of `softmin`, so in low
+  dimension it never looks at most pairs of points.
 
 Notation: node v < n is point v of x, node n + j is point j of y. Rows of `tree`: PARENT (the root is its own), SIZE of
 the subtree, the first CHILD, and NEXT and BEFORE among the children of one node. `flow[v]`, in whole units, and
@@ -43,7 +45,7 @@ NONE = -1
 
 @inner(fastmath=False)
 def _insert(value: float, best: Any, count: int) -> int:
-    """Put a number into the list of the largest so far, the largest first; return how many they are."""
+    """Insert a number into the list of the largest so far, in falling order; return the length of the list."""
     most = best.shape[0]
     if count == most and value <= best[most - 1]:
         return count
@@ -61,10 +63,10 @@ def _select(
     points: Any, above: Any, y: Any, g: Any, count: int, metric: int, best: Any, bounds: Any, slack: Any, near: Any,
     near_g: Any,
 ) -> int:  # fmt: skip
-    """Copy the columns that may be among the K best (K numbers `best`) of a point, with C - g below its `above`.
+    """Copy the columns that may be among the K best of any of the points, with C - g below the point's `above`.
 
-    With r the best column at the centre a of the box, the score g_j - C_ij less that of r is at most `slack` away from
-    what it is at a.
+    `best` has K numbers. Let the score of column j be g_j - C_ij, and r the best column at the centre of the box.
+    Within the box, the score of j less that of r changes by at most `slack`.
     """
     half = np.empty(points.shape[1])
     top = scores_in_box(points, y, g, count, metric, half, bounds)
@@ -94,10 +96,10 @@ def _select(
 
 @compiled(seconds=3)
 def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, columns: Any, prices: Any) -> None:
-    """Per point of x the K columns (n, K) of the least C - g, those below `above` (n,); NONE where there are fewer.
+    """Write for each point of x the K columns (n, K) of the least C - g, out of those with C - g below `above` (n,).
 
-    x (n, d) and y (d + 1, m) in orders in which neighbours follow each other; the last row of y is 0, 1, ..., m - 1.
-    `prices` (n, K) is scratch.
+    Where there are fewer, the rest is NONE. The points x (n, d) and y (d + 1, m) are in orders in which neighbours
+    follow each other; the last row of y is 0, 1, ..., m - 1. `prices` (n, K) is scratch.
     """
     (n, d), m, most = x.shape, y.shape[1], columns.shape[1]
     scores, distances, best = np.empty(PIECE), np.empty(PIECE), np.empty(most)
@@ -118,7 +120,7 @@ def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, co
                 size = _select(
                     x[i:stop], above[i:stop], near[0], near_g[0], taken, metric, best, bounds, slack, near[1], near_g[1]
                 )
-            # A list of the best, from the best one on.
+            # Insert into the list of the best columns, the best first.
             count = 0
             for start in range(0, size, PIECE):
                 looked = size - start if size - start < PIECE else PIECE
@@ -182,7 +184,7 @@ def _attach(tree: Any, v: int, up: int) -> None:
 
 @inner()
 def _after_subtree(tree: Any, v: int, root: int) -> int:
-    """The node after the subtree of v in the preorder of the subtree of `root`; `root` after the last."""
+    """Return the node that follows the subtree of v in the preorder of the subtree of `root`; `root` after the last."""
     while v != root and tree[NEXT, v] == NONE:
         v = tree[PARENT, v]
     return v if v == root else tree[NEXT, v]
@@ -190,13 +192,13 @@ def _after_subtree(tree: Any, v: int, root: int) -> int:
 
 @inner()
 def _after(tree: Any, v: int, root: int) -> int:
-    """The node after v, likewise."""
+    """Return the node that follows v in the preorder of the subtree of `root`; `root` after the last."""
     return tree[CHILD, v] if tree[CHILD, v] != NONE else _after_subtree(tree, v, root)
 
 
 @inner()
 def _refresh(tree: Any, cost: Any, potential: Any, root: int) -> None:
-    """Potentials from the tree alone."""
+    """Compute the potentials from the tree alone, without the rounding of earlier pivots."""
     potential[root] = 0.0
     v = _after(tree, root, root)
     while v != root:
@@ -206,7 +208,10 @@ def _refresh(tree: Any, cost: Any, potential: Any, root: int) -> None:
 
 @inner()
 def _ship(tree: Any, flow: Any, cost: Any, left: Any, v: int, w: int, price: float) -> tuple[int, int]:
-    """Move what is left of one of two open nodes; return the one that is closed by that, a leaf below the other."""
+    """Ship all that is left at the lighter of two open nodes to the other one. Return (lighter, other).
+
+    The lighter node is closed by that, and becomes a leaf below the other one.
+    """
     leaf, other = (v, w) if left[v] <= left[w] else (w, v)
     tree[PARENT, leaf], flow[leaf], cost[leaf] = other, left[leaf], price
     left[other] -= left[leaf]
@@ -219,10 +224,10 @@ def first_tree(
     x: Any, y: Any, p: Any, q: Any, g: Any, metric: int, rows: Any, columns: Any, tree: Any, flow: Any, cost: Any,
     potential: Any,
 ) -> int:  # fmt: skip
-    """Write the tree of a greedy plan along these cells, and beyond to the cheapest open columns; return its root.
+    """Write the tree of a greedy plan along these cells; return its root.
 
-    Points ship in the order of the cells, and what is left of them then in the order of x; the last nodes that are
-    open are the root and its last child.
+    Points ship in the order of the cells. What is left then ships in the order of x, to the cheapest open columns. The
+    last two open nodes are the root and its last child.
     """
     n, m = x.shape[0], y.shape[0]
     left, closed, open_columns = np.empty(n + m, np.int64), np.empty(n + m, np.int64), np.empty(m, np.int64)
@@ -264,7 +269,7 @@ def first_tree(
 
 @inner()
 def _raise(tree: Any, potential: Any, node: int, root: int, by: float, n: int) -> None:
-    """Raise f and lower g in the subtree of `node`; or do the opposite elsewhere, where fewer nodes are."""
+    """Raise f and lower g in the subtree of `node`, or do the opposite in the rest of the tree if that is smaller."""
     if 2 * tree[SIZE, node] <= potential.shape[0]:
         v = node
         while True:
@@ -288,9 +293,10 @@ def _pivot(
     tree: Any, flow: Any, cost: Any, potential: Any, root: int, row: int, column: int, price: float, reduced: float,
     n: int,
 ) -> None:  # fmt: skip
-    """Bring in the cell of nodes `row` and `column`."""
+    """Let the cell of the nodes `row` and `column` enter the tree."""
     parent, size = tree[PARENT], tree[SIZE]
-    # Mass that enters from row to column leaves every second edge of the path between them, the ends included.
+    # Mass enters at the new edge from row to column. It leaves every second edge of the path between them, from the
+    # ends on.
     moved, out, behind_row = np.int64(2**62), row, True
     u, v = row, column
     while u != v:
@@ -360,7 +366,8 @@ def search_cells(
         if clean >= count:
             if fresh:
                 return pivots
-            # Potentials without the rounding of the pivots, and a larger tolerance, so that the search ends.
+            # Search once more with potentials free of the rounding of pivots. The larger tolerance makes the search
+            # end.
             _refresh(tree, cost, potential, root)
             rounding *= 2
             clean, fresh = 0, True
@@ -378,16 +385,17 @@ def flows_of(tree: Any, p: Any, q: Any, root: int, moved: Any) -> None:
     for t in range(count - 1, 0, -1):
         v = order[t]
         moved[tree[PARENT, v]] += moved[v]
-        # Flows of nearly nothing may come out negative: the search worked with rounded masses.
+        # The search worked with rounded masses, so tiny flows may come out negative.
         moved[v] = max(moved[v] if v < n else -moved[v], 0.0)
     moved[root] = 0.0
 
 
 @compiled()
 def split_flows(groups: Any, masses: Any, of_flows: Any, flows: Any, members: Any, parts: Any, moved: Any) -> None:
-    """Share each flow among the members of the group that it leaves: write the member, the flow and the mass of parts.
+    """Divide each flow among the members of the group that it leaves; write member, flow and mass of each part.
 
-    Members and flows are sorted by their groups. Parts are as many as both, less the groups: a tree remains a tree.
+    Members and flows are sorted by their groups. There are as many parts as members and flows together, less the number
+    of groups, so the parts form a tree again.
     """
     i, k, gone, used = 0, 0, 0.0, 0.0
     for at in range(moved.shape[0]):

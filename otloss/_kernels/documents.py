@@ -1,7 +1,7 @@
 """Documents as weighted words, compiled: distances between the words of pairs, and bounds from a table of distances.
 
-`costs.PointCost` is the reference implementation of the former. The bounds are dual objectives of two feasible pairs
-of potentials, each one c-transform further than the relaxed bound of one side, p.f or q.g:
+`costs.PointCost` is the reference implementation of the distances. A bound is the larger dual objective p.f + q.g of
+two feasible pairs of potentials. Each pair begins with a relaxed bound of one side and adds one c-transform:
 
     f_i = min_j C_ij,  g_j = min_i C_ij - f_i        and        g_j = min_i C_ij,  f_i = min_j C_ij - g_j
 """
@@ -19,7 +19,7 @@ from otloss._kernels.simplex import least, lower
 
 @compiled(fastmath={"contract", "nsz", "reassoc"})
 def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, costs: Any) -> None:
-    """Fill found (B, n, m) with the distances of words_p (B or 1, n) to words_q (B or 1, m), 0 at negative words."""
+    """Fill costs (B, n, m) with the distances of words_p (B or 1, n) to words_q (B or 1, m); 0 at negative words."""
     while True:
         k = next_task(counter)
         if k >= costs.shape[0]:
@@ -45,9 +45,10 @@ def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, costs
 def dual_bounds(
     table: Any, p: Any, starts: Any, words: Any, masses: Any, bounds: Any, block: Any, f: Any, g: Any
 ) -> None:
-    """Fill bounds (N,): document k has the words and masses starts[k] to starts[k + 1], table (n, V) their distances.
+    """Fill bounds (N,), one for each document.
 
-    block (n, longest), f (n,) and g (longest,) are scratch.
+    Document k has the words and masses from starts[k] to starts[k + 1]. table (n, V) holds the distances of the n words
+    of p to all words. block (n, longest), f (n,) and g (longest,) are scratch.
     """
     n = table.shape[0]
     for k in range(bounds.shape[0]):

@@ -2,16 +2,17 @@
 
     min <C, P>  over  P >= 0,  P 1 = p,  P^T 1 = q
 
-Only the bins with mass take part in the search (`_kernels.simplex`). There, masses are whole numbers: those of p's bins
-are 1 above a multiple of a number larger than n, those of q's bins are such multiples. So no partial sums of the two
-agree, no edge is ever empty, every pivot lowers the cost, and the search ends without rules against cycling (the
-perturbation of A. Charnes, 1952). The units are 2^-61 of the mass; the flows that are returned are summed up from the
-real masses along the last tree.
+Only bins with mass take part in the search (`_kernels.simplex`), which works with whole numbers in place of masses.
+Those of q's bins are multiples of a number larger than n; those of p's bins are 1 above such multiples. So no partial
+sums of
+the two sides agree, no edge is ever empty, and every pivot lowers the cost: the search ends without rules against
+cycling (the perturbation of A. Charnes, 1952). The unit is 2^-61 of the mass. The flows that are returned are sums of
+the real masses along the last tree.
 
-The search starts from a greedy plan. Bins ship, one after the other, to their cheapest partners that are open, until
-they are empty; each shipment closes one of its two bins and makes it a leaf below the other. From potentials of a
-similar problem, bins ship in the order of leaves of a shortest spanning tree by reduced costs, which is the tree of the
-optimum if the potentials are still optimal.
+The search starts from a greedy plan. One bin after the other ships to its cheapest open partners until it is empty.
+Each shipment closes one of its two bins, which becomes a leaf below the other. If the caller gives the potentials of a
+similar problem, bins ship in the order of leaves of a shortest spanning tree by reduced costs. Where these potentials
+are still optimal, that is the tree of the optimum.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
 
 @inner()
 def _occupied(weights: Any, places: Any, masses: Any) -> int:
-    """Write the places of bins with mass, and their masses; return how many they are."""
+    """Write the places and the masses of the bins with mass; return their number."""
     count = 0
     for k in range(weights.shape[0]):
         if weights[k] > 0:
@@ -107,9 +108,10 @@ def _nearest(near: Any, mask: int, count: int) -> Any:
 
 @inner()
 def _shortest_tree(cost: Any, f: Any, g: Any, n: int, m: int, near: Any, hint: Any, order: Any) -> None:
-    """Prim's shortest spanning tree by reduced costs: nodes in the order they enter, and the node each enters by.
+    """Write a shortest spanning tree by reduced costs, of Prim's algorithm.
 
-    f and g are overwritten: bins that are in the tree get the price -inf, so that nothing comes nearer to them.
+    `order` gets the nodes in the order in which they enter, and `hint` the node by which each enters. f and g are
+    overwritten: a bin in the tree gets the price -inf, so that no other bin comes nearer to it.
     """
     mask = place_mask(n + m)
     for k in range(n + m):
@@ -159,7 +161,7 @@ def _ship(
     flow: Any,
 ) -> None:  # fmt: skip
     """Empty the nodes order[last], order[last - 1], ..., first to the node in `hint`, then to the cheapest."""
-    # So large that open bins have positive keys, whatever their price. Closed ones get the price -inf.
+    # A base so large that open bins have positive keys, whatever their price. Closed bins get the price -inf.
     prices = 0.0
     for i in range(n):
         prices = abs(f_open[i]) if abs(f_open[i]) > prices else prices
@@ -194,7 +196,7 @@ def _ship(
 
 @inner()
 def _prices(cost: Any, n: int, m: int, f: Any, g: Any) -> None:
-    """Potentials of the greedy plan without a start: 0, and the least cost of each column."""
+    """Write the potentials of the greedy plan without a start: f is 0, and g the least cost of each column."""
     for i in range(n):
         f[i] = 0.0
     for j in range(m):
@@ -229,7 +231,7 @@ def _extend(matrix: Any, rows: Any, columns: Any, n: int, m: int, g: Any, price:
 
 @spliced
 def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> tuple[int, int]:
-    """Write places, masses (of one sum) and costs of the bins with mass; return how many they are."""
+    """Write places, masses and costs of the bins with mass; return their numbers. The masses get equal sums."""
     rows, columns, a, b = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q]
     n, m = _occupied(p, rows, a), _occupied(q, columns, b)
     if n == 0 or m == 0:
@@ -277,7 +279,7 @@ def _finish(
         up = parent[v]
         excess[up] += excess[v]
         i, j = (v, up - n) if v < n else (up, v - n)
-        # Flows of nearly nothing may come out negative: the search worked with rounded masses.
+        # The search worked with rounded masses, so tiny flows may come out negative.
         moved = excess[v] if v < n else -excess[v]
         moved = moved if moved > 0 else 0.0
         cells[0, t - 1], cells[1, t - 1], flows[t - 1] = rows[i], columns[j], moved
@@ -297,7 +299,7 @@ def solve_one(
     counter: Any, p: Any, q: Any, matrix: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, outcome: Any,
     whole: Any, real: Any, tree: Any, block: Any,
 ) -> None:  # fmt: skip
-    """Solve one problem, with results as in `solve_problems`; without mass there are none."""
+    """Solve one problem and write what `solve_problems` writes; nothing for a problem without mass."""
     sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
     n, m = _prepare(p, q, matrix, whole, real, block)
     if n > 0:
@@ -316,8 +318,8 @@ def solve_problems(
 ) -> None:  # fmt: skip
     """Solve problem k: p[k] (n), q[k] (m), matrices[owners[k]] (n, m).
 
-    Fills f, g, cells (B, 2, n + m - 1), flows, and `outcome` (B, 4): value, duality gap, the scale the gap is to be
-    judged by, pivots (-1: more than `most`).
+    Fills f, g, cells (B, 2, n + m - 1), flows, and `outcome` (B, 4). The outcome is the value, the duality gap, a scale
+    to judge the gap by, and the number of pivots, which is -1 where it would exceed `most`.
     """
     while True:
         k = next_task(counter)
@@ -334,7 +336,7 @@ def solve_problems_from(
     counter: Any, start: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any,
     flows: Any, outcome: Any, whole: Any, real: Any, tree: Any, block: Any,
 ) -> None:  # fmt: skip
-    """As `solve_problems`, from potentials `start` (B, m) of q's bins; apart, as few calls need it compiled."""
+    """As `solve_problems`, from potentials `start` (B, m) of q's bins. A kernel of its own, since few calls need it."""
     sequence, prices_p, prices_q, columns = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q], whole[COLUMNS]
     open_p, open_q = real[POTENTIAL], real[NEAR]
     while True:

@@ -4,7 +4,8 @@
 
     G(P) = fixed - 2 alpha T(P),    T(P) = C P D^T + C^T P D
 
-Only T changes along the way, and it is linear in P: a step costs one product, and one transport problem for the target.
+Only T changes from step to step, and T is linear in P. So a step costs one product and one transport problem, whose
+plan is the target of the step.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def scratch(n: int, m: int) -> tuple[Scratch]:
 
 @inner()
 def _gathered(weights: Any, square: Any, masses: Any, compact: Any, places: Any) -> int:
-    """Write the bins with mass first: their weights, their part of the matrix and their places; return their number."""
+    """Write weights, places and the part of the matrix of the bins with mass; return the number of these bins."""
     count = 0
     for k in range(weights.shape[0]):
         masses[k] = 0.0

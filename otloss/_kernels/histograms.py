@@ -1,6 +1,6 @@
 """The masses of a pair of histograms, and the factors that make them equal, for kernels.
 
-What `otloss.solvers.problem` computes in torch operations is the specification.
+`otloss.solvers.problem` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def mass_of(weights: Any) -> float:
 
 @inner()
 def balance(p: Any, q: Any, tolerance: float) -> tuple[float, float, float]:
-    """Return the factors that bring both masses to their mean, and that; NaN where p and q are no such pair."""
+    """Return two factors that bring both masses to their mean, and the mean.
+
+    All are NaN where a weight is invalid or the masses differ by more than the tolerance.
+    """
     mass_p, mass_q = mass_of(p), mass_of(q)
     mean, apart = (mass_p + mass_q) / 2, abs(mass_p - mass_q)
     # Written so that NaN fails too.

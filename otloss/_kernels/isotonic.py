@@ -23,7 +23,7 @@ def scratch(n: int) -> tuple[np.ndarray]:
 
 @inner()
 def _find_blocks(y: Any, mean: Any, begin: Any) -> None:
-    """Write the place where the block of each entry begins; `begin` holds the sizes of blocks in between."""
+    """Write to `begin` where the block of each entry begins. On the way `begin` holds the sizes of the blocks."""
     count = 0
     for i in range(y.shape[0]):
         mean[count], begin[count] = y[i], 1
@@ -48,7 +48,7 @@ def _average(y: Any, begin: Any, mean: Any) -> None:
     while i < n:
         end, total = i, 0.0
         while end < n and begin[end] == i:
-            total += y[end] - y[i]  # equal entries, and one alone, are their mean to the last bit
+            total += y[end] - y[i]  # so the mean of equal entries is exact
             end += 1
         value = y[i] + total / (end - i)
         for k in range(i, end):
@@ -70,10 +70,11 @@ def project_rows(
     counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, projection: Any, blocks: Any,
     real: Any,
 ) -> None:  # fmt: skip
-    """Write P(scale u / epsilon, w) in the order of x; if it sorts, r P(w / epsilon, s / r) in falling order.
+    """Write P(scale u / epsilon, w) in the order of x, or with `sorts` r P(w / epsilon, s / r) in falling order.
 
-    x, found: (rows, n) in float64. order, blocks: (rows, n) in int64, the places of the entries from the least to the
-    largest, and, of those in falling order, where the block of each begins. w: (n,).
+    x and projection are (rows, n) in float64, order and blocks (rows, n) in int64, w is (n,). `order` has the places of
+    the entries from the least to the largest. `blocks` gets, for the entries in falling order, where their block
+    begins.
     """
     rows, n = x.shape
     falling, y, mean, z = real[FALLING], real[FITTED], real[MEAN], real[Z]
@@ -89,7 +90,7 @@ def project_rows(
                 z[i] = w[i] * spread if sorts else (falling[i] - low) * per_unit
                 y[i] = z[i] - epsilon * base[i]
             _find_blocks(y, mean, blocks[row])
-            # Apart, so that neither equal entries nor those that are not pooled are rounded.
+            # Two averages, so that equal entries, and entries that are not pooled, are not rounded.
             _average(base, blocks[row], y)
             _average(z, blocks[row], mean)
             for i in range(n):
@@ -101,7 +102,7 @@ def project_backward(
     counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, upstream: Any, blocks: Any,
     gradient: Any, real: Any,
 ) -> None:  # fmt: skip
-    """Write the gradient in x to `found`, from that in the result of `project_rows`."""
+    """Write the gradient in x to `gradient`, from `upstream`, that in the result of `project_rows`."""
     rows, n = x.shape
     falling, fitted, mean = real[FALLING], real[FITTED], real[MEAN]
     while True:
@@ -121,7 +122,7 @@ def project_backward(
                     by_range += by_z * w[i] / epsilon
                     gradient[row, at] = mean[i]
                 else:
-                    # These sum to 0, so the least entry counts by the range alone.
+                    # These gradients sum to 0 over a row, so the least entry acts through the range alone.
                     gradient[row, at] = by_z * per_unit
                     by_range -= gradient[row, at] * ((falling[i] - low) / spread if spread > 0 else 0.0)
             gradient[row, order[row, n - 1]] += by_range

@@ -1,13 +1,15 @@
 """Closed forms of transport on the line, row by row: values and gradients of CDF differences and of quantile matching.
 
-Rows are problems. An operand with one row serves them all. Weights and positions are float32 or float64, C-contiguous;
-sums, levels and differences are float64. `order_x` (rows, n) sorts the positions of a row.
-`scales` (2, problems) multiply the weights of p and q, so that both sides hold the same mass. The kernels of values
-write them, and NaN where the masses differ by more than `tolerance` or a weight is invalid. `upstream` (problems,)
-multiplies the gradients; those in weights have mean zero over the bins of a row.
+Each row is a problem, and an operand with one row serves all problems. Weights and positions are float32 or float64,
+C-contiguous; sums, levels and differences are float64. `order_x` (rows, n) sorts the positions of a row.
 
-The reference implementation is `otloss.solvers.line`, with the notation used here. For quantiles, the levels F_i and
-G_j of both sides are visited in order; the mass between two neighbouring ones moves between the bins that are next.
+`scales` (2, problems) multiply the weights of p and q, so that both sides hold the same mass. The kernels of values
+write them; they are NaN where the masses differ by more than `tolerance` or a weight is invalid. `upstream` (problems,)
+multiplies the gradients. The gradients in weights have mean zero over the bins of a row.
+
+The reference implementation is `otloss.solvers.line`, with the notation used here. The kernels of quantiles visit the
+levels F_i and G_j, the cumulative masses of both sides, in increasing order. The mass between two neighbouring levels
+moves from the current bin of p to the current bin of q.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from otloss._kernels._compile import compiled, inner
 from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import balance
 
-# One side of a problem: its bins with mass, sorted, as rows of a float64 and an int64 array. Levels come behind a 0.
+# One side of a problem: its bins with mass, sorted, as rows of a float64 and of an int64 array. A 0 stands before the
+# levels.
 _LEVEL, _PLACE, _PRICE, _FORCE, _BY_WEIGHT, _BY_PLACE = range(6)
 _OCCUPIED, _PARTNER = range(2)
 _ONE = np.uint64(1)  # an index of this type needs no test whether it is negative
@@ -119,7 +122,8 @@ def _cdf_gradients_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, po
     one_sided = power == 1.0 and front < n
     to_p, to_q, sum_p, sum_q = 0.0, 0.0, 0.0, 0.0
     for k in range(n - 1, -1, -1):
-        # Before all mass, or behind it, |F - G| rises on either side; rounding must not choose one.
+        # Before the first mass and behind the last, |F - G| rises in both directions. Rounding must not choose one of
+        # them.
         if back <= k < n - 1:
             end = gaps[k] if one_sided else 0.0
             to_p -= end
@@ -143,7 +147,7 @@ def _cdf_gradients_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, po
 def cdf_gradients(
     counter: Any, problem: Any, power: float, upstream: Any, scales: Any, gradients: Any, threads: int
 ) -> None:
-    """Write the gradients of `cdf_values`, (by_p, by_q, by_x); those without rows are left out."""
+    """Write the gradients (by_p, by_q, by_x) of `cdf_values`. An array without rows is skipped."""
     p, q, x, order = problem
     by_p, by_q, by_x = gradients
     n = x.shape[1]
@@ -165,13 +169,13 @@ def cdf_gradients(
 
 @inner()
 def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> Any:
-    """Write index, cumulative mass and position of the bins that hold mass; return how many they are."""
+    """Write index, cumulative mass and position of the bins that hold mass; return the two numbers of these bins."""
     (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
     levels_p, levels_q, places_p, places_q = side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE]
     occupied_p, occupied_q = bins[0][_OCCUPIED], bins[1][_OCCUPIED]
     n, m, level_p, level_q = order_x.shape[0], order_y.shape[0], 0.0, 0.0
     count_p, count_q = np.uint64(0), np.uint64(0)
-    for k in range(max(n, m)):  # both sums at once, as each has to wait for itself
+    for k in range(max(n, m)):  # both sums in one loop: each step of a sum has to wait for the step before
         if k < n:
             at = np.uint32(order_x[k])
             level_p += p[at] * scale_p
@@ -187,12 +191,12 @@ def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any
 
 @inner()
 def _merged_value(levels_p: Any, levels_q: Any, x: Any, y: Any, sizes: Any, order: float) -> float:
-    """Sum over the merged levels from both ends at once, as every step has to wait for the one before it."""
+    """Return the sum over the merged levels, from both ends at once: each step has to wait for the one before it."""
     n, m = sizes
     if n == 0 or m == 0:
         return 0.0
     low, high, total, rest = 0.0, levels_p[n], 0.0, 0.0
-    # The last levels agree up to rounding: neither may be passed before the other one is reached.
+    # The last levels are equal up to rounding. With infinity in their place neither is passed before the other.
     levels_p[0] = levels_q[0] = -np.inf
     levels_p[n] = levels_q[m] = np.inf
     i, j, k, o = np.uint64(0), np.uint64(0), np.uint64(n - 1), np.uint64(m - 1)
@@ -243,7 +247,7 @@ def quantile_values(counter: Any, problem: Any, settings: Any, values: Any, scal
 
 @inner()
 def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, order: float) -> None:
-    """Write the gradients in the positions, and for each bin the partner that it meets last."""
+    """Write the gradients in the positions, and for each bin the last partner that it exchanges mass with."""
     n, m = sizes
     levels_p, levels_q, x, y = side_p[_LEVEL, 1:], side_q[_LEVEL, 1:], side_p[_PLACE], side_q[_PLACE]
     by_x, by_y = side_p[_FORCE], side_q[_FORCE]
@@ -270,7 +274,7 @@ def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, 
 
 @inner()
 def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> None:
-    """Write potentials: neighbours differ by what they cost with the partner that the first of them meets last."""
+    """Write potentials. Two neighbours differ by their costs to the last partner of the first of them."""
     prices[n - 1] = 0.0
     for i in range(n - 2, -1, -1):
         there = y[partner[i]]
@@ -279,7 +283,7 @@ def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> 
 
 @inner()
 def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: float, order: float) -> None:
-    """Write the gradients of all bins; an empty one pays the partner that the bin before it meets last."""
+    """Write the gradients of all bins. An empty bin pays its cost to the last partner of the bin before it."""
     prices, places, forces = side[_PRICE], side[_PLACE], side[_FORCE]
     occupied, partner = bins[_OCCUPIED], bins[_PARTNER]
     by_weight, by_place = side[_BY_WEIGHT], side[_BY_PLACE]
@@ -304,7 +308,7 @@ def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: f
 def quantile_gradients(
     counter: Any, problem: Any, order: float, upstream: Any, scales: Any, gradients: Any, threads: int
 ) -> None:
-    """Write the gradients of `quantile_values`, (by_p, by_q, by_x, by_y); those without rows are left out."""
+    """Write the gradients (by_p, by_q, by_x, by_y) of `quantile_values`. An array without rows is skipped."""
     p, q, x, y, order_x, order_y = problem
     by_p, by_q, by_x, by_y = gradients
     n, m = x.shape[1], y.shape[1]

@@ -1,7 +1,7 @@
 """The kernels of `line` as differentiable functions of torch tensors.
 
-The gradient is computed by kernels as well. Where a graph of it is asked for (create_graph=True), it is that of the
-reference implementation, so second derivatives are too.
+Kernels compute the gradient as well. With create_graph=True the reference implementation computes the gradient, and so
+gives second derivatives too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from otloss._kernels._threads import run_on_threads
 def line_value(
     reference: Callable[..., Tensor], tensors: tuple[Tensor, ...], *, exponent: float, tolerance: float
 ) -> Tensor | None:
-    """Return the value per problem, or None where the numbers are not those of a transport problem.
+    """Return the value per problem, or None if the inputs are not valid: a weight, a position or the masses.
 
     Args:
         reference: the same function of rows of problems in torch operations.

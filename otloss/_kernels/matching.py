@@ -2,8 +2,9 @@
 
     min sum_i C[i, s(i)]  over one-to-one s  =  max sum_i f_i + sum_j g_j  over  f_i + g_j <= C_ij, g <= 0
 
-Each row takes its cheapest column if that is free; the others are assigned along the shortest paths of
-`_kernels.assignment`, from g = 0. Only the g of columns that rows hold fall, and a column that is held stays so.
+Each row takes its cheapest column if that is free. The other rows are assigned along the shortest paths of
+`_kernels.assignment`, from g = 0. Only a column that a row holds has its g lowered, and a column that is held stays
+held: so g = 0 for free columns, as optimality asks.
 
 Source: D. F. Crouse, On implementing 2D rectangular assignment algorithms, IEEE TAES 52, 2016.
 """
@@ -47,7 +48,7 @@ def _copy(flat: Any, begin: int, stride: int, n: int, m: int, is_turned: bool, o
 
 @inner(fastmath=VECTOR)
 def _place_of(row: Any, number: float, row_of: Any, count: int) -> Any:
-    """The place of `number` in `row`, of an unassigned column if there are several; `row` holds it."""
+    """Return the column of `number` in `row`, which holds it; an unassigned column if there are several."""
     place: Any = np.int64(-1)
     for j in range(count):
         at: Any = j if row_of[j] >= 0 else j + count
@@ -83,11 +84,13 @@ def _match(counter: Any, cost: Any, n: int, m: int, g: Any, whole: Any, real: An
 def match_problems(
     counter: Any, costs: Any, places: Any, rows: Any, columns: Any, block: Any, g: Any, whole: Any, real: Any
 ) -> int:
-    """Write the pairs of each problem to `rows` and `columns`, in the order of rows; return one that has none, or -1.
+    """Write the pairs of each problem to `rows` and `columns`, in the order of rows.
 
-    costs: all in one array, float32 or float64; +inf forbids a pair. places: (B, 5), per problem: where its costs
-    begin, from there the distance of rows, rows, columns, where its pairs go. rows, columns: int64; INVALID or
-    INFEASIBLE in the first place of the problem that has none.
+    Returns the number of a problem that has no matching, or -1.
+
+    costs: of all problems in one array, float32 or float64; +inf forbids a pair. places: (B, 5), for each problem where
+    its costs begin, the stride of its rows, the numbers of rows and of columns, and where its pairs go. rows, columns:
+    int64; a problem without a matching has INVALID or INFEASIBLE in its first place of `rows`.
     """
     failed = FREE
     while True:

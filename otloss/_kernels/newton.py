@@ -1,22 +1,23 @@
 """Newton's method on the dual of entropic problems on a CPU, on the few cells of the plan that hold mass.
 
-With the shares S of the rows of the plan, `P_ij = r_i S_ij`, f an exact update from g, and b = g / epsilon, the dual as
-a function of b has the gradient `t - c` and the curvature
+Let b = g / epsilon, and let f be the exact update from g. The plan is P_ij = r_i S_ij with the row sums r; the shares S
+of each row sum to 1. The columns hold c = P^T 1 and should hold t. In balanced problems t = q and r = p. With a
+marginal penalty rho, s = epsilon / rho and k = 1 / (1 + s), it is t = q exp(-s b); balanced problems have s = 0 and k =
+1. As a function of b the dual has the gradient t - c, and its negative Hessian is
 
-    H = diag(c + s t) - k S^T diag(r) S        c = P^T 1,  s = epsilon / rho,  k = 1 / (1 + s)
+    H = diag(c + s t) - k S^T diag(r) S
 
-where the columns should hold t: q in balanced problems (s = 0, r = p), `q exp(-s b)` in unbalanced ones.
+    round       Exact updates of f over all pairs give the error, and the cells that hold more than a small share of
+                their row or column. Steps on these cells follow.
+    step        Conjugate gradients solve H x = t - c. A search along x then ends where at most half of the first
+                derivative of the dual is left. Components that converge slowly are nearly constant on groups of columns
+                that share rows. So the preconditioner has two parts: the diagonal of H, and H between groups with a
+                dense factor.
+    stage       Potentials of the exact problem are a corner of the set of its optimal potentials; those of an entropic
+                problem lie near the centre of this set. From an exact start the rounds therefore begin at a larger
+                epsilon. The cells of the exact plan always take part, so that the problem on the cells has a solution.
 
-    round       exact updates of f over all pairs, which give the error, and the cells that hold more than a small share
-                of their row or column; then steps on these cells
-    step        conjugate gradients for H; the step is shortened or lengthened until at most half of the first
-                derivative of the dual along it is left. What converges slowly is nearly constant on groups of columns
-                that share rows, so the diagonal of H is joined by H between groups, with a dense factor.
-    stage       exact potentials are a corner of the set of optimal ones, those of an entropic problem its centre: from
-                an exact start the rounds begin at a larger epsilon. The cells of the exact plan always take part, so
-                that the problem on the cells has a solution.
-
-Costs are a matrix, or those of points, of which only the pairs that count are visited (`softmin.select`).
+Costs are a matrix or belong to points. Of points only the pairs that count are visited (`softmin.select`).
 
 Source: X. Tang et al., Accelerating Sinkhorn Algorithm with Sparse Newton Iterations, arXiv 2401.12253.
 """
@@ -34,25 +35,25 @@ from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
 STAGES, STAGE_FACTOR, STAGE_TOLERANCE = 1, 4.0, 1e-2
-STEPS = 6  # of a round
-UPDATES = 2  # exact ones of both sides on the cells before each step
-GAIN = 1e-2  # factor of the error that ends a round
-CUT = 1e-2  # error that the cells left out may make in a round, as a share of the error it aims at
-RIDGE, LEAST_RIDGE = 0.02, 1e-13  # added to the curvature, the former times the error: shortens steps of weak cells
-PRODUCTS, FORCING = 150, 0.3  # with the curvature in a step, and the residual that ends it
-GROUPS, COLUMNS_OF_GROUP = 256, 4  # groups of columns at most, and columns of one at least, on average
-FEWER = 0.8  # factor of the number of groups, above which grouping groups again is of no use
+STEPS = 6  # of a round, at most
+UPDATES = 2  # exact updates of both sides on the cells before each step
+GAIN = 1e-2  # a round ends when the error has fallen by this factor
+CUT = 1e-2  # error of the cells left out in a round, as a share of the error that the round aims at
+RIDGE, LEAST_RIDGE = 0.02, 1e-13  # RIDGE error + LEAST_RIDGE, times q, is added to H; this shortens steps of weak cells
+PRODUCTS, FORCING = 150, 0.3  # conjugate gradients: the most products with H, and the residual that ends them
+GROUPS, COLUMNS_OF_GROUP = 256, 4  # the most groups, and the least mean number of columns of a group
+FEWER = 0.8  # merging is given up if it leaves more than this share of the groups
 LARGEST_UPDATE = 50.0  # of g / epsilon
-LEFT, DOUBLINGS, SEARCHES = 0.5, 4, 40  # of a search along a step: share of the first derivative, and most trials
+LEFT, DOUBLINGS, SEARCHES = 0.5, 4, 40  # of a search: share of the first derivative that may be left, and most trials
 ROUNDING = 1e-14
 NEGLIGIBLE = 1e-17  # share of a row that may be left out of its sum
 
 
 class Pairs(NamedTuple):
-    """The costs: of a matrix (n, m), or of points.
+    """The costs: of a matrix (n, m), or of points. The other of the two is empty.
 
-    x is (n, d) with neighbours side by side, and y (d + 2, m): coordinates, the number of a column, and the least mass
-    of its cells, which `cells_of` writes. Either matrix or points are empty.
+    x is (n, d), in an order in which neighbours follow each other. y is (d + 2, m): d coordinates, the number of the
+    column, and the least mass of its cells, which `cells_of` writes.
     """
 
     matrix: Any
@@ -62,7 +63,7 @@ class Pairs(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """The cells of row i are those from starts[i] to starts[i + 1]. `shares`, of the row, are written by `evaluate`."""
+    """Cells of the plan. Those of row i are starts[i] to starts[i + 1]; `evaluate` writes their shares of the row."""
 
     starts: Any
     columns: Any
@@ -96,7 +97,7 @@ def side_of(weights: Any, potential: Any) -> Side:
 
 @inner()
 def target(side: Any, j: int, epsilon: float, ratio: float) -> float:
-    """What a row or column should hold."""
+    """Return the mass t that a row or column should hold."""
     if ratio == 0:
         return side.weights[j]
     return side.weights[j] * math.exp(-ratio * side.potential[j] / epsilon)
@@ -129,7 +130,7 @@ def column_error(columns: Any, epsilon: float, ratio: float) -> float:
 
 @inner()
 def change_of_column(columns: Any, j: int, epsilon: float, ratio: float) -> float:
-    """What an exact update adds to g / epsilon."""
+    """Return what an exact update adds to g / epsilon."""
     wanted, mass = target(columns, j, epsilon, ratio), columns.mass[j]
     if wanted == 0:
         return 0.0
@@ -164,7 +165,7 @@ def cost_of(pairs: Any, i: int, j: int) -> float:
 
 @inner()
 def heavy_of(shares: Any, mass: float, least: Any, cut: float, count: int, places: Any) -> int:
-    """Write the places of the shares above the cut, or whose mass is; return their number."""
+    """Write the places of shares above `cut` and of masses above `least`; return their number."""
     found = 0
     for start in range(0, count, CHUNK):
         stop, hits = min(start + CHUNK, count), np.int32(0)
@@ -179,9 +180,9 @@ def heavy_of(shares: Any, mass: float, least: Any, cut: float, count: int, place
 
 @inner()
 def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, cut: float, before: Any) -> Cells:
-    """Exact updates of f over all pairs, and the masses of the columns.
+    """Update f exactly over all pairs, and write the masses of the columns.
 
-    Returns the cells that hold more than a share `cut` of their row or column, and those of `before`.
+    Returns the cells that hold more than the share `cut` of their row or column, and the cells of `before`.
     """
     n, m, d = rows.weights.shape[0], columns.weights.shape[0], pairs.x.shape[1]
     inverse, with_points = 1 / epsilon, pairs.x.shape[0] > 0
@@ -243,7 +244,7 @@ def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, 
 
 @inner()
 def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) -> float:
-    """Exact updates of f on the cells, the shares, and the masses of rows and columns; returns the error."""
+    """Update f exactly on the cells; write the shares and the masses of rows and columns; return the error."""
     inverse = 1 / epsilon
     columns.mass[:] = 0.0
     for i in range(rows.weights.shape[0]):
@@ -263,23 +264,23 @@ def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) 
 
 @inner()
 def sums_by_group(cells: Any, i: int, of: Any, sums: Any, touched: Any) -> int:
-    """Add the shares of row i to `sums`, zero before; write the groups that it touches and return their number."""
+    """Add the shares of row i by groups to `sums`, which holds zeros; write these groups and return their number."""
     count = 0
     for e in range(cells.starts[i], cells.starts[i + 1]):
         group = of[cells.columns[e]]
         if sums[group] == 0:
             touched[count] = group
             count += 1
-        sums[group] += cells.shares[e] + 1e-300  # not zero, so that it counts as touched
+        sums[group] += cells.shares[e] + 1e-300  # above zero, so that the group is not written twice
     return count
 
 
 @inner()
 def merged(cells: Any, rows: Any, of: Any, count: int) -> tuple[Any, int]:
-    """Return the group that each of `count` groups goes to, and the number of these.
+    """Merge groups of columns; return the new group of each of `count` groups, and the number of new groups.
 
-    A row more than half of whose mass is in several groups that go nowhere yet makes one of them. What is left joins
-    a group that its heaviest row shares with it, or stays.
+    First, a row merges all its groups that are not merged yet, if they are several and hold more than half of its mass.
+    Then a group that is left joins the new group with the largest share of its heaviest row; without one it stays.
     """
     into, best, sums = np.full(count, -1), np.zeros(count), np.zeros(count)
     touched, made = np.empty(count, np.int64), 0
@@ -327,7 +328,7 @@ def group_columns(cells: Any, rows: Any, m: int) -> tuple[Any, int]:
 
 @inner(fastmath={"contract", "nsz", "reassoc"})
 def factorise(a: Any) -> None:
-    """Cholesky's factor in the lower triangle; a row that is singular to rounding gets no part in solutions."""
+    """Write Cholesky's factor to the lower triangle. A row that is singular up to rounding gets 0 in solutions."""
     for i in range(a.shape[0]):
         for j in range(i):
             total = a[i, j]
@@ -395,7 +396,7 @@ def apply_curvature(cells: Any, rows: Any, diagonal: Any, damping: float, x: Any
 
 @inner()
 def derivative_along(columns: Any, epsilon: float, ratio: float, x: Any) -> float:
-    """The derivative of the dual along a step x of g / epsilon."""
+    """Return the derivative of the dual along a step x of g / epsilon."""
     total = 0.0
     for j in range(x.shape[0]):
         total += (target(columns, j, epsilon, ratio) - columns.mass[j]) * x[j]
@@ -406,7 +407,7 @@ def derivative_along(columns: Any, epsilon: float, ratio: float, x: Any) -> floa
 def find_step(
     cells: Any, rows: Any, columns: Any, of: Any, count: int, epsilon: float, ratio: float, error: float, x: Any
 ) -> int:  # fmt: skip
-    """Write the step of g / epsilon to x, by conjugate gradients; return the number of products."""
+    """Write the step of g / epsilon to x, by conjugate gradients; return the number of products with H."""
     m, damping = x.shape[0], 1 / (1 + ratio)
     diagonal, inverse, residual = np.empty(m), np.empty(m), np.empty(m)
     direction, product, better, sums = np.empty(m), np.empty(m), np.empty(m), np.empty(count)
@@ -454,7 +455,7 @@ def find_step(
 def search_along(
     cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, x: Any, derivative: float
 ) -> float:  # fmt: skip
-    """Move g along x until little of the derivative is left; return the error there."""
+    """Move g along x until at most the share LEFT of the derivative is left; return the error there."""
     start = columns.potential.copy()
     low, high, length, error = 0.0, np.inf, 1.0, np.inf
     for _ in range(SEARCHES):
@@ -477,7 +478,7 @@ def search_along(
 def steps_on_cells(
     counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float
 ) -> int:
-    """Newton's method on the cells, from g; returns the number of steps. The last update of g is exact."""
+    """Run Newton's method on the cells, from g; return the number of steps. The last update of g is exact."""
     m = columns.weights.shape[0]
     x, error, enough, steps = np.empty(m), np.inf, tolerance, 0
     of, count = np.zeros(0, np.int64), 0
@@ -503,7 +504,7 @@ def steps_on_cells(
 
 @inner()
 def support_of(places: Any, n: int) -> Cells:
-    """The cells (2, count) of an exact plan by rows, without costs."""
+    """Return the cells (2, count) of an exact plan, sorted by rows, without costs."""
     starts, columns = np.zeros(n + 1, np.int64), np.empty(places.shape[1], np.int32)
     for e in range(places.shape[1]):
         starts[places[0, e] + 1] += 1
@@ -521,7 +522,7 @@ def solve_stage(
     counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, settled: float,
     most: int, support: Any,
 ) -> tuple[float, int]:  # fmt: skip
-    """Rounds at one epsilon; return the error, of f an exact update from g, and the number of steps."""
+    """Run rounds at one epsilon; return the error and the number of steps. f is then the exact update from g."""
     steps, cells, error = 0, support, 1.0
     size = rows.weights.shape[0] + columns.weights.shape[0]
     while True:
@@ -539,11 +540,11 @@ def newton_problems(
     counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, rho: float, f: Any, g: Any, plans: Any,
     tolerance: float, settled: float, most: int, outcome: Any,
 ) -> None:  # fmt: skip
-    """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; f[k] and g[k] get the potentials.
+    """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; write the potentials to f[k] and g[k].
 
-    p, q: (B, n), (B, m), shares of the mass in balanced problems, for which rho is infinite. costs: the fields of
-    `Pairs`, with an axis of matrices before those of the first. plans: (B, 2, cells), rows and columns of the cells of
-    exact plans whose potentials are in g, or (B, 2, 0). All in float64.
+    p, q: (B, n), (B, m), weights; shares of the mass in balanced problems, where rho is infinite. costs: the fields of
+    `Pairs`, the matrix with a first axis of matrices. plans: (B, 2, cells), rows and columns of the cells of exact
+    plans whose potentials are in g, or (B, 2, 0) without such plans. All in float64.
     """
     while True:
         k = next_task(counter)

@@ -3,12 +3,12 @@
     ranked_scores               sum_k gap_k (F_k - G_k)^2 + mix * nll, and its gradient in the logits
     gradients_and_curvatures    of transport * T + cross_entropy * nll: gradients and a diagonal for the Hessian
 
-Blocks of rows lie class by class in buffers of each thread: loops over the rows of a block vectorise, whatever the
-number of classes and the layout of the logits. Sums are float64. A last block that is not full repeats its last row.
+Each thread copies a block of rows into a buffer, class by class. Loops over the rows of a block then vectorise for any
+number of classes and any layout of the logits. Sums are float64. A last block that is not full repeats its last row.
 
-The reference implementations are `otloss.losses.geometry` and `otloss.boosting.derivatives.gradients_in_numpy`,
-with the notation used here. In ranked scores the tails |F - G| are summed from their own ends, and the derivatives s in
-the probabilities are zero at the label and positive elsewhere.
+The reference implementations are `otloss.losses.geometry` and `otloss.boosting.derivatives.gradients_in_numpy`, with
+the notation used here. In ranked scores the tails |F - G| are summed from the end at which each begins. The derivatives
+s in the probabilities are zero at the label and positive elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from otloss._kernels._compile import compiled, exp, inner
 from otloss._kernels._threads import next_task
 
 LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting.derivatives
-ROWS = 64  # of a block: five classes of it, in all buffers, stay in the first cache
+ROWS = 64  # of a block: its buffers for five classes fit the first cache
 
 
 @inner()
@@ -104,7 +104,7 @@ def _block_gradients(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums
             value[b] += gap * tail * tail
             so_far = total[b] + (derivative if k < label[b] else 0.0)
             total[b] = so_far
-            tails[k, b] = so_far if k < label[b] else derivative  # s below the label; from it on, its terms
+            tails[k, b] = so_far if k < label[b] else derivative  # s below the label, its terms from the label on
             run[b] += p
             others[b] += 0.0 if k == label[b] else p
     for b in range(P.shape[1]):
@@ -114,13 +114,13 @@ def _block_gradients(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums
             p, term, so_far = np.float64(P[k, b]), tails[k, b], total[b]
             s = term if k < label[b] else so_far
             total[b] = so_far + (0.0 if k < label[b] else term)
-            # P . s is twice the value: the score is a square of P.
+            # P . s is twice the value, since the score is quadratic in P.
             P[k, b] = p * (s - 2.0 * value[b]) + mix * (-others[b] if k == label[b] else p)
 
 
 @inner()
 def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, tolerance: float) -> None:
-    """Write soft labels (classes, rows) of mass one, and for each row 0, or NaN where they are not a distribution."""
+    """Write soft labels (classes, rows), scaled to mass one, and for each row 0, or NaN if it is not a distribution."""
     wrong, mass, least = sums
     classes = T.shape[0]
     for b in range(T.shape[1]):
@@ -147,8 +147,8 @@ def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, toler
 def _block_to_histograms(P: Any, T: Any, gaps: Any, tails: Any, sums: Any, low: Any) -> None:
     """Write the values into the first of `sums`, and into `tails` what `_gradients_to_histograms` needs.
 
-    Below class `low` of a row, F - G is summed from the first class on, and from the last one on above it: from that
-    end which holds less of both masses.
+    F - G is summed from the end that holds less of both masses: from the first class below class `low` of a row, and
+    from the last class above it.
     """
     value, whole, apart, behind, total = sums
     classes = P.shape[0]
@@ -228,8 +228,8 @@ def ranked_scores(
 ) -> None:
     """Write the value of each row and its gradient in the logits (rows, classes), unless `gradients` has no rows.
 
-    All are multiplied by `share`, such as one over the number of rows for a mean. The masses of soft labels must be
-    within `tolerance` of one.
+    Both are multiplied by `share`, which is one over the number of rows for a mean. The masses of soft labels must be
+    one up to `tolerance`.
     """
     rows, classes = logits.shape
     width, blocks = min(ROWS, rows), (rows + ROWS - 1) // ROWS  # a small batch fills no block

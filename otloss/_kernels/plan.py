@@ -1,6 +1,6 @@
 """Plans of dense entropic problems on a CPU: P_ij = exp(a_i + b_j - C_ij / epsilon), times a factor per problem.
 
-Exponents are made in float64 and rounded to the dtype of the costs once, before the exponential. The reference
+Exponents are computed in float64 and rounded to the dtype of the costs before the exponential. The reference
 implementation is `otloss.costs.cost.plan_rows`.
 """
 

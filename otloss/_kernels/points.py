@@ -1,10 +1,10 @@
-"""Soft minima and gradients over clouds of points on a CPU, O(n m d) time and O(n + m) memory, or less time.
+"""Soft minima and gradients over clouds of points on a CPU, in O(n m d) time at most and O(n + m) memory.
 
-For |x - y|^2, |x - y| and sum_k |x_k - y_k| between the points x (n, d) and y (m, d). Distances are sums over the
-differences, which lose nothing far from the origin. The kernels are in `softmin`.
+The costs are |x - y|^2, |x - y| or sum_k |x_k - y_k| between the points x (n, d) and y (m, d). They are computed from
+the differences x - y, which are accurate far from the origin too. The kernels are in `softmin`.
 
 Two large clouds in up to three dimensions are put in an order in which neighbours follow each other. The kernels then
-leave out pairs of points that are too far from each other, at epsilon, to change the sum of a row by a rounding.
+leave out pairs that are so far apart, relative to epsilon, that the sum of a row changes by less than its rounding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from otloss._kernels.softmin import (
 )
 
 METRICS = {"sqeuclidean": SQUARED, "euclidean": EUCLIDEAN, "l1": ABSOLUTE}
-MOST_AXES = 3  # beyond, sixteen neighbours lie far apart
-LEAST_PAIRS = 2**20  # below, a softmin of all pairs takes less time than the order
+MOST_AXES = 3  # in more dimensions the points of a block lie far apart
+LEAST_PAIRS = 2**20  # below, a softmin of all pairs takes less time than the ordering
 Orders = tuple[Tensor, Tensor]
 
 
@@ -43,21 +43,22 @@ def can_leave_out(x: Tensor, y: Tensor) -> bool:
 
 
 def order_of(points: Float[Tensor, "n d"], sizes: tuple[int, ...] = (ROWS * BLOCK, ROWS)) -> Int[Tensor, " n"]:
-    """Return a permutation after which blocks of so many points lie in small boxes; the last size divides the others.
+    """Return a permutation after which blocks of `sizes` points lie in small boxes; the last size divides the others.
 
-    They are cut into slabs, one axis after the other, as in S. Leutenegger, M. Lopez, J. Edgington, STR: A Simple and
-    Efficient Algorithm for R-Tree Packing, 1997.
+    The cloud is cut into slabs, one axis after the other.
+
+    Source: S. Leutenegger, M. Lopez, J. Edgington, STR: A Simple and Efficient Algorithm for R-Tree Packing, 1997.
     """
     x = points.detach().double().numpy()
     low, width = x.min(0), np.ptp(x, axis=0)
     axes = [k for k in np.argsort(-width) if width[k] > 0]
     label, order = np.zeros(len(x)), np.arange(len(x))
     unit = sizes[-1]
-    held = len(x) / unit  # what a slab holds, in units; from here on powers of two, so that slabs nest
+    held = len(x) / unit  # units in a slab; the slabs below hold powers of two, so that slabs nest
     for size, shape in zip((size // unit for size in sizes), (width, np.ones_like(width)), strict=False):
         for done, k in enumerate(axes):
             left = shape[axes[done:]]
-            # As many slabs along an axis as make the boxes cubes in a cloud that fills its own box.
+            # The number of slabs along an axis that makes the boxes cubes, if the cloud fills its own box.
             cubes = (held / size) ** (1 / len(left)) * left[0] / left.prod() ** (1 / len(left))
             held = size * 2.0 ** max(0, round(math.log2(max(held / size / max(cubes, 1.0), 1.0))))
             held = size if len(left) == 1 else held
@@ -78,8 +79,8 @@ def points_softmin(
 ) -> Float[Tensor, "*batch n"]:
     """Return -epsilon logsumexp_j((potential_j - C_ij) / epsilon), in the dtype of the potential.
 
-    With the `orders` of x and of y pairs that do not count are left out: they add up to at most a rounding of the sum,
-    or to the share `left_out` of it.
+    With the `orders` of x and of y, far pairs are left out. Together they make at most the share `left_out` of the sum
+    of a row, or its rounding if that is more.
     """
     return _by_rows(x, y, potential, None, epsilon, metric, orders, left_out)
 
@@ -94,7 +95,10 @@ def gradients_in_x(
     metric: str,
     orders: Orders | None = None,
 ) -> Float[Tensor, "*batch n d"]:
-    """Return sum_j P_ij dC_ij / dx_i at fixed P, P_ij = exp((a_i + b_j - C_ij) / epsilon); `orders` as above."""
+    """Return sum_j P_ij dC_ij / dx_i for the fixed plan P_ij = exp((a_i + b_j - C_ij) / epsilon).
+
+    `orders` are those of `points_softmin`.
+    """
     return _by_rows(x, y, b, a, epsilon, metric, orders)
 
 
@@ -102,7 +106,7 @@ def _by_rows(
     x: Tensor, y: Tensor, h: Tensor, a: Tensor | None, epsilon: float | Tensor, metric: str, orders: Orders | None,
     left_out: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Soft minima over h - C, or with `a` the gradients."""
+    """Return soft minima over h - C, or with `a` the gradients."""
     if orders is not None:
         x, y, h = x.detach()[orders[0]], y.detach()[orders[1]], h.detach()[..., orders[1]]
         a = None if a is None else a[..., orders[0]]
@@ -131,10 +135,10 @@ def _by_rows(
 
 
 def _cutoff(x: Tensor, y: Tensor, width: Tensor, left_out: float | None) -> tuple[np.ndarray, int]:
-    """How far below the best of a row a score must be to be left out, (B,), and the rows of a task.
+    """Return how far below the best score of a row a score must be to be left out, (B,), and the rows of a task.
 
-    All that is left out of a row is at most the share `left_out` of its sum, or a rounding of it; what the scores' own
-    rounding could hide is added. With None nothing is left out.
+    All scores that are left out make at most the share `left_out` of the sum of the row, or its rounding. The rounding
+    of the scores themselves is added to the cutoff. With None nothing is left out.
     """
     if left_out is None:
         return x.new_full((len(width),), torch.inf).numpy(), ROWS

@@ -1,12 +1,14 @@
 """The network simplex on dense bipartite transport problems, compiled: trees, pivots, and the search for them.
 
 A basis is a spanning tree on the n + m bins whose edges are cells of the plan. Potentials satisfy f_i + g_j = C_ij on
-the edges. A pivot brings in a cell whose reduced cost C_ij - f_i - g_j is negative, moves mass around the cycle it
-closes, and drops the edge that runs empty; the part of the tree behind that edge is attached again at the entering cell
-(R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11).
+the edges. A pivot has three steps. A cell whose reduced cost C_ij - f_i - g_j is negative enters, and closes a cycle.
+Mass moves around the cycle until one of its edges is empty. That edge leaves, and the part of the tree behind it is
+attached again at the cell that entered.
 
-Nodes are kept in preorder, so that a subtree is a run of places: potentials move in one loop over it, turning it over
-exchanges runs, and whether a node lies below another is two comparisons.
+Nodes are kept in preorder, so a subtree is a run of places. Its potentials change in one loop over the run, a pivot
+exchanges runs, and two comparisons tell whether a node lies below another.
+
+Source: R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11.
 
 Notation: node v < n is bin v of p, node n + j is bin j of q. Rows of `tree`: PARENT (the root is its own), SIZE of the
 subtree, POSITION in preorder, ORDER (the node at a place), SPARE. `flow[v]` is the mass on the edge from v to its
@@ -23,7 +25,7 @@ from otloss._kernels._compile import bits_of_float64, float64_of_bits, inner, sp
 from otloss._kernels._threads import is_stopped
 
 PARENT, SIZE, POSITION, ORDER, SPARE = range(5)
-# Reduced costs above this, relative to the numbers they are the difference of, count as zero.
+# A negative reduced cost counts as zero if its size is below this, relative to |C_ij| + |f_i| + |g_j|.
 ROUNDING = 4e-16
 # Cells looked at for each pivot; at least two rows.
 LOOK_AT = 512
@@ -32,10 +34,10 @@ VECTOR = {"contract", "nsz", "nnan", "reassoc"}
 
 @inner(fastmath=VECTOR)
 def best_key(row: Any, price: Any, base: float, mask: int, count: int) -> Any:
-    """The largest of base + price - row, with the last bits of the number exchanged for its place; -1 if none is > 0.
+    """Return the bits of the largest base + price - row, whose last bits are replaced by its place; -1 if none is > 0.
 
-    Positive numbers are ordered as their bits are, and compilers vectorise the maximum of whole numbers: this finds the
-    best cell and its place ten times faster than comparing numbers does, at a resolution of 2^-40 or so.
+    Positive floats have the order of their bits, and compilers vectorise the maximum of whole numbers. This finds the
+    best cell and its place ten times as fast as a comparison of floats, with a relative resolution of about 2^-40.
     """
     best = np.int64(-1)
     for j in range(count):
@@ -46,7 +48,7 @@ def best_key(row: Any, price: Any, base: float, mask: int, count: int) -> Any:
 
 @inner(fastmath=VECTOR)
 def least(row: Any, price: Any, count: int) -> float:
-    """The least of row - price; whole numbers are ordered like the numbers once negative ones are turned over."""
+    """Return the least of row - price, as the least of whole numbers: `_compile.largest` explains the bits."""
     key = np.int64(0x7FFFFFFFFFFFFFFF)
     for j in range(count):
         bits = bits_of_float64(row[j] - price[j])
@@ -86,14 +88,14 @@ def place_mask(m: int) -> Any:
 
 @inner()
 def number(tree: Any, count: int) -> None:
-    """Sizes and positions from the parents, with the nodes in SPARE from the leaves to the root."""
+    """Write sizes and positions, from the parents and the nodes in SPARE, which are in an order from leaves to root."""
     parent, size, position, order, closed = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
     last = count - 1
     for v in range(count):
         size[v] = 1
     for t in range(last):
         size[parent[closed[t]]] += size[closed[t]]
-    # `order` serves as the next free place below each node, until all are placed.
+    # Until all nodes are placed, `order` holds the next free place below each node.
     position[closed[last]], order[closed[last]] = 0, 1
     for t in range(last - 1, -1, -1):
         v = closed[t]
@@ -106,7 +108,7 @@ def number(tree: Any, count: int) -> None:
 
 @inner()
 def refresh(cost: Any, tree: Any, potential: Any, n: int, m: int) -> None:
-    """Potentials from the tree alone."""
+    """Compute the potentials from the tree alone, without the rounding of earlier pivots."""
     order, parent = tree[ORDER], tree[PARENT]
     potential[order[0]] = 0.0
     for t in range(1, n + m):
@@ -125,12 +127,12 @@ def _raise(order: Any, potential: Any, begin: int, end: int, by: float, n: int) 
 
 @inner()
 def _hang(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> tuple[int, int]:
-    """Hang the subtree of `out` below `above` by its `node`; return its new places."""
+    """Attach the subtree of `out` below `above`, with `node` as its new root; return its new places."""
     parent, size, position, order, spare = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
     begin, count = position[out], size[out]
-    # Behind `above` itself or behind all of its subtree, whichever is nearer.
+    # The subtree goes directly behind `above` or behind the subtree of `above`, whichever is nearer.
     first, last = position[above] + 1, position[above] + size[above]
-    # Turned over, the subtree is its old runs from the inside out: those of each node on the path, less the last one's.
+    # The new order: for each node on the path up to `out`, its old run without that of the node before it on the path.
     a = b = position[node] + size[node]
     inner, filled = 0, 0
     while True:
@@ -165,9 +167,10 @@ def _hang(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> 
 
 @spliced
 def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced: float, n: int, m: int) -> None:
-    """Bring in the cell of nodes `row` and `column`."""
+    """Let the cell of the nodes `row` and `column` enter the tree."""
     parent, size, position = tree[PARENT], tree[SIZE], tree[POSITION]
-    # Mass that enters from row to column leaves every second edge of the path between them, the ends included.
+    # Mass enters at the new edge from row to column. It leaves every second edge of the path between them, from the
+    # ends on.
     moved, out, behind_row = np.int64(2**62), row, True
     u, place = row, position[column]
     while not position[u] <= place < position[u] + size[u]:
@@ -195,7 +198,7 @@ def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced:
     while above != top:
         size[above] += end - begin
         above = parent[above]
-    # Potentials count up to a constant: the smaller part moves.
+    # Potentials are defined up to a constant, so those of the smaller part change.
     by = reduced if behind_row else -reduced
     if 2 * (end - begin) <= n + m:
         _raise(tree[ORDER], potential, begin, end, by, n)
@@ -232,7 +235,8 @@ def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, most
         if clean >= n:
             if fresh:
                 return pivots
-            # Potentials without the rounding of the pivots, and a larger tolerance, so that the search ends.
+            # Search once more with potentials free of the rounding of pivots. The larger tolerance makes the search
+            # end.
             refresh(cost, tree, potential, n, m)
             rounding *= 2
             clean, fresh = 0, True

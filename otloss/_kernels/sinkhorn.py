@@ -1,19 +1,23 @@
 """Balanced Sinkhorn for a batch of dense problems on a CPU: scaling form, one problem per thread at a time.
 
-With p, q over their mass M and potentials f, g the plan is `P_ij = M p_i q_j exp((f_i + g_j - C_ij) / epsilon)`. P / M
-is held as `P_ij = U_i G_ij V_j`, where `G_ij = exp((alpha_i + beta_j - C_ij) / epsilon)` has the potentials absorbed so
-far, and U = p, V = q right after an absorption. At a solution no entry of G is above `1 / max(p_i, q_j)`, so it does
-not overflow, and light bins have entries as large as those of others: their potentials are as accurate.
+Let M be the mass, and p and q shares of it. With the potentials f and g the plan is M P,
 
-    absorb      alpha = softmin(beta), G from it: an exact update of f, with its exponents in float64
+    P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon) = U_i G_ij V_j,    G_ij = exp((alpha_i + beta_j - C_ij) / epsilon)
+
+alpha and beta are the potentials absorbed into G so far; right after an absorption U = p and V = q. At a solution no
+entry of G is above 1 / max(p_i, q_j), so G does not overflow. Light bins have entries as large as those of others, so
+their potentials are as accurate.
+
+    absorb      alpha = softmin(beta), and G from it. This is an exact update of f, with exponents in float64.
     iterate     U = p / (G V),  V = q / (G^T U), over-relaxed: see `sinkhorn_steps`
 
-Epsilon falls by steps, each from the potentials of the last, and each problem stops by itself. A problem with itself
-(symmetric) takes the mean of f and softmin(f), which contracts by at least two where the kernel is positive definite.
+Epsilon falls in stages; each begins with the potentials of the last. Every problem of the batch stops by itself. The
+transport of p to itself (symmetric) takes the mean of f and softmin(f), which at least halves the error in each
+iteration where the kernel is positive definite.
 
-The error is the sum of `|P 1 - p|` and `|P^T 1 - q|`. Light bins hardly count in it, so the iterations end with an
-exact update of g and then of f, and the reported error is that of the columns after them. Bins of (nearly) no mass
-take no part; the soft minimum gives their potentials at the end.
+The error is the sum of |P 1 - p| and |P^T 1 - q|. Light bins hardly count in it. So the iterations end with an exact
+update of g and then of f, and the reported error is that of the columns after them. Bins without mass, or with next to
+none, take no part; soft minima give their potentials at the end.
 """
 
 from __future__ import annotations
@@ -46,16 +50,17 @@ from otloss._kernels.sinkhorn_steps import (
     update,
 )
 
-STAGE_FACTOR = 0.25  # of epsilon, from one step to the next
-FIRST_EPSILON = 0.25  # of the largest cost, at most
-STAGE_ITERATIONS, STAGE_ERROR = 12, 0.05  # of each step but the last
+STAGE_FACTOR = 0.25  # epsilon of a stage over that of the stage before
+FIRST_EPSILON = 0.25  # of the first stage over the largest cost, at most
+STAGE_ITERATIONS, STAGE_ERROR = 12, 0.05  # limits of each stage but the last
 CHECK_EVERY = 10  # iterations between two measurements of the contraction
-LEAST_ITERATIONS = 60  # before a problem ends for its slow contraction
-LARGEST_RELAXED_PUSH = 0.8  # |x - 1| / (x + 1) times w, beyond which an update is not over-relaxed
-LOST = 1e-12  # a column sum of the kernel below this, or above its inverse: that potential is too far off
+LEAST_ITERATIONS = 60  # before a problem may end because it contracts slowly
+LARGEST_RELAXED_PUSH = 0.8  # where w |r - 1| / (r + 1) is larger, an update is not over-relaxed (`sinkhorn_steps`)
+LOST = 1e-12  # a column is lost if its sum of G is below this or above its inverse: its potential is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
-SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
-# Steps of Lanczos, and the eigenvalues above which fewer steps do: a much smaller one would have shown by then.
+SETTLING = 200  # iterations at most, once within the tolerance, until light bins have settled too
+# Steps of Lanczos' method. It ends after FIRST_STEPS or SECOND_STEPS if the least eigenvalue is above CLEAR_AT_FIRST or
+# CLEAR_AT_SECOND: a much smaller one would have shown by then.
 LANCZOS_STEPS, FIRST_STEPS, SECOND_STEPS = 24, 3, 8
 CLEAR_AT_FIRST, CLEAR_AT_SECOND = 0.3, 0.1
 # |softmin(f) - f| / epsilon from which a symmetric problem updates the potentials and not the factors.
@@ -65,12 +70,20 @@ NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
 
 
 class Scratch(NamedTuple):
-    """The arrays that a thread works in, vectors of the longer side's length; pages that are not used are not touched.
+    """The arrays that a thread works in. Vectors have the length of the longer side.
 
-    In float64: alpha and beta, the potentials absorbed so far; totals, shifted and scores, exponents; phi, gamma and
-    absorbed, of `sinkhorn_unbalanced`. In the dtype of the costs: p and q, shares of the mass; u and v, factors; row
-    and column sums; x and before, two vectors of Lanczos' method; kernel, the matrix G; costs, of the bins that take
-    part. rows and columns are the places of those bins. counter is that of the tasks.
+    Attributes:
+        alpha, beta: the potentials absorbed so far, in float64 as all down to `absorbed`.
+        totals, shifted, scores: exponents.
+        phi, gamma, absorbed: of `sinkhorn_unbalanced`.
+        p, q: shares of the mass, in the dtype of the costs as all down to `costs`.
+        u, v: factors.
+        row_sums, column_sums: of the plan or of G.
+        x, before: two vectors of Lanczos' method.
+        kernel: the matrix G.
+        costs: of the bins that take part.
+        rows, columns: the places of the bins that take part.
+        counter: of the tasks.
     """
 
     alpha: Any
@@ -106,7 +119,7 @@ class Limits(NamedTuple):
 
 
 def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
-    """Return what `named` makes the work arrays of a thread from, for problems of n by m costs."""
+    """Return the arrays that `named` divides among the fields of `Scratch`, for problems with n by m costs."""
     longest = max(n, m)
     return (
         np.empty((8, longest)),
@@ -118,7 +131,7 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
 
 @inner()
 def named(counter: Any, wide: Any, narrow: Any, matrices: Any, places: Any) -> Scratch:
-    # Made in the kernel: numba takes ten times as long to pass a named tuple from Python.
+    # The kernel makes the named tuple: numba takes ten times as long to pass one from Python.
     return Scratch(
         wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], wide[6], wide[7], narrow[0], narrow[1], narrow[2],
         narrow[3], narrow[4], narrow[5], narrow[6], narrow[7], matrices[0], matrices[1], places[0], places[1],
@@ -128,7 +141,7 @@ def named(counter: Any, wide: Any, narrow: Any, matrices: Any, places: Any) -> S
 
 @inner()
 def highest_cost(cost: Any) -> float:
-    """The largest cost; NaN where one is negative, NaN or infinite."""
+    """Return the largest cost; NaN if any is negative, NaN or infinite."""
     top, wrong = cost[0, 0], 0
     for i in range(cost.shape[0]):
         row = cost[i]
@@ -177,7 +190,7 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
 
 @inner()
 def iterations_left(off: float, before: float, since: int, tolerance: float) -> float:
-    """How many more iterations the tolerance takes, at the contraction of the last ones."""
+    """Return how many more iterations the tolerance takes, at the contraction of the last iterations."""
     speed = -math.log(off / before) / since
     return math.log(off / tolerance) / speed if speed > 0 else np.inf
 
@@ -189,8 +202,7 @@ def _iterate(
 ) -> tuple[float, int]:  # fmt: skip
     """Iterate until the error is within the tolerance; return it, and the number of iterations.
 
-    The potentials are then in alpha and beta (alpha after the last epsilon only). `column_sums` has G^T U wherever the
-    loop may end.
+    beta then holds g, and after the last epsilon alpha holds f. Wherever the loop may end, `column_sums` holds G^T U.
     """
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
@@ -239,11 +251,12 @@ def _iterate(
 
 @inner(fastmath=FAST)
 def _error_of_potential(work: Any, n: int, m: int) -> tuple[float, float]:
-    """Estimate the largest error of g / epsilon after exact updates; and 1 - T's second eigenvalue.
+    """Return an estimate of the largest error of g / epsilon after exact updates, and 1 - lambda.
 
-    To first order the error e and the residual r, both as functions on the columns, obey `(1 - T) e = r`, T the round
-    trip: |e| is at most |r| over 1 less the second eigenvalue of T, found by a few steps of Lanczos. That bounds root
-    mean squares by q; the largest residual is taken in place of r's, since light bins hardly count in a mean.
+    Let e be the error of g / epsilon, r the residual P^T 1 / q - 1 and T the operator of `round_trip`. To first order
+    (1 - T) e = r. So |e| <= |r| / (1 - lambda), where lambda is the second eigenvalue of T, from a few steps of
+    Lanczos' method, and |.| the root of the mean square by q. Light bins hardly count in this mean, so the largest
+    |r_j| replaces |r|.
     """
     p, q, u, v, sums, x, before = work.p, work.q, work.u, work.v, work.column_sums, work.x, work.before
     diagonal, beside, number = work.totals, work.scores, u.dtype.type
@@ -251,13 +264,13 @@ def _error_of_potential(work: Any, n: int, m: int) -> tuple[float, float]:
     for j in range(m):
         off = np.float64(sums[j] * v[j] / q[j]) - 1
         residual = max(residual, abs(off))
-        # Multiples of the golden ratio without their whole parts: a start that no eigenvector resembles.
+        # The start: multiples of the golden ratio without their whole parts, which resemble no eigenvector.
         spread_out += 0.6180339887498949
         spread_out -= 1.0 if spread_out >= 1.0 else 0.0
         before[j], x[j] = number(0), number(spread_out)
     count, least = 0, 1.0
     for k in range(min(LANCZOS_STEPS, m - 1)):
-        # Constants are the first eigenvector; rounding brings them back.
+        # The first eigenvector is constant. Rounding brings it back, so it is removed each time.
         mean = number(0)
         for j in range(m):
             mean += q[j] * x[j]
@@ -292,7 +305,7 @@ def extend(
     cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, least: float,
     potential: Any, epsilon: float, out: Any, work: Any,
 ) -> None:  # fmt: skip
-    """Write the potentials of bins that took no part: soft minima over the other side's bins above a `least` share."""
+    """Write the potentials of bins that took no part: soft minima over the other side's bins above a share `least`."""
     if count == out.shape[0]:
         return
     shifted, scores = work.shifted, work.scores
@@ -334,14 +347,15 @@ def _write_potentials(
     extend(cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
     extend(cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
     if n < count_positive(p) and m < count_positive(q):
-        # Light bins of both sides: the potentials from heavy bins alone would let them exchange more than they hold.
+        # Both sides have light bins. With potentials from heavy bins alone, they would exchange more mass than they
+        # hold.
         extend(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
         extend(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
 
 
 @inner()
 def write_plan(work: Any, n: int, m: int, mass: float, plan: Any) -> None:
-    """P = mass U G V; bins that took no part hold nothing."""
+    """Write the plan, mass U G V; bins that took no part hold nothing."""
     number = plan.dtype.type
     if n < plan.shape[0] or m < plan.shape[1]:
         for i in range(plan.shape[0]):
@@ -372,7 +386,7 @@ def gather(cost: Any, work: Any, n: int, m: int) -> float:
 
 @inner()
 def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
-    """The answer of a problem without mass."""
+    """Write the answer of a problem without mass."""
     for i in range(f.shape[0]):
         f[i] = 0
     for j in range(g.shape[0]):
@@ -399,7 +413,7 @@ def _solve_by_steps(
         done += more
         if last:
             break
-        # The constant that moves from g to f would keep the size, and the rounding, of potentials at a large epsilon.
+        # Without its mean, g does not keep the size, and so the rounding, that it had at a large epsilon.
         mean = 0.0
         for j in range(m):
             mean += np.float64(work.q[j]) * beta[j]
@@ -414,7 +428,7 @@ def _solve(
     p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any, warm: bool,
     work: Any,
 ) -> None:  # fmt: skip
-    """One problem; g holds the start, and f and g get the answer, on all bins. No plan if `plan` is empty."""
+    """Solve one problem from the start in g; write f and g on all bins, and the plan unless `plan` is empty."""
     negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
@@ -455,12 +469,12 @@ def sinkhorn_problems(
     counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, outcome: Any,
     limits: Any, warm: bool, wide: Any, narrow: Any, matrices: Any, places: Any,
 ) -> None:  # fmt: skip
-    """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]); g[k] holds the start, and zeros unless `warm`.
+    """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]) from g[k], which holds zeros unless `warm`.
 
-    p, q: (B, n), (B, m); without mass, potentials are 0. costs: (matrices, n, m). These are in float32 or float64, the
-    width that the iterations run in. epsilon: (B,), f, g: (B, n), (B, m), in float64. plans: (B, n, m), in the dtype
-    of the costs, or (1, 0, 0) for none. outcome (B, 5) gets what `run_kernel` returns; infinity and NaN where the
-    problem is not valid. limits: a tuple of `Limits`.
+    p, q (B, n), (B, m) and costs (matrices, n, m) are float32 or float64; the iterations run in this dtype. epsilon
+    (B,) and f, g (B, n), (B, m) are float64. plans are (B, n, m) in the dtype of the costs, or (1, 0, 0) for none.
+    outcome (B, 5) gets what `run_kernel` returns: infinity and NaN where the problem is not valid. Potentials of a
+    problem without mass are 0. limits is a tuple of the fields of `Limits`.
     """
     work = named(counter, wide, narrow, matrices, places)
     bounds = Limits(limits[0], limits[1], limits[2], limits[3])
@@ -494,13 +508,13 @@ def _iterate_symmetric(
         if finished and closed and (change <= settled or done >= most):
             return error, done
         if finished and not closed:
-            # The exact update of g; that of f is the absorption that follows.
+            # An exact update of g. The absorption that follows is the exact update of f.
             change, closed = exact_update(p, sums, v, n), True
             add_logs(beta, v, p, epsilon, n)
             continue
         closed = False
         for i in range(n):
-            # G has alpha in its rows; the symmetric plan has beta there too.
+            # The rows of G have alpha absorbed. The symmetric plan has beta in rows and columns.
             weight[i], u[i] = math.exp((beta[i] - alpha[i]) / epsilon) if near else 1, p[i]
         if not near:
             for i in range(n):
@@ -522,7 +536,7 @@ def symmetric_problems(
     counter: Any, p: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, outcome: Any, tolerance: float,
     settled: float, most: int, wide: Any, narrow: Any, matrices: Any, places: Any,
 ) -> None:  # fmt: skip
-    """As `sinkhorn_problems`, of p with itself at symmetric costs; no value, no plan, and no epsilon steps."""
+    """As `sinkhorn_problems`, of p with itself at symmetric costs, without stages of epsilon and without plans."""
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
     work = named(counter, wide, narrow, matrices, places)
     while True:

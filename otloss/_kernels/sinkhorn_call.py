@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# What a few steps of Lanczos tell apart from smaller eigenvalues.
+# A few steps of Lanczos' method tell this eigenvalue apart from smaller ones.
 RESOLVED_EIGENVALUE = 0.005
 
 
@@ -32,18 +32,18 @@ def run_kernel(
 ) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 5"]]:
     """Return f, g and (error, iterations, error and spread of g, least eigenvalue), without a graph.
 
-    Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`, from arrays (problems,). Without a start `g`
-    epsilon falls by steps. The error is infinite where a number is not valid. `symmetric` is for p = q at symmetric
-    costs. `plans` is filled with the plans, which are those of the potentials up to rounding. With the marginal penalty
-    `rho` problems are unbalanced; then `symmetric` changes nothing, and the error is infinite too where a side holds no
-    mass.
+    Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`; owner and epsilon are (problems,). Without a start
+    `g`, epsilon falls in stages. The error is infinite where a number is not valid. `symmetric` is for p = q at
+    symmetric costs. `plans` is filled with the plans, which are those of the potentials up to rounding. With the
+    marginal penalty `rho` problems are unbalanced: `symmetric` changes nothing then, and the error is infinite too
+    where a side has no mass.
 
-    A problem ends too where its contraction says that more than `patience` iterations are left to the tolerance.
+    A problem also ends where its contraction says that more than `patience` iterations are left to the tolerance.
 
-    With `settled`, iterations also continue until the last exact update changes no factor of a plan by a larger share,
-    and the largest error of g is estimated; the spread is the largest g minus the least. The least eigenvalue is that
-    of the equations for g, from above, and not much better than `RESOLVED_EIGENVALUE` where it is below. Unbalanced,
-    the error is a bound, and the other two are NaN.
+    With `settled`, iterations go on until the last exact update changes no factor of the plan by a larger share. Then
+    the largest error of g is estimated; it is a bound in unbalanced problems. The spread is the largest g minus the
+    least. The least eigenvalue is that of the equations for g, estimated from above; below `RESOLVED_EIGENVALUE` it is
+    uncertain. The last two are NaN in unbalanced problems.
     """
     from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.sinkhorn import scratch, sinkhorn_problems, symmetric_problems

@@ -3,22 +3,25 @@
     exact           U <- U r,    r = p / (U G V)            (and V likewise, by columns)
     over-relaxed    U <- U r^w,  that is f <- f + w (softmin(g) - f)
 
-with `(1 + w t) / (1 - w t)`, t = (r - 1) / (r + 1), in place of the power: a division with the same value and
-derivative at r = 1. With a marginal penalty rho the potential itself is iterated, k = rho / (rho + epsilon):
+In place of the power r^w stands (1 + w d) / (1 - w d) with d = (r - 1) / (r + 1): a division, which has the same value
+and derivative at r = 1. With a marginal penalty rho and k = rho / (rho + epsilon), the potential phi itself is
+iterated:
 
-    damped          phi <- phi + w k log(t / (U G V)),    U = p exp(phi - alpha / epsilon),    t: `sinkhorn_unbalanced`
+    damped          phi <- phi + w k log(t / (U G V)),    U = p exp(phi - alpha / epsilon)
 
-Balanced problems are those with k = 1 and t = p, but the logarithm and the exponentials of this form take as long as a
-product with G of some hundred columns. w follows from the contraction c of the error per iteration, as in successive
-over-relaxation:
+The targets t are explained in `sinkhorn_unbalanced`. Balanced problems would be those with k = 1 and t = p, but the
+logarithm and the exponentials of this form take as long as a product with some hundred columns of G.
+
+w follows from the contraction c of the error per iteration, as in successive over-relaxation:
 
     (c + w - 1)^2 = w^2 c lambda        gives lambda, the contraction of plain Sinkhorn,
     w = 2 / (1 + sqrt(1 - lambda))      is the best w for it.
 
 Sources: L. Hageman, D. Young, Applied Iterative Methods, 1981, chapter 9; for transport A. Thibault, L. Chizat,
-C. Dossal, N. Papadakis, Overrelaxed Sinkhorn-Knopp Algorithm for Regularized Optimal Transport, 2017. The reference
-implementation is `otloss.solvers.entropic.log_domain`. Arrays may be longer than the n rows and m columns that take
-part: the counts are given.
+C. Dossal, N. Papadakis, Overrelaxed Sinkhorn-Knopp Algorithm for Regularized Optimal Transport, 2017.
+
+The reference implementation is `otloss.solvers.entropic.log_domain`. Arrays may be longer than the n rows and m columns
+that take part, so functions get these numbers.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ import numpy as np
 
 from otloss._kernels._compile import exp, exp64, inner, largest, log64
 
-SCALING_LIMIT = 1e4  # of the factors over their weights, then they are absorbed
-OVERSHOOT = 3.0  # an error this many times the least shows that w is too large
+SCALING_LIMIT = 1e4  # factors are absorbed once a factor over its weight, or the inverse, is larger
+OVERSHOOT = 3.0  # an error this many times the least one shows that w is too large
 LEAST_CHANGE = 0.02  # of w
-LARGEST_FACTOR = 1e3  # of a factor in one update: the sums of a lost column are zero
-LARGEST_RELAXED_STEP = 1.5  # a step of a potential over epsilon, beyond which it is not over-relaxed
+LARGEST_FACTOR = 1e3  # by which one update may multiply a factor, as the sum of a lost column is zero
+LARGEST_RELAXED_STEP = 1.5  # larger steps of a potential over epsilon are not over-relaxed
 LARGEST_STEP = 7.0  # of a potential over epsilon in one damped update
-LARGEST_DRIFT = 9.0  # potentials over epsilon may move this far from the absorbed ones
+LARGEST_DRIFT = 9.0  # of potentials over epsilon from the absorbed ones
 
 FAST = {"reassoc", "contract", "nsz"}
 
@@ -46,9 +49,9 @@ def absorb(
     cost: Any, beta: Any, scores: Any, p: Any, q: Any, epsilon: float, alpha: Any, totals: Any, kernel: Any, sums: Any,
     n: int, m: int,
 ) -> None:  # fmt: skip
-    """alpha = softmin(beta), the kernel G, row by row, and its column sums G^T p.
+    """Write alpha = softmin(beta), the kernel G row by row, and its column sums G^T p.
 
-    `scores` (m) and `totals` (n), which are overwritten, are in float64.
+    `scores` (m) and `totals` (n) are scratch in float64.
     """
     number = kernel.dtype.type
     inverse = 1.0 / epsilon
@@ -85,7 +88,7 @@ def add_logs(potential: Any, factors: Any, weights: Any, epsilon: float, count: 
 
 @inner(fastmath=FAST)
 def row_sums(kernel: Any, v: Any, sums: Any, n: int, m: int) -> None:
-    """G v; four rows at a time, so that v is read less often and sums need not wait for each other."""
+    """Write G v, four rows at a time: v is read less often, and the four sums need not wait for each other."""
     nothing = v[0] - v[0]
     whole = n - n % 4
     for i in range(0, whole, 4):
@@ -106,7 +109,7 @@ def row_sums(kernel: Any, v: Any, sums: Any, n: int, m: int) -> None:
 
 @inner(fastmath=FAST)
 def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
-    """G^T u; four rows at a time, so that the sums are read and written less often."""
+    """Write G^T u, four rows at a time: the sums are read and written less often."""
     nothing = u[0] - u[0]
     for j in range(m):
         sums[j] = nothing
@@ -126,9 +129,10 @@ def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
 def update(
     weights: Any, sums: Any, factors: Any, w: Any, steepest: Any, most: Any, count: int
 ) -> tuple[float, bool]:  # fmt: skip
-    """The over-relaxed update; return the error before, and whether a bin was so far off that w was left out there.
+    """Over-relax one side; return the error before, and whether a bin was so far off that w was left out there.
 
-    `most` bounds a step: where the sums of a lost row or column are zero, the next absorption finds its potential.
+    `most` bounds the factor of a step. Where the sum of a lost row or column is zero, the next absorption gives its
+    potential.
     """
     nothing = w - w  # in the dtype of the kernel
     off, steep = nothing, nothing
@@ -150,9 +154,10 @@ def damped_update(
     weights: Any, sums: Any, absorbed: Any, first: Any, potential: Any, factors: Any, steps: Any, offset: float,
     pull: float, damping: float, w: float, count: int,
 ) -> tuple[float, float, float, float]:  # fmt: skip
-    """Update one side; return its error before, the sum of its targets before and about after, and a count.
+    """Update one side by a damped step.
 
-    The count is of potentials far from `first`, those of the last absorption.
+    Returns the error before, the sum of the targets before, the sum after to second order, and the number of potentials
+    that are far from `first`, those of the last absorption.
     """
     off, total, after, far = 0.0, 0.0, 0.0, 0.0
     for i in range(count):
@@ -183,7 +188,7 @@ def largest_size(values: Any, count: int) -> float:
 
 @inner(fastmath=FAST)
 def exact_update(weights: Any, sums: Any, factors: Any, count: int) -> float:
-    """The exact update, factors = weights / sums; return the largest relative change. With a sum of zero it stays."""
+    """Set factors = weights / sums; return the largest relative change. A factor whose sum is zero stays as it is."""
     most = weights[0] - weights[0]
     for i in range(count):
         now = weights[i] / sums[i] if sums[i] > 0 else factors[i]
@@ -204,7 +209,10 @@ def product(weights: Any, x: Any, y: Any, count: int) -> float:
 
 @inner(fastmath=FAST)
 def round_trip(kernel: Any, p: Any, q: Any, u: Any, v: Any, x: Any, sums_p: Any, sums: Any, n: int, m: int) -> None:
-    """Write P^T diag(1 / p) P x / q to `sums`, P = U G V: what two updates do to a small change x of g."""
+    """Write P^T diag(1 / p) P x / q to `sums`, for the plan P = U G V.
+
+    This is what updates of f and g make of a small change x of g.
+    """
     for j in range(m):
         x[j] *= v[j]
     row_sums(kernel, x, sums_p, n, m)
@@ -218,7 +226,10 @@ def round_trip(kernel: Any, p: Any, q: Any, u: Any, v: Any, x: Any, sums_p: Any,
 
 @inner()
 def least_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
-    """1 less the largest eigenvalue of a symmetric tridiagonal matrix with eigenvalues in [0, 1], to 10 %, >= 1e-8."""
+    """Return 1 minus the largest eigenvalue of a symmetric tridiagonal matrix with eigenvalues in [0, 1].
+
+    It is accurate to 10 %, and at least 1e-8.
+    """
     low, high = math.log(1e-8), 0.0
     for _ in range(8):
         middle = (low + high) / 2
@@ -242,7 +253,7 @@ def column_error(q: Any, sums: Any, v: Any, m: int) -> float:
 
 @inner()
 def needs_absorption(factors: Any, weights: Any, count: int) -> bool:
-    """Whether a factor is so large or small beside its weight that it has to be absorbed."""
+    """Return whether a factor is so large or so small, relative to its weight, that it has to be absorbed."""
     low, high = np.inf, 0.0
     for i in range(count):
         ratio = factors[i] / weights[i]
@@ -253,10 +264,10 @@ def needs_absorption(factors: Any, weights: Any, count: int) -> bool:
 
 @inner()
 def relaxation(contraction: float, w: float) -> float:
-    """Return the best w by the formulas above, from this contraction under the present w.
+    """Return the best w by the formulas of this file, from the contraction c at the present w.
 
-    They hold while c > w - 1; below, w alone decides the contraction. One call at most halves 2 - w: an error that has
-    not settled yet seems to fall more slowly than it does.
+    They hold for c > w - 1; otherwise w alone decides the contraction, and w is returned. One call halves 2 - w at
+    most, because the first errors seem to contract more slowly than later ones do.
     """
     if not w - 1.0 < contraction < 1.0:
         return w
@@ -284,7 +295,7 @@ def next_relaxation(
 
 @inner()
 def softmin_of_scores(scores: Any, epsilon: float, count: int) -> float:
-    """The soft minimum of costs that come as scores, -cost / epsilon and the logarithm of a weight."""
+    """Return the soft minimum of costs, from their scores: -cost / epsilon plus the logarithm of a weight."""
     top = -np.inf
     for i in range(count):
         top = scores[i] if scores[i] > top else top
@@ -296,9 +307,9 @@ def softmin_of_scores(scores: Any, epsilon: float, count: int) -> float:
 
 @inner(fastmath=FAST)
 def symmetric_update(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> tuple[float, float]:
-    """u half the way, in logarithms, to rows of `diag(weight u) G diag(u)` that sum to p.
+    """Move log u half of the way to where the rows of diag(weight u) G diag(u) sum to p.
 
-    Returns their error before, and the largest relative change of u.
+    Returns the error of the rows before, and the largest relative change of u.
     """
     nothing = p[0] - p[0]
     off, change = nothing, nothing

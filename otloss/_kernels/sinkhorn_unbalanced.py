@@ -1,15 +1,19 @@
 """Unbalanced Sinkhorn for a batch of dense problems on a CPU; the layout and the scaling form are those of `sinkhorn`.
 
-With shares p, q of the masses M_p, M_q, and r = epsilon / rho, k = 1 / (1 + r), the plan is `P = U G V` as there. In
-place of the potentials it iterates `phi = f / epsilon + log M_q` and `gamma = g / epsilon + log M_p`. The rows of P
-should sum to `t = p exp(log M_p + r log M_q - r phi)`, the columns likewise, and
+Let M_p and M_q be the masses, p and q shares of them, r = epsilon / rho and k = 1 / (1 + r). The plan is P = U G V as
+in `sinkhorn`. In place of the potentials f and g the kernel iterates
+
+    phi = f / epsilon + log M_q,    gamma = g / epsilon + log M_p
+
+The rows of P should sum to t = p exp(log M_p + r log M_q - r phi), and the columns likewise.
 
     update          phi <- phi + w k log(t / (U G V)): `sinkhorn_steps.damped_update`
     shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / 2 r
 
-The shift is the best one for both sides: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport:
-Translation Invariant Sinkhorn, 2022. The reference implementation is `otloss.solvers.entropic.log_domain`, which also
-takes over where factors underflow: the error is infinite then.
+No constant s increases the dual more than this shift does. Where factors underflow, the error is infinite and
+`otloss.solvers.entropic.log_domain`, the reference implementation, takes over.
+
+Source: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022.
 """
 
 from __future__ import annotations
@@ -69,9 +73,10 @@ class Sides(NamedTuple):
 
 @spliced
 def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any) -> bool:
-    """Absorb gamma, with an exact update of phi, and of gamma while a column is lost; whether factors are normal.
+    """Absorb gamma and update phi exactly; while a column is lost, update gamma exactly and absorb it again.
 
-    Leaves alpha / epsilon in `totals`, and phi and gamma as of now in `shifted` and `absorbed`.
+    Returns whether the factors are normal numbers. `totals` then holds alpha / epsilon, and `shifted` and `absorbed`
+    hold phi and gamma.
     """
     p, q, u, v, sums, alpha, beta, scores = (
         work.p, work.q, work.u, work.v, work.column_sums, work.alpha, work.beta, work.scores,
@@ -113,9 +118,9 @@ def _iterate(
     cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float, settled: float, most: int,
     patience: float, last: bool,
 ) -> tuple[float, int, float]:  # fmt: skip
-    """Iterate until the error relative to the mass of the plan is within the tolerance; leaves phi and gamma.
+    """Iterate on phi and gamma until the error, relative to the mass of the plan, is within the tolerance.
 
-    Returns the error, the iterations, and after the last epsilon the largest step of the exact updates that end it.
+    Returns the error, the number of iterations, and at the last epsilon the largest step of the final exact updates.
     """
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     phi, gamma, kernel, steps = work.phi, work.gamma, work.kernel, work.scores
@@ -184,7 +189,7 @@ def _write_potentials(
     p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, masses: Any, negligible: float,
     f: Any, g: Any,
 ) -> None:  # fmt: skip
-    """f and g on all bins; on those that took no part by the update from the others."""
+    """Write f and g on all bins; bins that took no part get the exact update from the others."""
     for i in range(n):
         f[work.rows[i]] = epsilon * work.phi[i]
     for j in range(m):
@@ -198,7 +203,8 @@ def _write_potentials(
         _damp_others(work.columns, m, sides.damping, epsilon * sides.columns, g)
         if least == 0 or n == count_positive(p) or m == count_positive(q):
             break
-        # Light bins of both sides: the potentials from heavy bins alone would let them exchange more than they hold.
+        # Both sides have light bins. With potentials from heavy bins alone, they would exchange more mass than they
+        # hold.
         least = 0.0
     shift_f, shift_g = epsilon * math.log(masses[1]), epsilon * math.log(masses[0])
     for i in range(f.shape[0]):
@@ -224,7 +230,7 @@ def _solve_by_steps(
 ) -> tuple[float, int, float, Any]:  # fmt: skip
     """Iterate at falling values of epsilon, from the potentials in gamma.
 
-    Returns the error, the iterations, the largest step of the last exact updates, and the sides at the last epsilon.
+    Returns the error, the number of iterations, the largest step of the last exact updates, and the last `Sides`.
     """
     gamma, log_p, log_q = work.gamma, math.log(masses[0]), math.log(masses[1])
     done, step, error, change = 0, epsilon, np.inf, np.inf
@@ -288,10 +294,10 @@ def unbalanced_problems(
     counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, outcome: Any,
     limits: Any, warm: bool, rho: float, wide: Any, narrow: Any, matrices: Any, places: Any,
 ) -> None:  # fmt: skip
-    """As `sinkhorn_problems`, with the marginal penalty rho; the error of g is a bound, and its spread is not given.
+    """As `sinkhorn_problems`, with the marginal penalty rho. The error of g is a bound; its spread is not written.
 
-    The error is infinite too where a side holds no mass, or the iterations do not fit the kernel: `f` and `g` are
-    then not written, or not all.
+    The error is infinite too where a side has no mass or factors underflow. Then `f` and `g` are not written, or not
+    completely.
     """
     work = named(counter, wide, narrow, matrices, places)
     bounds = Limits(limits[0], limits[1], limits[2], limits[3])

@@ -3,19 +3,19 @@
     out_i = -eps log sum_j exp((h_j - C_ij) / eps)
     s_i   = sum_j P_ij dC_ij / dx_i,    P_ij = exp((a_i + b_j - C_ij) / eps)
 
-Each row is read once, in pieces that fit the L1 cache: the scores h - C of a piece are made in a buffer, the sum so far
-is scaled to the new maximum, and the terms of the piece are added. Everything runs in the dtype of the costs. A
-potential in float64 over costs in float32 is first moved by its own maximum, in float64: what is then rounded to
-float32 is, for every bin that matters, no larger than the range of the costs.
+Each row is read once, in pieces that fit the L1 cache. For each piece the scores h - C are computed in a buffer, the
+sum so far is scaled to the new maximum, and the terms of the piece are added. Everything runs in the dtype of the
+costs. If h is float64 and the costs are float32, the maximum of h is first subtracted in float64. What is then rounded
+to float32 is, for every bin that matters, no larger than the range of the costs.
 
-In low dimension few points of a cloud are near each other. A block of rows that lie in a box with the centre a
-and the half widths e therefore first selects its columns: with r the best column at a, and for the squared distance,
+In low dimension few points of a cloud are near each other, so a block of rows first selects its columns. Let the rows
+lie in a box with the centre a and the half widths e, and let r be the best column at a. For squared distances
 
     score_j(x) - score_r(x) <= score_j(a) - score_r(a) + 2 sum_k e_k |y_jk - y_rk|      for all x in the box
 
-and (2 |e| in place of the last sum, for distances). Columns below `-cutoff` add up to less than a rounding of the sum
-that they are left out of. The bound holds for any order of the points; where neighbours are close to each other in
-memory, boxes are small and few columns are selected.
+For distances 2 |e| replaces the last sum. Columns whose bound is below `-cutoff` are left out; together they make less
+than a rounding of the sum. The bound holds for any order of the points. Where neighbours follow each other in memory,
+boxes are small and few columns are selected.
 
 Reference implementations: `otloss.costs.cost.softmin_in_torch` and `Cost.plan_gradients`.
 """
@@ -35,9 +35,9 @@ from otloss._kernels._threads import Work, next_task, run_on_threads
 
 F32, F64 = np.float32, np.float64
 PIECE = 1024  # scores of a row made at a time
-ROWS = 16  # rows that are read for one problem after the other while they are in cache
+ROWS = 16  # rows of a task; in cache, they serve one problem after the other
 CHUNK = 16  # columns that are selected together
-BLOCK = 8  # tasks of rows that select columns together, before each selects among those
+BLOCK = 8  # tasks that select columns together; each then selects among these columns
 SQUARED, EUCLIDEAN, ABSOLUTE = 0, 1, 2
 
 
@@ -56,17 +56,17 @@ def _sum(terms: Any, count: int) -> Any:
 
 @inner(fastmath=False)
 def subtract(h: Any, costs: Any, out: Any) -> None:
-    # With slices made by the caller: an index into a matrix or an offset would keep the loop from being vectorised.
+    # The caller makes the slices: with an index into a matrix, or an offset, the loop would not be vectorised.
     for j in range(h.shape[0]):
         out[j] = h[j] - costs[j]
 
 
 @inner(fastmath=False)
 def _terms(scores: Any, count: int, inverse: Any, state: Any) -> bool:
-    """Turn the scores of a piece into terms relative to the row's maximum so far, `state[0]`.
+    """Turn the scores of a piece into terms relative to the maximum of the row so far, which goes to `state[0]`.
 
-    `state[1]` is then the factor that brings earlier sums to that maximum. `inverse` is 1 / eps, or 0 where nothing
-    but the maximum is asked for. False if no bin of the piece takes part.
+    `state[1]` gets the factor that brings earlier sums to that maximum. `inverse` is 1 / eps, or 0 if only the maximum
+    is needed. Returns False if no bin of the piece takes part.
     """
     top = largest(scores, count)
     if top == -np.inf:
@@ -84,7 +84,7 @@ def _terms(scores: Any, count: int, inverse: Any, state: Any) -> bool:
 
 @inner(fastmath={"contract"})
 def distances_of(x: Any, y: Any, start: int, metric: int, out: Any, count: int) -> None:
-    """The costs of one point x (d,) to `count` of the points y (d, m)."""
+    """Write the costs of one point x (d,) to `count` of the points y (d, m)."""
     for k in range(x.shape[0]):
         x_k, y_k = x[k], y[k, start : start + count]
         if metric == 2:
@@ -107,9 +107,9 @@ def distances_of(x: Any, y: Any, start: int, metric: int, out: Any, count: int) 
 
 @compiled()
 def matrix_softmin(counter: Any, matrices: Any, which: Any, h: Any, inverse: Any, out: Any, total: Any) -> None:
-    """Per problem b and row i: the largest score in `out[b, i]`, and the sum of exp relative to it in `total[b, i]`.
+    """Write the largest score of row i of problem b to `out[b, i]`, and the sum of exp relative to it to `total[b, i]`.
 
-    matrices (K, n, m), of which problem b uses `which[b]`; h (B, m); inverse (B,); out, total (B, n).
+    matrices are (K, n, m), and problem b uses number `which[b]`; h is (B, m), inverse (B,), out and total are (B, n).
     """
     n, m = matrices.shape[1:]
     problems = h.shape[0]
@@ -132,7 +132,7 @@ def matrix_softmin(counter: Any, matrices: Any, which: Any, h: Any, inverse: Any
 
 @inner(fastmath={"contract", "nsz"})
 def add_slack(y: Any, best: int, half: Any, metric: int, bounds: Any) -> None:
-    """Add to the scores at the centre of a box what they can gain on that of the best column within it."""
+    """Add to the scores at the centre of a box what they can gain, within the box, on the score of the best column."""
     if metric == 0:
         for k in range(half.shape[0]):
             y_k, twice, at = y[k], half[k] + half[k], y[k, best]
@@ -159,9 +159,9 @@ def _first_of(value: Any, scores: Any, count: int) -> int:
 
 @inner(fastmath=False)
 def scores_in_box(points: Any, y: Any, h: Any, count: int, metric: int, half: Any, scores: Any) -> int:
-    """Write the scores at the centre of the box of points (rows, d), and its half widths; return the best column.
+    """Write the scores at the centre of the box of points (rows, d), and the half widths of the box.
 
-    -1 if no column takes part.
+    Returns the best column, or -1 if no column takes part.
     """
     d = points.shape[1]
     centre = np.empty(d, h.dtype)
@@ -179,9 +179,9 @@ def scores_in_box(points: Any, y: Any, h: Any, count: int, metric: int, half: An
 
 @inner(fastmath=False)
 def keep_columns(y: Any, h: Any, count: int, bounds: Any, least: Any, near: Any, near_h: Any) -> int:
-    """Copy the columns, in chunks, that reach `least` somewhere to `near`; return their number.
+    """Copy the chunks of columns with a bound of at least `least` to `near`; return the number of columns.
 
-    y and `near` may have rows beyond d, which are copied with the others.
+    All rows of y are copied, also those beyond d.
     """
     for j in range(count, count + CHUNK):
         bounds[j] = -np.inf
@@ -205,7 +205,7 @@ def keep_columns(y: Any, h: Any, count: int, bounds: Any, least: Any, near: Any,
 def select(
     points: Any, y: Any, h: Any, count: int, cutoff: Any, metric: int, bounds: Any, near: Any, near_h: Any
 ) -> int:
-    """Copy those of the first columns that count for any of the points (rows, d) to `near`; return their number."""
+    """Copy those of the first `count` columns that count for any of the points (rows, d); return their number."""
     half = np.empty(points.shape[1], h.dtype)
     best = scores_in_box(points, y, h, count, metric, half, bounds)
     if best < 0:
@@ -217,7 +217,7 @@ def select(
 
 @inner(fastmath={"reassoc", "contract", "nsz"})
 def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
-    """sum_j terms_j (x_k - y_kj), or with the sign of the difference."""
+    """Return sum_j terms_j (x_k - y_kj), or with `is_sign` the same with the signs of the differences."""
     total = terms.dtype.type(0)
     if is_sign:
         for j in range(count):
@@ -232,7 +232,7 @@ def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
 def _add_pulls(
     terms: Any, distances: Any, point: Any, cloud: Any, start: int, metric: int, factor: Any, pulls: Any, count: int
 ) -> None:
-    """Bring the sums over earlier pieces to the new maximum by `factor`, and add those of terms and differences."""
+    """Scale the sums over earlier pieces by `factor`, and add the sums of terms times differences of this piece."""
     if metric == 1:
         for j in range(count):
             terms[j] = terms[j] / distances[j] if distances[j] > 0 else terms.dtype.type(0)
@@ -248,9 +248,9 @@ def points_rows(
 ) -> None:  # fmt: skip
     """As `matrix_softmin`, for the distances of x (K, n, d) to y (L, d, m), by tasks of `span` rows.
 
-    cutoff (B,) is infinite where all columns count; else a task selects its columns, and blocks of it among those.
-    With gradients (B, n, d), and not (0, n, d), it writes s of the module above to them, for a (B, n) in float64,
-    b = h and inverse above 0, and leaves `out` and `total`.
+    cutoff (B,) is infinite where all columns count. Otherwise each task selects its columns, and each block of ROWS
+    rows selects among those. If gradients are (B, n, d), and not (0, n, d), the kernel writes s of the module to them,
+    for a (B, n) in float64, b = h and inverse above 0; `out` and `total` stay as they are.
     """
     (n, d), m = x.shape[1:], y.shape[2]
     problems, with_gradients = h.shape[0], gradients.shape[0] > 0
@@ -315,7 +315,7 @@ def dense_softmin(
 
 
 def shared(data: Tensor, own_axes: int, batch: torch.Size) -> tuple[np.ndarray, np.ndarray]:
-    """The matrices (or clouds) that occur, one behind the other, and which of them each problem uses."""
+    """Return the distinct matrices or clouds on one axis, and the number of that which each problem uses."""
     data = data.detach()
     leading, own = data.shape[:-own_axes], data.shape[-own_axes:]
     flat = data.reshape(leading.numel(), *own).contiguous()
@@ -326,9 +326,10 @@ def shared(data: Tensor, own_axes: int, batch: torch.Size) -> tuple[np.ndarray, 
 def centred(
     potential: Tensor, epsilon: float | Tensor, batch: torch.Size, dtype: torch.dtype
 ) -> tuple[np.ndarray, Tensor, np.ndarray, Tensor]:
-    """Potentials (B, m) with maximum 0 in the dtype of the costs, what was taken off (B, 1), 1 / eps (B,), eps (B, 1).
+    """Return potentials (B, m) less their maxima, the maxima (B, 1), 1 / eps (B,) and eps (B, 1).
 
-    1 / eps is 0 where it would be infinite: there the hard minimum is asked for.
+    The potentials are in the dtype of the costs. 1 / eps is 0 where it would be infinite: the result is then the hard
+    minimum.
     """
     potential = potential.detach()
     shift = potential.amax(-1, keepdim=True)
@@ -346,7 +347,7 @@ def centred(
 
 
 def finished(out: np.ndarray, total: np.ndarray, shift: Tensor, width: Tensor) -> Tensor:
-    """-shift - largest score - eps log(sum), (B, n); +inf where no bin takes part."""
+    """Return -shift - largest score - eps log(sum), (B, n); +inf where no bin takes part."""
     value = -(torch.from_numpy(out).to(torch.float64) + shift)
     log = torch.from_numpy(total).to(torch.float64).clamp_(min=torch.finfo(torch.float64).tiny).log_()
     soft = width >= torch.finfo(torch.float32 if out.dtype == np.float32 else torch.float64).tiny

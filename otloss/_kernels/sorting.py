@@ -12,7 +12,7 @@ from otloss._kernels._threads import next_task
 
 @inner()
 def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts: Any) -> bool:
-    """Radix sort, a byte at a time; stable. Return whether all numbers are finite."""
+    """Write the stable order of a row to `order`, by radix sort; return whether all numbers are finite."""
     n, width = bits.shape[0], bits.itemsize * 8
     mask = np.int64(0x7FFFFFFF) if width == 32 else np.int64(0x7FFFFFFFFFFFFFFF)
     exponent = np.int64(0x7F800000) if width == 32 else np.int64(0x7FF0000000000000)
@@ -20,7 +20,7 @@ def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts:
     for k in range(n):
         number = np.int64(bits[k])
         finite &= (number & exponent) != exponent
-        # Floats in the order of two's complement: those below zero have their other bits turned; -0 becomes 0.
+        # Flipped bits of negative floats give whole numbers in the order of the floats; -0 becomes 0.
         keys[k] = (number ^ mask) + 1 if number < 0 else number
         ascending &= k == 0 or keys[k - 1] <= keys[k]
         order[k] = k

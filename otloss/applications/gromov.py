@@ -1,17 +1,22 @@
 """Fused Gromov-Wasserstein: transport between two spaces that are known by distances within each, and by features.
 
-With C and D the distances within the two spaces and M the cost between their features,
+Let C and D be the distances within the two spaces, M the cost between their features, and p, q the weights. A plan P
+has
 
     E(P) = (1 - alpha) <M, P> + alpha sum_ijkl (C_ik - D_jl)^2 P_ij P_kl,     P 1 = p,  P^T 1 = q
 
-For marginals that are held the square opens into `C^2 p 1^T + 1 (D^2 q)^T - 2 C P D^T`, so that a gradient costs two
-products of matrices. E is not convex: what is found is a local minimum, the best of several starts. Each start goes by
-conditional gradients: the plan of transport at the cost `grad E(P)`, and an exact search on the segment to it. With an
-epsilon, `epsilon KL(P | p q^T)` is added, and P is the entropic plan at the cost `grad E(P)` of the one before it.
+For fixed marginals the square gives C^2 p 1^T + 1 (D^2 q)^T - 2 C P D^T, so the gradient of E costs two products of
+matrices. E is not convex, so the result is a local minimum, the best one of several starts.
 
-At a local minimum, P is an optimal plan at the cost G = grad E(P), with potentials f and g, so that
+Each start descends by conditional gradients. The target of a step is an optimal plan at the cost grad E(P), and the
+step goes to the least E on the segment from P to the target. With an epsilon, epsilon KL(P | p q^T) is added to E, and
+the next P is the entropic plan at the cost grad E(P).
 
-    dE/dp = f,   dE/dq = g,   dE/dM = (1 - alpha) P,   and dE/dC, dE/dD of the formula at fixed P
+A local minimum P is an optimal plan at the cost grad E(P). With the potentials f and g of that plan,
+
+    dE/dp = f,   dE/dq = g,   dE/dM = (1 - alpha) P
+
+and dE/dC, dE/dD are the derivatives of the formula of E at fixed P.
 
 Source: T. Vayer et al., Optimal Transport for structured data with application on graphs, ICML 2019.
 """
@@ -46,14 +51,14 @@ from otloss.extending import (
     solve,
 )
 
-_LARGEST = 1e300  # of the numbers on the way: the solver adds up some of them
+_LARGEST = 1e300  # of intermediate numbers; the solver adds some of them
 
 
 class FusedGromov(NamedTuple):
-    """What `fused_gromov` found.
+    """The answer of `fused_gromov`.
 
     Attributes:
-        value: (...), E at the plan, with the entropy where there is an epsilon; differentiable.
+        value: (...), E at the plan, plus the entropy term if there is an epsilon; differentiable.
         plan: (..., n, m), without a graph.
         converged: (...), whether the last step changed the value by no more than the tolerance.
     """
@@ -86,17 +91,18 @@ def fused_gromov(
     Args:
         C_x, C_y: (..., n, n), (..., m, m) distances within the spaces (or any similarity); need not be symmetric.
         feature_cost: (..., n, m) between the features; None for Gromov-Wasserstein alone.
-        p, q: (..., n), (..., m) weights of equal mass, uniform where None. Bins without mass (padding) take no part.
+        p, q: (..., n), (..., m) weights of equal mass, uniform if None. Bins without mass (padding) take no part.
         alpha: from 0 (features alone) to 1 (distances alone); None for 0.5, or 1 without features.
-        epsilon: weight of the entropy; None for none.
-        starts: the product plan, the plan of the features, and then random ones; the best of them is returned.
-        max_iterations, tolerance: of each start; the latter relative to the value. A `ConvergenceWarning` tells where
-            they are not enough.
+        epsilon: weight of the entropy; None for exact plans.
+        starts: the number of starts: the product plan, then the plan of the features, then random plans. The best local
+            minimum is returned.
+        max_iterations, tolerance: of each start. It ends when an iteration changes the value by no more than this share
+            of it; a `ConvergenceWarning` says where max_iterations did not suffice.
         generator: of the random starts.
 
     Returns:
-        A `FusedGromov`, in the promoted dtype. The value is differentiable once in C_x, C_y, feature_cost, p and q (at
-        the local minimum that was found; centred in the weights).
+        A `FusedGromov`, in the promoted dtype. The value is differentiable once in C_x, C_y, feature_cost, p and q. The
+        gradients are those of the local minimum; those in the weights are centred.
 
     Raises:
         TypeError, ValueError: shapes that do not fit, numbers that are not finite or whose squares overflow float64,
@@ -150,7 +156,7 @@ class _Energy(NamedTuple):
     alpha: float
 
     def gradient(self, plan: Tensor) -> Tensor:
-        """(..., n, m): what E changes by per mass, at a plan with any marginals."""
+        """Return dE/dP (..., n, m), for a plan with any marginals."""
         gradient = (1 - self.alpha) * self.M
         for C, D in ((self.C, self.D), (self.C.mT, self.D.mT)):
             rows, columns = plan.sum(-1, keepdim=True), plan.sum(-2).unsqueeze(-1)
@@ -163,7 +169,7 @@ class _Energy(NamedTuple):
         return (linear + (self.gradient(plan) * plan).sum((-2, -1))) / 2
 
     def size(self, plan: Tensor) -> Tensor:
-        """(...), the terms of E that are sums of squares, and those of M by their size: E is rounded relative to it."""
+        """Return (...) the sum of the terms of E by their size, before they cancel: the rounding of E follows it."""
         rows, columns = plan.sum(-1, keepdim=True), plan.sum(-2).unsqueeze(-1)
         squares = (rows.mT @ self.C.square() @ rows + columns.mT @ self.D.square() @ columns)[..., 0, 0]
         return (1 - self.alpha) * (self.M.abs() * plan).sum((-2, -1)) + self.alpha * squares
@@ -196,7 +202,7 @@ def _descend(
 def _descend_by_kernel(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, most: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_descend` without an epsilon, on a CPU, by the numba kernel."""
+    """Do the same as `_descend` without an epsilon, on a CPU, by the numba kernel."""
     from otloss._kernels.gromov import Problems, descend_problems, scratch
     from otloss.extending import Work, run_on_threads
 
@@ -217,7 +223,7 @@ def _descend_by_kernel(
 
 
 def _from_zero(cost: Tensor) -> Tensor:
-    """Return the cost less its least entry, which moves no plan: costs of solvers are not negative."""
+    """Return the cost less its least entry. Solvers take no negative costs, and the optimal plan stays the same."""
     return cost - cost.amin((-2, -1), keepdim=True)
 
 
@@ -247,7 +253,7 @@ def _better(one: tuple[Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Ten
 
 
 class _AtLocalMinimum(torch.autograd.Function):
-    """The value, with the derivatives that hold at a local minimum."""
+    """The value, with its derivatives at a local minimum."""
 
     @staticmethod
     def forward(
@@ -294,7 +300,7 @@ class _AtLocalMinimum(torch.autograd.Function):
 def _derivatives(
     energy: _Energy, plan: Tensor, weights: list[Tensor] | None, epsilon: float | None
 ) -> tuple[Tensor | None, ...]:
-    """By C, D, M, and p and q where they are given."""
+    """Return the derivatives in C, D, M, and in p and q if the weights are given."""
     C, D, alpha = energy.C, energy.D, energy.alpha
     rows, columns = plan.sum(-1, keepdim=True), plan.sum(-2, keepdim=True)
     f, g = None, None
@@ -364,7 +370,7 @@ def _checked(
 
 
 def _check_range(C: Tensor, D: Tensor, M: Tensor, p: Tensor) -> None:
-    """Raise ValueError for a NaN or an infinity, or if squares or sums of them may overflow."""
+    """Raise ValueError for a NaN or an infinity, or if squares of the numbers, or sums of squares, may overflow."""
     with torch.no_grad():
         c, d, cost = (float(t.abs().amax()) if t.numel() else 0.0 for t in (C, D, M))
         mass = max(1.0, float(p.sum()))

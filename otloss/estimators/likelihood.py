@@ -1,11 +1,12 @@
 """Standard errors of a linear cumulative model, by the Hessian of its log-likelihood.
 
-With w the coefficients of standardised features (x - m) / s and t the thresholds, those of the raw features are
+The model is fitted to standardised features (x - m) / s, with the coefficients w and the thresholds t. In the features
+as they come, its coefficients beta and thresholds theta, and their covariance, are
 
     beta = w / s,    theta = t + m.beta,    cov(beta, theta) = A H^{-1} A^T
 
-for the Hessian H of the negative log-likelihood in (w, t) and the matrix A of this map. H in standardised features has
-a condition that does not depend on units.
+H is the Hessian of the negative log-likelihood in (w, t), and A is the matrix of the map from (w, t) to (beta, theta).
+The condition of H does not depend on the units of the features.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from otloss.estimators.features import standardised
 from otloss.estimators.training import OrdinalNetwork
 from otloss.losses import cumulative_log_probabilities
 
-_SMALLEST_CURVATURE = 1e-10  # of the largest: below it, a direction of the parameters does not change the likelihood
-_LARGEST_DECREMENT = 1e-2  # twice the likelihood that a Newton step would gain
+_SMALLEST_CURVATURE = 1e-10  # relative to the largest; below, the likelihood is constant along some direction
+_LARGEST_DECREMENT = 1e-2  # twice the log-likelihood that a Newton step may still gain
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class LikelihoodSummary:
     """Coefficients and thresholds of a linear cumulative model, with standard errors; `print` shows a table.
 
     Attributes:
-        names: of the parameters: features, then "low | mid" for the threshold between two classes.
-        estimates: (d + m - 1,) coefficients of the features as they come, then thresholds.
-        covariance: (d + m - 1, d + m - 1) of the estimates.
+        names: of the parameters: the d features, then a name such as "low | mid" for each of the K - 1 thresholds.
+        estimates: (d + K - 1,) coefficients of the features as they come, then thresholds.
+        covariance: (d + K - 1, d + K - 1) of the estimates.
         log_likelihood: the sum over the rows.
-        rows: their number, or the sum of their weights.
+        rows: the number of rows, or the sum of their weights.
 
     Example:
         >>> from otloss.estimators import OrdinalClassifier
@@ -63,17 +64,17 @@ class LikelihoodSummary:
 
     @property
     def p_values(self) -> Float[np.ndarray, " parameters"]:
-        """Of the hypothesis that the parameter is 0, by the normal distribution, two-sided."""
+        """Two-sided p-values of the hypothesis that a parameter is 0, by the normal distribution."""
         return 2 * stats.norm.sf(np.abs(self.estimates / self.standard_errors))
 
     @property
     def aic(self) -> float:
-        """Akaike's criterion, 2 (parameters - log-likelihood)."""
+        """Akaike's information criterion, 2 (number of parameters - log-likelihood)."""
         return 2 * (len(self.estimates) - self.log_likelihood)
 
     @property
     def bic(self) -> float:
-        """The Bayesian criterion, log(rows) parameters - 2 log-likelihood."""
+        """The Bayesian information criterion, log(rows) (number of parameters) - 2 log-likelihood."""
         return float(np.log(self.rows) * len(self.estimates) - 2 * self.log_likelihood)
 
     def interval(self, level: float = 0.95) -> Float[np.ndarray, "parameters 2"]:
@@ -96,10 +97,12 @@ class LikelihoodSummary:
 def likelihood_summary(
     network: OrdinalNetwork, scaler: StandardScaler, parts: tuple[np.ndarray, ...], names: list[str], labels: np.ndarray
 ) -> LikelihoodSummary:
-    """Return the summary of a linear cumulative network at the rows `parts`: features, positions and weights.
+    """Return the summary of a linear cumulative network at some rows.
+
+    `parts` are the features, the positions of the classes and the weights of the rows.
 
     Raises:
-        ValueError: if the parameters are not the maximum of the likelihood of these rows, or H is singular.
+        ValueError: if the parameters do not maximise the likelihood of these rows, or if H is singular.
     """
     assert network.log_gaps is not None
     X, target, weight = (torch.tensor(part) for part in (standardised(parts[0], scaler), *parts[1:]))
