@@ -82,7 +82,7 @@ def test_equal_weights_have_the_precision_of_the_points() -> None:
     equal = [torch.full((n,), 1 / n, dtype=torch.float64) for n in (7, 6)]
     expected = otloss.emd(*equal, torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square())
     for given in ((x, y), (x[None], y[None]), ([x], [y])):
-        torch.testing.assert_close(cloud_loss(*given, kind="emd").squeeze(), expected, rtol=1e-13, atol=0)
+        torch.testing.assert_close(cloud_loss(*given, kind="emd").squeeze(), expected, rtol=1e-12, atol=0)
 
 
 def test_large_assignments_start_from_sinkhorn() -> None:

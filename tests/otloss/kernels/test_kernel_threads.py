@@ -138,7 +138,7 @@ child = os.fork()
 if child == 0:
     torch.set_num_threads(1)  # as a DataLoader does: the OpenMP of torch does not outlive a fork
     alone = run_on_threads(thread, 8, ()) == [threading.get_ident()]
-    os._exit(0 if alone and torch.equal(values(), expected) else 1)
+    os._exit(0 if alone and torch.allclose(values(), expected) else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

@@ -105,7 +105,7 @@ def test_definition_and_reductions(options: dict[str, Any]) -> None:
         w = torch.ones(3, 4).double() if weight is None else weight.double()
         call = {"sample_weight": weight, **options}
         actual = number_token_loss(Z, Y, WIDE, reduction="none", **call)
-        torch.testing.assert_close(actual, expected * w, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(actual, expected * w, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(number_token_loss(Z, Y, WIDE, reduction="sum", **call), (expected * w).sum())
         mean = (expected * w).sum() / (w * number).sum()
         torch.testing.assert_close(number_token_loss(Z, Y, WIDE, **call), mean)
@@ -154,7 +154,7 @@ def test_gradients(options: dict[str, Any]) -> None:
         assert torch.autograd.gradcheck(value, (leaf, weight))
         first = grad(value(leaf, weight).sum(), leaf, weight)
         by_torch = grad(value(leaf, weight).sum(), leaf, weight, create_graph=True)
-        torch.testing.assert_close(first, tuple(g.detach() for g in by_torch), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(first, tuple(g.detach() for g in by_torch), rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradgradcheck(value, (leaf, weight))
 
 
@@ -166,8 +166,8 @@ def test_positions_alone_in_pieces_and_left_out(options: dict[str, Any], request
     alone = Z[1, 1].clone().requires_grad_()
     value = number_token_loss(alone, Y[1, 1], WIDE, **options)
     assert value.shape == ()
-    torch.testing.assert_close(value, whole[1, 1], rtol=1e-14, atol=0)
-    torch.testing.assert_close(grad(value, alone)[0], gradient[1, 1], rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(value, whole[1, 1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(grad(value, alone)[0], gradient[1, 1], rtol=1e-12, atol=1e-12)
     out = (Y == -100) | VALUES[Y.clamp(min=0)].isnan()
     for filler in (-INF, INF, NAN):
         if filler != -INF:  # in pieces of three rows, which do not divide eight
@@ -175,10 +175,10 @@ def test_positions_alone_in_pieces_and_left_out(options: dict[str, Any], request
         leaf = Z.masked_fill(out.unsqueeze(-1), filler).requires_grad_()
         weight = torch.ones(3, 4).masked_fill(out, filler)  # weights of these are not read either
         actual = number_token_loss(leaf, Y, WIDE, **options, reduction="none", sample_weight=weight)
-        torch.testing.assert_close(actual[~out], whole[~out], rtol=1e-14, atol=0)
+        torch.testing.assert_close(actual[~out], whole[~out], rtol=1e-12, atol=0)
         for graph in (False, True):
             again = grad(actual[~out].sum(), leaf, create_graph=graph, retain_graph=True)[0]
-            torch.testing.assert_close(again, gradient, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(again, gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_over_numbers_reads_numbers_alone() -> None:
@@ -248,7 +248,7 @@ def test_one_wide_argument_makes_a_wide_answer(wide: str) -> None:
             for z, values, weight in (given.values(), [tensor.double() for tensor in given.values()])
         )
         assert actual.dtype == torch.float64
-        torch.testing.assert_close(actual, truth, rtol=1e-14, atol=0.0)
+        torch.testing.assert_close(actual, truth, rtol=1e-12, atol=0.0)
     half = [t.half() for t in (Z, VALUES)]
     assert number_token_loss(half[0], Y, half[1]).dtype == torch.float16
     assert number_token_loss(half[0], Y, VALUES, sample_weight=torch.ones(3, 4).half()).dtype == torch.float32

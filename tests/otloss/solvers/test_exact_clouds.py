@@ -98,9 +98,9 @@ def test_a_transport_between_clouds_answers_as_others_do() -> None:
     assert answer.value.shape == answer.iterations.shape == (1,)
     torch.testing.assert_close(answer.plan(), dense.plan(), rtol=0, atol=1e-12)
     torch.testing.assert_close(answer.apply(y), dense.apply(y), rtol=0, atol=1e-10)
-    assert float(answer.gap) <= 1e-14
+    assert float(answer.gap) <= 1e-12
     f, g = answer.potentials
-    assert float((f[0][:, None] + g[0] - cost.dense()).max()) <= 1e-14
+    assert float((f[0][:, None] + g[0] - cost.dense()).max()) <= 1e-12
     # From its own potentials the search makes few pivots.
     again = solve(p[None], q, cost, start=(f, g))
     assert int(again.iterations) < int(answer.iterations) / 4

@@ -73,8 +73,8 @@ def test_float32_is_as_good_as_its_inputs_on_many_bins() -> None:
 def test_masses_off_by_rounding_are_balanced() -> None:
     p, q = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.4, 0.3]], dtype=torch.float64)
     q = q * (1 + 8e-10)
-    assert wasserstein_1d(p, q).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-13)
-    assert wasserstein_1d(q, p).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-13)
+    assert wasserstein_1d(p, q).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-12)
+    assert wasserstein_1d(q, p).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-12)
     assert cdf_distance(p, p * (1 + 1e-10)).item() < 1e-30
     assert wasserstein_1d(p, p * (1 + 1e-10), torch.arange(3), torch.arange(3), order=2).item() < 1e-12
     torch.testing.assert_close(cdf_distance(3 * p, 3 * p.flip(0)), 9 * cdf_distance(p, p.flip(0)))

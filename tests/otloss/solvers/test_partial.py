@@ -32,7 +32,7 @@ def test_exact_is_that_of_pot_at_every_mass() -> None:
     assert (plan.sum(-2) <= q + 1e-12).all()
     assert (otloss.emd(p, q, cost, mass=0.0) == 0).all()
     as_tensor = otloss.emd(p, q, cost, mass=torch.tensor(0.3, dtype=torch.float64))
-    torch.testing.assert_close(otloss.emd(p, q, cost, mass=0.3), as_tensor, rtol=1e-14, atol=0)
+    torch.testing.assert_close(otloss.emd(p, q, cost, mass=0.3), as_tensor, rtol=1e-12, atol=0)
     same = p * (q.sum(-1) / p.sum(-1)).unsqueeze(-1)
     torch.testing.assert_close(otloss.emd(same, q, cost, mass=q.sum(-1)), otloss.emd(same, q, cost))
 
