@@ -19,7 +19,7 @@ FOR_DEV := $(VENV)/.installed-dev
 OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs look links gallery gallery-page test test-all test-lowest test-newest mutants lint bench release clean
+.PHONY: help demo docs look links gallery gallery-page test test-all test-portable test-lowest test-newest mutants lint bench release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,12 @@ test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
 
 test-all: $(FOR_DEV)  ## the slow tests too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+
+# The same numbers come out of other instructions and orders of summation, up to rounding.
+test-portable: $(FOR_DEV)  ## tests/otloss three times, with other code paths of torch, MKL and numba, on one thread and on two
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE NUMBA_CPU_NAME=generic $(BIN)/python -m pytest -n auto --dist loadfile tests/otloss
+	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(BIN)/python -m pytest -n auto --dist loadfile tests/otloss
+	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx512 $(BIN)/python -m pytest -n auto --dist loadfile tests/otloss
 
 # Old libraries warn of their own old calls, and old transformers of file systems, so these warnings are not errors there.
 test-lowest: build/tools  ## the tests with the lowest versions that pyproject.toml allows; some GB, in build/lowest
