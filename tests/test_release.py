@@ -43,14 +43,6 @@ def test_a_release_writes_address_contact_and_day_once(release: SimpleNamespace,
     assert f"## {release.version(ROOT)} (2026-12-01)\n" in texts["CHANGELOG.md"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("repository", "example.org"), ("date", "1 December 2026")])
-def test_wrong_settings_are_not_written(release: SimpleNamespace, tree: Path, name: str, value: str) -> None:
-    before = [(tree / file).read_bytes() for file in FILES]
-    with pytest.raises(SystemExit, match=f"{name.upper()} is .*{value}"):
-        release.write_settings(tree, **({"repository": "", "contact": "", "date": ""} | {name: value}))
-    assert [(tree / file).read_bytes() for file in FILES] == before
-
-
 def test_pre_commit_runs_the_commands_of_make_lint() -> None:
     path = ROOT / ".pre-commit-config.yaml"
     if not path.is_file():

@@ -210,9 +210,13 @@ def _of_logits() -> dict[str, Entry]:
         "histogram_labels": Entry(
             {"values": 3 * draw(3)}, lambda t: losses.histogram_labels(t["values"], t["bins"], 4), {"bins": bins}
         ),
-        "cumulative_log_probabilities": Entry(
-            {"score": draw(3), "log_gaps": draw(2)}, lambda t: losses.cumulative_log_probabilities(**t)
-        ),
+        **{
+            f"cumulative_log_probabilities, {link}": Entry(
+                {"score": 4 * draw(2, 3) - 2, "log_gaps": draw(2)},
+                lambda t, link=link: losses.cumulative_log_probabilities(**t, link=link),
+            )
+            for link in ("logit", "probit", "cloglog")
+        },
         "threshold_loss": Entry(logits, lambda t: losses.threshold_loss(t["logits"], t["labels"]), labels),
         "threshold_loss, immediate": Entry(
             logits, lambda t: losses.threshold_loss(t["logits"], t["labels"], kind="immediate"), labels

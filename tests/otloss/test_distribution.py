@@ -73,11 +73,3 @@ def test_the_hint_is_the_name_and_an_extra_of_pyproject() -> None:
     sources = [path for package in ("otloss", "otloss_llm", "benchmarks") for path in (ROOT / package).rglob("*.py")]
     extras = {actual for path in sources for actual in re.findall(r"install_hint\(.(\w+).\)", path.read_text("utf-8"))}
     assert {"llm", "plot", "boost", "bench"} <= extras <= project["optional-dependencies"].keys()
-
-
-def test_no_text_tells_to_install_the_other_package() -> None:
-    folders = (ROOT / name for name in ("otloss", "otloss_llm", "benchmarks", "examples"))
-    texts = [path for folder in folders for path in folder.rglob("*.py")]
-    texts += [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile"]
-    wrong = re.compile(r"(?<![\w-])otloss\[|(?<!un)install [\"']?otloss\b(?!/)")
-    assert [path.name for path in texts if wrong.search(path.read_text(encoding="utf-8"))] == []

@@ -35,18 +35,13 @@ GEOMLOSS = {"reach": "marginal_penalty=", "debias": "sinkhorn_divergence", "scal
         *((function, *pair) for function in ("cloud_loss", "CloudLoss") for pair in GEOMLOSS.items()),
         ("cloud_loss", "loss", "kind="),
         ("sinkhorn", "blur", r"epsilon=2 \* blur\*\*2"),
-        ("sinkhorn_divergence", "blur", "epsilon="),
         ("sinkhorn_divergence", "debias", "sinkhorn_divergence are debiased"),
         ("sinkhorn", "reg", "epsilon=reg"),
         ("solve", "reg_m", "marginal_penalty=reg_m"),
-        ("sinkhorn", "numItermax", "max_iterations="),
         ("emd", "numItermax", "leave it out"),
-        ("emd", "reg", "a function that has epsilon="),
         ("emd", "reach", "a function that has marginal_penalty="),
         ("emd", "M", "cost=M"),
         ("Emd", "log", r"solve\("),
-        ("Sinkhorn", "scaling", "tolerance="),
-        ("SinkhornDivergence", "blur", "epsilon="),
     ],
 )
 def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 import otloss
@@ -45,19 +44,6 @@ test_names_and_dtypes_are_checked = raising(
      (["emd"], torch.float32, TypeError, "expected a list"), (["emd"], "float32", TypeError, "expected a list"),
     call=lambda names, dtypes: otloss.warm_up(*names, dtypes=dtypes),
 )  # fmt: skip
-
-
-def test_functions_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """The listener of numba is called for them too; what programs make has no module."""
-    from numba import njit
-
-    import otloss._kernels._notices  # noqa: F401
-
-    namespace: dict = {}
-    exec("def made(x):\n    return x + 1", namespace)
-    assert namespace["made"].__module__ is None
-    assert njit(namespace["made"])(3) == 4
-    assert not caplog.records
 
 
 def test_every_name_runs_also_where_gradients_are_off() -> None:

@@ -103,22 +103,6 @@ def test_large_assignments_start_from_sinkhorn() -> None:
     assert 2 * otloss.solve(None, None, cost).iterations < otloss.solve(None, None, cost.dense()).iterations
 
 
-@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1", "cosine", lambda x, y: (x @ y.mT).exp()])
-def test_exact_gradients_are_those_through_the_matrix(metric: Any) -> None:
-    leaves = [drawn(7, 2), drawn(3, 5, 2, seed=1), weights(7), weights(3, 5, seed=6)]
-    leaves[1][0, 2] = leaves[0][3]
-    leaves = [t.requires_grad_() for t in leaves]
-    value = cloud_loss(*leaves, kind="emd", metric=metric)
-    expected = otloss.emd(leaves[2], leaves[3], otloss.costs.PointCost(leaves[0], leaves[1], metric=metric).dense())
-    torch.testing.assert_close(value, expected)
-    upstream = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    wanted = torch.autograd.grad(expected, leaves, upstream)
-    for actual, right in zip(torch.autograd.grad(value, leaves, upstream, create_graph=True), wanted, strict=True):
-        torch.testing.assert_close(actual, right)
-        with pytest.raises(RuntimeError, match="second derivative of emd"):
-            torch.autograd.grad(actual.sum(), leaves, retain_graph=True)
-
-
 @pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(str(v) for v in o.values() if isinstance(v, str)))
 def test_ragged_batches_are_loops_and_gradients_are_right(options: dict[str, Any]) -> None:
     sizes_x, sizes_y = (4, 1, 6), (3, 5, 2)
@@ -159,27 +143,18 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
 test_bad_input = raising(
     ({"epsilon": None, "metric": "l1"}, ValueError, "metric='l1' has no default blur; give epsilon"),
     ({"blur": 0.1}, ValueError, "both epsilon and blur are given"),
-    ({"kind": "w2"}, ValueError, "kind is 'w2', expected one of"),
     ({"kind": "emd"}, ValueError, 'epsilon given for kind="emd"'),
     ({"projections": 8}, ValueError, 'projections given for kind="divergence"'),
     ({"metric": "l1", "epsilon": None, "blur": 0.1}, ValueError, "blur is defined for the metrics"),
-    ({"blur": -1.0, "epsilon": None}, ValueError, "blur is -1.0"),
     ({"mask_x": torch.ones(4)}, TypeError, "mask_x has dtype torch.float32, expected torch.bool"),
-    ({"mask_x": torch.ones(3, dtype=torch.bool)}, ValueError, "mask_x has shape"),
     ({"a": torch.ones(4)}, ValueError, "a and b hold different masses.*a / a.sum.*keepdim=True\\)\\.$"),
-    ({"b": -torch.ones(3)}, ValueError, "b holds -1.0 in bin 0"),
     ({"a": torch.ones(4) / 4, "mask_x": torch.arange(4) < 3}, ValueError, "0.75 and 1.*Weights where mask_x is"),
-    ({"a": torch.ones(3) / 3}, ValueError, "a has shape"),
     ({"x": [torch.zeros(2, 2), torch.zeros(2, 3)]}, ValueError, r"x\[1\] has shape \(2, 3\), expected"),
     ({"x": [torch.zeros(2, 2)], "a": torch.ones(2)}, ValueError, "a has shapes Tensor, expected a list"),
-    ({"x": []}, ValueError, "x is an empty list"),
     (
         {"x": [torch.zeros(2, 2)], "y": 2 * [torch.zeros(2, 2)]},
         ValueError,
         "list of 1 clouds and y of 2, expected as",
     ),
-    ({"x": torch.zeros(3)}, ValueError, r"x has shape \(3,\), expected \(..., n, d\)"),
-    ({"x": [1.0, 2.0]}, TypeError, r"x\[0\] is a float"),
-    ({"empty": "skip"}, ValueError, "empty is 'skip'"),
     call=lambda change: otloss.cloud_loss(**({"x": torch.zeros(4, 2), "y": torch.ones(3, 2), "epsilon": 0.1} | change)),
 )

@@ -67,18 +67,11 @@ test_bad_input = raising(
     ({"feature_cost": None, "alpha": 0.5}, "without a feature_cost"),
     ({"feature_cost": torch.ones(6, 5)}, r"expected \(\.\.\., 5, 6\)"),
     ({"C_x": torch.ones(5, 6)}, "distances within a space"),
-    ({"C_x": torch.ones(0, 0)}, "distances within a space"),
     ({"C_x": 1e200 * torch.ones(5, 5).double()}, "overflow float64. Rescale"),
     ({"C_x": 1e200 * torch.ones(5, 5).double(), "C_y": 1e200 * torch.ones(6, 6).double()}, "overflow float64"),
     ({"C_y": torch.ones(6, 6) * torch.inf, "alpha": 0.0}, "C_y holds 36 NaN"),
-    ({"p": torch.ones(5).double()}, "different masses"),
-    ({"q": torch.tensor(1.0)}, "at least one bin"),
     ({"q": torch.ones(5) / 5}, "a last axis of 6"),
     ({"alpha": 1.5}, "alpha is 1"),
-    ({"starts": 1.5}, TypeError, "starts is 1.5"),
-    ({"max_iterations": 0}, "max_iterations is 0"),
-    ({"tolerance": torch.nan}, "tolerance is nan"),
-    ({"epsilon": 0}, "epsilon is 0"),
     call=lambda changed: fused_gromov(
         **(dict(zip(("C_x", "C_y", "feature_cost", "p", "q"), _pair(0), strict=True)) | changed)
     ),

@@ -72,10 +72,7 @@ test_bad_input = raising(
     (lambda: ngram_distance(A, B, n=0), ValueError, "n is 0"),
     (lambda: ngram_distance(A, B, n=5), ValueError, "x has 4 words, expected at least n = 5"),
     (lambda: ngram_distance(A, B, n=3, mask_y=SHORT), ValueError, r"text \(1,\) of y has no 3 neighbouring"),
-    (lambda: ngram_distance(A, B, n=1, mask_x=SHORT[:, :3]), ValueError, "mask_x has shape"),
     (lambda: ngram_distance(A, B, n=1, mask_x=SHORT.float()), TypeError, "mask_x has dtype torch.float32"),
-    (lambda: ngram_distance(A, B, n=1, order_weight=-1), ValueError, "order_weight is -1"),
     (lambda: ngram_distance(A, B[..., :2], n=1), ValueError, "x has 3 coordinates"),
-    (lambda: ngram_distance(A, B[:, 0, 0], n=1), ValueError, "y has shape"),
     (lambda: ngram_distance(A, B.expand(3, 2, 4, 3)[:, :1].expand(3, 5, 4, 3), n=1), ValueError, "broadcast"),
 )

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from otloss.applications.sorting import soft_rank, soft_sort, soft_top_k
 from tests.errors import raising
-from tests.otloss.oracles import central_gradients
 
 F64 = torch.float64
 
@@ -80,14 +79,9 @@ def test_rows_with_ties_are_those_of_the_isotonic_regression_of_scipy(entries: l
 @every_operator
 def test_derivatives(operator: Callable[[Tensor, float], Tensor]) -> None:
     x = torch.randn(3, 7, dtype=F64, generator=torch.Generator().manual_seed(0))
-    weights = torch.linspace(-1, 2, 7, dtype=F64)
-    for epsilon in (0.05, 0.7, 3.0):
-        leaf = x.clone().requires_grad_()
-        (actual,) = torch.autograd.grad((operator(leaf, epsilon) * weights).sum(), leaf)
-        expected = central_gradients(
-            lambda t, e=epsilon: float((operator(torch.from_numpy(t), e) * weights).sum()), x.numpy(), 1e-6
-        )
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+    leaf = x.clone().requires_grad_()
+    for epsilon in (0.05, 3.0):
+        assert torch.autograd.gradcheck(lambda t, e=epsilon: operator(t, e), leaf)
     (actual,) = torch.autograd.grad(operator(leaf, 0.7).square().sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="a second derivative"):
         actual.sum().backward()

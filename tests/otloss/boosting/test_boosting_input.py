@@ -21,15 +21,11 @@ def test_callables_are_pickled(make_one: Any) -> None:
 
 
 test_bad_settings = raising(
-    ({"power": 3}, "power is 3, expected 1 or 2"),
     ({"x": [0, None, 2]}, r"x\[1\] is nan, expected finite numbers"),
     ({"cost": np.eye(3), "x": [0, 1, 2]}, "both cost and x"),
-    ({"cross_entropy": -1}, "cross_entropy is -1"),
-    ({"transport": 0}, "transport and cross_entropy are both 0"),
     ({"class_weight": "balanced"}, TypeError, "class_weight cannot be read: .*expected numbers"),
     # Of value_counts, by frequency and not by class.
     ({"class_weight": pd.Series([1, 2, 3], index=[0, 2, 1])}, TypeError, r"Series.*class_weight.sort_index\(\)"),
-    ({"interface": "keras"}, "interface is 'keras', expected one of"),
     ({"num_classes": 2.5}, "num_classes is 2.5, expected a whole number, at least 2"),
     call=lambda settings: xgboost_objective(**({"num_classes": 3} | settings)),
 )

@@ -96,8 +96,5 @@ test_bad_input = raising(
     (lambda: EnsembleRecalibration().fit(TWO[0], [1.0]), r"ensemble has shape \(3,\)"),
     (lambda: EnsembleRecalibration().fit(TWO, [1.0]), r"y has shape \(1,\)"),
     (lambda: EnsembleRecalibration().fit(TWO * np.inf, [1.0, 2.0]), r"ensemble holds inf at \(0, 0\)"),
-    (lambda: EnsembleRecalibration(shrinkage=-1).fit(TWO, [1.0, 2.0]), "shrinkage is -1"),
     (lambda: EnsembleRecalibration().predict(TWO), "not fitted"),
-    (lambda: pit_histogram([1.0, np.nan], TWO), "y holds nan"),
-    (lambda: pit_histogram([1.0, 2.0], TWO, bins=0), "bins is 0"),
 )

@@ -1,7 +1,6 @@
 """Both estimators among scikit-learn: its checks, its meta-estimators, labels of all types, weights, bad input."""
 
 import copy
-import json
 import pickle
 import re
 import warnings
@@ -379,16 +378,11 @@ def test_a_fit_that_fails_leaves_what_was_learnt(index: int) -> None:
 test_bad_settings_and_labels_are_named = raising(
     ({"cost": -np.ones((3, 3))}, Y, r"cost\[0, 0\] is \-1, expected finite numbers of at least 0"),
     ({"cost": np.ones((3, 3)), "values": [0, 1, 2]}, Y, "values and cost are both given"),
-    ({"power": 3}, Y, "power is 3, expected 1 or 2"),
-    ({"cross_entropy": -1.0}, Y, r"cross_entropy is \-1\.0, expected a finite number of at least 0"),
     ({"transport": 0.0, "cross_entropy": 0.0}, Y, "transport and cross_entropy are both 0"),
-    ({"decode": "mode"}, Y, "decode is 'mode', expected one of"),
     ({"decode": "cost"}, Y, "decode is 'cost' without a cost matrix"),
-    ({"calibration": "platt"}, Y, "calibration is 'platt', expected one of"),
     ({"calibration": "ordinal", "validation_fraction": 1.5}, Y, r"validation_fraction is 1\.5"),
     ({"class_weight": {"tall": 2.0}}, Y, "class_weight names the label 'tall'"),
     ({"class_weight": {"low": -2.0}}, Y, r"class_weight\['low'\] is \-2\.0"),
-    ({"class_weight": "equal"}, Y, "class_weight is 'equal'"),
     ({"categories": ["low", "high", "low"]}, Y, "expected each label once"),
     ({"categories": set(NAMES[:1])}, Y, "expected a list or array of labels"),
     ({"categories": ["low", "high"]}, Y, r"y holds the label 'medium', expected one of categories=\['low', 'high'\]"),
@@ -402,13 +396,10 @@ test_bad_settings_and_labels_are_named = raising(
 
 test_bad_settings_of_one_estimator_are_named = raising(
     (OrdinalClassifier, {"alpha": -1.0}, "alpha"),
-    (OrdinalClassifier, {"alpha": "a"}, TypeError, "alpha"),
     (OrdinalClassifier, {"model": "probit"}, "model"),
     (OrdinalClassifier, {"hidden_layer_sizes": (2.5,)}, TypeError, "hidden_layer_sizes"),
-    (OrdinalClassifier, {"max_iter": 0}, "max_iter"),
     (OrdinalBoostingClassifier, {"booster": "catboost"}, "booster"),
     (OrdinalBoostingClassifier, {"early_stopping": 1}, "early_stopping"),
-    (OrdinalBoostingClassifier, {"n_jobs": 0}, "n_jobs"),
     (OrdinalBoostingClassifier, {"booster_params": [1]}, TypeError, "booster_params"),
     call=lambda estimator, settings: estimator(**settings).fit(X, RANK),
 )
@@ -447,9 +438,6 @@ def test_a_distribution_is_read_by_its_labels(index: int) -> None:
         assert lost.labels is None
         with pytest.raises(ValueError, match='pass columns="rank"'):
             metrics.ranked_probability_score(y[: len(lost)], lost, labels=grades)
-    assert isinstance(distribution[0, 0], float)
-    assert json.dumps(round(distribution.max(), 2)) == json.dumps(round(float(np.asarray(distribution).max()), 2))
-    assert type(distribution.sum(1)) is np.ndarray
     with pytest.raises(ValueError, match=r"ordered categories \['good', 'fair', 'poor'\]"):
         metrics.ranked_probability_score(pd.Categorical(y, grades[::-1], ordered=True), distribution)
     with pytest.raises(ValueError, match="2 labels"):

@@ -77,18 +77,12 @@ def test_is_the_distance_to_the_labels(form: str, power: int, bins: np.ndarray) 
     torch.testing.assert_close(mixed, (actual + 0.5 * nll).mean())
 
 
-def test_gradients_in_logits_histograms_and_values() -> None:
-    z, values = drawn(4, 5, seed=1), torch.tensor([0.3, 2.0, 6.6, 5.0], dtype=torch.float64)
-    bins = as_double(CENTRES)
-    for form in FORMS:
-        call = lambda z, form=form: histogram_loss(z, values, bins, encoding=form, cross_entropy=0.2)  # noqa: E731
-        assert torch.autograd.gradcheck(call, z.clone().requires_grad_())
-        assert torch.autograd.gradgradcheck(call, z.clone().requires_grad_())
-    for form in ("two_hot", "gaussian"):
-        leaf = values.clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda v, form=form: histogram_loss(z, v, bins, encoding=form), leaf)
-    t = drawn(4, 5, seed=2).requires_grad_()
-    assert torch.autograd.gradcheck(lambda t: histogram_loss(z, t.softmax(-1), bins, power=1), t)
+@pytest.mark.parametrize("form", FORMS)
+def test_second_derivatives_in_the_logits(form: str) -> None:
+    values, z = torch.tensor([0.3, 2.0, 6.6, 5.0], dtype=torch.float64), drawn(4, 5, seed=1).requires_grad_()
+    assert torch.autograd.gradgradcheck(
+        lambda z: histogram_loss(z, values, as_double(CENTRES), encoding=form, cross_entropy=0.2), z
+    )
 
 
 def test_mean() -> None:
@@ -167,9 +161,7 @@ test_bad_input = raising(
     (call(z=Z[:, :1], bins=B[:1]), "bins holds one centre"),
     (call(target=V[:, None]), r"target has shape \(2, 1\), expected values \(2,\).*squeeze\(-1\)"),
     (call(target=torch.ones(2, 3)), "soft labels of row 0 sum to 3"),
-    (call(encoding="hard"), "encoding is 'hard', expected one of"),
     (call(sigma=1.0), "sigma=1.0 is given with encoding='two_hot'"),
     (call(encoding="gaussian", sigma=1e9), r"sigma is 1000000000.0, so wide .* from -0.5 to 2.5"),
-    (call(encoding="gaussian", sigma=1e-50), "sigma is 1e-50, expected at least 1.17549e-38"),
     (call(target=V.clone().requires_grad_(), encoding="one_hot"), "target requires a gradient"),
 )

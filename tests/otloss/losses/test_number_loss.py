@@ -237,23 +237,6 @@ def test_gradients_keep_their_digits_where_numbers_or_text_have_hardly_any_mass(
         assert ((actual.double() - expected)[held] / expected[held]).abs().amax() < 2e-4
 
 
-@pytest.mark.parametrize("wide", ["logits", "values", "weight"])
-def test_one_wide_argument_makes_a_wide_answer(wide: str) -> None:
-    y = torch.arange(400) % 10
-    given = {"logits": drawn(400, 10), "values": WIDE * 0.7, "weight": drawn(400, seed=1).abs()}
-    given |= {name: tensor.float() for name, tensor in given.items() if name != wide}
-    for reduction in ("mean", "none"):
-        actual, truth = (
-            number_token_loss(z, y, values, sample_weight=weight, scaling="log", reduction=reduction)
-            for z, values, weight in (given.values(), [tensor.double() for tensor in given.values()])
-        )
-        assert actual.dtype == torch.float64
-        torch.testing.assert_close(actual, truth, rtol=1e-12, atol=0.0)
-    half = [t.half() for t in (Z, VALUES)]
-    assert number_token_loss(half[0], Y, half[1]).dtype == torch.float16
-    assert number_token_loss(half[0], Y, VALUES, sample_weight=torch.ones(3, 4).half()).dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8])
 def test_narrow_labels(dtype: torch.dtype) -> None:
     """A vocabulary wider than the dtype of the labels; and -100, which is 156 in eight bits without a sign."""
@@ -341,20 +324,14 @@ def call(z: Any = Z5, y: Any = Y5, v: Any = V5, **options: Any) -> Callable[[], 
 
 test_bad_input = raising(
     (call(z=Z5[:, :4]), r"values have 5 entries, logits shape \(2, 4\).*pad the values with NaN"),
-    (call(z=torch.tensor(0.0), y=torch.tensor(0)), r"values have 5 entries, logits shape \(\)"),
     (call(y=Y5.float()), TypeError, r"labels have dtype torch.float32, expected token ids.*labels.long\(\)"),
-    (call(y=Y5[:1]), r"labels have shape \(1,\), expected \(2,\)"),
     (call(y=torch.tensor([0, 5])), r"1 values out of range, the first at \(1,\): 5; expected 0 to 4 or"),
     (call(y=torch.tensor([-100, 0]), ignore_index=None), r"the first at \(0,\): -100; expected 0 to 4"),
-    (call(v=torch.arange(5)), TypeError, "values has dtype torch.int64, expected a floating dtype"),
     (call(v=V5.reshape(1, 5)), r"values have shape \(1, 5\), expected \(V,\)"),
     (call(v=-V5 / 0), "values hold -inf at token 0, expected finite values, or NaN"),
     (call(v=V5 * NAN), r"all 5 values are NaN \(text\)"),
     (call(v=V5.clone().requires_grad_()), r"values require a gradient.*pass values.detach\(\)"),
     (call(v=V5 * 1e19, form="mse", scaling="absolute"), 'values range from 1e.19 to 4e.19.*use scaling="symlog"'),
-    (call(form="mae"), "form is 'mae', expected one of 'wasserstein', 'mse'"),
-    (call(over="all"), "over is 'all', expected one of 'vocabulary', 'numbers'"),
-    (call(scaling="rank"), "scaling is 'rank', expected one of 'absolute', 'symlog', 'log', 'squash'"),
     (call(squash=5.0, scaling="symlog"), 'squash=5.0 and scaling="symlog" each bound the distances'),
     (call(squash=1.0), "squash is 1.0, expected a finite factor above 1"),
     (call(scaling="squash", form="mse"), 'squash=9.0 maps distances.*form="mse" uses the mean'),
@@ -362,8 +339,5 @@ test_bad_input = raising(
     (call(text=3.0, over="numbers"), 'text=3.0 is given with over="numbers"'),
     (call(sample_weight=torch.full((2,), 3e38), reduction="sum"), "loss exceeds 3.4.*torch.float32"),
     (call(z=Z5.half() + 100, v=4e4 * V5.half(), reduction="sum"), "values hold inf"),
-    (call(reduction="median"), "reduction is 'median'"),
-    (call(sample_weight=torch.ones(3)), r"sample_weight has shape \(3,\), expected \(2,\)"),
-    (call(sample_weight=torch.tensor([1.0, -2.0])), "sample_weight holds -2.0, expected weights >= 0"),
     (call(z=Z5 - INF), r"position \(0,\) are -inf for all tokens that count, expected a finite one"),
 )

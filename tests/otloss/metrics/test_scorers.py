@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import sklearn
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -54,21 +53,6 @@ def test_folds_without_some_class() -> None:
     proba = np.insert(model.predict_proba(X), 2, 0, axis=1)  # sorted: high, low, mid
     score = scorer("ranked_probability_score", labels=NAMES, normalize=True)
     assert score(model, X, y) == -metrics.ranked_probability_score(y, proba, labels=NAMES, normalize=True)
-
-
-def test_metadata_routing_of_weights() -> None:
-    X, y = data()
-    weight = np.random.default_rng(1).random(len(y))
-    with sklearn.config_context(enable_metadata_routing=True):
-        asked = scorer("ordinal_mae", labels=NAMES).set_score_request(sample_weight=True)
-        model = LogisticRegression().set_fit_request(sample_weight=False)
-        routed = cross_val_score(model, X, y, scoring=asked, params={"sample_weight": weight}, cv=KFold(3))
-        without_weights = scorer("ordinal_mae", labels=NAMES).set_score_request(sample_weight=False)
-        with pytest.raises(TypeError, match="not routed to any object"):
-            cross_val_score(model, X, y, scoring=without_weights, params={"sample_weight": weight})
-    for score, (train, test) in zip(routed, KFold(3).split(X), strict=True):
-        predicted = LogisticRegression().fit(X[train], y[train]).predict(X[test])
-        assert score == -metrics.ordinal_mae(y[test], predicted, labels=NAMES, sample_weight=weight[test])
 
 
 test_bad_input = raising(

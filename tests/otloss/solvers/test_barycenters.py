@@ -107,15 +107,12 @@ def test_products_agree_with_logarithms(debiased: bool, request: pytest.FixtureR
 
 test_bad_input = raising(
     ({"p": torch.ones(5)}, r"p has shape \(5,\), expected \(..., k, bins\)"),
-    ({"p": torch.ones(2, 4)}, "p has shape.*expected a last axis of 5"),
     ({"p": torch.tensor([[1.0, 0, 0, 0, 0], [2.0, 0, 0, 0, 0]])}, "masses from 1 to 2, expected weights >= 0 and"),
     ({"p": torch.zeros(2, 5)}, "without mass"),
     ({"weights": torch.ones(2)}, r"weights have sums of 2.0, expected"),
-    ({"epsilon": 0}, "epsilon is 0"),
     ({"cost": torch.ones(3, 5), "debiased": True}, r"same bins, but the cost has shape \(3, 5\)"),
     ({"cost": torch.rand(5, 5).triu(), "debiased": True}, r"C\[i, j\] and C\[j, i\] differ"),
     ({"cost": torch.ones(2, 5, 5)}, r"the cost has leading axes \(2,\), expected one matrix"),
-    ({"max_iterations": 0}, "max_iterations is 0"),
     call=lambda change: barycenter(
         **({"p": torch.full((2, 5), 0.2), "cost": torch.ones(5, 5), "epsilon": 0.1} | change)
     ),

@@ -94,8 +94,6 @@ test_bad_input = raising(
     (lambda: wasserstein_1d(third, third, order="1"), TypeError, r"order is a str \('1'\), expected a number"),  # type: ignore[arg-type]
     (lambda: cdf_distance(third, torch.ones(1)), ValueError, "p has 3 bins and q 1.*wasserstein_1d"),
     (lambda: wasserstein_1d(third, torch.ones(1), order=2), ValueError, "pass y, the positions of q's bins"),
-    (lambda: wasserstein_1d(third, third, third, torch.ones(2)), ValueError, r"y has shape \(2,\)"),
-    (lambda: cdf_distance(None, None), ValueError, "p is None"),
     (lambda: cdf_distance(third, third * 2), ValueError, "different masses: 1.* and 2.*relative difference"),
     (lambda: wasserstein_1d(third, third - 0.5, order=2), ValueError, "q holds -0.1666.* in bin 0"),
     (lambda: cdf_distance(third.expand(2, 3), third, torch.rand(5, 3)), ValueError, r"x \(5,\), its weights"),

@@ -275,14 +275,10 @@ p0, q0, matrix0 = case()
 
 
 test_bad_input = raising(
-    ({"epsilon": 0.0}, "epsilon is 0.0"),
     ({"epsilon": torch.tensor([-1.0])}, "epsilon holds -1"),
     ({"epsilon": "small"}, TypeError, "epsilon is a str"),
     ({"epsilon": None}, TypeError, "epsilon is None.*emd"),
-    ({"marginal_penalty": -1.0}, "marginal_penalty is -1"),
     ({"grad": "unrolled"}, "grad is 'unrolled', expected one of"),
-    ({"impl": "fast"}, "impl is 'fast'"),
-    ({"max_iterations": 0}, "max_iterations is 0"),
     ({"start": (torch.zeros(4), torch.zeros(4))}, "start g has shape"),
     ({"epsilon_relative_to": "max"}, "epsilon_relative_to"),
     ({"q": 1.1 * q0}, "different masses"),
