@@ -1,6 +1,6 @@
 """Which objective helps where: ten of them on four experiments with a known source, each at its own learning rate.
 
-    python -m benchmarks objectives      # about 2 hours of one core; it resumes, and two processes share the work
+    python -m benchmarks objectives      # about 3 hours of one core; it resumes, and two processes share the work
 
 Text is sampled from a source model, so that divergences from it are known (`otloss_llm.experiments.oracle`). Trainings
 are kept in runs/objectives, and their measures in benchmarks/objectives.csv, a row for each experiment, objective,
@@ -8,9 +8,12 @@ learning rate and seed. The most useful runs come first, so that an interrupted 
 
 1. every objective at a learning rate of 1e-3, seed by seed, at all temperatures;
 2. at 0.3 and 3 times that rate, one seed at temperature 1;
-3. where the best of these for likelihood or EMO is the least or the largest, a rate beyond it, in the same way;
+3. where the best of these for likelihood is the least or the largest, a rate beyond it, in the same way; where that is
+   better for likelihood, for all objectives;
 4. where another rate has a lower KL(source || student) on validation text, that rate with all seeds and temperatures,
-   and other regularisers: weight decay and fewer steps.
+   and other regularisers: weight decay, dropout and fewer steps;
+5. likelihood and EMO on more texts, and with a source that was trained for longer, in the same way;
+6. the other seeds at the other rates, at temperature 1.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +32,14 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from transformers import LlamaConfig, LlamaForCausalLM, SchedulerType
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from benchmarks.measure import FOLDER, Settings, hardware, say
 from otloss_llm import MLE
 from otloss_llm.cli.arguments import ObjectiveTrainingArguments
 from otloss_llm.data import PackedBlocks
-from otloss_llm.data.text import read_texts
+from otloss_llm.data.text import read_records, read_texts
 from otloss_llm.evaluation.divergences import token_divergence
 from otloss_llm.experiments.measuring import once
 from otloss_llm.experiments.oracle import Oracle, run_oracle
@@ -54,9 +58,9 @@ SEEDS, TEMPERATURES = (0, 1, 2), (1.2, 1.0, 0.9, 0.8, 0.65)
 # Flat and sharp objectives reach the recall of likelihood at other temperatures.
 MORE_TEMPERATURES = {"gem:0.7": (0.5,), "mle+smoothing:0.1": (0.5,), "power:0.5": (1.5,), "dft": (2.0, 1.5)}
 LEARNING_RATE, RATES = 1e-3, (1.0, 0.3, 3.0)
-BEYOND, BEYOND_ARMS = {0.3: 0.1, 3.0: 10.0}, ("mle", "emo", "emo/random")  # the rate after the best of RATES
+BEYOND = {0.3: 0.1, 3.0: 10.0}  # the rate after the best of RATES
 TEXTS = 128  # of the source, for the recall and for validation, and of each student at each temperature
-SECONDS = {"whole": 20, "short": 15, "source": 240}  # of one core, on the machine of the CSV
+SECONDS = {"whole": 20, "short": 15, "source step": 0.12}  # of one core, on the machine of the CSV
 FIELDS = (
     "experiment", "arm", "rate", "seed", "validation",
     *(f"{side} T={temperature:g}" for temperature in (2.0, 1.5, *TEMPERATURES, 0.5) for side in ("forward", "reverse")),
@@ -76,6 +80,7 @@ class Experiment:
         pretrained: source and students start from stories260K, and the cost of EMO has its rows. Otherwise the source
             is a Llama of 4 layers and width 128, a student one of 2 layers, and the cost has the source's rows.
         students: settings of `Oracle`.
+        dropout: of the attention's weights, in the training of pretrained students.
     """
 
     name: str
@@ -84,6 +89,7 @@ class Experiment:
     batch: int
     pretrained: bool
     students: dict[str, Any]
+    dropout: float = 0.0
 
     @property
     def source(self) -> str:
@@ -96,17 +102,29 @@ EXPERIMENTS = (
     Experiment("LoRA", "docstrings", 600, 16, True, FINE_TUNING | {"lora_rank": 4}),
     Experiment("enough text", "docstrings", 600, 16, True, FINE_TUNING),
 )
+# More texts and a source that was trained for longer, and their objectives.
+MORE_ARMS = ("mle", "emo", "emo/random")
+MORE = (
+    Experiment("few texts, WikiText-2", "wikitext2-valid", 600, 16, True, FINE_TUNING | {"train_texts": 256}),
+    Experiment("few texts, GSM8K", "gsm8k-train", 600, 16, True, FINE_TUNING | {"train_texts": 256}),
+    Experiment("enough text, WikiText-2", "wikitext2-valid", 600, 16, True, FINE_TUNING),
+    Experiment("enough text, GSM8K", "gsm8k-train", 600, 16, True, FINE_TUNING),
+    Experiment("larger model, 5,000 steps", "warandpeace", 5000, 8, False, FROM_SCRATCH),
+)
 # Other regularisers in the experiments where EMO gains, and the objectives that are trained with them.
 CONTROLS = tuple(
     (Experiment(f"{name}, {label}", "docstrings", 600, 16, True, FINE_TUNING | students | control), arms)
     for name, students in (("few texts", {"train_texts": 256}), ("LoRA", {"lora_rank": 4}))
     for label, control, arms in (
         ("weight decay 1", {"weight_decay": 1.0}, ("mle",)),
-        ("weight decay 3", {"weight_decay": 3.0}, ("mle",)),
+        ("weight decay 3", {"weight_decay": 3.0}, ("mle", "emo")),
         ("50 steps", {"steps": 50}, ("mle", "emo")),
         ("100 steps", {"steps": 100}, ("mle", "emo")),
     )
     if name == "few texts" or "steps" not in control
+) + tuple(
+    (Experiment(f"few texts, dropout {p:g}", "docstrings", 600, 16, True, EXPERIMENTS[0].students, p), ("mle",))
+    for p in (0.1, 0.3)
 )
 
 
@@ -138,7 +156,8 @@ class Bench:
         self.arms = ARMS[:2] if small else ARMS
         self.seeds = SEEDS[:1] if small else SEEDS
         self.experiments = EXPERIMENTS[:2] if small else EXPERIMENTS
-        self.controls = CONTROLS[:1] if small else CONTROLS
+        self.controls = CONTROLS[::10] if small else CONTROLS
+        self.more = MORE[:2] if small else MORE
 
     def steps(self, count: int) -> int:
         return 2 if self.small else count
@@ -166,6 +185,7 @@ class Bench:
         tokenizer = load_tokenizer(self.start)
         rows = PackedBlocks.from_texts(self.documents(experiment.text), tokenizer, 128, progress=False)
         args = self.arguments(folder)
+        args.save_strategy, args.save_steps, args.save_total_limit = SaveStrategy.STEPS, 200, 1  # it can be resumed
         args.max_steps, args.per_device_train_batch_size = self.steps(experiment.steps), experiment.batch
         args.lr_scheduler_type, args.warmup_steps = SchedulerType.COSINE, max(1, args.max_steps // 20)
         args.learning_rate = 1e-3 if experiment.pretrained else 3e-3
@@ -177,14 +197,28 @@ class Bench:
     def documents(self, text: str) -> list[str]:
         if text == "docstrings":
             return docstring_corpus("scipy.stats" if self.small else "scipy")
+        if text == "gsm8k-train":
+            records = [record for _, record in read_records(self.data / f"math/{text}.jsonl")]
+            return [f"{record['question']}\n{record['answer']}" for record in records]
         return read_texts(self.data / f"text/{text}.txt")
+
+    def start_with_dropout(self, share: float) -> str:
+        """The folder of the start whose attention has dropout."""
+        folder = self.folder / f"start-dropout{share:g}"
+        if not (folder / "config.json").is_file():
+            model = load_model(self.start)
+            model.config.attention_dropout = share
+            with replaced(folder) as partial:
+                model.save_pretrained(partial)
+                load_tokenizer(self.start).save_pretrained(partial)
+        return str(folder)
 
     # ---- students ----------------------------------------------------------------------------------------------------
 
     def oracle(self, job: Job) -> Oracle:
         experiment, students = job.experiment, dict(job.experiment.students)
         if experiment.pretrained:
-            students["start"] = self.start
+            students["start"] = self.start_with_dropout(experiment.dropout) if experiment.dropout else self.start
         elif job.rate != RATES[0]:  # the start that was trained for the first rate
             students["start"] = str(self.home(experiment, RATES[0]) / "start-model")
         for name in ("steps", "start_steps"):
@@ -238,23 +272,33 @@ class Bench:
 
     def jobs(self) -> Iterator[Job]:
         """All jobs in their order; those of a best rate only once that is known."""
-        cells = [(experiment, arm) for arm in self.arms for experiment in self.experiments]
+        yield from self.compared(self.experiments, self.arms)
+        for seed in self.seeds:
+            for experiment, arms in self.controls:
+                yield from (Job(experiment, arm, RATES[0], seed) for arm in arms)
+        yield from self.compared(self.more, [arm for arm in self.arms if arm in MORE_ARMS])
+        for seed in self.seeds[1:]:
+            for rate in RATES[1:]:
+                yield from (Job(e, arm, rate, seed, short=True) for arm in self.arms for e in self.experiments)
+
+    def compared(self, experiments: Sequence[Experiment], arms: Sequence[str]) -> Iterator[Job]:
+        """Every objective at every rate with one seed, and at 1e-3 and its best rate with all."""
+        cells = [(experiment, arm) for arm in arms for experiment in experiments]
         first, *others = RATES
         for seed in self.seeds:
             yield from (Job(*cell, first, seed) for cell in cells)
         for rate in others:
             yield from (Job(*cell, rate, 0, short=True) for cell in cells)
-        for experiment, arm in cells:
-            best = self.best_rate(experiment, arm)
-            if arm in BEYOND_ARMS and best in BEYOND:
-                yield Job(experiment, arm, BEYOND[best], 0, short=True)
+        for experiment in experiments:
+            best = self.best_rate(experiment, "mle")
+            if best in BEYOND:
+                yield Job(experiment, "mle", BEYOND[best], 0, short=True)
+            elif best is not None and best != first:
+                yield from (Job(experiment, arm, best, 0, short=True) for arm in arms)
         for seed in self.seeds:
             for cell in cells:
-                best = self.best_rate(*cell)
-                if best is not None and best != first:
+                if (best := self.best_rate(*cell)) not in (None, first):
                     yield Job(*cell, best, seed)
-            for experiment, arms in self.controls:
-                yield from (Job(experiment, arm, first, seed) for arm in arms)
 
     def best_rate(self, experiment: Experiment, arm: str) -> float | None:
         """The rate of the least divergence on validation text with the first seed; None until `RATES` are measured."""
@@ -295,7 +339,7 @@ class Bench:
         if output is None:
             return
         rows = []
-        for experiment in (*self.experiments, *(experiment for experiment, _ in self.controls)):
+        for experiment in (*self.experiments, *(experiment for experiment, _ in self.controls), *self.more):
             for arm in self.arms:
                 for rate in (*RATES, *BEYOND.values()):
                     for seed in self.seeds:
@@ -330,12 +374,13 @@ def main(settings: Settings) -> None:
     bench = Bench(FOLDER.parent / "runs" / NAME, settings.data)
     bench.folder.mkdir(parents=True, exist_ok=True)
     missing = [job for job in bench.jobs() if bench.lacks(job)]
-    sources = {job.experiment.source for job in missing if not (bench.folder / job.experiment.source).is_dir()}
+    sources = {job.experiment.source: job.experiment.steps for job in missing}
+    steps = sum(count for name, count in sources.items() if not (bench.folder / name / "results.json").is_file())
     whole = sum(not job.short for job in missing)
     seconds = (
         (whole + 0.3 * whole) * SECONDS["whole"]
         + (len(missing) - whole) * SECONDS["short"]
-        + len(sources) * SECONDS["source"]
+        + steps * SECONDS["source step"]
     )
     say(f"{len(missing)} students are missing, and those of other rates: about {seconds / 60:.0f} minutes of one core")
     bench.work(settings.output)
