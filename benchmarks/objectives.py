@@ -8,8 +8,7 @@ learning rate and seed. The most useful runs come first, so that an interrupted 
 
 1. every objective at a learning rate of 1e-3, seed by seed, at all temperatures;
 2. at 0.3 and 3 times that rate, one seed at temperature 1;
-3. where the best of these for likelihood is the least or the largest, a rate beyond it, in the same way; where that is
-   better for likelihood, for all objectives;
+3. where the best of these for likelihood or EMO is the least or the largest, a rate beyond it, in the same way;
 4. where another rate has a lower KL(source || student) on validation text, that rate with all seeds and temperatures,
    and other regularisers: weight decay, dropout and fewer steps;
 5. likelihood and EMO on more texts, and with a source that was trained for longer, in the same way;
@@ -58,7 +57,7 @@ SEEDS, TEMPERATURES = (0, 1, 2), (1.2, 1.0, 0.9, 0.8, 0.65)
 # Flat and sharp objectives reach the recall of likelihood at other temperatures.
 MORE_TEMPERATURES = {"gem:0.7": (0.5,), "mle+smoothing:0.1": (0.5,), "power:0.5": (1.5,), "dft": (2.0, 1.5)}
 LEARNING_RATE, RATES = 1e-3, (1.0, 0.3, 3.0)
-BEYOND = {0.3: 0.1, 3.0: 10.0}  # the rate after the best of RATES
+BEYOND, BEYOND_ARMS = {0.3: 0.1, 3.0: 10.0}, ("mle", "emo", "emo/random")  # the rate after the best of RATES
 TEXTS = 128  # of the source, for the recall and for validation, and of each student at each temperature
 SECONDS = {"whole": 20, "short": 15, "source step": 0.12}  # of one core, on the machine of the CSV
 FIELDS = (
@@ -103,7 +102,6 @@ EXPERIMENTS = (
     Experiment("enough text", "docstrings", 600, 16, True, FINE_TUNING),
 )
 # More texts and a source that was trained for longer, and their objectives.
-MORE_ARMS = ("mle", "emo", "emo/random")
 MORE = (
     Experiment("few texts, WikiText-2", "wikitext2-valid", 600, 16, True, FINE_TUNING | {"train_texts": 256}),
     Experiment("few texts, GSM8K", "gsm8k-train", 600, 16, True, FINE_TUNING | {"train_texts": 256}),
@@ -123,8 +121,8 @@ CONTROLS = tuple(
     )
     if name == "few texts" or "steps" not in control
 ) + tuple(
-    (Experiment(f"few texts, dropout {p:g}", "docstrings", 600, 16, True, EXPERIMENTS[0].students, p), ("mle",))
-    for p in (0.1, 0.3)
+    (Experiment(f"few texts, dropout {p:g}", "docstrings", 600, 16, True, EXPERIMENTS[0].students, p), ("mle", "emo"))
+    for p in (0.1, 0.3, 0.5)
 )
 
 
@@ -276,7 +274,7 @@ class Bench:
         for seed in self.seeds:
             for experiment, arms in self.controls:
                 yield from (Job(experiment, arm, RATES[0], seed) for arm in arms)
-        yield from self.compared(self.more, [arm for arm in self.arms if arm in MORE_ARMS])
+        yield from self.compared(self.more, [arm for arm in self.arms if arm in BEYOND_ARMS])
         for seed in self.seeds[1:]:
             for rate in RATES[1:]:
                 yield from (Job(e, arm, rate, seed, short=True) for arm in self.arms for e in self.experiments)
@@ -289,12 +287,10 @@ class Bench:
             yield from (Job(*cell, first, seed) for cell in cells)
         for rate in others:
             yield from (Job(*cell, rate, 0, short=True) for cell in cells)
-        for experiment in experiments:
-            best = self.best_rate(experiment, "mle")
-            if best in BEYOND:
-                yield Job(experiment, "mle", BEYOND[best], 0, short=True)
-            elif best is not None and best != first:
-                yield from (Job(experiment, arm, best, 0, short=True) for arm in arms)
+        for experiment, arm in cells:
+            best = self.best_rate(experiment, arm)
+            if arm in BEYOND_ARMS and best in BEYOND:
+                yield Job(experiment, arm, BEYOND[best], 0, short=True)
         for seed in self.seeds:
             for cell in cells:
                 if (best := self.best_rate(*cell)) not in (None, first):
