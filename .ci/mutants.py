@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # What is changed (a file or a folder), and the tests that have to find it: few, the quick ones first.
 MODULES = {
-    "otloss_llm/objectives.py": ["otloss_llm/objectives.py", "tests/otloss_llm/test_objectives.py"],
+    "otloss_llm/objectives": ["otloss_llm/objectives", "tests/otloss_llm/objectives"],
     "otloss_llm/kernels/reference.py": [
         f"tests/otloss_llm/losses/test_{name}.py" for name in ("statistics", "dense", "token_loss")
     ],

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from otloss.extending import install_hint
 from otloss_llm import EAFT, EMO, GEM, MLE, EmbeddingCost, MixCE, TaiLr, linear_token_loss
-from otloss_llm.objectives import Objective, needs_cost
+from otloss_llm.objectives import Objective, Sum
 
 DENSE, EMO_OURS, MLE_OURS, PUBLISHED = "dense cross-entropy", "otloss EMO", "otloss MLE", "EMOLoss 0.0.3"
 EMO_DENSE = "otloss EMO, impl=reference"
@@ -69,7 +69,7 @@ def dense(problem: Problem) -> Tensor:
 
 def ours(objective: Objective, *, impl: str = "auto", chunk: int | None = None) -> Loss:
     def loss(problem: Problem) -> Tensor:
-        cost = problem.cost if needs_cost(objective) else None
+        cost = problem.cost if Sum.of(objective).needs_cost else None
         return linear_token_loss(
             problem.hidden, problem.weight, problem.labels, objective=objective, cost=cost, impl=impl, chunk_size=chunk
         ).loss

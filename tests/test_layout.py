@@ -86,7 +86,7 @@ PLANTED = {
     "otloss/solvers/line.py": "import otloss.applications.sets",
     "otloss/losses/ordinal.py": "import otloss.applications.clouds",
     "otloss_llm/kernels/logits.py": "import triton",
-    "otloss_llm/objectives.py": "import otloss_llm.training.trainer",
+    "otloss_llm/objectives/names.py": "import otloss_llm.training.trainer",
     "otloss_llm/no_layer.py": '"""A module without a layer."""',
 }
 

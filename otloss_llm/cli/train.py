@@ -19,7 +19,7 @@ from otloss_llm.costs.choice import NumberSettings, check_settings, number_token
 from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import check_decoder_only, is_encoder_decoder
 from otloss_llm.models.loading import fingerprint, load_model_and_tokenizer
-from otloss_llm.objectives import cost_kind
+from otloss_llm.objectives import Sum
 from otloss_llm.training.folders import check_ours, recorded_settings
 from otloss_llm.training.loading import (
     COST_SOURCES,
@@ -42,7 +42,8 @@ def run(
 ) -> tuple[str, int]:
     """Returns what goes to stdout, and the exit code."""
     recorded = recorded_settings(Path(args.output_dir))
-    objective, kind = chosen_objective(objective_args.objective, recorded), cost_kind(objective_args.objective)
+    objective = chosen_objective(objective_args.objective, recorded)
+    kind = Sum.of(objective).cost_kind
     numbers = NumberSettings(scaling=objective_args.number_scaling)
     check_settings(kind, numbers)
     if kind in ("number", "rating") and objective_args.cost_embedding is not None:

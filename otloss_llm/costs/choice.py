@@ -171,7 +171,7 @@ def choose_cost(
     """Return the cost of a kind.
 
     Args:
-        kind: "embedding", "number", "mixed" or "rating"; see `otloss_llm.objectives.cost_kind`.
+        kind: "embedding", "number", "mixed" or "rating"; see `otloss_llm.objectives.Sum.cost_kind`.
         embedding: makes the embedding cost, where it is asked for.
         tokenizer, vocab_size, numbers, seed: of the cost of numbers.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from otloss.extending import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
-from otloss_llm.objectives import cost_kind, needs_cost, parse_objective
+from otloss_llm.objectives import Sum, parse_objective
 from otloss_llm.training.loading import COST_SOURCES
 
 _DEFAULT_SCALING = NumberSettings().scaling
@@ -40,11 +40,16 @@ class Arm:
     control: str | None = None
 
     @property
+    def cost_kind(self) -> str:
+        """The cost that the objective is meant for."""
+        return Sum.of(parse_objective(self.objective)).cost_kind
+
+    @property
     def training(self) -> str:
         """Name of the training; arms that differ in temperature alone share it."""
         scaling = self.scaling if self.scaling != _DEFAULT_SCALING else None
         control = self.control
-        if control == "shuffled" and cost_kind(self.objective) == "mixed":  # where "shuffled" is the embedding
+        if control == "shuffled" and self.cost_kind == "mixed":  # where "shuffled" is the embedding
             control = "shuffled-values"
         return "/".join([self.objective, *filter(None, (self.embedding, control, scaling))])
 
@@ -60,7 +65,7 @@ class Arm:
 
     def cost_settings(self) -> dict[str, Any]:
         """What a run folder records about the cost beside its embedding; empty for embedding costs."""
-        kind = cost_kind(self.objective)
+        kind = self.cost_kind
         # Run folders of earlier versions also name a form and a span, of which only these are left.
         numbers = {"form": "wasserstein", "scaling": self.scaling, "span": None}
         if self.control is not None:
@@ -79,7 +84,8 @@ def parse_arm(text: str) -> Arm:
         ('emo/random/T=0.8', 'log')
     """
     objective, *modifiers = text.strip().split("/")
-    kind, reads_cost = cost_kind(objective), needs_cost(parse_objective(objective))
+    total = Sum.of(parse_objective(objective))
+    kind, reads_cost = total.cost_kind, total.needs_cost
     fields: dict[str, Any] = {}
     for modifier in modifiers:
         sort, value = _modifier("shuffled-values" if modifier == "shuffled" and kind == "number" else modifier)

@@ -28,7 +28,7 @@ from otloss_llm.experiments.arms import parse_arm as parse_arm
 from otloss_llm.experiments.measuring import METRICS, Data, QuestionBench, QuestionData, TextBench
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
-from otloss_llm.objectives import cost_kind, parse_objective
+from otloss_llm.objectives import parse_objective
 from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_of_any
 from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost, number_share
 from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
@@ -181,7 +181,7 @@ def _check_numbers(
     say: Callable[[str], None],
 ) -> None:
     """Make the costs of numbers once, so that an error in them is found before anything is trained."""
-    numeric = [arm for arm in arms if cost_kind(arm.objective) != "embedding"]
+    numeric = [arm for arm in arms if arm.cost_kind != "embedding"]
     for arm in numeric:
         number_cost(tokenizer, vocab_size, arm.numbers)
     if numeric:
@@ -274,9 +274,7 @@ def _train(
     model = load_model(comparison.start, dtype=comparison.dtype)
     recorded = recorded_of_any(home.parent, home.name.removesuffix(str(seed)))
     objective, embedding = chosen_objective(arm.objective, recorded), chosen_embedding(arm.embedding, recorded)
-    cost = load_cost(
-        embedding, model, seed=seed, kind=cost_kind(arm.objective), tokenizer=bench.tokenizer, numbers=arm.numbers
-    )
+    cost = load_cost(embedding, model, seed=seed, kind=arm.cost_kind, tokenizer=bench.tokenizer, numbers=arm.numbers)
     results = train_run(
         model, bench.tokenizer, bench.data.train, args=own, objective=objective, cost=cost,
         validation=bench.data.validation,

@@ -38,7 +38,7 @@ from otloss_llm.experiments.measuring import once
 from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import evaluation_mode, find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
-from otloss_llm.objectives import MLE, Objective, cost_kind, needs_cost, parse_objective
+from otloss_llm.objectives import MLE, Objective, Sum, parse_objective
 from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_of_any, replaced
 from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost
 from otloss_llm.training.runs import train_run
@@ -82,9 +82,9 @@ class OracleArm:
         objective = parse_objective(arm.objective)
         if arm.temperature != 1.0:
             raise ValueError(f"arm {text!r} has a temperature; arms are measured at all temperatures, leave it out.")
-        if cost_kind(arm.objective) != "embedding":
+        if arm.cost_kind != "embedding":
             raise ValueError(f"arm {text!r} has a cost of numbers, expected one of an embedding.")
-        if names and (len(variants) > 1 or not needs_cost(objective)):
+        if names and (len(variants) > 1 or not Sum.of(objective).needs_cost):
             raise ValueError(f"arm {text!r} has two embeddings, or an embedding without a cost.")
         return cls(text, objective, names[0] if names else arm.embedding)
 
@@ -325,13 +325,14 @@ def _train(
     objective = chosen_objective(arm.objective_name, recorded)
     embedding = chosen_embedding(arm.embedding, recorded)
     cost: TokenCost | None = None
-    if needs_cost(objective) and arm.embedding is not None and arm.embedding in embeddings:
+    needs_cost = Sum.of(objective).needs_cost
+    if needs_cost and arm.embedding is not None and arm.embedding in embeddings:
         path = folder / f"embedding-{arm.embedding}.npy"
         if not path.is_file():
             head = find_head(source).weight.detach().float()
             np.save(path, embeddings[arm.embedding](head, source, rows).numpy())
         cost = load_cost(str(path), model, seed=args.seed)
-    elif needs_cost(objective):
+    elif needs_cost:
         cost = load_cost(embedding, model, seed=args.seed)
     settings: dict[str, Any] = {"objective": repr(objective), "embedding": embedding}
     if oracle.lora_rank is not None:

@@ -38,14 +38,7 @@ from otloss_llm.kernels.tempered import TemperedLogits
 from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
 from otloss_llm.kernels.weight_gradients import Gradients
 from otloss_llm.models.sharded_heads import VocabShard
-from otloss_llm.objectives import (
-    Statistics,
-    check_tokenwise,
-    statistics_read,
-    temperature_of,
-    value_and_gradients,
-    value_of,
-)
+from otloss_llm.objectives import Statistics
 
 
 @dataclass
@@ -157,12 +150,12 @@ def chunked_pass(
     in all of them, the chunk size included. `derivatives` takes the place of those of the objective.
     """
     objective = config.objective
-    read = statistics_read(objective)
+    read = objective.reads
     value = hidden.new_empty(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32))
     kept = {name: torch.empty_like(value) for name in _made(read, config)}
     vocab = len(weight) if shard is None else shard.vocab
     logits = Logits(hidden, weight, bias, config)
-    temperature = temperature_of(objective)
+    temperature = objective.temperature
     tempered = None if temperature is None else TemperedLogits(temperature, shard)
     for tokens, cost in _chunks(labels, weight, config):
         h, label = hidden[tokens], labels[tokens]
@@ -176,9 +169,9 @@ def chunked_pass(
         if derivatives is not None:
             value_chunk, gradient_of = statistics.nll, derivatives(tokens)
         elif gradients.wanted:
-            value_chunk, gradient_of = value_and_gradients(objective, statistics)
+            value_chunk, gradient_of = objective.value_and_gradients(statistics)
         else:
-            value_chunk = value_of(objective, statistics)
+            value_chunk = objective.value(statistics)
         value[tokens] = value_chunk.to(value.dtype)
         for name, vector in kept.items():
             vector[tokens] = getattr(statistics, name).to(value.dtype)
@@ -195,7 +188,7 @@ def chunked_pass(
     if shard is not None and gradients.hidden is not None:
         sum_over(gradients.hidden, shard.group)
     statistics = Statistics(**kept)
-    check_tokenwise(objective, statistics, value)
+    objective.check_tokenwise(statistics, value)
     return value, statistics
 
 

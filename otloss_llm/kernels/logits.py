@@ -13,7 +13,7 @@ from torch import Tensor
 from otloss.extending import may_run_on
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows
 from otloss_llm.kernels import rows
-from otloss_llm.objectives import Objective
+from otloss_llm.objectives import Sum
 
 # Logits in a chunk. On a CPU 128 MiB in float32 (656 rows of a 50k vocabulary), at most 1024 rows: beyond, a product
 # gains nothing and a small vocabulary's buffer only costs fresh memory. On a GPU 512 MiB in 16 bits: 2048 rows of a
@@ -31,7 +31,7 @@ class TokenLossConfig:
     statistics that it reads.
     """
 
-    objective: Objective
+    objective: Sum
     cost: LabelRows | FewColumns | None = None
     scale: float = 1.0
     softcap: float | None = None

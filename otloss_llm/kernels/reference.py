@@ -15,14 +15,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows
-from otloss_llm.objectives import Objective, Statistics, statistics_read, temperature_of, value_of
+from otloss_llm.objectives import Statistics, Sum
 
 
 def token_values(
     logits: Float[Tensor, "tokens vocab"],
     labels: Int[Tensor, " tokens"],
     *,
-    objective: Objective,
+    objective: Sum,
     cost: LabelRows | FewColumns | None,
 ) -> tuple[Tensor, Statistics]:
     """The value and the statistics of each token, differentiable in the logits; every label is a valid token.
@@ -32,12 +32,12 @@ def token_values(
     nll = _negative_log_likelihood(logits, labels[:, None])
     transport = None if cost is None else _transport_cost(logits, labels, cost)
     statistics = Statistics(nll, transport, **logit_statistics(logits, objective))
-    return value_of(objective, statistics), statistics
+    return objective.value(statistics), statistics
 
 
-def logit_statistics(logits: Float[Tensor, "tokens vocab"], objective: Objective) -> dict[str, Tensor]:
+def logit_statistics(logits: Float[Tensor, "tokens vocab"], objective: Sum) -> dict[str, Tensor]:
     """Those of entropy, logsumexp, mean_logit and tempered_logsumexp that the objective reads."""
-    read, T = statistics_read(objective), temperature_of(objective) or 1.0
+    read, T = objective.reads, objective.temperature or 1.0
     made = {
         "entropy": _entropy, "logsumexp": lambda z: z.logsumexp(-1), "mean_logit": lambda z: z.mean(-1),
         "tempered_logsumexp": lambda z: T * (z / T).logsumexp(-1),

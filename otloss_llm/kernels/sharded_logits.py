@@ -20,19 +20,19 @@ from torch import Tensor
 
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows
 from otloss_llm.models.sharded_heads import VocabShard
-from otloss_llm.objectives import Objective, Statistics, statistics_read, temperature_of, value_of
+from otloss_llm.objectives import Statistics, Sum
 
 
 def token_values(
     logits: Float[Tensor, "tokens columns"],
     labels: Int[Tensor, " tokens"],
     *,
-    objective: Objective,
+    objective: Sum,
     cost: LabelRows | FewColumns | None,
     shard: VocabShard,
 ) -> tuple[Tensor, Statistics]:
     """As `reference.token_values`, of the columns of this process; equal in all of them."""
-    read, T = statistics_read(objective), temperature_of(objective) or 1.0
+    read, T = objective.reads, objective.temperature or 1.0
     top = _largest(logits.detach(), shard.group)
     x = logits - top[:, None]
     e = x.exp()
@@ -62,7 +62,7 @@ def token_values(
         "tempered_logsumexp": top + T * sums["tempered"].log() if "tempered_logsumexp" in read else None,
     }
     statistics = Statistics(**made)
-    return value_of(objective, statistics), statistics
+    return objective.value(statistics), statistics
 
 
 def _largest(logits: Tensor, group: dist.ProcessGroup) -> Float[Tensor, " tokens"]:

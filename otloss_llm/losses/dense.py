@@ -21,7 +21,7 @@ from otloss.extending import MASS_TOLERANCE, check_finite, check_floating
 from otloss_llm.kernels.reference import logit_statistics
 from otloss_llm.losses.positions import check_objective, check_token_reduction, reduction_factor
 from otloss_llm.losses.token_loss import TokenLoss
-from otloss_llm.objectives import Objective, Statistics, value_of
+from otloss_llm.objectives import Objective, Statistics
 
 BOUNDS = ("residual", "difference")
 
@@ -71,7 +71,7 @@ def dense_token_loss(
         raise ValueError(f"bound is {bound!r}, expected one of {BOUNDS}.")
     if target.shape != logits.shape:
         raise ValueError(f"target has shape {tuple(target.shape)}, expected that of logits, {tuple(logits.shape)}.")
-    check_objective(objective, cost, logits.shape[-1])
+    total, _ = check_objective(objective, cost, logits.shape[-1])
     if not isinstance(cost, Cost):
         raise TypeError(
             f"cost is a {type(cost).__name__}, expected one that multiplies a distribution: EmbeddingCost, MixedCost "
@@ -94,8 +94,8 @@ def dense_token_loss(
     noise = 4 * torch.finfo(target.dtype).eps * (p * (1 - p)).sum(-1)
     gap = torch.where((gap.detach().relu().sum(-1) <= noise)[..., None], 0.0, gap)
     transport = _residual(p, gap, cost) if bound == "residual" else (gap.abs() * _applied(cost.T, p)).sum(-1)
-    statistics = Statistics(nll, transport, **logit_statistics(z.double(), objective))
-    value = value_of(objective, statistics).to(dtype)
+    statistics = Statistics(nll, transport, **logit_statistics(z.double(), total))
+    value = total.value(statistics).to(dtype)
     loss = value if reduction == "none" else value.sum() * reduction_factor(reduction, None, value)
     return TokenLoss.at_positions(loss, statistics.map(lambda vector: vector.to(dtype)), valid)
 

@@ -11,18 +11,7 @@ from torch import Tensor
 
 from otloss.extending import check_finite, check_floating, check_reduction, check_tensor
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost, as_vocabulary_cost
-from otloss_llm.objectives import (
-    EMO,
-    ExpectedValue,
-    NumberToken,
-    Objective,
-    Statistics,
-    innermost,
-    needs_cost,
-    statistics_read,
-    temperature_of,
-    value_and_gradients,
-)
+from otloss_llm.objectives import EMO, Objective, Statistics, Sum
 
 IGNORE_INDEX = -100  # a label that is left out, as in torch and transformers
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
@@ -52,54 +41,59 @@ def check_head(
     return hidden, weight, bias
 
 
+# The cost that objectives of a kind are meant for.
+_MADE = {"number": "NumberCost.from_tokenizer(tokenizer)", "rating": "RatingCost(values)"}
+
+
 def check_objective(
     objective: Objective,
     cost: TokenCost | None,
     vocab: int | None = None,
     device: torch.device | None = None,
-) -> VocabularyCost | None:
-    """Return the cost as a vocabulary cost; raise unless the objective can be called and has the cost that it needs.
+) -> tuple[Sum, VocabularyCost | None]:
+    """Return the objective as a sum of terms, and the cost as a vocabulary cost.
+
+    Raises if the objective cannot be called, or does not have the cost that it needs.
 
     Args:
         vocab, device: of the logits, which those of the cost must be; None: not known yet.
     """
-    inner = innermost(objective)
-    if isinstance(inner, type):
-        raise TypeError(f"objective is the class {inner.__name__}, expected an instance; write {inner.__name__}().")
-    if not callable(inner):
-        named = f"; parse_objective({inner!r}) makes one from a name" if isinstance(inner, str) else ""
-        raise TypeError(f"objective is {inner!r}, expected a callable (nll, cost) -> value such as EMO(){named}.")
-    read = statistics_read(inner)
-    temperature_of(objective)  # raises where it is read and is no number
+    total = Sum.of(objective)
+    _ = total.reads, total.temperature  # raise where they are not valid
     if cost is None:
-        if needs_cost(objective) and (hasattr(inner, "needs_cost") or read != ("nll", "cost")):
-            kinds = {NumberToken: "NumberCost.from_tokenizer(tokenizer)", ExpectedValue: "RatingCost(values)"}
-            made = kinds.get(type(inner), "EmbeddingCost.from_model(model)")
+        if any(term.fails_without_cost for term in total.terms):
+            made = _MADE.get(total.cost_kind, "EmbeddingCost.from_model(model)")
             raise ValueError(f"{objective!r} needs cost=, for example {made}.")
-        return None
+        return total, None
     token_cost = as_vocabulary_cost(cost)
-    if token_cost.signed and not getattr(inner, "signed_cost", False):
-        raise ValueError(
-            f"{objective!r} got {type(token_cost).__name__}, whose costs are negative too, expected a cost >= 0; take "
-            "ExpectedValue(), or set signed_cost = True on an objective that is meant for them."
-        )
-    if isinstance(inner, ExpectedValue) and not token_cost.signed:
-        raise ValueError(
-            f"{objective!r} got {type(token_cost).__name__}, expected RatingCost(values): signed differences."
-        )
-    if not token_cost.covers_text and isinstance(inner, EMO) and isinstance(inner.weighting, str):
-        raise ValueError(
-            f"{objective!r} weighs nll by a cost that {type(cost).__name__} has at numbers only, and would hardly "
-            "train text; use MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a "
-            "number for its weighting."
-        )
+    _check_kind(total, token_cost)
     if vocab is not None:
         check_vocabulary(token_cost, vocab)
     if device is not None and token_cost.device != device:
         raise ValueError(
             f'the cost is on {token_cost.device}, the logits on {device}, expected one device: cost.to("{device}").'
         )
-    return token_cost
+    return total, token_cost
+
+
+def _check_kind(objective: Sum, cost: VocabularyCost) -> None:
+    """Raise ValueError if the cost is of a kind that the objective is not meant for."""
+    name = type(cost).__name__
+    if cost.signed and not any(term.stated("signed_cost", False) for term in objective.terms):
+        raise ValueError(
+            f"{objective!r} got {name}, whose costs are negative too, expected a cost >= 0; take ExpectedValue(), or "
+            "set signed_cost = True on an objective that is meant for them."
+        )
+    if objective.cost_kind == "rating" and not cost.signed:
+        raise ValueError(f"{objective!r} got {name}, expected RatingCost(values): signed differences.")
+    if not cost.covers_text and any(
+        isinstance(term.stated("weighting", None), str) for term in objective.terms_of(EMO)
+    ):
+        raise ValueError(
+            f"{objective!r} weighs nll by a cost that {name} has at numbers only, and would hardly train text; use "
+            "MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a number for its "
+            "weighting."
+        )
 
 
 def check_vocabulary(cost: VocabularyCost, vocab: int) -> None:
@@ -231,7 +225,7 @@ def scatter(values: Tensor, valid: Tensor) -> Tensor:
     return values.new_zeros(valid.shape).masked_scatter(valid, values)
 
 
-def raise_not_finite(statistics: Statistics, labels: Tensor, objective: Objective, **inputs: Tensor | None) -> NoReturn:
+def raise_not_finite(statistics: Statistics, labels: Tensor, objective: Sum, **inputs: Tensor | None) -> NoReturn:
     """Raise a ValueError that names why the loss over these valid tokens is not finite.
 
     Args:
@@ -250,7 +244,7 @@ def raise_not_finite(statistics: Statistics, labels: Tensor, objective: Objectiv
             f"-log q is {float(nll[first])} for label {int(labels[first])}: its logit is -inf or overflowed; "
             "expected finite logits at every label. Unmask that token, or set its label to ignore_index."
         )
-    value, _ = value_and_gradients(objective, statistics)
+    value, _ = objective.value_and_gradients(statistics)
     first = int((~torch.isfinite(value)).nonzero()[0]) if not torch.isfinite(value).all() else 0
     names = ("nll", "D", *Statistics._fields[2:])
     at = ", ".join(

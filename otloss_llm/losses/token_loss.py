@@ -47,7 +47,7 @@ from otloss_llm.models.sharded_heads import (
     local_tensors,
     replica,
 )
-from otloss_llm.objectives import EMO, Objective, Statistics
+from otloss_llm.objectives import EMO, Objective, Statistics, Sum
 
 
 class _LossNllCost(NamedTuple):
@@ -153,25 +153,25 @@ def token_loss(
     logits = local.logits
     token_weight = None if token_weight is None else replica("token_weight", token_weight)
 
-    def checked() -> VocabularyCost | None:
+    def checked() -> tuple[Sum, VocabularyCost | None]:
         check_token_reduction(reduction, num_items)
         return check_objective(objective, cost, local.vocab, logits.device)
 
-    token_cost = checked() if local.group is None else None
-    shard = None
-    if local.group is not None:
-        token_cost, shard = _agreed_logits(local, checked, labels, token_weight, (reduction, num_items, ignore_index))
+    settings = (reduction, num_items, ignore_index)
+    (total, token_cost), shard = (
+        (checked(), None) if local.group is None else _agreed_logits(local, checked, labels, token_weight, settings)
+    )
     valid = valid_positions(labels, logits.shape[:-1], local.vocab, ignore_index, "logits")
     chosen = logits[valid]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     y = labels[valid].long()
     rows = None if token_cost is None else token_cost.for_labels(y, shard)
     if shard is None:
-        value, statistics = reference.token_values(chosen, y, objective=objective, cost=rows)
+        value, statistics = reference.token_values(chosen, y, objective=total, cost=rows)
     else:
-        value, statistics = sharded_logits.token_values(chosen, y, objective=objective, cost=rows, shard=shard)
+        value, statistics = sharded_logits.token_values(chosen, y, objective=total, cost=rows, shard=shard)
     if not (torch.isfinite(value).all() and torch.isfinite(statistics.nll).all()):
-        raise_not_finite(statistics, y, objective, logits=chosen)
+        raise_not_finite(statistics, y, total, logits=chosen)
     weights = valid_weights(token_weight, labels, valid)
     loss = (
         _weighted(value, weights)
@@ -260,13 +260,13 @@ def linear_token_loss(
         h, w, b = check_head(hidden, weight, bias, labels)
         check_kernel(impl, chunk_size)
         check_token_reduction(reduction, num_items)
-        token_cost = check_objective(objective, cost, device=w.device)
+        total, token_cost = check_objective(objective, cost, device=w.device)
         if impl != "reference":
             check_fixed(token_cost)
         else:
             _check_one_process(process_group)
         scale, softcap = check_transform(logit_scale, logit_softcap)
-        config = TokenLossConfig(objective, None, scale, softcap, chunk_size, impl)
+        config = TokenLossConfig(total, None, scale, softcap, chunk_size, impl)
         return _Call(h, w, b, labels, token_cost, config, ignore_index, reduction, num_items, token_weight)
 
     if process_group is None:
@@ -328,18 +328,18 @@ def _agreed(
 
 def _agreed_logits(
     local: LocalLogits,
-    checked: Callable[[], VocabularyCost | None],
+    checked: Callable[[], tuple[Sum, VocabularyCost | None]],
     labels: Tensor,
     token_weight: Tensor | None,
     settings: tuple[Any, ...],
-) -> tuple[VocabularyCost | None, VocabShard]:
-    """The cost, and which columns of the logits are here; raises in every process if one has other arguments."""
+) -> tuple[tuple[Sum, VocabularyCost | None], VocabShard]:
+    """What `checked` returns, and which columns of the logits are here; raises in every process if one differs."""
     assert local.group is not None
-    costs: list[VocabularyCost | None] = []
+    returned: list[tuple[Sum, VocabularyCost | None]] = []
 
     def facts() -> dict[str, Any]:
-        costs.append(checked())
-        cost = costs[0]
+        returned.append(checked())
+        cost = returned[0][1]
         weights = None if token_weight is None else fingerprint(_bits(token_weight))
         return {
             "logits": (tuple(local.logits.shape[:-1]), local.logits.dtype),
@@ -350,7 +350,7 @@ def _agreed_logits(
         }
 
     shard = VocabShard.agreed(local.group, local.logits.movedim(-1, 0), facts)
-    return costs[0], shard
+    return returned[0], shard
 
 
 def _check_checks(check: str) -> None:
@@ -473,7 +473,7 @@ def token_statistics(
             _check_one_process(process_group)
         scale, softcap = check_transform(logit_scale, logit_softcap)
         check_positive("temperature", temperature)
-        config = TokenLossConfig(_nll_beside_entropy, None, scale, softcap, chunk_size, impl, temperature)
+        config = TokenLossConfig(Sum.of(_nll_beside_entropy), None, scale, softcap, chunk_size, impl, temperature)
         return _Call(h, w, b, labels, None, config, ignore_index)
 
     call, shard = (checked(), None) if process_group is None else _agreed(process_group, weight, None, checked, check)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from otloss_llm.data.hugging_face import PARTS, load_splits, read_examples
 from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, count_labels, read_questions, spread
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import load_model, load_tokenizer
-from otloss_llm.objectives import EMO, Objective, cost_kind, has_default_clip, parse_objective
+from otloss_llm.objectives import EMO, Objective, Sum, parse_objective
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,12 @@ def chosen_objective(name: str, recorded: dict[str, Any]) -> Objective:
     Args:
         recorded: the settings in the run's folder, empty for a new one. Runs of earlier versions had no clip.
     """
-    unclipped = EMO(ratio_clip=None)
-    if has_default_clip(name) and recorded.get("objective") == repr(unclipped):
-        logger.warning("this run was begun with %r and goes on so; a new folder would clip the ratio at 3", unclipped)
-        return unclipped
-    return parse_objective(name)
+    objective = parse_objective(name)
+    begun_without = recorded.get("objective") == repr(EMO(ratio_clip=None))
+    if begun_without and isinstance(objective, EMO) and objective == EMO() and "clip=" not in name.lower():
+        objective = replace(objective, ratio_clip=None)
+        logger.warning("this run was begun with %r and goes on so; a new folder would clip the ratio at 3", objective)
+    return objective
 
 
 def chosen_embedding(source: str | None, recorded: dict[str, Any], *, key: str = "embedding") -> str:
@@ -347,7 +348,7 @@ def number_share(rows: PackedBlocks | AnsweredQuestions, values: Float[Tensor, "
             if isinstance(rows, AnsweredQuestions) and not rows.train_on_question
             else "use training data with numbers"
         )
-        same = "emo" if cost_kind(objective) == "mixed" else "mle"
+        same = "emo" if Sum.of(parse_objective(objective)).cost_kind == "mixed" else "mle"
         raise ValueError(
             f"none of the {labels} tokens that are trained on is a number, so {objective} would equal {same}; "
             f"{advice}, or take {same}."

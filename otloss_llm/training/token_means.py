@@ -1,63 +1,113 @@
-"""Token-weighted means of a training or an evaluation, for logs and metrics.
+"""Token-weighted means of a training or an evaluation, for logs and metrics. `MEANS` lists them.
 
-Sums are kept per example, so that examples repeated to fill the last distributed batch can be dropped:
-
-    nll, loss         over predicted tokens, the loss weighted where the data have weights
-    transport_cost    over positions that the cost is about: all predicted tokens, or number positions
-    aux_loss          over rows, the loss that balances the experts of a mixture
+Sums are kept per example, so that examples repeated to fill the last distributed batch can be dropped.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from otloss_llm.costs.vocabulary import TokenCost
-from otloss_llm.losses.positions import IGNORE_INDEX, cost_positions
+from otloss_llm.losses.positions import cost_positions
 from otloss_llm.losses.token_loss import TokenLoss
-from otloss_llm.objectives import Objective, value_of
-
-TOKENS = 4  # the column of the sums that counts predicted tokens
-
-
-def example_sums(
-    result: TokenLoss,
-    labels: Int[Tensor, "batch length"],
-    *,
-    objective: Objective,
-    cost: TokenCost | None,
-    auxiliary: Tensor | None,
-    token_weight: Float[Tensor, "batch length"] | None = None,
-) -> Float[Tensor, "batch 10"]:
-    """Sums over each example of (nll, transport cost, weighted value, cost positions, tokens, auxiliary loss, 1,
-    weight, weighted transport cost, weight of cost positions)."""
-    valid = labels != IGNORE_INDEX
-    transport = torch.full_like(result.nll, math.nan) if result.cost is None else result.cost
-    value = value_of(objective, result.statistics().map(lambda vector: vector[valid]))
-    positions = cost_positions(None if result.cost is None else cost, labels, valid)
-    weight = valid.double() if token_weight is None else torch.where(valid, token_weight.double(), 0.0)
-    values = torch.zeros_like(result.nll).masked_scatter(valid, value)
-    columns = [result.nll, transport, weight * values, positions, valid]
-    sums = [column.double().sum(-1) for column in columns]
-    ones = torch.ones_like(sums[0])
-    balance = ones * (math.nan if auxiliary is None else auxiliary.detach().double())
-    weighted = [column.double().sum(-1) for column in (weight, weight * transport, weight * positions)]
-    return torch.stack([*sums, balance, ones, *weighted], dim=-1)
+from otloss_llm.objectives import Sum
+from otloss_llm.training.batches import Targets
 
 
-def token_means(sums: Float[Tensor, "10"]) -> dict[str, float]:
-    """Means of "loss", "nll", "transport_cost", "weighted_cost" (of weighted positions) and "aux_loss"; what was not
-    measured is left out."""
-    nll, cost, value, positions, tokens, auxiliary, rows, weight, weighted_cost, weighted_positions = sums.tolist()
-    tokens = max(tokens, 1.0)
+@dataclass(frozen=True)
+class ScoredBatch:
+    """What the means are made of, each of shape (batch, length)."""
+
+    result: TokenLoss
+    targets: Targets
+    objective: Sum
+    cost: TokenCost | None
+    auxiliary: Tensor | None
+
+    @property
+    def valid(self) -> Tensor:
+        return self.targets.valid
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self.targets.token_weight
+        return self.valid.double() if weight is None else torch.where(self.valid, weight.double(), 0.0)
+
+    @property
+    def value(self) -> Tensor:
+        """Of the objective at each token, 0 where there is no label."""
+        nll = self.result.nll
+        value = self.objective.value(self.result.statistics().map(lambda vector: vector[self.valid]))
+        return torch.zeros_like(nll).masked_scatter(self.valid, value)
+
+    @property
+    def one(self) -> Tensor:
+        """1 for each example."""
+        return self.weight.new_ones(len(self.weight), 1)
+
+    @property
+    def cost_positions(self) -> Tensor:
+        """What the cost is about: all predicted tokens, or number positions."""
+        return cost_positions(None if self.result.cost is None else self.cost, self.targets.labels, self.valid)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The sum of `total` over that of `count`; `empty` where the count is 0 (NaN: the mean is left out of the logs).
+
+    `total` may be None or NaN where it was not measured. A statistic of tokens is measured if the objective reads it,
+    or if it is one of `reads`.
+    """
+
+    total: Callable[[ScoredBatch], Tensor | None]
+    count: Callable[[ScoredBatch], Tensor] = lambda batch: batch.valid
+    empty: float = math.nan
+    reads: tuple[str, ...] = ()
+
+
+MEANS = {
+    "loss": Mean(lambda batch: batch.weight * batch.value, lambda batch: batch.weight, empty=0.0),
+    "nll": Mean(lambda batch: batch.result.nll, empty=0.0),
+    "transport_cost": Mean(lambda batch: batch.result.cost, lambda batch: batch.cost_positions),
+    "aux_loss": Mean(  # that balances the experts of a mixture, one number for a batch
+        lambda batch: None if batch.auxiliary is None else batch.auxiliary * batch.one, lambda batch: batch.one
+    ),
+    # Not logged: for a term whose mean is over weighted number positions.
+    "weighted_cost": Mean(
+        lambda batch: None if batch.result.cost is None else batch.weight * batch.result.cost,
+        lambda batch: batch.weight * batch.cost_positions,
+    ),
+}
+LOGGED = tuple(name for name in MEANS if name not in ("loss", "weighted_cost"))  # loss is the trainer's own
+READ = tuple(name for mean in MEANS.values() for name in mean.reads)
+
+
+def example_sums(batch: ScoredBatch) -> Float[Tensor, "batch means 2"]:
+    """The sums over each example of the totals and counts of `MEANS`."""
+    rows = len(batch.valid)
+
+    def summed(column: Tensor | None) -> Tensor:
+        nothing = torch.full((rows,), math.nan, dtype=torch.float64, device=batch.valid.device)
+        return nothing if column is None else column.detach().double().sum(-1)
+
+    return torch.stack([torch.stack([summed(m.total(batch)), summed(m.count(batch))], -1) for m in MEANS.values()], 1)
+
+
+def token_means(sums: Float[Tensor, "means 2"]) -> dict[str, float]:
+    """The means by name; those that were not measured are left out."""
     means = {
-        "loss": value / (weight or 1.0),
-        "nll": nll / tokens,
-        "transport_cost": cost / positions if positions else math.nan,  # a cost of numbers where no label is one
-        "weighted_cost": weighted_cost / weighted_positions if weighted_positions else math.nan,
-        "aux_loss": auxiliary / rows,
+        name: total / count if count else mean.empty
+        for (name, mean), (total, count) in zip(MEANS.items(), sums.tolist(), strict=True)
     }
-    return {key: mean for key, mean in means.items() if not math.isnan(mean)}
+    return {name: mean for name, mean in means.items() if not math.isnan(mean)}
+
+
+def tokens_in(sums: Float[Tensor, "means 2"]) -> float:
+    """How many tokens were predicted."""
+    return float(sums[list(MEANS).index("nll"), 1])

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
-from transformers import Trainer, default_data_collator
+from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
-from otloss.costs import CosineCost
-from otloss_llm.costs.choice import NumberSettings, choose_cost, near_duplicates_in
-from otloss_llm.costs.embedding import EmbeddingCost
-from otloss_llm.costs.hubs import hub_share
-from otloss_llm.costs.number_cost import MixedCost
-from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.data.hugging_face import is_untokenised, tokenised
-from otloss_llm.data.questions import AnsweredQuestions, label_counts, pad_questions
+from otloss_llm.costs.choice import NumberSettings
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.evaluation.perplexity import context_length
-from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
-from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss, token_loss
+from otloss_llm.losses.positions import check_kernel, cost_positions
 from otloss_llm.models.heads import (
     check_causal,
     few_inputs,
@@ -34,28 +24,29 @@ from otloss_llm.models.heads import (
     weights_kept,
 )
 from otloss_llm.models.logit_transform import LogitTransform
-from otloss_llm.objectives import (
-    MLE,
-    LabelSmoothing,
-    NumberToken,
-    Objective,
-    Statistics,
-    ZLoss,
-    cost_kind,
-    innermost,
-    needs_cost,
-    parse_objective,
-    share_of_innermost,
-    with_innermost,
+from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
+from otloss_llm.training.batches import (
+    TOKEN_WEIGHT,
+    Targets,
+    check_weights_kept,
+    collator_for,
+    has_weights,
+    targets_of,
+    tokenised_rows,
 )
-from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
-from otloss_llm.training.predictions import TRAINING_TOKENS, logit_sums, prediction_sums
-from otloss_llm.training.token_means import TOKENS, example_sums, token_means
+from otloss_llm.training.fused import measure_transform, unwrap
+from otloss_llm.training.scoring import Scored, Scoring
+from otloss_llm.training.token_means import LOGGED, READ, ScoredBatch, example_sums, token_means, tokens_in
+from otloss_llm.training.trainer_cost import check_numbers, cost_for, log_labels
+from otloss_llm.training.trainer_settings import (
+    auxiliary_weight,
+    check_loss_settings,
+    check_sequence_parallelism,
+    set_best_metric,
+    with_terms,
+)
 
 logger = logging.getLogger(__name__)
-
-TOKEN_WEIGHT = "token_weight"  # a column of the data set
-LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
 
 
 class ObjectiveMixin:
@@ -138,56 +129,45 @@ class ObjectiveMixin:
         z_loss: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        collator = _collator_for(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        collator = collator_for(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if collator is not None and kwargs.get("data_collator") is None:
             kwargs["data_collator"] = collator
-        weighted = _has_weights(kwargs.get("train_dataset"))  # TRL may drop the column
+        weighted = has_weights(kwargs.get("train_dataset"))  # TRL may drop the column
         super().__init__(*args, **kwargs)
-        self._weighted = weighted or _has_weights(self.train_dataset)
+        self._weighted = weighted or has_weights(self.train_dataset)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
-        _check_settings(self.args, self.compute_loss_func, self.objective)
-        self._with_terms(self.objective)  # raises for settings that are not valid
-        _check_sequence_parallelism(self.get_sp_size())
+        check_loss_settings(self.args, self.compute_loss_func, self.objective)
+        check_sequence_parallelism(self.get_sp_size())
+        check_kernel(impl, chunk_size)
+        _ = self._total  # raises for settings that are not valid
+        self._read_model(rows_of_ours=collator is not None)
         head = find_head(unwrap(self.model))
-        self._encoder_decoder = is_encoder_decoder(unwrap(self.model))
+        self.transport_cost = cost_for(
+            self.objective, cost, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
+            tokenizer=self.processing_class, numbers=numbers, seed=self.args.seed,
+        )  # fmt: skip
+        set_best_metric(self.args, self.transport_cost)
+        self._logits_wanted = self._warned_unlabelled = False
+        self._numbers_in_step: Tensor | None = None
+        self._train_sums: Tensor | None = None
+        self._eval_sums: Tensor | None = None
+        if self._total.needs_cost and self.is_world_process_zero():
+            log_labels(self.transport_cost, getattr(self, "train_dataset", None))
+
+    def _read_model(self, *, rows_of_ours: bool) -> None:
+        """What has to be known of the model: whether its labels are shifted, and the transform of its logits."""
+        root = unwrap(self.model)
+        find_head(root)
+        self._encoder_decoder = is_encoder_decoder(root)
         self._transform: LogitTransform | None = None
         self._labels_unclear = False
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # no single process can run such a model here
         if not sharded and not any(parameter.is_meta for parameter in self.model.parameters()):
             check_causal(self.model)
             # Rows of ours are not shifted, whatever the model expects.
-            self._labels_unclear = collator is None and not self._encoder_decoder and not shifts_labels(self.model)
+            self._labels_unclear = not rows_of_ours and not self._encoder_decoder and not shifts_labels(self.model)
             self._transform = measure_transform(self.model, few_inputs(self.model))
-        if isinstance(cost, str):
-            cost = choose_cost(
-                cost_kind(objective) if cost == "auto" else cost,
-                embedding=lambda: EmbeddingCost(self._broadcast(head.weight), directions=None),
-                tokenizer=self.processing_class, vocab_size=head.weight.shape[0], numbers=numbers,
-                seed=self.args.seed,
-            )  # fmt: skip
-        elif numbers is not None:
-            raise ValueError(
-                f'numbers={numbers!r} is for the costs "auto", "number" or "mixed", got {cost}; set it in that cost.'
-            )
-        check_objective(self.objective, cost, head.weight.shape[0])
-        _check_numbers(self.objective, cost)
-        check_kernel(impl, chunk_size)
-        self.transport_cost = cost
-        best = (self.args.metric_for_best_model or "").removeprefix("eval_")
-        if best == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
-            raise ValueError(
-                f"metric_for_best_model is {self.args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
-                'cost, of which less is not better; take "loss" or "nll".'
-            )
-        if best in LESS_IS_BETTER:
-            self.args.greater_is_better = False  # the trainer guesses it from the name, for "loss" only
-        self._logits_wanted = False
-        self._numbers_in_step: Tensor | None = None
-        self._train_sums: Tensor | None = None
-        self._eval_sums: Tensor | None = None
-        if needs_cost(self.objective) and self.is_world_process_zero():
-            _log_labels(cost, getattr(self, "train_dataset", None))
 
     def _broadcast(self, weight: Tensor) -> Tensor:
         """The first process's weight: DDP starts from it; with FSDP's cpu_ram_efficient_loading only it has one."""
@@ -199,6 +179,11 @@ class ObjectiveMixin:
         torch.distributed.broadcast(weight, src=0)
         return weight
 
+    @property
+    def _total(self) -> Sum:
+        """The objective (the attribute may have been changed) with the terms of other settings."""
+        return with_terms(self.objective, self.args, self.z_loss).beside(READ)
+
     # ---- the loss -------------------------------------------------------------------------------------------------
 
     def compute_loss(
@@ -209,145 +194,91 @@ class ObjectiveMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
-        inputs = dict(inputs)
-        if model.training and self._weighted and TOKEN_WEIGHT not in inputs:
-            raise ValueError(
-                f"the training set has a column {TOKEN_WEIGHT}, and the batch only {sorted(inputs)}; use a collator "
-                "that keeps and pads it, or remove the column."
-            )
-        labels, token_weight = self._aligned_labels(inputs)
-        if self._encoder_decoder and "decoder_input_ids" not in inputs:  # as the model makes them from labels
-            root: Any = unwrap(self.model)
-            inputs["decoder_input_ids"] = root.prepare_decoder_input_ids_from_labels(labels)
-        inputs.pop("skip_logits", None)  # set by the trainer for Liger's cross-entropy
-        if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
-            inputs["output_router_logits"] = True
-        training = model.training
-        _check_numbers(self.objective, self.transport_cost)  # the attribute may have been changed
-        num_items = num_items_in_batch if training else None
-        if num_items is not None and not bool(torch.as_tensor(num_items) > 0):
-            num_items = 1  # only ignored labels: the sum is 0
+        inputs, training = dict(inputs), model.training
+        if training and self._weighted:
+            check_weights_kept(inputs)
+        targets = self._targets(inputs)
+        self._complete(inputs, targets)
+        check_numbers(self.objective, self.transport_cost)
+        num_items = self._positive(num_items_in_batch) if training else None
         # The trainer divides by the number of accumulated batches if this is false.
         self.loss_is_scaled_for_ga = num_items is not None
-        objective = self._with_terms(
-            self._objective_of(labels, token_weight, num_items) if training else self.objective
-        )
-        result, auxiliary, logits = self._score(model, inputs, labels, token_weight, num_items, objective)
-        self._add_sums(result, auxiliary, labels, token_weight, training)
-        loss = result.loss
-        if num_items is not None and self.args.average_tokens_across_devices:
-            # Gradients are averaged over processes, tokens were summed; ranks of tensor parallelism have the same loss.
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
-        if auxiliary is not None:  # a mean over tokens in each batch: its mean over batches and processes
-            batches = self.current_gradient_accumulation_steps if num_items is not None else 1
-            loss = loss + self._auxiliary_weight() * auxiliary / batches
-        return (loss, CausalLMOutput(loss=loss, logits=logits)) if return_outputs else loss
+        scored = self._score(model, inputs, targets, num_items)
+        self._add_sums(scored, targets, training)
+        loss = self._scaled(scored, num_items)
+        return (loss, CausalLMOutput(loss=loss, logits=scored.logits)) if return_outputs else loss
 
-    def _score(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        labels: Tensor,
-        token_weight: Tensor | None,
-        num_items: Any,
-        objective: Objective,
-    ) -> tuple[TokenLoss, Tensor | None, Tensor | None]:
-        """The objective, the loss that balances experts if the model returns one, and logits if they are wanted."""
-        wanted = needs_cost(objective) or not model.training
-
-        def settings(device: torch.device) -> dict[str, Any]:
-            items = num_items.to(device) if isinstance(num_items, Tensor) else num_items
-            cost = self._cost_on(device) if wanted else None
-            weights = None if token_weight is None else token_weight.to(device)
-            return {"objective": objective, "cost": cost, "ignore_index": IGNORE_INDEX, "num_items": items,
-                    "token_weight": weights}  # fmt: skip
-
-        def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
-            if hidden.shape[:-1] != labels.shape:
-                raise ValueError(
-                    f"the head sees hidden states of shape {tuple(hidden.shape)}, labels have {tuple(labels.shape)}; "
-                    "models that add or drop positions (prompt tuning) are not supported."
-                )
-            here = labels.to(hidden.device)
-            if self._logs_predictions() and not hasattr(head.weight, "placements"):
-                most = TRAINING_TOKENS if model.training else None
-                self._log_predictions(prediction_sums(hidden, here, head, most), model.training)
-            return linear_token_loss(
-                hidden, labels=here, impl=self.impl, chunk_size=self.chunk_size,
-                **head._asdict(), **settings(hidden.device),
-            )  # fmt: skip
-
-        logits = None
-        if self._logits_wanted:
-            outputs = model(**inputs)
-            logits = outputs["logits"]
-            here = labels.to(logits.device)
-            if self._logs_predictions():
-                self._log_predictions(logit_sums(logits, here), model.training)
-            result = token_loss(logits, here, **settings(logits.device))
-        else:
-            if self._transform is None:
-                self._transform = measure_transform(model, inputs)
-            with fused_loss(model, self._transform, score):
-                outputs = model(**inputs)
-            result = TokenLoss(outputs["loss"], **{name: outputs.get(name) for name in Statistics._fields})
-        # The head may be on another device than the batch (device_map).
-        statistics = result.statistics().map(lambda vector: vector.to(labels.device))
-        auxiliary = auxiliary_loss(outputs)
-        auxiliary = None if auxiliary is None else auxiliary.to(labels.device)
-        return TokenLoss(result.loss.to(labels.device), **statistics._asdict()), auxiliary, logits
-
-    def _auxiliary_weight(self) -> float:
-        """The weight of the loss that balances experts: TRL's setting, else the one that the model itself uses."""
-        model: Any = unwrap(self.model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        config = model.config.get_text_config()
-        for owner in (self, self.args, model, config):  # up to TRL 1.10 the setting is in the arguments only
-            for name in ("router_aux_loss_coef", "aux_loss_coef"):
-                weight = getattr(owner, name, None)
-                if weight is not None:
-                    return float(weight)
-        raise ValueError(
-            f"{type(model).__name__} returns an auxiliary loss (mixture of experts) and no router_aux_loss_coef to "
-            "weight it with; set it in the model's config, or output_router_logits=False to train without that loss."
-        )
-
-    def _with_terms(self, objective: Objective) -> Objective:
-        """The objective with label smoothing and z-loss where they were asked for."""
-        if self.args.label_smoothing_factor:
-            objective = LabelSmoothing(objective, self.args.label_smoothing_factor)
-        return ZLoss(objective, self.z_loss) if self.z_loss else objective
-
-    def _objective_of(self, labels: Tensor, token_weight: Tensor | None, num_items: Any) -> Objective:
-        """The objective of this step; `NumberToken` with the weight that makes a mean over numbers."""
-        inner = innermost(self.objective)
-        if not isinstance(inner, NumberToken):
-            return self.objective
-        tokens, numbers = num_items, self._numbers_in_step
-        if tokens is None or numbers is None:
-            tokens, numbers = self._counts(labels, token_weight)
-        return with_innermost(self.objective, inner.per_number(float(tokens), float(numbers)))
-
-    def _aligned_labels(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Take labels and weights out of a batch; entry t is the token that position t predicts, and its weight."""
+    def _targets(self, inputs: dict[str, Any]) -> Targets:
+        """Take labels and weights out of a batch."""
         if self._labels_unclear and "shift_labels" not in inputs:
             raise ValueError(
                 f"the loss of {type(unwrap(self.model)).__name__} scores label t at position t, those of other causal "
                 "language models at t - 1, so it is unclear what the labels are. Name them shift_labels, with the "
                 "token that position t predicts at t (and set remove_unused_columns=False)."
             )
-        return _aligned_labels(inputs, shift=not self._encoder_decoder)
+        return targets_of(inputs, shift=not self._encoder_decoder)
 
-    def _counts(self, labels: Tensor, token_weight: Tensor | None) -> Tensor:
-        """The number of predicted tokens, and of number positions (of all positions without `NumberToken`), or the sums
-        of their weights."""
-        positions = valid = labels != IGNORE_INDEX
-        if isinstance(innermost(self.objective), NumberToken):
-            positions = cost_positions(self._cost_on(labels.device), labels, valid)
-        if token_weight is None:
-            return torch.stack([valid.sum(), positions.sum()])
-        weights = token_weight.double()
-        return torch.stack([weights[mask].sum() for mask in (valid, positions)]).float()
+    def _complete(self, inputs: dict[str, Any], targets: Targets) -> None:
+        """Add to a batch what the model or TRL's trainer would make of its labels and settings."""
+        if self._encoder_decoder and "decoder_input_ids" not in inputs:  # as the model makes them from labels
+            root: Any = unwrap(self.model)
+            inputs["decoder_input_ids"] = root.prepare_decoder_input_ids_from_labels(targets.labels)
+        inputs.pop("skip_logits", None)  # set by the trainer for Liger's cross-entropy
+        if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
+            inputs["output_router_logits"] = True
+
+    def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
+        """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
+        return num_items if num_items is None or bool(torch.as_tensor(num_items) > 0) else 1
+
+    def _score(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, num_items: Any) -> Scored:
+        training = model.training
+        objective = self._objective_of_step(targets, num_items) if training else self._total
+        wanted = objective.needs_cost or not training
+        log = (lambda sums: self._log_predictions(sums, training)) if self._logs_predictions() else None
+        scoring = Scoring(
+            objective, num_items, self._cost_on if wanted else lambda device: None, self.impl, self.chunk_size, log
+        )
+        if self._logits_wanted:
+            return scoring.from_logits(model, inputs, targets)
+        if self._transform is None:
+            self._transform = measure_transform(model, inputs)
+        return scoring.from_hidden(model, inputs, targets, self._transform)
+
+    def _objective_of_step(self, targets: Targets, num_items: Any) -> Sum:
+        """The objective of this step; with numbers the weight that makes of their share of all tokens a mean."""
+        total = self._total
+        if not total.terms_of(NumberDistance):
+            return total
+        tokens, numbers = num_items, self._numbers_in_step
+        if tokens is None or numbers is None:
+            tokens, numbers = self._counts(targets)
+        return total.scaled(float(tokens) / max(1.0, float(numbers)), NumberDistance)
+
+    def _counts(self, targets: Targets) -> Tensor:
+        """Of predicted tokens, and of number positions (of all positions where no term needs them)."""
+        numbers = targets.valid
+        if self._total.terms_of(NumberDistance):
+            numbers = cost_positions(self._cost_on(targets.labels.device), targets.labels, numbers)
+        return targets.counts(numbers)
+
+    def _scaled(self, scored: Scored, num_items: Any) -> Tensor:
+        """The loss as the trainer expects it, with that of the experts."""
+        loss = scored.result.loss
+        if num_items is not None and self.args.average_tokens_across_devices:
+            # Gradients are averaged over processes, tokens were summed; ranks of tensor parallelism have the same loss.
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        if scored.auxiliary is not None:  # a mean over tokens in each batch: its mean over batches and processes
+            batches = self.current_gradient_accumulation_steps if num_items is not None else 1
+            loss = loss + auxiliary_weight(self, self.model) * scored.auxiliary / batches
+        return loss
+
+    def _cost_on(self, device: torch.device) -> TokenCost | None:
+        if self.transport_cost is not None and self.transport_cost.device != device:
+            self.transport_cost = self.transport_cost.to(device)
+        return self.transport_cost
+
+    # ---- batches ----------------------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
         """As the trainer's, which drops all other columns, and the weights of tokens."""
@@ -355,18 +286,12 @@ class ObjectiveMixin:
         if TOKEN_WEIGHT not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, TOKEN_WEIGHT]
 
-    def _cost_on(self, device: torch.device) -> TokenCost | None:
-        if self.transport_cost is not None and self.transport_cost.device != device:
-            self.transport_cost = self.transport_cost.to(device)
-        return self.transport_cost
-
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The batches of one optimizer step, and the number of *predicted* tokens in them over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
-        labels = (self._aligned_labels(dict(batch)) for batch in batches)
-        counts = torch.stack([self._counts(*one) for one in labels]).sum(0).to(device)
+        counts = torch.stack([self._counts(self._targets(dict(batch))) for batch in batches]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
         if self._ranks_per_batch() > 1:
@@ -394,33 +319,16 @@ class ObjectiveMixin:
         finally:
             self._logits_wanted = False
 
-    # ---- metrics --------------------------------------------------------------------------------------------------
+    # ---- logs and metrics -------------------------------------------------------------------------------------------
 
-    def _add_sums(
-        self,
-        result: TokenLoss,
-        auxiliary: Tensor | None,
-        labels: Tensor,
-        token_weight: Tensor | None,
-        training: bool,
-    ) -> None:
-        # The cost in `NumberToken` is a mean over other positions, which is added to that of the rest.
-        numbers = isinstance(innermost(self.objective), NumberToken)
-        objective = self._with_terms(with_innermost(self.objective, MLE()) if numbers else self.objective)
-        sums = example_sums(
-            result,
-            labels,
-            objective=objective,
-            cost=self.transport_cost,
-            auxiliary=auxiliary,
-            token_weight=token_weight,
-        )
-        if training:
-            total = sums.sum(0)
-            self._train_sums = total if self._train_sums is None else self._train_sums + total
-        else:
-            total = self._gathered(sums).sum(0)
-            self._eval_sums = total if self._eval_sums is None else self._eval_sums + total
+    def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> None:
+        # The distance of numbers is a mean over other positions, which is added to that of the rest.
+        rest = self._total.without(NumberDistance)
+        sums = example_sums(ScoredBatch(scored.result, targets, rest, self.transport_cost, scored.auxiliary))
+        total = sums.sum(0) if training else self._gathered(sums).sum(0)
+        name = "_train_sums" if training else "_eval_sums"
+        before = getattr(self, name)
+        setattr(self, name, total if before is None else before + total)
 
     def _gathered(self, sums: Tensor) -> Tensor:
         """The sums of each example of all processes, without examples repeated to fill the last batch."""
@@ -444,11 +352,11 @@ class ObjectiveMixin:
             metrics[name].append(total / max(tokens, 1.0))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the trainer's, with token-weighted `nll` and `transport_cost` (and `aux_loss`) beside `loss`."""
+        """As the trainer's, with the token-weighted means of `token_means` beside `loss`."""
         if "loss" in logs and self._train_sums is not None:
-            sums = self.accelerator.reduce(self._train_sums, reduction="sum")
+            means = token_means(self.accelerator.reduce(self._train_sums, reduction="sum"))
             self._train_sums = None
-            logs |= {key: value for key, value in token_means(sums).items() if key not in ("loss", "weighted_cost")}
+            logs |= {name: means[name] for name in LOGGED if name in means}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
@@ -457,16 +365,12 @@ class ObjectiveMixin:
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
         if self._eval_sums is not None:
-            if not self._eval_sums[TOKENS] > 0:
+            if not tokens_in(self._eval_sums) > 0:
                 raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
             means = token_means(self._eval_sums)
-            inner = innermost(self.objective)
-            if isinstance(inner, NumberToken):
-                share = share_of_innermost(self._with_terms(self.objective))
-                means["loss"] += share * inner.weight * means.get("weighted_cost", 0.0)
-            means.pop("weighted_cost", None)
+            means["loss"] += self._total.weight_of(NumberDistance) * means.pop("weighted_cost", 0.0)
             if "aux_loss" in means:
-                means["loss"] += self._auxiliary_weight() * means["aux_loss"]
+                means["loss"] += auxiliary_weight(self, self.model) * means["aux_loss"]
             means["perplexity"] = math.exp(min(means["nll"], 700.0))
             output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
         return output
@@ -490,143 +394,5 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
             context = None if model is None else context_length(model)
             longest = max_length if context is None else min(max_length, context)
             for name in ("train_dataset", "eval_dataset"):
-                kwargs[name] = _tokenised(kwargs.get(name), kwargs.get("processing_class"), longest)
+                kwargs[name] = tokenised_rows(kwargs.get(name), kwargs.get("processing_class"), longest)
         super().__init__(*args, **kwargs)
-
-
-def _tokenised(rows: Any, tokenizer: Any, max_length: int) -> Any:
-    """The rows; a `datasets.Dataset` of text is tokenised, also among several by name."""
-    if isinstance(rows, dict):
-        return {name: _tokenised(part, tokenizer, max_length) for name, part in rows.items()}
-    if not is_untokenised(rows):
-        return rows
-    if _has_weights(rows):
-        raise ValueError(
-            f"the dataset is text and has a column {TOKEN_WEIGHT}, whose tokens are not known; tokenise it "
-            "(input_ids, labels) with a weight for each token, and give a data_collator that pads all three."
-        )
-    if tokenizer is None:
-        raise ValueError("the dataset is text, and there is no tokenizer; give processing_class=tokenizer.")
-    return tokenised(rows, tokenizer, max_length=max_length)
-
-
-def _log_labels(cost: TokenCost | None, rows: Any) -> None:
-    """Log what the cost says of the labels of rows of ours: near-duplicates among them, and hubs beside them."""
-    embedding = cost.other if isinstance(cost, MixedCost) else cost
-    if not isinstance(embedding, EmbeddingCost) or not isinstance(rows, PackedBlocks | AnsweredQuestions):
-        return
-    counts, duplicates = label_counts(rows, len(embedding.unit)), near_duplicates_in(embedding)
-    if duplicates is not None:
-        _log_once(int(counts[duplicates.cpu()].sum()), int(counts.sum()))
-    share = hub_share(embedding.unit, counts)
-    if share is not None:
-        _log_hubs_once(share, embedding.has_all_directions)
-
-
-@functools.cache  # once for all arms and seeds of a comparison
-def _log_once(duplicates: int, labels: int) -> None:
-    logger.warning(
-        "%d of the %d labels of the training set (%.2f %%) are tokens of near-duplicate rows of the embedding, which "
-        "cost 1 to every other token", duplicates, labels, 100 * duplicates / max(labels, 1),
-    )  # fmt: skip
-
-
-# Of all rows: 0.02 to 0.04 where EMO moved mass to rare tokens, at most 0.002 elsewhere (docs/reports/evidence.md).
-HUB_SHARE = 0.01
-
-
-@functools.cache
-def _log_hubs_once(share: float, has_all_directions: bool) -> None:
-    text = "by the cost a rare token is nearer to %.1f %% of draws of four labels than these are to each other"
-    if share < HUB_SHARE or not has_all_directions:
-        logger.info(text, 100 * share)
-        return
-    logger.warning(
-        f"{text}; EMO moves mass to such tokens. Remove what rows share with EmbeddingCost(rows, directions=None) "
-        "(--cost_embedding all-but-the-top), the default, and compare with MLE", 100 * share,
-    )  # fmt: skip
-
-
-def _check_settings(args: Any, compute_loss_func: Any, objective: Objective) -> None:
-    """Raise ValueError for settings of the trainer's own loss, which would have no effect on an objective."""
-    if args.n_gpu > 1:
-        raise ValueError(f"{args.n_gpu} GPUs under nn.DataParallel are not supported; start with torchrun.")
-    # Of TRL's configs, whose default is one of these two ways to compute the same loss. Others of TRL set a
-    # compute_loss_func, which nobody gave.
-    loss_type = getattr(args, "loss_type", None)
-    if loss_type not in (None, "nll", "chunked_nll"):
-        raise ValueError(
-            f"loss_type={loss_type!r} and an objective were both given; leave loss_type out, the objective is "
-            f"{objective!r}."
-        )
-    if compute_loss_func is not None:
-        raise ValueError("compute_loss_func and an objective were both given; leave compute_loss_func out.")
-    kernels = getattr(args, "liger_kernel_config", None) or {}
-    if getattr(args, "use_liger_kernel", False) and kernels.get("fused_linear_cross_entropy", True):
-        raise ValueError(
-            "use_liger_kernel=True puts a cross-entropy of its own into the model, which no objective uses; "
-            'add liger_kernel_config={"fused_linear_cross_entropy": False} to keep its other kernels.'
-        )
-
-
-def _has_weights(rows: Any) -> bool:
-    """Whether a data set has the column of weights, as far as it can tell without reading it all."""
-    names = getattr(rows, "column_names", None)
-    if names is None and isinstance(rows, list) and rows and isinstance(rows[0], dict):
-        names = rows[0]
-    return TOKEN_WEIGHT in (names or ())
-
-
-def _check_sequence_parallelism(size: int) -> None:
-    """Raise ValueError under sequence parallelism: the trainer sums the loss over ranks in a way of its own."""
-    if size > 1:
-        raise ValueError(
-            f"parallelism_config has sp_size={size}, and an objective does not work with sequence parallelism "
-            "(DeepSpeed's Ulysses); split sequences with context parallelism (cp_size) instead."
-        )
-
-
-def _check_numbers(objective: Objective, cost: TokenCost | None) -> None:
-    """Raise ValueError if the objective needs the values of numbers, and the cost is one of an embedding."""
-    objective = innermost(objective)
-    if isinstance(objective, NumberToken) and isinstance(cost, CosineCost):
-        raise ValueError(
-            f"{objective!r} needs distances between numbers, which {type(cost).__name__} has not; give the trainer "
-            f'cost="number" or NumberCost.from_tokenizer(tokenizer), or take EMO({objective.weight}) with this cost.'
-        )
-
-
-def _collator_for(train: Any, evaluation: Any) -> Any:
-    """The collator of `PackedBlocks`, `AnsweredQuestions` or a `Subset` of them; None for other datasets."""
-    rows = train if train is not None else evaluation
-    if isinstance(rows, dict):  # several to evaluate on, by name
-        rows = next(iter(rows.values()), None)
-    while isinstance(rows, Subset):
-        rows = rows.dataset
-    if isinstance(rows, PackedBlocks):
-        return default_data_collator  # blocks are of one length: nothing to pad
-    return pad_questions if isinstance(rows, AnsweredQuestions) else None
-
-
-def _aligned_labels(inputs: dict[str, Any], *, shift: bool) -> tuple[Tensor, Tensor | None]:
-    """Take labels and weights out of a batch and align them: entry `t` is the token that position `t` predicts.
-
-    Those of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are.
-    """
-    labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
-    weights = inputs.pop(TOKEN_WEIGHT, None)
-    either = labels if shifted is None else shifted
-    if either is not None and weights is not None and weights.shape != either.shape:
-        raise ValueError(
-            f"{TOKEN_WEIGHT} of the batch has shape {tuple(weights.shape)}, the labels {tuple(either.shape)}; expected "
-            "a weight for each token, padded like the labels."
-        )
-    if shifted is not None:
-        return shifted, weights
-    if labels is None:
-        raise ValueError(f"the batch has {sorted(inputs)} but no labels; use a collator that makes them "
-                         "(DataCollatorForLanguageModeling(tokenizer, mlm=False)).")  # fmt: skip
-    if not shift:
-        return labels, weights
-    aligned = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
-    return aligned, None if weights is None else nn.functional.pad(weights[..., 1:], (0, 1), value=0)

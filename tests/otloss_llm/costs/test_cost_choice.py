@@ -11,7 +11,7 @@ import torch
 from otloss_llm import EmbeddingCost, MixedCost, NumberCost, NumberToken
 from otloss_llm.costs.choice import NumberSettings, choose_cost, number_cost, number_tokens, number_values
 from otloss_llm.data.blocks import train_bpe_tokenizer
-from otloss_llm.objectives import cost_kind
+from otloss_llm.objectives import Sum, parse_objective
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def made(tokenizer: Any, kind: str, **settings: Any) -> Any:
      (NumberToken(2.0), "number"), ("emo+number:clip=3", "mixed")],
 )  # fmt: skip
 def test_the_kind_of_an_objective(objective: Any, kind: str) -> None:
-    assert cost_kind(objective) == kind
+    assert Sum.of(parse_objective(objective) if isinstance(objective, str) else objective).cost_kind == kind
 
 
 def test_each_kind_over_a_padded_head(tokenizer: Any) -> None:

@@ -21,7 +21,7 @@ from otloss_llm.kernels.chunked import Tokens
 from otloss_llm.kernels.logits import TokenLossConfig, sweeps_for
 from otloss_llm.kernels.rows import CostRows
 from otloss_llm.kernels.rows_triton import BLOCK
-from otloss_llm.objectives import Statistics
+from otloss_llm.objectives import Statistics, Sum
 from tests.otloss_llm.kernels.test_rows import assert_as_in_float64
 from tests.otloss_llm.losses import test_statistics as statistics_cases
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem, relative_error, truth
@@ -268,10 +268,10 @@ def test_the_choice_of_auto_on_a_gpu() -> None:
 
 
 def test_chunks_on_a_gpu_are_large() -> None:
-    config = TokenLossConfig(MLE())
+    config = TokenLossConfig(Sum.of(MLE()))
     sizes = [config.rows_per_chunk(*args) for args in ((128256, "cuda"), (50257, "cpu"), (500, "cpu"))]
     assert sizes == [2048, 656, 1024]
-    assert TokenLossConfig(MLE(), chunk_size=7).rows_per_chunk(128256, "cuda") == 7
+    assert TokenLossConfig(Sum.of(MLE()), chunk_size=7).rows_per_chunk(128256, "cuda") == 7
 
 
 def test_weight_gradients_of_16_bits_add_up_in_float32(device: str, small_blocks: None) -> None:

@@ -20,7 +20,7 @@ from otloss_llm import (
     linear_token_loss,
     token_loss,
 )
-from otloss_llm.objectives import Statistics, statistics_read, value_and_gradients
+from otloss_llm.objectives import Statistics, Sum
 from tests.otloss_llm.oracles import cosine_matrix, dense_statistics, everything, problem, relative_error
 from tests.otloss_llm.scoring import from_logits, fused, gradients
 
@@ -151,7 +151,7 @@ def test_a_token_loss_unpacks_into_three_and_has_what_was_asked_for() -> None:
 def test_a_statistic_whose_derivative_is_not_used_needs_no_gradient() -> None:
     """The entropy as a weight: eta is None, and the gradient is that of the weighted nll."""
     objective = lambda nll, entropy: entropy.detach() * nll  # noqa: E731
-    assert value_and_gradients(objective, Statistics(torch.ones(2), None, torch.ones(2)))[1].entropy is None
+    assert Sum.of(objective).value_and_gradients(Statistics(torch.ones(2), None, torch.ones(2)))[1].entropy is None
     given = problem(5)
     leaves, plain = given.leaves(), given.leaves()
     out = fused(leaves, given, objective=objective, cost=None)
@@ -171,4 +171,4 @@ def test_soft_targets_give_the_same_statistics() -> None:
 
 
 def test_what_an_objective_reads() -> None:
-    assert statistics_read(EMO()) == ("nll", "cost")
+    assert Sum.of(EMO()).reads == ("nll", "cost")

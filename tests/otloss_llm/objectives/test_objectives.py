@@ -29,17 +29,7 @@ from otloss_llm import (
     parse_objective,
     token_loss,
 )
-from otloss_llm.objectives import (
-    Objective,
-    Statistics,
-    check_tokenwise,
-    cost_kind,
-    has_default_clip,
-    needs_cost,
-    statistics_read,
-    value_and_gradients,
-    value_of,
-)
+from otloss_llm.objectives import NumberDistance, Objective, Statistics, Sum, Term
 from tests.errors import raising
 from tests.otloss_llm.oracles import OBJECTIVES
 from tests.otloss_llm.scoring import from_logits
@@ -53,7 +43,7 @@ PAIRS = st.lists(st.tuples(st.floats(1e-6, 50.0), st.floats(1e-6, 2.0)), min_siz
 def test_values_and_gradients_are_those_of_the_formula(name: str, pairs: list[tuple[float, float]]) -> None:
     objective, formula = OBJECTIVES[name]
     nll, cost = torch.tensor(pairs, dtype=torch.float64).T.clone()
-    value, (alpha, beta, *_) = value_and_gradients(objective, Statistics(nll, cost))
+    value, (alpha, beta, *_) = Sum.of(objective).value_and_gradients(Statistics(nll, cost))
     nll.requires_grad_(), cost.requires_grad_()
     expected = formula((-nll).exp(), nll, cost)
     gradients = torch.autograd.grad(expected.sum(), [nll, cost], allow_unused=True)
@@ -67,7 +57,7 @@ def test_values_and_gradients_are_those_of_the_formula(name: str, pairs: list[tu
 @pytest.mark.parametrize("weighting", ["ratio", "transport"])
 def test_the_ratio_is_0_where_its_denominator_is_0(weighting: str) -> None:
     nll, cost = torch.tensor([0.0, 0.7, 0.0]), torch.tensor([0.0, 0.0, 0.3])
-    value, (alpha, beta, *_) = value_and_gradients(EMO(weighting), Statistics(nll, cost))
+    value, (alpha, beta, *_) = Sum.of(EMO(weighting)).value_and_gradients(Statistics(nll, cost))
     assert beta is not None
     assert torch.isfinite(torch.stack([value, alpha, beta])).all()
     expected = [0.0, 0.35, 0.0] if weighting == "ratio" else [0.0, 0.0, 0.3]
@@ -77,7 +67,7 @@ def test_the_ratio_is_0_where_its_denominator_is_0(weighting: str) -> None:
 def test_weights_stay_finite_where_the_probability_underflows() -> None:
     nll = torch.tensor([1e-45, 200.0, 3e4])  # exp(-200) underflows, exp(200) overflows float32
     for objective in ALL:
-        value, gradients = value_and_gradients(objective, Statistics(nll, torch.full((3,), 0.5)))
+        value, gradients = Sum.of(objective).value_and_gradients(Statistics(nll, torch.full((3,), 0.5)))
         for made in (value, *gradients):
             assert made is None or torch.isfinite(made).all(), objective
 
@@ -86,9 +76,6 @@ def test_the_ratio_is_clipped_by_default_and_nothing_else() -> None:
     assert [EMO().ratio_clip, EMO("transport").ratio_clip, EMO(1.0).ratio_clip] == [3.0, None, None]
     assert EMO() == EMO(ratio_clip=3.0) == pickle.loads(pickle.dumps(EMO()))
     assert repr(EMO(ratio_clip=None)) == "EMO(weighting='ratio', ratio_clip=None)"
-    assert cost_kind("emo:clip=3+number") == cost_kind("emo+number+z_loss:1") == "mixed"
-    names = ("emo", "emo+number", "EMO:ratio", "emo:clip=3", "emo:1", "mle", "emo+z_loss:1")
-    assert [name for name in names if has_default_clip(name)] == ["emo", "emo+number", "EMO:ratio"]
     with pytest.raises(ValueError, match="ratio_clip is often"):
         EMO(ratio_clip="often")
 
@@ -108,6 +95,40 @@ def test_names_of_objectives() -> None:
     assert {text: parse_objective(text) for text in names} == names
 
 
+class Both(Sum):
+    """Terms of two objectives, as a user may write them."""
+
+    def __init__(self, kept: tuple[Term, ...]) -> None:
+        self.kept = kept
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return self.kept
+
+
+def test_an_objective_is_a_sum_of_terms() -> None:
+    """Whose weights, statistics and cost are those of the name; the trainer asks for its term of numbers."""
+    total = Sum.of(parse_objective("gem:0.7+z_loss:0.01+number:0.3+smoothing:0.1"))
+    reads = ("nll", "cost", "logsumexp", "mean_logit", "tempered_logsumexp")
+    assert (total.reads, total.cost_kind, total.temperature) == (reads, "number", 0.7)
+    assert [term.weight for term in total.terms] == pytest.approx([0.9, 0.009, 0.27, 0.1])
+    assert total.weight_of(NumberDistance) == pytest.approx(0.27)
+    assert total.scaled(2.0, NumberDistance).weight_of(NumberDistance) == pytest.approx(0.54)
+    nll, cost, z, m, tempered = torch.rand(5, 4, dtype=torch.float64)
+    statistics = Statistics(nll, cost, None, z, m, tempered)
+    rest = 0.9 * (nll + tempered - z + 0.01 * z.square()) + 0.1 * (z - m)
+    torch.testing.assert_close(total.value(statistics), rest + 0.27 * cost)
+    torch.testing.assert_close(total.without(NumberDistance).value(statistics), rest)
+    kinds = {"emo:clip=3+number": "mixed", "emo+number+z_loss:1": "mixed", "mle": "embedding", "emo": "embedding",
+             "number_token+smoothing:0.1": "number", "expected_value": "rating", "mle+number": "number"}  # fmt: skip
+    assert {name: Sum.of(parse_objective(name)).cost_kind for name in kinds} == kinds
+    assert total.beside(("entropy",)).reads == (*reads[:2], "entropy", *reads[2:])
+    with pytest.raises(ValueError, match="different costs, \\['number', 'rating'\\]"):
+        _ = Both((*ExpectedValue().terms, *NumberToken().terms)).cost_kind
+    with pytest.raises(ValueError, match=r"its temperature is 0.5; expected .* the same in all terms"):
+        _ = Both((*Sum.of(GEM(0.5)).terms, *Sum.of(GEM(0.7)).terms)).temperature
+
+
 test_invalid_names_raise = raising(
         ("kl", "'kl'.*mle, tailr, mixce, emo"), ("", "expected one of"), ("mle:1", "expected one of"),
         ("emo:often", "'emo:often'.*'often'"), ("tailr:2", r"'tailr:2': gamma is 2.0"), ("mixce:x", "'mixce:x'"),
@@ -115,7 +136,7 @@ test_invalid_names_raise = raising(
         ("number_token:inf", "weight is inf"), ("power:0", "k is 0.0"), ("eaft:1", "expected one of"),
         ("dft:2", "expected one of"), ("gem:0", "beta is 0.0"), ("mle+smoothing:2", "epsilon is 2.0"),
         ("mle+smoothing", "'' is not a number, expected one behind '[+]smoothing:'"), ("gem:x", "as in gem:0.5"),
-        ("smoothing:0.1", "expected one of"),
+        ("smoothing:0.1", "expected one of"), ("emo:0.5+number:0.3", "reads a transport cost already"),
     call=parse_objective,
 )  # fmt: skip
 
@@ -156,14 +177,14 @@ def test_almost_the_name_of_a_statistic_raises() -> None:
         (lambda costs, nlls: nlls, "cost"),
     ):
         with pytest.raises(ValueError, match=f"did you mean {meant}"):
-            statistics_read(objective)
+            _ = Sum.of(objective).reads
     for objective in (
         lambda nlls, costs: nlls,
         lambda n, D: n,
         lambda nll, transport: nll,
         lambda loss, distance: loss,
     ):
-        assert statistics_read(objective) == ("nll", "cost")
+        assert Sum.of(objective).reads == ("nll", "cost")
 
 
 def test_what_is_not_an_objective_raises_inside_a_wrapper_too() -> None:
@@ -179,8 +200,8 @@ def test_what_is_not_an_objective_raises_inside_a_wrapper_too() -> None:
 
 
 def test_needs_cost() -> None:
-    assert [needs_cost(objective) for objective in ALL] == [False] * 4 + [True] * 3
-    assert needs_cost(lambda nll, cost: nll)
+    assert [Sum.of(objective).needs_cost for objective in ALL] == [False] * 4 + [True] * 3
+    assert Sum.of(lambda nll, cost: nll).needs_cost
 
 
 def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
@@ -200,16 +221,16 @@ def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
         (torch.maximum, ("nll", "cost")),
     ]  # fmt: skip
     for objective, names in cases:
-        assert statistics_read(objective) == names
-        value_of(objective, vectors)
+        assert Term(objective).reads == names
+        Sum.of(objective).value(vectors)
         if objective is not torch.maximum:
             assert all(a is getattr(vectors, name) for a, name in zip(kept, names, strict=True))
-    assert not needs_cost(lambda nll, entropy: nll)
+    assert not Sum.of(lambda nll, entropy: nll).needs_cost
     for wrong in (lambda nll, cost, temperature: nll, lambda n: n, lambda d, nll: d, lambda: 0, lambda n, entropy: n):
         with pytest.raises(ValueError, match=r"has parameters \[.*expected some of \['nll', 'cost', 'entropy'"):
-            statistics_read(wrong)
+            _ = Sum.of(wrong).reads
     with pytest.raises(ValueError, match=r"reads \['entropy'\], which this path does not compute"):
-        value_of(lambda nll, entropy: nll, Statistics(torch.ones(3)))
+        Sum.of(lambda nll, entropy: nll).value(Statistics(torch.ones(3)))
 
 
 @pytest.mark.parametrize("impl", ["logits", "reference", "chunked"])
@@ -282,9 +303,9 @@ def test_label_smoothing_and_z_loss_around_any_objective(impl: str) -> None:
         torch.testing.assert_close(out.loss[valid], expected)
         gradients = (torch.autograd.grad(loss.sum(), at) for loss, at in ((out.loss, leaf), (expected, again)))
         torch.testing.assert_close(*gradients)
-    assert statistics_read(ZLoss(MLE())) == ("nll", "cost", "logsumexp")
-    assert [needs_cost(ZLoss(objective)) for objective in (MLE(), EMO())] == [False, True]
-    assert cost_kind(LabelSmoothing(NumberToken(), 0.1)) == "number"
+    assert Sum.of(ZLoss(MLE())).reads == ("nll", "cost", "logsumexp")
+    assert [Sum.of(ZLoss(objective)).needs_cost for objective in (MLE(), EMO())] == [False, True]
+    assert LabelSmoothing(NumberToken(), 0.1).cost_kind == "number"
     with pytest.raises(ValueError, match="needs cost="):
         from_logits(z, label, impl, objective=ZLoss(EMO()))
     for make, message in (
@@ -298,16 +319,16 @@ def test_label_smoothing_and_z_loss_around_any_objective(impl: str) -> None:
 def test_objectives_of_another_shape_or_without_a_graph_raise() -> None:
     nll, cost = torch.ones(3), torch.ones(3)
     with pytest.raises(ValueError, match=r"returned \(\), expected a value per token, \(3,\)"):
-        value_and_gradients(lambda n, d: n.sum(), Statistics(nll, cost))
+        Sum.of(lambda n, d: n.sum()).value_and_gradients(Statistics(nll, cost))
     with pytest.raises(ValueError, match="returned float"):
-        value_and_gradients(lambda n, d: 1.0, Statistics(nll, cost))  # type: ignore[arg-type, return-value]
+        Sum.of(lambda n, d: 1.0).value_and_gradients(Statistics(nll, cost))
     with pytest.raises(ValueError, match="neither nll nor cost"):
-        value_and_gradients(lambda n, d: n.detach(), Statistics(nll, cost))
+        Sum.of(lambda n, d: n.detach()).value_and_gradients(Statistics(nll, cost))
 
 
 def test_a_gradient_that_is_not_finite_shows_in_the_value() -> None:
     statistics = Statistics(torch.ones(2), torch.tensor([1.0, 0.0]))
-    value, _ = value_and_gradients(lambda n, d: n + d.sqrt(), statistics)
+    value, _ = Sum.of(lambda n, d: n + d.sqrt()).value_and_gradients(statistics)
     assert value.isnan().tolist() == [False, True]
 
 
@@ -324,11 +345,11 @@ def test_objectives_that_mix_tokens_raise() -> None:
         (lambda n, d: n * learned, "parameters that require grad"),
     ]
     for objective, message in mixing:
-        value, _ = value_and_gradients(objective, statistics)
+        value, _ = Sum.of(objective).value_and_gradients(statistics)
         with pytest.raises((ValueError, RuntimeError), match=message):
-            check_tokenwise(objective, statistics, value)
+            Sum.of(objective).check_tokenwise(statistics, value)
     for objective in ALL:
-        check_tokenwise(objective, statistics, value_and_gradients(objective, statistics)[0])
+        Sum.of(objective).check_tokenwise(statistics, Sum.of(objective).value_and_gradients(statistics)[0])
 
 
 @pytest.mark.parametrize("chunk_size", [1, 64])

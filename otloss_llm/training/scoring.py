@@ -1,0 +1,101 @@
+"""One forward pass of a model and the objective of its batch: inside the model, without logits, or from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from otloss_llm.costs.vocabulary import TokenCost
+from otloss_llm.losses.positions import IGNORE_INDEX
+from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss, token_loss
+from otloss_llm.models.logit_transform import LogitTransform
+from otloss_llm.objectives import Statistics, Sum
+from otloss_llm.training.batches import Targets
+from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss
+from otloss_llm.training.predictions import TRAINING_TOKENS, logit_sums, prediction_sums
+
+
+class Scored(NamedTuple):
+    """The objective, the loss that balances experts if the model returns one, and logits if they were wanted."""
+
+    result: TokenLoss
+    auxiliary: Tensor | None
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a batch is scored.
+
+    Attributes:
+        objective, num_items, impl, chunk_size: as in `linear_token_loss`.
+        cost_on: returns the cost on a device, or None; the head may be on another device than the batch (device_map).
+        log_predictions: takes the sums of `training.predictions`; None where they are not logged.
+    """
+
+    objective: Sum
+    num_items: Tensor | int | None
+    cost_on: Callable[[torch.device], TokenCost | None]
+    impl: str = "auto"
+    chunk_size: int | None = None
+    log_predictions: Callable[[Tensor], None] | None = None
+
+    def from_hidden(
+        self, model: nn.Module, inputs: dict[str, Any], targets: Targets, transform: LogitTransform
+    ) -> Scored:
+        """Inside the forward pass of the model, which forms no logits."""
+
+        def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
+            if hidden.shape[:-1] != targets.labels.shape:
+                raise ValueError(
+                    f"the head sees hidden states of shape {tuple(hidden.shape)}, labels have "
+                    f"{tuple(targets.labels.shape)}; models that add or drop positions (prompt tuning) are not "
+                    "supported."
+                )
+            labels = targets.labels.to(hidden.device)
+            if self.log_predictions is not None and not hasattr(head.weight, "placements"):
+                most = TRAINING_TOKENS if model.training else None
+                self.log_predictions(prediction_sums(hidden, labels, head, most))
+            return linear_token_loss(
+                hidden, labels=labels, impl=self.impl, chunk_size=self.chunk_size,
+                **head._asdict(), **self._settings(hidden.device, targets),
+            )  # fmt: skip
+
+        with fused_loss(model, transform, score):
+            outputs = model(**inputs)
+        result = TokenLoss(outputs["loss"], **{name: outputs.get(name) for name in Statistics._fields})
+        return _scored(result, outputs, targets)
+
+    def from_logits(self, model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Scored:
+        """From the model's own logits, which are returned."""
+        outputs = model(**inputs)
+        logits = outputs["logits"]
+        labels = targets.labels.to(logits.device)
+        if self.log_predictions is not None:
+            self.log_predictions(logit_sums(logits, labels))
+        result = token_loss(logits, labels, **self._settings(logits.device, targets))
+        return _scored(result, outputs, targets)._replace(logits=logits)
+
+    def _settings(self, device: torch.device, targets: Targets) -> dict[str, Any]:
+        items, weight = self.num_items, targets.token_weight
+        return {
+            "objective": self.objective,
+            "cost": self.cost_on(device),
+            "ignore_index": IGNORE_INDEX,
+            "num_items": items.to(device) if isinstance(items, Tensor) else items,
+            "token_weight": None if weight is None else weight.to(device),
+        }
+
+
+def _scored(result: TokenLoss, outputs: Any, targets: Targets) -> Scored:
+    """On the device of the batch."""
+    device = targets.labels.device
+    statistics = result.statistics().map(lambda vector: vector.to(device))
+    auxiliary = auxiliary_loss(outputs)
+    return Scored(
+        TokenLoss(result.loss.to(device), **statistics._asdict()), None if auxiliary is None else auxiliary.to(device)
+    )

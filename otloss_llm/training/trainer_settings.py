@@ -1,0 +1,79 @@
+"""Settings of the trainers of transformers and TRL that act on the loss: followed or excluded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
+from otloss_llm.objectives import LabelSmoothing, Objective, Sum, ZLoss
+from otloss_llm.training.fused import unwrap
+
+LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
+
+
+def check_loss_settings(args: Any, compute_loss_func: Any, objective: Objective) -> None:
+    """Raise ValueError for settings of the trainer's own loss, which would have no effect on an objective."""
+    if args.n_gpu > 1:
+        raise ValueError(f"{args.n_gpu} GPUs under nn.DataParallel are not supported; start with torchrun.")
+    # Of TRL's configs, whose default is one of these two ways to compute the same loss. Others of TRL set a
+    # compute_loss_func, which nobody gave.
+    loss_type = getattr(args, "loss_type", None)
+    if loss_type not in (None, "nll", "chunked_nll"):
+        raise ValueError(
+            f"loss_type={loss_type!r} and an objective were both given; leave loss_type out, the objective is "
+            f"{objective!r}."
+        )
+    if compute_loss_func is not None:
+        raise ValueError("compute_loss_func and an objective were both given; leave compute_loss_func out.")
+    kernels = getattr(args, "liger_kernel_config", None) or {}
+    if getattr(args, "use_liger_kernel", False) and kernels.get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            "use_liger_kernel=True puts a cross-entropy of its own into the model, which no objective uses; "
+            'add liger_kernel_config={"fused_linear_cross_entropy": False} to keep its other kernels.'
+        )
+
+
+def check_sequence_parallelism(size: int) -> None:
+    """Raise ValueError under sequence parallelism: the trainer sums the loss over ranks in a way of its own."""
+    if size > 1:
+        raise ValueError(
+            f"parallelism_config has sp_size={size}, and an objective does not work with sequence parallelism "
+            "(DeepSpeed's Ulysses); split sequences with context parallelism (cp_size) instead."
+        )
+
+
+def with_terms(objective: Objective, args: Any, z_loss: float) -> Sum:
+    """The objective with label smoothing and z-loss where they were asked for, as a sum."""
+    if args.label_smoothing_factor:
+        objective = LabelSmoothing(objective, args.label_smoothing_factor)
+    return Sum.of(ZLoss(objective, z_loss) if z_loss else objective)
+
+
+def set_best_metric(args: Any, cost: TokenCost | None) -> None:
+    """Less is better of our metrics: the trainer guesses it from the name, for "loss" only."""
+    best = (args.metric_for_best_model or "").removeprefix("eval_")
+    if best == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
+        raise ValueError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
+            'cost, of which less is not better; take "loss" or "nll".'
+        )
+    if best in LESS_IS_BETTER:
+        args.greater_is_better = False
+
+
+def auxiliary_weight(trainer: Any, model: nn.Module) -> float:
+    """The weight of the loss that balances experts: TRL's setting, else the one that the model itself uses."""
+    root: Any = unwrap(model)
+    root = root.get_base_model() if hasattr(root, "get_base_model") else root
+    config = root.config.get_text_config()
+    for owner in (trainer, trainer.args, root, config):  # up to TRL 1.10 the setting is in the arguments only
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            weight = getattr(owner, name, None)
+            if weight is not None:
+                return float(weight)
+    raise ValueError(
+        f"{type(root).__name__} returns an auxiliary loss (mixture of experts) and no router_aux_loss_coef to "
+        "weight it with; set it in the model's config, or output_router_logits=False to train without that loss."
+    )
