@@ -83,6 +83,11 @@ _OF_THE_EXTRA = ("transformers", "tokenizers", "accelerate", "safetensors", "tqd
 _NEEDS_TRANSFORMERS = ("ObjectiveMixin", "ObjectiveTrainer")
 
 
+def __dir__() -> list[str]:
+    """The names of `__all__`, those that load the trainer among them."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Load the trainer on first use: the losses alone need no transformers."""
     if name not in _NEEDS_TRANSFORMERS:

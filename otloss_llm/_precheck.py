@@ -57,7 +57,7 @@ def first_error(arguments: Sequence[str]) -> str | None:
     ):
         return None
     command, fields = arguments[0], fields_of(arguments[0])
-    values = _values(arguments[1:])
+    values = values_of(arguments[1:])
     for option in values if fields else ():
         if option not in fields and option.removeprefix("no_") not in fields:
             written = next(one for one in arguments if _name(one.partition("=")[0]) == option)
@@ -116,7 +116,7 @@ def _wrong_number(name: str, annotation: str, text: str) -> str | None:
     return None
 
 
-def _values(arguments: Sequence[str]) -> dict[str, list[str]]:
+def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Option -> its values."""
     values: dict[str, list[str]] = {}
     last: list[str] = []

@@ -19,8 +19,8 @@ from typing import Any
 import otloss
 import otloss_llm
 from otloss.extending import install_hint
-from otloss_llm import __version__
-from otloss_llm._precheck import COMMANDS, unknown_option
+from otloss_llm import __version__, parse_objective
+from otloss_llm._precheck import COMMANDS, unknown_option, values_of
 from otloss_llm._start import INTERRUPTED
 
 USAGE = """\
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] not in COMMANDS:
         return _fail(f"there is no command {arguments[0]!r}; expected {' | '.join(COMMANDS)} (see --help).")
     try:
+        _check_objectives(arguments[1:])
         with _transformers_messages(), plain_warnings():
             parsed = _parse(arguments[0], arguments[1:])
             # Trainer, tqdm and other libraries print to stdout while the command works.
@@ -68,6 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(message)
     return int(code)
+
+
+def _check_objectives(arguments: list[str]) -> None:
+    """Raise ValueError for a misspelt objective before transformers is imported, which takes seconds."""
+    given = values_of(arguments)
+    for text in (*given.get("objective", ()), *given.get("objectives", ())):
+        parse_objective(text.partition("/")[0])
 
 
 def _message(error: Exception) -> str | None:

@@ -79,7 +79,9 @@ class EmbeddingCost(CosineCost, VocabularyCost):
             embedding = embedding.full_tensor()
         before = (embedding != 0).any(-1)
         self.has_all_directions = directions == 0
-        if directions != 0:  # before the search: rows of tokens that were never trained share a leading direction
+        if directions != 0:
+            check_finite("embedding", embedding)
+            # before the search: rows of tokens that were never trained share a leading direction
             embedding = all_but_the_top(embedding, directions)
         super().__init__(embedding)  # Normalising makes a copy.
         self.near_duplicates = torch.zeros_like(self.zero_rows)

@@ -57,8 +57,14 @@ def _read_file(path: Path, text_column: str) -> list[str]:
 
 
 def _decoded(path: Path) -> str:
+    content = path.read_bytes()
+    marked, zeros = content[:2] in (b"\xff\xfe", b"\xfe\xff"), content.count(0)
+    if marked or 0.25 < zeros / max(1, len(content)) < 0.75:
+        raise ValueError(f"{str(path)!r} looks like UTF-16; convert it, for example with: iconv -f utf-16 -t utf-8.")
+    if zeros:
+        raise ValueError(f"{str(path)!r} has {zeros} NUL bytes, which no text has; name another file, or remove them.")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{str(path)!r} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; "

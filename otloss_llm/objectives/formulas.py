@@ -360,11 +360,11 @@ class LabelSmoothing(Sum):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        uniform = Term(_uniform_cross_entropy, self.epsilon)
+        uniform = Term(uniform_cross_entropy, self.epsilon)
         return (*Sum.of(self.objective).scaled(1.0 - self.epsilon).terms, uniform)
 
 
-def _uniform_cross_entropy(logsumexp: Tensor, mean_logit: Tensor) -> Tensor:
+def uniform_cross_entropy(logsumexp: Tensor, mean_logit: Tensor) -> Tensor:
     return logsumexp - mean_logit
 
 

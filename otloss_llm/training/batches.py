@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +70,34 @@ def check_weights_kept(inputs: dict[str, Any]) -> None:
         )
 
 
-def has_weights(rows: Any) -> bool:
-    """Whether a data set has the column of weights, as far as it can tell without reading it all."""
+def columns_of(rows: Any) -> tuple[str, ...]:
+    """The columns of a data set, as far as it can tell without reading it all."""
     names = getattr(rows, "column_names", None)
     if names is None and isinstance(rows, list) and rows and isinstance(rows[0], dict):
         names = rows[0]
-    return TOKEN_WEIGHT in (names or ())
+    return tuple(names or ())
+
+
+def has_weights(rows: Any) -> bool:
+    """Whether a data set has the column of weights."""
+    return TOKEN_WEIGHT in columns_of(rows)
+
+
+def pad_rows(items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Join rows of token ids into a batch, padded on the right; padding has label -100, mask 0 and weight 0.
+
+    >>> pad_rows([{"input_ids": [5], "labels": [5]}, {"input_ids": [6, 7], "labels": [-100, 7]}])["labels"]
+    tensor([[   5, -100],
+            [-100,    7]])
+    """
+    masked = [{"attention_mask": [1] * len(item["input_ids"])} | item for item in items]
+
+    def padded(key: str) -> Tensor:
+        fill = IGNORE_INDEX if key == "labels" else 0
+        columns = [torch.as_tensor(item[key]) for item in masked]
+        return nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=fill)
+
+    return {key: padded(key) for key in masked[0]}
 
 
 def collator_for(train: Any, evaluation: Any) -> Any:
@@ -89,10 +112,24 @@ def collator_for(train: Any, evaluation: Any) -> Any:
     return pad_questions if isinstance(rows, AnsweredQuestions) else None
 
 
+def collator_of_ids(train: Any, evaluation: Any) -> Any:
+    """`pad_rows` for rows of token ids and labels, which the default of transformers cannot pad; None for others."""
+    rows = train if train is not None else evaluation
+    return pad_rows if {"input_ids", "labels"} <= set(columns_of(rows)) else None
+
+
 def tokenised_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
-    """The rows; a `datasets.Dataset` of text is tokenised, also among several by name."""
+    """The rows; a `datasets.Dataset` of text is tokenised, also among several by name.
+
+    Raises ValueError for a list of strings, which says nothing about where rows end.
+    """
     if isinstance(rows, dict):
         return {name: tokenised_rows(part, tokenizer, max_length) for name, part in rows.items()}
+    if isinstance(rows, list | tuple) and rows and isinstance(rows[0], str):
+        raise ValueError(
+            "the rows are strings; give PackedBlocks.from_texts(texts, tokenizer, block_size) for packed text, or "
+            'datasets.Dataset.from_dict({"text": texts}) for a row of each.'
+        )
     if not is_untokenised(rows):
         return rows
     if has_weights(rows):

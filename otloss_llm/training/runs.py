@@ -169,7 +169,10 @@ def _run(
             trainer.remove_callback(callback)
         trainer.add_callback(_ProgressBar(bar))
     # A checkpoint without the optimizer's state cannot be resumed from.
-    _train(trainer, None if args.save_only_model else last_complete_checkpoint(folder))
+    checkpoint = None if args.save_only_model else last_complete_checkpoint(folder)
+    if checkpoint is not None and bar is None:
+        logger.warning("%s resumes after step %s", folder, Path(checkpoint).name.rpartition("-")[2])
+    _train(trainer, checkpoint)
     return _finish(trainer, folder, timer)
 
 

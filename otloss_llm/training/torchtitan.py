@@ -1,8 +1,8 @@
 """An objective in the place of torchtitan's `ChunkedLossWrapper`.
 
-torchtitan's trainer calls the model without its head, and the loss with hidden states (tokens, width), labels that are
-shifted already, and the number of labels in the batches of all processes. The loss has been given the head before, with
-`set_lm_head`. This is that interface as of 2026. It is tested against a stub of it: torchtitan is no dependency.
+torchtitan's trainer calls the model without its head, and the loss with hidden states (batch, length, width), labels
+that are shifted already, and the number of labels in the batches of all processes. The loss has been given the head
+before, with `set_lm_head`. This is the interface of torchtitan 0.3, which is no dependency.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from otloss_llm.models.heads import LanguageModelHead
 from otloss_llm.models.sharded_heads import is_row_shard, replicated_like
 from otloss_llm.objectives import Objective
 
+try:  # its trainer gives the head to instances of this class
+    from torchtitan.components.loss import ChunkedLossWrapper
+except ImportError:  # a loop of your own
+    ChunkedLossWrapper = object
 
-class ObjectiveLoss:
-    """What torchtitan calls to turn hidden states into a loss: `(loss, metrics)`.
+
+class ObjectiveLoss(ChunkedLossWrapper):  # type: ignore[misc]  # not installed
+    """What torchtitan calls to turn hidden states into a loss, `(loss, metrics)`: `Trainer.Config(loss=...)`.
 
     Args:
         objective, cost: as in `linear_token_loss`.
@@ -33,6 +38,10 @@ class ObjectiveLoss:
     def __init__(self, objective: Objective, cost: TokenCost | None = None, **settings: Any) -> None:
         self.objective, self.cost, self.settings = objective, cost, settings
         self.lm_head: nn.Module | None = None
+
+    def build(self, **settings: Any) -> ObjectiveLoss:
+        """Itself: the trainer builds its loss of a configuration, and this one is its own."""
+        return self
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         """Set the head; must be called before the first loss."""

@@ -30,6 +30,7 @@ from otloss_llm.training.batches import (
     Targets,
     check_weights_kept,
     collator_for,
+    collator_of_ids,
     has_weights,
     targets_of,
     tokenised_rows,
@@ -229,7 +230,12 @@ class ObjectiveMixin:
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
-        return num_items if num_items is None or bool(torch.as_tensor(num_items) > 0) else 1
+        if num_items is None or bool(torch.as_tensor(num_items) > 0):
+            return num_items
+        if not self._warned_unlabelled:
+            self._warned_unlabelled = True
+            logger.warning("no token of this step is labelled (all labels are -100, or weigh 0): its loss is 0")
+        return 1
 
     def _score(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, num_items: Any) -> Scored:
         training = model.training
@@ -385,7 +391,8 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
     question and answer, or messages, as for TRL's `SFTTrainer`. It is tokenised with `processing_class` unless a
     `data_collator` is given: texts are cut at `max_length` tokens (and at the model's context), and longer prompts,
     questions and conversations are dropped with a warning. Labels are on completions and answers alone (also in
-    conversations, which is TRL's `assistant_only_loss=True`). For packed text give `PackedBlocks`.
+    conversations, which is TRL's `assistant_only_loss=True`). For packed text give `PackedBlocks`. Rows of `input_ids`
+    and `labels` are padded, `token_weight` beside them too.
     """
 
     def __init__(self, *args: Any, max_length: int = 1024, **kwargs: Any) -> None:
@@ -395,4 +402,5 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
             longest = max_length if context is None else min(max_length, context)
             for name in ("train_dataset", "eval_dataset"):
                 kwargs[name] = tokenised_rows(kwargs.get(name), kwargs.get("processing_class"), longest)
+            kwargs["data_collator"] = collator_of_ids(kwargs["train_dataset"], kwargs["eval_dataset"])
         super().__init__(*args, **kwargs)

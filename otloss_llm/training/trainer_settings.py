@@ -8,6 +8,7 @@ from torch import nn
 
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.objectives import LabelSmoothing, Objective, Sum, ZLoss
+from otloss_llm.objectives.formulas import uniform_cross_entropy
 from otloss_llm.training.fused import unwrap
 
 LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
@@ -47,6 +48,11 @@ def check_sequence_parallelism(size: int) -> None:
 def with_terms(objective: Objective, args: Any, z_loss: float) -> Sum:
     """The objective with label smoothing and z-loss where they were asked for, as a sum."""
     if args.label_smoothing_factor:
+        if any(term.function is uniform_cross_entropy for term in Sum.of(objective).terms):
+            raise ValueError(
+                f"label_smoothing_factor is {args.label_smoothing_factor}, and {objective!r} smooths labels itself; "
+                "leave one of them out."
+            )
         objective = LabelSmoothing(objective, args.label_smoothing_factor)
     return Sum.of(ZLoss(objective, z_loss) if z_loss else objective)
 

@@ -1,7 +1,5 @@
 """Heads that are DTensors, in the functions and inside models: run by vocab_parallel_worker.py in each process."""
 
-import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,35 +323,3 @@ def check_the_interface_of_torchtitan() -> None:
         torch.testing.assert_close(gradient, of_weight)
     with pytest.raises(ValueError, match="has no head"):
         ObjectiveLoss(EMO())(hidden, given.labels)
-
-
-def check_the_interface_of_megatron() -> None:
-    """What `GPTModel` does with an output processor: (sequence, batch, width), parts of it, and (batch, sequence)."""
-    from otloss_llm.training.megatron import output_processor
-
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    given = problem(4, batch=(2, 12), vocab=42, bias=False, ignored=0.0)
-    mask = torch.ones(2, 12)
-    mask[0, :3] = 0.0
-    left_out = copy.copy(given)
-    left_out.labels = given.labels.masked_fill(mask == 0, -100)
-    want, (of_hidden, of_weight) = of_the_head(left_out, reduction="none")
-    rows = given.weight.shape[0] // size
-    for sequence_parallel in (False, True):
-        layer = a_head(given.weight[rank * rows : (rank + 1) * rows])
-        layer.tp_group, layer.bias = group, None  # type: ignore[assignment]
-        process = output_processor(
-            EMO(), ShardedEmbeddingCost(given.embedding[rank * rows : (rank + 1) * rows], group), check="first"
-        )
-        part = slice(rank * 12 // size, (rank + 1) * 12 // size) if sequence_parallel else slice(None)
-        hidden = given.hidden.transpose(0, 1)[part].clone().requires_grad_()
-        losses = process(
-            hidden_states=hidden, output_layer=layer, output_weight=None, labels=given.labels, loss_mask=mask,
-            config=SimpleNamespace(sequence_parallel=sequence_parallel), context=None, input_ids=None,
-        )  # fmt: skip
-        losses.sum().backward()
-        torch.testing.assert_close(losses.detach(), want)
-        torch.testing.assert_close(hidden.grad, of_hidden.transpose(0, 1)[part])
-        torch.testing.assert_close(layer.weight.grad, of_weight[rank * rows : (rank + 1) * rows])
-    with pytest.raises(ValueError, match="pass labels= to the model"):
-        process(hidden_states=hidden, output_layer=layer, labels=None)

@@ -44,9 +44,11 @@ attempt("train_bpe_tokenizer(['text'], 300)")
 from otloss_llm.cli import main
 with redirect_stderr(sys.stdout):
     print(main(["train"]))
+    main(["compare", "--objectives", "mle/T=2", "emmo"])  # found before transformers is looked for
 print(main(["--help"]), main(["--version"]))
 """
     )
+    assert "objective is 'emmo'" in lines.pop(6)
     assert lines[:6] == [
         "True",
         'ObjectiveTrainer needs transformers: pip install "torch-otloss[llm]"',
@@ -76,6 +78,10 @@ for name in ("ObjectiveTrainer", "ObjectiveMixin"):
     with pytest.raises(ImportError, match=r"^no module b$"):
         missing_package(ImportError("no module b", name="b"), "a")
     assert missing_package(ImportError("no module a.b", name="a.b"), "a") == "a"
+
+
+def test_the_names_are_those_of_the_interface() -> None:
+    assert dir(otloss_llm) == sorted(otloss_llm.__all__)
 
 
 # ---- a module in place of its weight -----------------------------------------------------------------------------

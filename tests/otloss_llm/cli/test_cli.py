@@ -10,24 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-import otloss_llm  # noqa: E402
-from otloss_llm import EmbeddingCost  # noqa: E402
-from otloss_llm._precheck import COMMANDS, fields_of, first_error  # noqa: E402
-from otloss_llm._start import INTERRUPTED  # noqa: E402
-from otloss_llm.cli import arguments, main, plain_warnings  # noqa: E402
-from otloss_llm.cli.options import OptionParser  # noqa: E402
-from otloss_llm.data.blocks import PackedBlocks  # noqa: E402
-from otloss_llm.evaluation import perplexity  # noqa: E402
-from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
-from tests.otloss_llm.conftest import (  # noqa: E402
+import otloss_llm
+from otloss_llm import EmbeddingCost
+from otloss_llm._precheck import COMMANDS, fields_of, first_error
+from otloss_llm._start import INTERRUPTED
+from otloss_llm.cli import arguments, main, plain_warnings
+from otloss_llm.cli.options import OptionParser
+from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.evaluation import perplexity
+from otloss_llm.models.loading import load_model, load_tokenizer
+from tests.otloss_llm.conftest import (
     BLOCK,
     CONTEXT,
     Cli,

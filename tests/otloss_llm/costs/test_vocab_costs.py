@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -98,6 +99,9 @@ test_invalid_embeddings = raising(
     (torch.full((3, 2), torch.nan), ValueError, "row 0"),
     ([[1.0]], TypeError, "list"),
     call=EmbeddingCost,
+)
+test_nan_is_named_before_directions_are_removed = raising(
+    (torch.full((3, 2), torch.nan), ValueError, "embedding holds 6 NaN"), call=partial(EmbeddingCost, directions=None)
 )
 
 

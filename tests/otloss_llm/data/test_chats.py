@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from otloss_llm.data.blocks import train_bpe_tokenizer
 from otloss_llm.data.chats import ChatRows, checked_chat
 from tests.otloss_llm.conftest import Cli, Tiny, options, read, train_options

@@ -51,6 +51,10 @@ def test_folder_is_read_recursively_in_order(tmp_path):
     [
         ("a.txt", b" \n\t ", "no text but whitespace"),
         ("a.txt", b"caf\xe9", r"a\.txt.* byte 0xe9 at offset 3"),
+        ("a.txt", "6 is nearer to 5".encode("utf-16"), r"a\.txt.* looks like UTF-16; .*iconv -f utf-16"),
+        ("a.txt", "6 is nearer to 5".encode("utf-16-be"), "looks like UTF-16"),
+        ("a.txt", b"\0" * 40, "has 40 NUL bytes, which no text has"),
+        ("a.jsonl", '{"text": "x"}'.encode("utf-16"), "looks like UTF-16"),
         ("a.csv", b"text", r"ends in '\.csv', expected one of"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', r"line 2 has no column 'text', found \['body'\]"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": ', "line 3 is not JSON"),

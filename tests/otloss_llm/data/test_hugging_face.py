@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+
+from otloss_llm import ObjectiveTrainer
+from otloss_llm.data.hugging_face import load_splits, read_examples, tokenised
+from otloss_llm.data.questions import AnsweredQuestions, Question
+from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, options, tiny_text
 
 datasets = pytest.importorskip("datasets")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-import torch  # noqa: E402
-
-from otloss_llm import ObjectiveTrainer  # noqa: E402
-from otloss_llm.data.hugging_face import load_splits, read_examples, tokenised  # noqa: E402
-from otloss_llm.data.questions import AnsweredQuestions, Question  # noqa: E402
-from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, options, tiny_text  # noqa: E402
-
 TEXTS = tiny_text(60).split("\n")
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

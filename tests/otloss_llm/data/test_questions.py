@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from otloss_llm.data.blocks import train_bpe_tokenizer  # noqa: E402
-from otloss_llm.data.questions import (  # noqa: E402
+from otloss_llm.data.blocks import train_bpe_tokenizer
+from otloss_llm.data.questions import (
     AnsweredQuestions,
     Question,
     pad_questions,
@@ -18,7 +17,7 @@ from otloss_llm.data.questions import (  # noqa: E402
     read_questions,
     spread,
 )
-from otloss_llm.evaluation import sample_texts  # noqa: E402
+from otloss_llm.evaluation import sample_texts
 
 DATA = Path(__file__).parents[4] / "shared/data"
 GSM8K, MATHEMATICS = DATA / "math/gsm8k-train.jsonl", DATA / "math/mathematics-interpolate.jsonl"

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from otloss_llm.costs.tokenizer_numbers import NumberTokens  # noqa: E402
-from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer  # noqa: E402
-from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions  # noqa: E402
-from otloss_llm.evaluation import (  # noqa: E402
+from otloss_llm.costs.tokenizer_numbers import NumberTokens
+from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
+from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions
+from otloss_llm.evaluation import (
     NumberTokenScores,
     answer_questions,
     extract_answer,
@@ -27,8 +26,8 @@ from otloss_llm.evaluation import (  # noqa: E402
     score_number_labels,
     style_of,
 )
-from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, options, read  # noqa: E402
-from tests.otloss_llm.tiny_models import VOCAB, tiny_model  # noqa: E402
+from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, options, read
+from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 
 DATA = Path(__file__).parents[4] / "shared/data"
 GSM8K, MATHEMATICS = DATA / "math/gsm8k-train.jsonl", DATA / "math/mathematics-interpolate.jsonl"

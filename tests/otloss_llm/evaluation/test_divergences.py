@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from otloss_llm.evaluation.divergences import token_divergence  # noqa: E402
+from otloss_llm.evaluation.divergences import token_divergence
 
 VOCAB, LENGTH = 4, 4
 

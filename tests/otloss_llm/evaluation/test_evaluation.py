@@ -6,12 +6,11 @@ import random
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from otloss_llm.costs.embedding import EmbeddingCost  # noqa: E402
-from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer  # noqa: E402
-from otloss_llm.evaluation import (  # noqa: E402
+from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
+from otloss_llm.evaluation import (
     distinct_n,
     perplexity,
     repetition,
@@ -20,7 +19,7 @@ from otloss_llm.evaluation import (  # noqa: E402
     score_texts,
     sequence_nll,
 )
-from tests.otloss_llm import tiny_models as models  # noqa: E402
+from tests.otloss_llm import tiny_models as models
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
 VOCABULARY = 270

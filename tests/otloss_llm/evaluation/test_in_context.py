@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from otloss_llm.data import train_bpe_tokenizer  # noqa: E402
-from otloss_llm.data.labelled import LabelledText  # noqa: E402
-from otloss_llm.evaluation.in_context import classify_in_context, retrieve, similarities  # noqa: E402
+from otloss_llm.data import train_bpe_tokenizer
+from otloss_llm.data.labelled import LabelledText
+from otloss_llm.evaluation.in_context import classify_in_context, retrieve, similarities
 
 TRAIN = [
     LabelledText("the film was a joy", "good"), LabelledText("a joy to watch this film", "good"),

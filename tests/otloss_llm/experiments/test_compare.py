@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from otloss_llm.data.blocks import PackedBlocks, split_blocks
 from otloss_llm.evaluation import mauve, rouge, text_features
 from otloss_llm.experiments.compare import HUMAN, START, Arm, parse_arm

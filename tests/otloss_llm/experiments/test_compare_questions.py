@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from otloss_llm.experiments.compare import HUMAN, RIGHT, START
 from otloss_llm.models.loading import load_model, load_tokenizer
 from tests.otloss_llm.conftest import Cli, Tiny, compare_options, options, read, save

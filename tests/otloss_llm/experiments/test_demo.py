@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
 import emo_demo as demo

@@ -6,18 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-import torch  # noqa: E402
-
-from otloss_llm import EMO  # noqa: E402
-from otloss_llm.evaluation import cluster_divergence, neighbour_overlap, rouge, token_divergence  # noqa: E402
-from otloss_llm.evaluation.mauve import last_hidden_states  # noqa: E402
-from otloss_llm.experiments.oracle import sample_rows  # noqa: E402
-from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
-from tests.otloss_llm.conftest import Cli, Tiny, options, read, save  # noqa: E402
+from otloss_llm import EMO
+from otloss_llm.evaluation import cluster_divergence, neighbour_overlap, rouge, token_divergence
+from otloss_llm.evaluation.mauve import last_hidden_states
+from otloss_llm.experiments.oracle import sample_rows
+from otloss_llm.models.loading import load_model, load_tokenizer
+from tests.otloss_llm.conftest import Cli, Tiny, options, read, save
 
 
 def oracle_options(tiny: Tiny, folder: Path, **changed: object) -> list[str]:

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from otloss_llm.experiments.compare import HUMAN, START
 from otloss_llm.experiments.report import summarise, write_report
 

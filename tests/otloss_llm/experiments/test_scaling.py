@@ -2,11 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from tests.otloss_llm.conftest import Cli, Tiny, compare_options, read
 
 

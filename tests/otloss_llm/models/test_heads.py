@@ -5,9 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import transformers
 from torch import Tensor, nn

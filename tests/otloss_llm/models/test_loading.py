@@ -6,22 +6,20 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from otloss_llm import EmbeddingCost, all_but_the_top  # noqa: E402
-from otloss_llm.models.loading import (  # noqa: E402
+from otloss_llm import EmbeddingCost, all_but_the_top
+from otloss_llm.models.loading import (
     fingerprint,
     load_model,
     load_model_and_tokenizer,
     load_tokenizer,
 )
-from otloss_llm.training.loading import load_cost  # noqa: E402
-from tests.otloss_llm.conftest import Tiny, save  # noqa: E402
+from otloss_llm.training.loading import load_cost
+from tests.otloss_llm.conftest import Tiny, save
 
 SMALL = {
     "vocab_size": 300,

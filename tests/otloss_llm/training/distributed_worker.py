@@ -32,8 +32,12 @@ FSDP = {"fsdp": True, "fsdp_config": {
 def objectives(fsdp: bool) -> dict[str, dict[str, Any]]:
     """What is trained: EMO, and under DDP a mean over numbers, of which one rank has many more than the other."""
     values = torch.where(torch.arange(VOCAB) % 3 == 0, torch.arange(VOCAB) % 10, torch.nan)
-    numbers = {} if fsdp else {"numbers": {"objective": NumberToken(), "cost": NumberCost(values)}}
-    return {"emo": {"objective": "emo"}} | numbers
+    weighted = [row | {"token_weight": [i % 3 / 2 for i in range(len(row["labels"]))]} for row in rows(ROWS)]
+    others = {
+        "numbers": {"objective": NumberToken(), "cost": NumberCost(values)},
+        "weighted": {"objective": "emo", "train_dataset": weighted},
+    }
+    return {"emo": {"objective": "emo"}} | ({} if fsdp else others)
 
 
 def run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +53,8 @@ def run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, A
         data[index]["labels"] = [-100] * len(data[index]["labels"])
     made = trainer(
         folder, model, optim="sgd", max_steps=4, gradient_accumulation_steps=2,
-        per_device_train_batch_size=per_device, train_dataset=data, ddp_find_unused_parameters=False,
-        **given, **FSDP if fsdp else {},
+        per_device_train_batch_size=per_device, ddp_find_unused_parameters=False,
+        **{"train_dataset": data} | given, **FSDP if fsdp else {},
     )  # fmt: skip
     made.train()
     assert made.accelerator.is_fsdp2 == fsdp == hasattr(made.model.lm_head.weight, "placements")

@@ -11,9 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from tests.otloss_llm.training.distributed_worker import BATCH, objectives, run, split, with_tp_plan
 from tests.otloss_llm.training.trainer_cases import WARNINGS
 

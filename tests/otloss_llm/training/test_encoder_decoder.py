@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 import transformers
 
 from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken, ObjectiveMixin, token_loss
+from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import VOCAB
-from tests.otloss_llm.training.trainer_cases import WARNINGS, Row, arguments, logs, padded, rows, weights
+from tests.otloss_llm.training.trainer_cases import WARNINGS, Row, arguments, logs, rows, weights
 
 pytestmark = WARNINGS
 
@@ -45,7 +42,7 @@ def trainer(path: Path, model: Any, data: list[Row], **settings: Any) -> Both:
     args = transformers.Seq2SeqTrainingArguments(
         **arguments(path, optim="sgd", learning_rate=1.0, max_steps=1).to_dict() | settings
     )
-    return Both(model=model, args=args, train_dataset=data, eval_dataset=data, data_collator=padded, **passed)
+    return Both(model=model, args=args, train_dataset=data, eval_dataset=data, data_collator=pad_rows, **passed)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -53,7 +50,7 @@ def trainer(path: Path, model: Any, data: list[Row], **settings: Any) -> Both:
 def test_loss_and_gradients_are_those_of_the_decoders_logits(tmp_path: Path, name: str, numbers: bool) -> None:
     model, data = tiny(name), rows(8)
     cost: Any = NumberCost(torch.arange(float(VOCAB))) if numbers else EmbeddingCost.from_model(model)
-    batch = padded(data)
+    batch = pad_rows(data)
     logits = model(**batch).logits
     objective: Any = NumberToken(0.3) if numbers else EMO()
     expected = token_loss(logits, batch["labels"], objective=objective, cost=cost)

@@ -5,10 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 import transformers
 from torch import Tensor, nn
@@ -16,6 +12,7 @@ from torch import Tensor, nn
 from otloss_llm import ObjectiveTrainer
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.models.heads import shifts_labels
+from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, VOCAB, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
@@ -23,7 +20,6 @@ from tests.otloss_llm.training.trainer_cases import (
     arguments,
     assert_same_weights,
     logs,
-    padded,
     rows,
     trainer,
     weights,
@@ -56,7 +52,7 @@ def shifted(key: str) -> Any:
     """A collator whose labels are the tokens that positions predict, under this name."""
 
     def collate(data: list[Row]) -> dict[str, Tensor]:
-        batch = padded(data)
+        batch = pad_rows(data)
         labels = nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
         return batch | {key: labels}
 

@@ -5,10 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 
 from otloss_llm.cli.arguments import CompareTextArguments

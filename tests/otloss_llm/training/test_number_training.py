@@ -9,35 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import Subset
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.data import Subset  # noqa: E402
-
-from otloss_llm import (  # noqa: E402
+from otloss_llm import (
     NumberCost,
     NumberToken,
     ObjectiveTrainer,
     all_but_the_top,
 )
-from otloss_llm.costs.choice import NumberSettings  # noqa: E402
-from otloss_llm.costs.tokenizer_numbers import NumberTokens  # noqa: E402
-from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions  # noqa: E402
-from otloss_llm.evaluation import perplexity  # noqa: E402
-from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
-from tests.otloss_llm.conftest import Cli, Tiny, read, train_options  # noqa: E402
-from tests.otloss_llm.oracles import cosine_matrix  # noqa: E402
-from tests.otloss_llm.tiny_models import VOCAB, tiny_model  # noqa: E402
-from tests.otloss_llm.training.trainer_cases import (  # noqa: E402
+from otloss_llm.costs.choice import NumberSettings
+from otloss_llm.costs.tokenizer_numbers import NumberTokens
+from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions
+from otloss_llm.evaluation import perplexity
+from otloss_llm.models.loading import load_model, load_tokenizer
+from otloss_llm.training.batches import pad_rows
+from tests.otloss_llm.conftest import Cli, Tiny, read, train_options
+from tests.otloss_llm.oracles import cosine_matrix
+from tests.otloss_llm.tiny_models import VOCAB, tiny_model
+from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
     Row,
     arguments,
     assert_same_weights,
     logs,
-    padded,
     weights,
 )
 
@@ -74,7 +71,7 @@ def a_trainer(path: Path, model: nn.Module, **settings: Any) -> Any:
     own = ("objective", "cost", "numbers", "impl", "z_loss", "compute_metrics", "train_dataset", "eval_dataset",
            "data_collator")  # fmt: skip
     passed = {key: settings.pop(key) for key in own if key in settings}
-    given = {"train_dataset": sums(), "data_collator": padded, "processing_class": settings.pop("tokenizer", None)}
+    given = {"train_dataset": sums(), "data_collator": pad_rows, "processing_class": settings.pop("tokenizer", None)}
     settings = {"per_device_train_batch_size": 8} | settings
     return ObjectiveTrainer(model=model, args=arguments(path, **settings), **given | passed)
 
@@ -247,7 +244,7 @@ def test_questions_need_no_collator(tmp_path: Path) -> None:
         given = {"train_dataset": None, "eval_dataset": evaluated, "data_collator": None, "objective": "mle"}
         assert a_trainer(tmp_path, model, **given).data_collator is pad_questions
     own = a_trainer(tmp_path, model, objective="mle", train_dataset=rows)
-    assert own.data_collator is padded, "a collator that is given is kept"
+    assert own.data_collator is pad_rows, "a collator that is given is kept"
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,9 +1,6 @@
 """Entropy and accuracy of predictions for logs, against torch's own distribution."""
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from otloss_llm.training.fused import ScoredHead

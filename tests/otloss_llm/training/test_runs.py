@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook

@@ -6,29 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from otloss_llm import EMO, EmbeddingCost, NumberCost, token_loss
+from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveTrainer, token_loss
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.objectives import parse_objective
+from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
     Row,
+    arguments,
     assert_same_weights,
     by_hand,
     logs,
     one_step,
-    padded,
     rows,
     trainer,
+    weights,
 )
 
 pytestmark = WARNINGS
@@ -67,6 +65,8 @@ def test_label_smoothing_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
     metrics = ours.evaluate()
     assert metrics["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
     assert metrics["eval_nll"] < metrics["eval_loss"]
+    with pytest.raises(ValueError, match=r"label_smoothing_factor is 0\.2, and .*smooths labels itself"):
+        trainer(tmp_path, first, objective="mle+smoothing:0.1+z_loss:0.1", **settings)
     with_z = trainer(tmp_path, first, objective="mle", z_loss=0.1, **settings)
     assert with_z.evaluate()["eval_loss"] > metrics["eval_loss"] + 0.1
 
@@ -82,14 +82,6 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
         labels = [label if weight else -100 for label, weight in zip(row["labels"], weights, strict=True)]
         ignored.append(row | {"labels": labels})
 
-    def collate(batch: list[Any]) -> dict[str, Tensor]:
-        made = padded(batch)
-        if "token_weight" in batch[0]:
-            width = made["labels"].shape[1]
-            lists = [row["token_weight"] + [7.0] * (width - len(row["token_weight"])) for row in batch]
-            made["token_weight"] = torch.tensor(lists)
-        return made
-
     models, metrics = [tiny_model("llama")], []
     models.append(copy.deepcopy(models[0]))
     values = torch.full((31,), torch.nan)
@@ -100,20 +92,30 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
             train_dataset=chosen, eval_dataset=chosen, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             optim="sgd",
         )  # fmt: skip
-        made.data_collator = collate
         made.train()
         metrics.append(made.evaluate())
     assert_same_weights(*models, 1e-5)
     assert metrics[0]["eval_loss"] == pytest.approx(metrics[1]["eval_loss"], rel=1e-5)
     assert metrics[0]["eval_nll"] != pytest.approx(metrics[1]["eval_nll"], rel=1e-5)
-    made.data_collator = lambda batch: padded(batch) | {"token_weight": torch.ones(len(batch))}
+    made.data_collator = lambda batch: pad_rows(batch) | {"token_weight": torch.ones(len(batch))}
     with pytest.raises(ValueError, match=r"token_weight of the batch has shape \(2,\), the labels \(2, .*each token"):
         made.train()
-    made.data_collator = padded
-    made.train_dataset = weighted
-    made._weighted = True
+    made.data_collator = lambda batch: {key: column for key, column in pad_rows(batch).items() if key != "token_weight"}
+    made.train_dataset, made._weighted = weighted, True
     with pytest.raises(ValueError, match="has a column token_weight, and the batch only"):
         made.train()
+
+
+def test_rows_of_unequal_lengths_are_padded_and_strings_refused(tmp_path: Path) -> None:
+    """Without a collator, as a list and as a data set."""
+    datasets = pytest.importorskip("datasets")
+    data = rows(5)
+    for given in (data, datasets.Dataset.from_list(data)):
+        made = ObjectiveTrainer(tiny_model("llama"), arguments(tmp_path), objective="mle", eval_dataset=given)
+        expected = by_hand(made.model, data, MLE(), EmbeddingCost(torch.eye(VOCAB)))
+        assert made.evaluate()["eval_loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"the rows are strings; give PackedBlocks\.from_texts"):
+        ObjectiveTrainer(tiny_model("llama"), arguments(tmp_path), objective="mle", train_dataset=["6 is near 5"])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_accumulation_equals_one_large_batch(tmp_path: Path, name: str, objectiv
 
 def assert_gradients_by_hand(made: dict[str, Tensor], model: Any, data: list[Row], objective: Any) -> None:
     """`made` is the gradient of the loss of the model's own logits, and 0 where nothing is trained."""
-    batch, cost = padded(data), EmbeddingCost.from_model(model, directions=None)
+    batch, cost = pad_rows(data), EmbeddingCost.from_model(model, directions=None)
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     model.zero_grad()
     token_loss(logits, batch["labels"][:, 1:], objective=objective, cost=cost).loss.backward()
@@ -188,11 +190,13 @@ def test_callbacks_are_shown_nll_and_transport_cost(tmp_path: Path) -> None:
     assert {("eval_nll", 2), ("eval_transport_cost", 2), ("eval_perplexity", 2)} <= shown
 
 
-def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path) -> None:
+def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 4
-    assert not any(
-        change.any() for change in one_step(tmp_path, tiny_model("llama"), "emo", train_dataset=data).values()
-    )
+    made = trainer(tmp_path, tiny_model("llama"), objective="emo", train_dataset=data, optim="sgd", max_steps=2)
+    before = weights(made.model)
+    made.train()
+    assert all(torch.equal(before[name], weight) for name, weight in weights(made.model).items())
+    assert caplog.text.count("no token of this step is labelled") == 1
     # Beside others in the accumulated batch it adds nothing.
     model = tiny_model("llama")
     alone = one_step(tmp_path, copy.deepcopy(model), "emo", train_dataset=rows(4))

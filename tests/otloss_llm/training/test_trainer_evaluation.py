@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 import transformers
 from torch import Tensor, nn
 
 from otloss_llm import EMO, MLE, EmbeddingCost, ObjectiveTrainer, RatingCost, TaiLr
+from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
@@ -23,7 +20,6 @@ from tests.otloss_llm.training.trainer_cases import (
     by_hand,
     logs,
     one_step,
-    padded,
     rows,
     trainer,
 )
@@ -64,7 +60,7 @@ def test_predict_and_metrics_get_real_logits(tmp_path: Path) -> None:
     for key, value in expected.items():
         assert out[f"eval_{key}"] == pytest.approx(value, rel=1e-4), key
     predicted = run.predict(data)
-    batch = padded(data)
+    batch = pad_rows(data)
     with torch.no_grad():
         logits = model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     for predictions in (seen[0].predictions, predicted.predictions):
@@ -81,7 +77,7 @@ def test_shifted_labels_in_the_batch(tmp_path: Path, keep_labels: bool) -> None:
     """`shift_labels` are aligned already; they win over labels, in training and evaluation."""
 
     def collate(batch: list[Row]) -> dict[str, Tensor]:
-        made = padded(batch)
+        made = pad_rows(batch)
         labels = made["labels"] if keep_labels else made.pop("labels")
         return made | {"shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
 
@@ -150,7 +146,7 @@ def test_unsupported_trainers_and_models_raise(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
         return outputs.logits.sum()
 
-    common = {"args": arguments(tmp_path), "train_dataset": rows(4), "data_collator": padded}
+    common = {"args": arguments(tmp_path), "train_dataset": rows(4), "data_collator": pad_rows}
     with pytest.raises(ValueError, match="compute_loss_func and an objective"):
         ObjectiveTrainer(model=tiny_model("llama"), compute_loss_func=loss, **common)
     bert = transformers.BertConfig(
@@ -175,6 +171,6 @@ def test_rows_without_labels_raise(tmp_path: Path) -> None:
     run = trainer(tmp_path, tiny_model("llama"), eval_dataset=ignored)
     with pytest.raises(ValueError, match="no labelled token"):
         run.evaluate()
-    run.data_collator = lambda batch: {"input_ids": padded(batch)["input_ids"]}
+    run.data_collator = lambda batch: {"input_ids": pad_rows(batch)["input_ids"]}
     with pytest.raises(ValueError, match=r"the batch has \['input_ids'\] but no labels"):
         run.train()

@@ -4,17 +4,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import numpy as np
+import pytest
 import torch
 import transformers
 from torch import nn
 
 from otloss_llm import EMO, LabelSmoothing, ObjectiveMixin, ZLoss, parse_objective
+from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import TINY, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
@@ -23,7 +20,6 @@ from tests.otloss_llm.training.trainer_cases import (
     by_hand,
     logs,
     one_step,
-    padded,
     rows,
     trainer,
     weights,
@@ -120,7 +116,8 @@ def test_metrics_and_predictions_of_a_trainer_that_reads_attributes(tmp_path: Pa
     assert metrics["eval_aux_loss"] > 0
     predicted = run.predict(rows(3))
     with torch.no_grad():
-        logits = model(input_ids=padded(rows(3))["input_ids"], attention_mask=padded(rows(3))["attention_mask"]).logits
+        batch = pad_rows(rows(3))
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     np.testing.assert_allclose(predicted.predictions[0, :6], logits[0, :6].numpy(), rtol=1e-4, atol=1e-4)
 
 
@@ -152,14 +149,14 @@ def test_settings_of_another_loss_raise(tmp_path: Path, settings: dict[str, Any]
     for key, value in settings.items():
         setattr(args, key, value)
     with pytest.raises(ValueError, match=message):
-        Both(model=tiny_model("llama"), args=args, train_dataset=rows(4), data_collator=padded, objective="mle")
+        Both(model=tiny_model("llama"), args=args, train_dataset=rows(4), data_collator=pad_rows, objective="mle")
 
 
 def test_the_error_of_a_loss_type_names_nothing_that_nobody_gave(tmp_path: Path) -> None:
     """TRL makes a compute_loss_func of its own for loss_type="dft"."""
     args = arguments(tmp_path)
     args.loss_type = "dft"
-    given: dict[str, Any] = {"train_dataset": rows(4), "data_collator": padded, "objective": "mle"}
+    given: dict[str, Any] = {"train_dataset": rows(4), "data_collator": pad_rows, "objective": "mle"}
     with pytest.raises(ValueError, match="loss_type='dft'"):
         Both(model=tiny_model("llama"), args=args, compute_loss_func=nn.functional.cross_entropy, **given)
 

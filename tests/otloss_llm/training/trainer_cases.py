@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from otloss_llm import EmbeddingCost, ObjectiveTrainer, token_loss
+from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import VOCAB
 
 WARNINGS = [
@@ -32,18 +33,6 @@ def rows(count: int, seed: int = 0) -> list[Row]:
     return made
 
 
-def padded(batch: list[Row]) -> dict[str, Tensor]:
-    """A collator that pads on the right; padding is ignored."""
-    width = max(len(row["input_ids"]) for row in batch)
-
-    def pad(key: str, fill: int) -> Tensor:
-        return torch.tensor([row[key] + [fill] * (width - len(row[key])) for row in batch])
-
-    ids, labels = pad("input_ids", 0), pad("labels", -100)
-    mask = torch.tensor([[i < len(row["input_ids"]) for i in range(width)] for row in batch]).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
 def arguments(path: Path, **settings: Any) -> transformers.TrainingArguments:
     base: dict[str, Any] = {
         "output_dir": str(path), "report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1,
@@ -59,7 +48,7 @@ def trainer(path: Path, model: nn.Module, kind: type = ObjectiveTrainer, **setti
            "eval_dataset")  # fmt: skip
     passed = {key: settings.pop(key) for key in own if key in settings}
     data = {"train_dataset": rows(24), "eval_dataset": rows(11, seed=1)} | passed
-    return kind(model=model, args=arguments(path, **settings), data_collator=padded, **data)
+    return kind(model=model, args=arguments(path, **settings), data_collator=pad_rows, **data)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
