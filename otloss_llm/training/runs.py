@@ -169,10 +169,10 @@ def _run(
             trainer.remove_callback(callback)
         trainer.add_callback(_ProgressBar(bar))
     # A checkpoint without the optimizer's state cannot be resumed from.
-    checkpoint = None if args.save_only_model else last_complete_checkpoint(folder)
-    if checkpoint is not None and bar is None:
-        logger.warning("%s resumes after step %s", folder, Path(checkpoint).name.rpartition("-")[2])
-    _train(trainer, checkpoint)
+    last = None if args.save_only_model else last_complete_checkpoint(folder)
+    if last is not None and bar is None:
+        logger.warning("%s resumes after step %s", folder, Path(last).name.rpartition("-")[2])
+    _train(trainer, last)
     return _finish(trainer, folder, timer)
 
 

@@ -25,7 +25,7 @@ except ImportError:  # a loop of your own
     ChunkedLossWrapper = object
 
 
-class ObjectiveLoss(ChunkedLossWrapper):  # type: ignore[misc]  # not installed
+class ObjectiveLoss(ChunkedLossWrapper):
     """What torchtitan calls to turn hidden states into a loss, `(loss, metrics)`: `Trainer.Config(loss=...)`.
 
     Args:
