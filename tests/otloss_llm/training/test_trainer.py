@@ -106,7 +106,7 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
         made.train()
 
 
-def test_rows_of_unequal_lengths_are_padded_and_strings_refused(tmp_path: Path) -> None:
+def test_rows_of_unequal_lengths_are_padded_and_strings_raise(tmp_path: Path) -> None:
     """Without a collator, as a list and as a data set."""
     datasets = pytest.importorskip("datasets")
     data = rows(5)
