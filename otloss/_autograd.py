@@ -7,20 +7,17 @@ torch.compile.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from otloss._checks import has_tangent
+from otloss._checks import called, has_tangent
 from otloss._progress import begin, end
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_OF_DECORATORS = (__name__, "otloss._foreign")
 
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
@@ -40,35 +37,17 @@ def without_gradient(value: Tensor, message: str, *inputs: Tensor) -> Tensor:
 def check_no_tangent(advice: str, *inputs: Tensor) -> None:
     """Raise NotImplementedError if an input carries a tangent, which would be lost."""
     if has_tangent(*inputs):
-        raise NotImplementedError(f"{_called()} has no derivative in forward mode here; {advice}")
+        raise NotImplementedError(f"{called()} has no derivative in forward mode here; {advice}")
 
 
 def check_no_transform() -> None:
     """Raise NotImplementedError inside transforms of `torch.func`, whose tensors do not let their numbers be read."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            f"{_called()} does not work inside transforms of torch.func (grad, jvp, vmap, ...) with these arguments: "
+            f"{called()} does not work inside transforms of torch.func (grad, jvp, vmap, ...) with these arguments: "
             "it reads the numbers of its tensors. Call torch.autograd.grad, or in forward mode use "
             "torch.autograd.forward_ad."
         )
-
-
-def _called() -> str:
-    """Return the name of the function of this library that the user called."""
-    frame: FrameType | None = sys._getframe(1)
-    name = "this function"
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("otloss", "torch"):
-            break
-        if (
-            module.startswith("otloss")
-            and module not in _OF_DECORATORS
-            and not frame.f_code.co_qualname.startswith("_")
-        ):
-            name = frame.f_code.co_qualname
-        frame = frame.f_back
-    return name
 
 
 class Unchanged:
@@ -100,7 +79,7 @@ class _NoDerivative(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> None:
-        raise NotImplementedError(f"{_called()} has no derivative in forward mode here: {ctx.message}")
+        raise NotImplementedError(f"{called()} has no derivative in forward mode here: {ctx.message}")
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:

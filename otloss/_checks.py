@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from numbers import Integral, Real
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,10 +13,40 @@ from torch.autograd import forward_ad
 
 REDUCTIONS = ("mean", "sum", "none")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OF_DECORATORS = ("otloss._autograd", "otloss._foreign", "otloss._uncompiled")
+
+
+def check_not_recorded() -> None:
+    """Raise RuntimeError while a program is recorded, in which numbers of this call would be constants."""
+    exported = torch.compiler.is_exporting()
+    if exported or torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            f"{called()} reads the numbers of its tensors, so {'torch.export' if exported else 'torch.jit.trace'} "
+            "cannot record it; record the module that it is the loss of, or use torch.compile without fullgraph=True."
+        )
+
+
+def called() -> str:
+    """Return the name of the function of this library that the user called."""
+    frame: FrameType | None = sys._getframe(1)
+    name = "this function"
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("otloss", "otloss_llm", "torch"):
+            break
+        if (
+            module.startswith("otloss")
+            and module not in _OF_DECORATORS
+            and not frame.f_code.co_qualname.startswith("_")
+        ):
+            name = frame.f_code.co_qualname
+        frame = frame.f_back
+    return name
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
     """Return `value` if it is a dense tensor of real numbers, no float narrower than 16 bits, else raise TypeError."""
+    check_not_recorded()
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_nested:
             got, fix = ("a nested tensor", "pad it with") if value.is_nested else (f"of layout {value.layout}", "call")
@@ -42,6 +74,7 @@ def check_tensor(name: str, value: Any) -> Tensor:
 
 def check_floating(name: str, value: Any) -> Tensor:
     """Return `value` if it is a floating-point tensor that holds numbers, else raise TypeError or ValueError."""
+    check_not_recorded()
     is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta)
     if is_plain and value.dtype in _FLOATS:
         return value  # lists of many small tensors would feel the rest

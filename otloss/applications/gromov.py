@@ -31,6 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss.extending import (
     ConvergenceWarning,
     check_broadcast,
@@ -72,6 +73,7 @@ class FusedGromov(NamedTuple):
 
 
 @explains_calls
+@eager
 def fused_gromov(
     C_x: Float[Tensor, "*batch n n"],
     C_y: Float[Tensor, "*batch m m"],

@@ -16,10 +16,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss.applications.matching import match
 from otloss.extending import check_finite, check_floating, check_integers, check_positive, solve
 
 
+@eager
 def pair(
     x0: Float[Tensor, "n ..."],
     x1: Float[Tensor, "m ..."],

@@ -34,6 +34,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss.applications.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k
 from otloss.extending import check_finite, check_floating, check_positive
 
@@ -50,6 +51,7 @@ _TOLERANCE, _ROUNDING = 1e-11, 1e-15
 _RIDGE = 1e-12
 
 
+@eager
 def soft_sort(
     x: Float[Tensor, "*batch n"],
     *,
@@ -105,6 +107,7 @@ def soft_sort(
     return (sorted_values.flip(-1) if descending else sorted_values).to(x.dtype)
 
 
+@eager
 def soft_rank(
     x: Float[Tensor, "*batch n"],
     *,
@@ -151,6 +154,7 @@ def soft_rank(
     return (n + 1 - ranks if descending else ranks).to(x.dtype)
 
 
+@eager
 def soft_top_k(
     x: Float[Tensor, "*batch n"], k: int, *, epsilon: float = 0.1, regularization: str = "entropy"
 ) -> Float[Tensor, "*batch n"]:

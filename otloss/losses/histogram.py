@@ -25,6 +25,7 @@ from jaxtyping import Float, Real
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from otloss._autograd import eager
 from otloss._checks import check_finite, check_positive, check_tensor, is_differentiated
 from otloss._foreign import explains_calls
 from otloss._ordered_classes import check_choice
@@ -46,6 +47,7 @@ class Bins(NamedTuple):
 
 
 @explains_calls
+@eager
 def histogram_loss(
     logits: Float[Tensor, "*batch bins"],
     target: Real[Tensor, "*batch"] | Float[Tensor, "*batch bins"],

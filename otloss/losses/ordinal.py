@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
+from otloss._autograd import eager
 from otloss._checks import is_differentiated
 from otloss._foreign import explains_calls
 from otloss._kernels import may_run_on
@@ -31,6 +32,7 @@ _PLAIN = (Tensor, Parameter)  # A subclass of Tensor may have no data.
 
 
 @explains_calls
+@eager
 def ordinal_loss(
     logits: Float[Tensor, "*batch classes"],
     target: Int[Tensor, "*batch"] | Float[Tensor, "*batch classes"],
@@ -151,7 +153,7 @@ def _suits_kernel(rows: Rows) -> bool:
     # Soft labels in half precision have a larger tolerance, which the operations of torch know.
     if rows.is_soft and (rows.target.dtype != rows.logits.dtype or rows.target.requires_grad):
         return False
-    if type(rows.logits) not in _PLAIN or type(rows.target) not in _PLAIN or torch.compiler.is_compiling():
+    if type(rows.logits) not in _PLAIN or type(rows.target) not in _PLAIN:
         return False
     return may_run_on(rows.logits, rows.target) and not is_differentiated(line.gaps)
 

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_last_axis, check_number, check_tensor
 from otloss._foreign import explains_calls, takes_arrays
 from otloss._kernels import may_run_on
@@ -33,6 +34,7 @@ _SMALL = 2**13
 
 
 @explains_calls
+@eager
 def cdf_distance(
     p: Float[Tensor, "*batch bins"] | None,
     q: Float[Tensor, "*batch bins"] | None,
@@ -98,6 +100,7 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
 
 @explains_calls
 @takes_arrays
+@eager
 def wasserstein_1d(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -163,7 +166,7 @@ def _check_weights_first(p: Any, q: Any, x: Any, y: Any) -> None:
     def is_plain(t: Any) -> bool:
         return isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta and t.dtype in MASS_TOLERANCE
 
-    if torch.compiler.is_compiling() or not all(is_plain(t) for t in (p, q, x, y)):
+    if not all(is_plain(t) for t in (p, q, x, y)):
         return
 
     def is_mass(weights: Tensor) -> bool:
@@ -199,7 +202,7 @@ def _closed_form(reference: Callable[..., Tensor], inputs: tuple[Tensor | None, 
 
 def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
     inputs = [t for t in (p, q, *places) if t is not None]
-    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in inputs):
+    if not all(isinstance(t, Tensor) and t.dim() > 0 for t in inputs):
         return False
     if all(t.dim() == 1 for t in inputs) and p.shape[0] + q.shape[0] < _SMALL:
         return False

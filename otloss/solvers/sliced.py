@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
 from otloss._foreign import explains_calls
 from otloss.costs.cost import recomputed
@@ -26,6 +27,7 @@ _BLOCK = 2**23
 
 
 @explains_calls
+@eager
 def sliced_wasserstein(
     x: Float[Tensor, "*batch n d"],
     y: Float[Tensor, "*batch m d"],

@@ -21,10 +21,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss._checks import check_finite, check_floating, check_integers
 from otloss.solvers.problem import histogram_pair
 
 
+@eager
 def wasserstein_tree(
     p: Float[Tensor, "*batch nodes"],
     q: Float[Tensor, "*batch nodes"],

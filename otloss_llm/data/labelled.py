@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from otloss_llm.data.text import read_records
+from otloss_llm.data.text import check_is_text, read_records
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -98,7 +98,7 @@ def _of_pair(path: Path) -> Iterator[tuple[str, str, str]]:
     names, mapping = {}, path.with_name("mapping.txt")
     if mapping.is_file():
         names = dict(line.split("\t", 1) for _, line in _lines(mapping.read_bytes(), mapping))
-    texts, labels = (_decoded(file.read_bytes()).split("\n") for file in (path, other))
+    texts, labels = (_decoded(file.read_bytes(), file).split("\n") for file in (path, other))
     if len(texts) != len(labels):
         raise ValueError(f"{path} has {len(texts)} lines and {other.name} {len(labels)}, expected one label a text.")
     for number, (text, label) in enumerate(zip(texts, labels, strict=True), 1):
@@ -107,7 +107,7 @@ def _of_pair(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_csv(path: Path) -> Iterator[tuple[str, str, str]]:
-    rows = csv.reader(_decoded(path.read_bytes()).splitlines(keepends=True))
+    rows = csv.reader(_decoded(path.read_bytes(), path).splitlines(keepends=True))
     for number, row in enumerate(rows, 1):
         if number == 1 and row and row[-1] == "answer":
             continue
@@ -143,12 +143,13 @@ def _choice(place: str, question: object, choices: object, answer: object) -> tu
 
 def _lines(content: bytes, path: Path) -> Iterator[tuple[str, str]]:
     """Return place and content of each line that is not blank."""
-    for number, line in enumerate(_decoded(content).split("\n"), 1):
+    for number, line in enumerate(_decoded(content, path).split("\n"), 1):
         if line.strip():
             yield f"{str(path)!r}, line {number}", line
 
 
-def _decoded(content: bytes) -> str:
+def _decoded(content: bytes, path: Path) -> str:
+    check_is_text(content, path)
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:

@@ -56,13 +56,18 @@ def _read_file(path: Path, text_column: str) -> list[str]:
     return [_decoded(path)]
 
 
-def _decoded(path: Path) -> str:
-    content = path.read_bytes()
+def check_is_text(content: bytes, path: Path) -> None:
+    """Raise ValueError for what is no text of bytes: UTF-16, and NUL bytes, as a lost disk leaves them."""
     marked, zeros = content[:2] in (b"\xff\xfe", b"\xfe\xff"), content.count(0)
     if marked or 0.25 < zeros / max(1, len(content)) < 0.75:
         raise ValueError(f"{str(path)!r} looks like UTF-16; convert it, for example with: iconv -f utf-16 -t utf-8.")
     if zeros:
         raise ValueError(f"{str(path)!r} has {zeros} NUL bytes, which no text has; name another file, or remove them.")
+
+
+def _decoded(path: Path) -> str:
+    content = path.read_bytes()
+    check_is_text(content, path)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

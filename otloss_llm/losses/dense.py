@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss.extending import MASS_TOLERANCE, check_finite, check_floating
+from otloss.extending import MASS_TOLERANCE, check_finite, check_floating, eager
 from otloss_llm.kernels.reference import logit_statistics
 from otloss_llm.losses.positions import check_objective, check_token_reduction, reduction_factor
 from otloss_llm.losses.token_loss import TokenLoss
@@ -26,6 +26,7 @@ from otloss_llm.objectives import Objective, Statistics
 BOUNDS = ("residual", "difference")
 
 
+@eager
 def dense_token_loss(
     logits: Float[Tensor, "*batch vocab"],
     target: Float[Tensor, "*batch vocab"],

@@ -495,6 +495,7 @@ def _nll_beside_entropy(nll: Tensor, entropy: Tensor) -> Tensor:
 
 
 @explains_calls
+@eager
 def emo_loss(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],

@@ -45,6 +45,7 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         ("a_text.txt", "one\ntwo\n", "3 lines and a_labels.txt 2, expected one label"),
         ("a.csv", "1+1?,1,2,E\n", "record 1.*answer 'E'"),
         ("a.txt", "\n", "holds no text"),
+        ("a.txt", "0 f\0i\0n\0e\0", "looks like UTF-16"),
         ("a.pdf", "", "ends in '.pdf'"),
     ],
 )

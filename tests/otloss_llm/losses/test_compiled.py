@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss_llm import EMO, MLE, EmbeddingCost, TokenLoss, dense_token_loss, linear_token_loss, token_loss
+from otloss_llm import EMO, MLE, EmbeddingCost, TokenLoss, dense_token_loss, emo_loss, linear_token_loss, token_loss
 from tests.otloss_llm.oracles import relative_error
 
 # torch itself asks a non-leaf tensor for its gradient where a graph breaks.
@@ -18,6 +18,8 @@ COST = EmbeddingCost(EMBEDDING)
 # name -> the loss of hidden states times a head
 FACES: dict[str, Callable[[Tensor, Tensor, Tensor], TokenLoss]] = {
     "linear_token_loss": lambda h, w, y: linear_token_loss(h, w, y, objective=EMO(), cost=COST),
+    "token_loss": lambda h, w, y: token_loss(h @ w.T, y, objective=EMO(), cost=COST),
+    "emo_loss": lambda h, w, y: TokenLoss(emo_loss(h @ w.T, y, EMBEDDING), torch.zeros(()), None),
     "dense_token_loss": lambda h, w, y: dense_token_loss(
         h @ w.T, torch.nn.functional.one_hot(y.clamp(min=0), 23).float(), objective=EMO(), cost=COST
     ),
@@ -65,3 +67,23 @@ def test_another_objective_in_the_same_program() -> None:
     for objective in (EMO(0.5), MLE()):
         got, want = (f(hidden @ EMBEDDING.T, labels, objective=objective, cost=COST).loss for f in (run, token_loss))
         assert torch.equal(got, want)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compilers
+@pytest.mark.parametrize("name", FACES)
+def test_recording_a_loss_raises_one_sentence(name: str) -> None:
+    hidden, labels = batch(4)
+
+    class Model(torch.nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return FACES[name](hidden, EMBEDDING, labels).loss
+
+    model = Model()
+    for way, record in (
+        ("torch.jit.trace", lambda: torch.jit.trace(model, (hidden,))),
+        ("torch.export", lambda: torch.export.export(model, (hidden,))),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^{name} reads the numbers of its tensors, so {way} cannot record it"):
+            record()
+    with pytest.raises(Exception, match=r"functions of otloss read .* Leave fullgraph=True out"):
+        torch.compile(model, backend="eager", fullgraph=True)(hidden)

@@ -249,7 +249,7 @@ def interrupted_at(step: int) -> Iterator[None]:
     ],
 )
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(
-    cli: Cli, tiny: Tiny, tmp_path: Path, torn: bool, changes: dict[str, Any]
+    cli: Cli, tiny: Tiny, tmp_path: Path, torn: bool, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """With dropout, and EMO, whose cost is that of the start model though the weights are a checkpoint's."""
     uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
@@ -263,6 +263,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     if torn:
         (broken / "checkpoint-8/trainer_state.json").unlink()
     assert cli(*train_options(tiny, broken, **changes)).code == 0
+    assert f"resumes after step {4 if torn else 8}" in caplog.text
     assert_same_run(uninterrupted, broken)
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveTrainer, token_loss
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.objectives import parse_objective
+from otloss_llm.training import trainer_cost
 from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
@@ -235,6 +236,7 @@ def test_the_number_of_near_duplicate_labels_is_logged_once(tmp_path: Path, capl
 
 def test_hubs_of_the_cost_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The ids 9 and above are labels; the rows of the rare ids below share the direction that all labels share."""
+    trainer_cost._log_hubs_once.cache_clear()  # of other tests in this process
     model, ids = tiny_model("llama"), torch.randint(9, VOCAB, (20, 8), generator=torch.Generator().manual_seed(0))
     rows = torch.zeros(VOCAB, 2 * VOCAB)
     rows[:, 0] = 1.0
