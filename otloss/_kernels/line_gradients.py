@@ -6,7 +6,8 @@ gives second derivatives too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,11 @@ def line_value(
     if orders is None:
         return None
     scales = np.empty((2, batch.numel()))
-    value: Tensor = _ClosedForm.apply(reference, (float(exponent), tolerance), scales, orders, *rows)
+    settings = (float(exponent), tolerance)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in rows):
+        value: Tensor = _ClosedForm.apply(reference, settings, scales, orders, *rows)
+    else:
+        value = _values(settings, scales, orders, rows)
     return None if np.isnan(scales).any() else value.reshape(batch)
 
 
@@ -53,11 +58,7 @@ class _ClosedForm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*rows)
         ctx.reference, ctx.exponent, ctx.scales, ctx.orders = reference, settings[0], scales, orders
-        kernel = line.cdf_values if len(rows) == 3 else line.quantile_values
-        values = np.empty(scales.shape[1], _numpy(rows[0]).dtype)
-        threads, problem = torch.get_num_threads(), (*map(_numpy, rows), *orders)
-        run_on_threads(kernel, threads, (problem, settings, values, scales, threads))
-        return torch.from_numpy(values)
+        return _values(settings, scales, orders, rows)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
@@ -78,6 +79,16 @@ class _ClosedForm(torch.autograd.Function):
             for want, g, t in zip(wanted, gradients, rows, strict=True)
         )
         return None, None, None, None, *gradients_of_inputs
+
+
+def _values(
+    settings: tuple[float, float], scales: np.ndarray, orders: list[np.ndarray], rows: Sequence[Tensor]
+) -> Tensor:
+    kernel = line.cdf_values if len(rows) == 3 else line.quantile_values
+    problem = (*map(_numpy, rows), *orders)
+    values, threads = np.empty(scales.shape[1], problem[0].dtype), torch.get_num_threads()
+    run_on_threads(kernel, threads, (problem, settings, values, scales, threads))
+    return torch.from_numpy(values)
 
 
 def _reference_gradients(
@@ -103,12 +114,17 @@ def _orders(positions: list[Tensor]) -> list[np.ndarray] | None:
     several = [t for t in dict.fromkeys(positions) if t.shape[0] > 1]
     order_of = dict(zip(several, _orders_of_rows(several), strict=True)) if several else {}
     for t in positions:
-        if t not in order_of:  # no kernel for a single row
-            order_of[t] = (
-                t.detach().argsort(dim=-1, stable=True).to(torch.int32).numpy() if t.isfinite().all() else None
-            )
+        if t not in order_of:
+            order_of[t] = _order_of_row(_numpy(t))
     orders = [order for t in positions if (order := order_of[t]) is not None]
     return orders if len(orders) == len(positions) else None
+
+
+def _order_of_row(row: np.ndarray) -> np.ndarray | None:
+    """Likewise for a single one, which no kernel has to be compiled for."""
+    order = np.argsort(row[0], kind="stable")
+    is_finite = math.isfinite(row[0, order[0]]) and math.isfinite(row[0, order[-1]])  # NaN comes last
+    return order.astype(np.int32)[None] if is_finite else None
 
 
 def _orders_of_rows(tensors: list[Tensor]) -> list[np.ndarray | None]:

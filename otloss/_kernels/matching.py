@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels import assignment
 from otloss._kernels._compile import compiled, inner, spliced
 from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.assignment import COLUMN_OF, ROW_OF, WAITING, augment
@@ -23,11 +22,6 @@ from otloss._kernels.simplex import VECTOR, least
 
 FREE = -1
 INVALID, INFEASIBLE = -2, -3  # in the first place of an answer: a cost of NaN or -inf; no complete matching
-
-
-def scratch(entries: int, bins: int, dtype: Any) -> tuple[np.ndarray, ...]:
-    """Return the scratch arrays of a thread (costs, potentials g, whole, real), as large as the largest problem."""
-    return np.empty(entries, dtype), np.empty(bins), *assignment.scratch(bins)
 
 
 @inner()
@@ -81,17 +75,18 @@ def _match(counter: Any, cost: Any, n: int, m: int, g: Any, whole: Any, real: An
 
 
 @compiled(seconds=3)
-def match_problems(
-    counter: Any, costs: Any, places: Any, rows: Any, columns: Any, block: Any, g: Any, whole: Any, real: Any
-) -> int:
+def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: Any, entries: int, bins: int) -> int:
     """Write the pairs of each problem to `rows` and `columns`, in the order of rows.
 
     Returns the number of a problem that has no matching, or -1.
 
     costs: of all problems in one array, float32 or float64; +inf forbids a pair. places: (B, 5), for each problem where
     its costs begin, the stride of its rows, the numbers of rows and of columns, and where its pairs go. rows, columns:
-    int64; a problem without a matching has INVALID or INFEASIBLE in its first place of `rows`.
+    int64; a problem without a matching has INVALID or INFEASIBLE in its first place of `rows`. entries, bins: the most
+    costs, and the most rows or columns, of a problem.
     """
+    block, g = np.empty(entries, costs.dtype), np.empty(bins)
+    whole, real = np.empty((5, bins), np.int64), np.empty((2, bins))  # as of `assignment.scratch`
     failed = FREE
     while True:
         k = next_task(counter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,17 +64,16 @@ def match(
         raise ValueError(f"cost has shape {tuple(cost.shape)}, expected (..., n, m): rows are matched with columns.")
     batch, (n, m) = cost.shape[:-2], cost.shape[-2:]
     problems, k = batch.numel(), min(n, m)
-    places = np.empty((problems, 5), np.int64)
-    order, places[:, 1] = np.arange(problems), m
-    if sizes is None:
-        places[:, 2], places[:, 3] = n, m
-    else:
-        places[:, 2:4] = shapes = checked_sizes(sizes, batch, n, m)
-        k = int(shapes.min(1).max(initial=0))
-    places[:, 0], places[:, 4] = order * (n * m), order * k
-    assignment = _assignments(cost.detach().reshape(-1), places, problems * k, n * m, max(n, m), batch)
-    rows, columns = assignment.view(2, *batch, k).unbind()
-    return rows, columns
+    places = np.array([[0, m, n, m, 0]])
+    if problems != 1 or sizes is not None:
+        places = places.repeat(problems, 0)
+        if sizes is not None:
+            places[:, 2:4] = shapes = checked_sizes(sizes, batch, n, m)
+            k = int(shapes.min(1).max(initial=0))
+        order = np.arange(problems)
+        places[:, 0], places[:, 4] = order * (n * m), order * k
+    rows, columns = _assignments(cost.detach().reshape(-1), places, problems * k, n * m, max(n, m), batch)
+    return (rows.view(*batch, k), columns.view(*batch, k)) if batch else (rows, columns)
 
 
 def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -92,38 +92,53 @@ def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         return []
     # One call instead of a `reshape(-1)` for each of many small tensors.
     flat = _flatten_dense_tensors(costs).detach()
-    both = _assignments(flat, np.array(places), at, begin, bins, (len(pairs),)).view(-1)
-    assignments = both.unsafe_split_with_sizes(pairs + pairs)
-    return list(zip(assignments[: len(pairs)], assignments[len(pairs) :], strict=True))
+    both = _assignments(flat, np.array(places), at, begin, bins, (len(pairs),))
+    return list(zip(*(t.unsafe_split_with_sizes(pairs) for t in both), strict=True))
 
 
 def _assignments(
     costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int, batch: tuple[int, ...]
-) -> Int[Tensor, "2 pairs"]:
+) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
     """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
-    from otloss._kernels.matching import INVALID, match_problems, scratch
-    from otloss.extending import Work, run_on_threads
-
     check_no_transform()
-    columns = np.full((2, pairs), NONE)
+    rows, columns = np.empty(pairs, np.int64), np.empty(pairs, np.int64)
     if pairs:
-        flat = costs.to("cpu", torch.promote_types(costs.dtype, torch.float32)).numpy()
+        rows.fill(NONE)
+        columns.fill(NONE)
+        flat = costs.to("cpu", costs.dtype if costs.dtype == torch.float64 else torch.float32).numpy()
+        run_on_threads, Work, match_problems = _kernel()
         failed = max(
             run_on_threads(
-                match_problems, len(places), (flat, places, *columns), lambda: scratch(entries, bins, flat.dtype),
+                match_problems, len(places), (flat, places, rows, columns, entries, bins),
                 one_thread=flat.size < _ENTRIES, work=Work("shortest paths of an assignment", flat.size),
             )
         )  # fmt: skip
-        at = tuple(int(i) for i in np.unravel_index(max(0, failed), batch))
-        name = f"problem {at[0] if len(at) == 1 else at}" if at else "the problem"
-        if failed >= 0 and columns[0, places[failed, 4]] == INVALID:
-            raise ValueError(f"the costs of {name} hold NaN or -inf, expected numbers, or +inf to forbid a pair.")
         if failed >= 0:
-            raise ValueError(
-                f"{name} has no complete matching: +inf forbids too many pairs. Give large finite costs "
-                "instead, and leave out the pairs that have one."
-            )
-    return torch.from_numpy(columns).to(costs.device)
+            _raise(np.unravel_index(failed, batch), rows[places[failed, 4]])
+    pair = torch.from_numpy(rows), torch.from_numpy(columns)
+    return pair if costs.device.type == "cpu" else (pair[0].to(costs.device), pair[1].to(costs.device))
+
+
+@functools.cache
+def _kernel() -> Any:
+    """What `_assignments` calls; an import takes as long as a small problem, each time."""
+    from otloss._kernels.matching import match_problems
+    from otloss.extending import Work, run_on_threads
+
+    return run_on_threads, Work, match_problems
+
+
+def _raise(place: Any, found: int) -> None:
+    from otloss._kernels.matching import INVALID
+
+    at = tuple(int(i) for i in place)
+    name = f"problem {at[0] if len(at) == 1 else at}" if at else "the problem"
+    if found == INVALID:
+        raise ValueError(f"the costs of {name} hold NaN or -inf, expected numbers, or +inf to forbid a pair.")
+    raise ValueError(
+        f"{name} has no complete matching: +inf forbids too many pairs. Give large finite costs instead, and leave out "
+        "the pairs that have one."
+    )
 
 
 def checked_sizes(sizes: Any, batch: torch.Size, n: int, m: int) -> np.ndarray:

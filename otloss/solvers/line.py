@@ -29,7 +29,7 @@ from otloss._foreign import explains_calls, takes_arrays
 from otloss._kernels import may_run_on
 from otloss.solvers.problem import MASS_TOLERANCE, histogram_pair
 
-# Bins below which the operations of torch take no longer than starting a kernel.
+# Bins below which the operations of torch for `cdf_distance` take no longer than starting a kernel.
 _SMALL = 2**13
 
 
@@ -169,14 +169,17 @@ def _check_weights_first(p: Any, q: Any, x: Any, y: Any) -> None:
     if not all(is_plain(t) for t in (p, q, x, y)):
         return
 
-    def is_mass(weights: Tensor) -> bool:
-        return bool(((weights.detach().sum(-1) - 1).abs() < 1e-3).all() and (weights >= 0).all())
-
-    if not (is_mass(p) or is_mass(q)) and is_mass(x) and is_mass(y):
+    if not (_sums_to_one(p) or _sums_to_one(q)) and all(_sums_to_one(t) and bool((t >= 0).all()) for t in (x, y)):
         raise ValueError(
             "p and q do not sum to 1, and the positions x and y do: positions stand first in POT's "
             "ot.wasserstein_1d(x, y, p, q); expected wasserstein_1d(p, q, x, y)."
         )
+
+
+def _sums_to_one(weights: Tensor) -> bool:
+    totals = weights.detach().sum(-1)
+    # Numbers are read one by one: for a single problem a comparison by torch takes longer.
+    return not totals.numel() or all(abs(total.item() - 1) < 1e-3 for total in torch.aminmax(totals))
 
 
 def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
@@ -204,7 +207,7 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
     inputs = [t for t in (p, q, *places) if t is not None]
     if not all(isinstance(t, Tensor) and t.dim() > 0 for t in inputs):
         return False
-    if all(t.dim() == 1 for t in inputs) and p.shape[0] + q.shape[0] < _SMALL:
+    if len(places) == 1 and all(t.dim() == 1 for t in inputs) and p.shape[0] + q.shape[0] < _SMALL:
         return False
     if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*inputs)):
         return False
@@ -219,7 +222,7 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
         problems = broadcast_shape(*(t.shape[:-1] for t in inputs)).numel()
     except RuntimeError:
         return False
-    return problems * (n + m) >= _SMALL
+    return problems > 0 and (len(places) == 2 or problems * (n + m) >= _SMALL)
 
 
 def _by_kernel(reference: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], exponent: float) -> Tensor | None:

@@ -262,16 +262,20 @@ class HistogramPair:
     Attributes:
         p: (..., n).
         q: (..., m), the leading axes broadcast against those of p.
-        mass: (...,), their common mass (the mean of both where they need not agree), without a graph.
         dtype: the promoted dtype of the inputs.
         has_empty_side: whether a histogram holds no mass.
     """
 
     p: Float[Tensor, "*batch n"]
     q: Float[Tensor, "*batch m"]
-    mass: Float[Tensor, "*batch"]
     dtype: torch.dtype
     has_empty_side: bool = False
+
+    @property
+    def mass(self) -> Float[Tensor, "*batch"]:
+        """The mean of both masses, without a graph."""
+        mass_p, mass_q = (w.detach().sum(-1, dtype=torch.float64) for w in (self.p, self.q))
+        return ((mass_p + mass_q) / 2).to(self.p.dtype)
 
 
 def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) -> HistogramPair:
@@ -287,13 +291,13 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
     (mass_p, mass_q), has_empty_side = _checked_masses(p, q, ("p", "q"), balanced=balanced)
     dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
     arithmetic = torch.promote_types(dtype, torch.float32)
-    mass = (mass_p + mass_q) / 2
     if not balanced:
-        return HistogramPair(p.to(arithmetic), q.to(arithmetic), mass.to(arithmetic), dtype, has_empty_side)
+        return HistogramPair(p.to(arithmetic), q.to(arithmetic), dtype, has_empty_side)
+    of_p, of_q = (mass_p, mass_q) if mass_p.dim() or mass_q.dim() else (mass_p.item(), mass_q.item())  # as below
+    both: Any = (of_p + of_q) / 2
     return HistogramPair(
-        p=centre_gradient(_rescaled(p, mass_p, mass, arithmetic, has_empty_side)),
-        q=centre_gradient(_rescaled(q, mass_q, mass, arithmetic, has_empty_side)),
-        mass=mass.to(arithmetic),
+        p=centre_gradient(_rescaled(p, of_p, both, arithmetic, has_empty_side)),
+        q=centre_gradient(_rescaled(q, of_q, both, arithmetic, has_empty_side)),
         dtype=dtype,
         has_empty_side=has_empty_side,
     )
@@ -319,7 +323,8 @@ def _checked_masses(
     tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)) if balanced else torch.inf
     # Numbers are read one by one: for a single problem a comparison by torch takes longer.
     if masses[0].numel() and masses[1].numel():
-        least, largest = (ratio.item() for ratio in torch.aminmax(masses[0] / masses[1]))
+        ratios = masses[0] / masses[1]
+        least, largest = (ratio.item() for ratio in (torch.aminmax(ratios) if ratios.dim() else (ratios, ratios)))
         is_equal = least >= 1 - tolerance and largest * (1 - tolerance) <= 1  # not NaN, and then neither mass is 0
         if is_equal and least > 0 and largest < torch.inf and all(w.detach().amin().item() >= 0 for w in (p, q)):
             return masses, False
@@ -469,10 +474,10 @@ def _is_positive(mass: Tensor) -> bool:
     return not mass.numel() or mass.amin().item() > 0
 
 
-def _rescaled(weights: Tensor, mass: Tensor, target: Tensor, dtype: torch.dtype, has_empty_side: bool) -> Tensor:
+def _rescaled(weights: Tensor, mass: Any, target: Any, dtype: torch.dtype, has_empty_side: bool) -> Tensor:
     # The scale carries no graph: its gradient is the same for every bin, and centring removes it.
     scale = target / (mass + (mass == 0) if has_empty_side else mass)
-    return weights.to(dtype) * scale.to(dtype).unsqueeze(-1)
+    return weights.to(dtype) * (scale.to(dtype).unsqueeze(-1) if isinstance(scale, Tensor) else scale)
 
 
 def _first(mask: Tensor) -> tuple[int, ...]:
