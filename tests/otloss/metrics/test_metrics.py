@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from scipy.stats import wasserstein_distance
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import mean_absolute_error
@@ -100,6 +101,23 @@ def test_reliability_against_scikit_learn(strategy: str, bins: int) -> None:
         errors.append(curve.error)
     error = metrics.threshold_calibration_error(y, proba, bins=bins, strategy=strategy)
     assert error == pytest.approx(np.mean(errors))
+
+
+def test_intervals_are_those_of_wilson_and_uneven_weights_count_less() -> None:
+    """Of ten bins by default: 0.1 and 0.19 share one."""
+    proba = np.repeat([[0.1, 0.9], [0.19, 0.81], [0.95, 0.05]], [100, 100, 3], axis=0)
+    y = np.repeat([0, 1, 0, 1], [30, 170, 2, 1])
+    weight = np.r_[np.full(200, 3.0), 1.0, 2.0, 3.0]
+    (plain,), (weighted,) = (metrics.threshold_reliability(y, proba, sample_weight=w) for w in (None, weight))
+    np.testing.assert_allclose(plain.count, [200, 3])
+    np.testing.assert_allclose(weighted.count, [200, 36 / 14])
+    np.testing.assert_allclose(weighted.observed, [0.15, 0.5])
+    exact = [stats.binomtest(hits, n).proportion_ci(method="wilson") for hits, n in ((30, 200), (2, 3))]
+    np.testing.assert_allclose(plain.interval, np.transpose([(e.low, e.high) for e in exact]), rtol=1e-6)
+    (sure,) = metrics.threshold_reliability([0, 0, 1], [[1.0, 0.0]] * 2 + [[0.0, 1.0]])
+    np.testing.assert_allclose(sure.interval, [[0.0, 0.342380], [0.793451, 1.0]], atol=1e-6)
+    assert metrics.ranked_probability_score([0], [[1.0]], labels=[0], normalize=True) == 0
+    assert metrics.threshold_calibration_error(y, proba) == pytest.approx(plain.error)
 
 
 def test_calibrated_and_miscalibrated_forecasts() -> None:
