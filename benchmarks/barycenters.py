@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import otloss
-from benchmarks.measure import SMALL_SIZES, Limit, Settings, say, table
-from benchmarks.solver_peers import OURS, Contestant, Step, cheapest
-from benchmarks.solvers import Bench, at_least
+from benchmarks.bench import OURS, Bench, at_least, one_thread
+from benchmarks.measure import Limit, Settings
+from benchmarks.solver_peers import Contestant, Step, cheapest
 from otloss.costs import Cost, GridCost, LineCost
 
 TOLERANCE, EXACT = 1e-6, 1e-11
@@ -75,7 +75,7 @@ def compare(
         peer.name: partial(pot, weights.setting or THRESHOLDS[-1]),
     }
     notes = {OURS: f"{reached[0]:.1e}", peer.name: f"{weights.errors[0]:.1e}"}
-    bench.judge(limit, bench.timed(limit.what, steps, notes=notes, on_one_thread=True))
+    bench.row(limit, steps, notes=notes, processor=True)
 
 
 def on_a_line(
@@ -111,9 +111,7 @@ def of_images(bench: Bench, side: int, epsilon: float = 0.004) -> None:
 
 def main(settings: Settings) -> None:
     bench, small = Bench(settings, "barycenters"), settings.small
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
+    with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # missing convergence shows in the errors
         for n, epsilon in ((8, 0.1),) if small else ((50, 0.1), (50, 0.01), (1000, 0.01), (1000, 0.001)):
             on_a_line(bench, n, epsilon)
@@ -123,8 +121,4 @@ def main(settings: Settings) -> None:
             on_a_line(bench, 8 if small else 50, epsilon, limit=0.5, debiased=True)
         for side in (6,) if small else (32, 128):
             of_images(bench, side, 0.1 if small else 0.004)
-    torch.set_num_threads(threads)
-    if small:
-        say(SMALL_SIZES)
-        return
-    table([["work: how many times as long POT takes", "limit", "measured"], *bench.verdicts])
+    bench.report("work: how many times as long POT takes")

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import Limit, Settings, Timing, ratios, report_times, table, timed_rounds
+from benchmarks.bench import Bench
+from benchmarks.measure import Limit, Settings
 
 NAME = "boosting"
 ROUNDS, SMALL_ROUNDS = 7, 1
@@ -28,20 +29,22 @@ VARIANTS: dict[str, dict[str, Any]] = {"power 2": {}, "power 1": {"power": 1}, "
 
 def main(settings: Settings) -> None:
     rows, trees = (SMALL_ROWS, SMALL_TREES) if settings.small else (ROWS, TREES)
-    rounds = settings.rounds or (SMALL_ROUNDS if settings.small else ROUNDS)
+    bench = Bench(settings, NAME, rounds=ROUNDS, small_rounds=SMALL_ROUNDS)
     features, labels = problem(rows)
     case = f"n={rows}, {FEATURES} features, K={CLASSES}, {trees} rounds"
     for library, arms in (("xgboost", xgboost_arms), ("lightgbm", lightgbm_arms)):
-        timings = timed_rounds(arms(features, labels, trees), rounds=rounds)
-        report(library, case, timings, rounds=rounds, settings=settings)
+        steps = {f"{library} {name}": step for name, step in arms(features, labels, trees).items()}
+        timings = bench.timed(case, steps, turn=0.0)
+        if library == "xgboost":
+            own, power_2, *_ = timings.values()
+            bench.judge(Limit(f"{library}: time of power 2 / {OWN[library]}", LIMIT), power_2, own)
     for count in CLASSIFIER_ROWS[: 1 if settings.small else None]:
-        timings = timed_rounds(classifier_arms(*problem(count), trees), rounds=rounds)
+        steps = classifier_arms(*problem(count), trees)
+        ours, peer = steps
         case = f"n={count}, {FEATURES} features, K={CLASSES}, {trees} rounds, estimators"
-        ours, peer = timings
-        report_times(NAME, case, timings, peer=peer, rounds=rounds, output=settings.output)
-        if not settings.small:
-            limit = Limit(f"time of {ours} / {peer}, n={count}", LIMIT_OF_CLASSIFIER)
-            table([["quantity", "limit", "measured"], limit.verdict(*ratios(timings[ours], timings[peer]))])
+        timings = bench.timed(case, steps, peer=peer, turn=0.0)
+        bench.judge(Limit(f"time of {ours} / {peer}, n={count}", LIMIT_OF_CLASSIFIER), timings[ours], timings[peer])
+    bench.report("quantity")
 
 
 def problem(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -93,15 +96,6 @@ def classifier_arms(features: np.ndarray, labels: np.ndarray, trees: int) -> dic
     ours = OrdinalBoostingClassifier(early_stopping=False, **shared)
     peer = XGBClassifier(subsample=SAMPLED, min_child_weight=0.1, **shared)
     return {type(model).__name__: partial(model.fit, features, labels) for model in (ours, peer)}
-
-
-def report(library: str, case: str, timings: dict[str, Timing], *, rounds: int, settings: Settings) -> None:
-    own = OWN[library]
-    named = {f"{library} {name}": timing for name, timing in timings.items()}
-    report_times(NAME, case, named, peer=f"{library} {own}", rounds=rounds, output=settings.output)
-    if library == "xgboost" and not settings.small:
-        limit = Limit(f"{library}: time of power 2 / {own}", LIMIT)
-        table([["quantity", "limit", "measured"], limit.verdict(*ratios(timings["power 2"], timings[own]))])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.bench import Bench
 from benchmarks.contestants import DENSE, EMO_OURS, MLE_OURS, Loss, Problem, dense, step
 from benchmarks.labels import BLOCK, share_distinct
 from benchmarks.measure import (
@@ -38,10 +39,8 @@ from benchmarks.measure import (
     Timing,
     ratios,
     report_memory,
-    report_times,
     say,
     table,
-    timed_rounds,
 )
 from benchmarks.memory import MALLOC, peak_growth
 from otloss import number_token_loss
@@ -158,15 +157,13 @@ def has_ntloss() -> bool:
 
 def timed(case: Case, names: list[str], benchmark: str, settings: Settings, rounds: int) -> dict[str, Timing]:
     """Forward and backward pass of each, with new labels every round."""
-    rounds = settings.rounds or (SMALL_ROUNDS if settings.small else rounds)
 
     def new_labels(i: int) -> None:
         case.problem.labels = case.draw(i)
 
     steps = {name: step(case.loss(name), case.problem) for name in names}
-    timings = timed_rounds(steps, rounds=rounds, before_round=new_labels)
-    report_times(benchmark, case.name, timings, peer=MLE_OURS, rounds=rounds, output=settings.output)
-    return timings
+    bench = Bench(settings, benchmark, rounds=rounds, small_rounds=SMALL_ROUNDS)
+    return bench.timed(case.name, steps, peer=MLE_OURS, turn=0.0, before_round=new_labels)
 
 
 def _peak(name: str, data: Path, small: bool, width: int) -> int:

@@ -32,7 +32,8 @@ from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 from sklearn.model_selection import train_test_split
 
-from benchmarks.measure import TURN, Row, Settings, append, hardware, report_times, say, table, timed_rounds
+from benchmarks.bench import Bench, one_thread
+from benchmarks.measure import Row, Settings, append, hardware, say, table
 from benchmarks.ordinal_data import OrdinalSet, ordinal_sets
 from benchmarks.ordinal_models import CROSS_ENTROPY, OURS, PEER, Model, fitted, models
 from otloss import ordinal_loss
@@ -71,10 +72,8 @@ def times(settings: Settings) -> None:
     """Value and gradient on one thread; ratios to dlordinal's EMDLoss."""
     from dlordinal.losses import EMDLoss
 
-    rounds, peer = settings.rounds or (2 if settings.small else TIMING_ROUNDS), "dlordinal EMDLoss"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    bench, peer = Bench(settings, "ordinal_loss", rounds=TIMING_ROUNDS, small_rounds=2), "dlordinal EMDLoss"
+    with one_thread():
         for rows, classes in BATCHES:
             generator = torch.Generator().manual_seed(rows)
             logits = torch.randn(rows, classes, generator=generator).requires_grad_()
@@ -83,12 +82,8 @@ def times(settings: Settings) -> None:
                       "torch cross_entropy": torch.nn.functional.cross_entropy}  # fmt: skip
             steps = {name: partial(_step, loss, logits, labels) for name, loss in losses.items()}
             for step in steps.values():
-                step()  # compiles or loads the kernel; timed_rounds takes the number of calls from one call
-            timings = timed_rounds(steps, rounds=rounds, turn=TURN)
-            case = f"N={rows} K={classes} float32"
-            report_times("ordinal_loss", case, timings, peer=peer, rounds=rounds, output=settings.output)
-    finally:
-        torch.set_num_threads(threads)
+                step()  # compiles or loads the kernel; the number of calls in a turn follows from one call
+            bench.timed(f"N={rows} K={classes} float32", steps, peer=peer)
 
 
 def _step(loss: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -20,10 +20,10 @@ import ot
 import torch
 
 import otloss
+from benchmarks.bench import OURS
 from benchmarks.measure import MIB, Settings, heading, keep, say
 from benchmarks.memory import MALLOC, peak_growth
 from benchmarks.solver_clouds import BLUR, HAS_KEOPS, Clouds, geomloss_answer, our_answer
-from benchmarks.solver_peers import OURS
 from otloss.costs import PointCost
 from otloss.extending import install_hint
 

@@ -6,7 +6,6 @@ And one problem between two images, by products along the axes, beside the same 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import ot
@@ -14,16 +13,14 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 import otloss
-from benchmarks.measure import SMALL_SIZES, Settings, say, table
+from benchmarks.bench import OURS, Bench, Steps, at_least, one_thread
+from benchmarks.measure import Settings
 from benchmarks.solver_cases import Problems
-from benchmarks.solver_peers import OURS
-from benchmarks.solvers import Bench, at_least
 from otloss.costs import GridCost
 
 EPSILON = 0.1
 # Sides, epsilons as shares of the squared side, and derivatives.
 IMAGES = ((64, 0.001, "envelope"), (32, 0.01, "implicit"))
-Steps = dict[str, Callable[[], Any]]
 
 
 def exact(n: int) -> Steps:
@@ -93,34 +90,22 @@ def images(side: int, share: float, grad: str) -> Steps:
 
 def main(settings: Settings) -> None:
     bench, small = Bench(settings, "single_problems"), settings.small
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     n, few = (4, 3) if small else (100, 20)
-    cases: list[tuple[str, float, Steps]] = [
-        *((f"emd, {n} x {n}", 1.0 if n > 5 else 0.5, exact(n)) for n in ((4,) if small else (5, 32, 64))),
-        *((f"sinkhorn, {n} x {n}, epsilon {EPSILON:g}", 1.0, entropic(n)) for n in ((4,) if small else (5, 32, 64))),
+    sizes = (4,) if small else (5, 32, 64)
+    rows: list[tuple[str, float, Steps]] = [
+        *((f"emd, {n} x {n}", 1.0 if n > 5 else 0.5, exact(n)) for n in sizes),
+        *((f"sinkhorn, {n} x {n}, epsilon {EPSILON:g}", 1.0, entropic(n)) for n in sizes),
         *((f"wasserstein_1d, {n} samples, order {order}", 0.5, on_a_line(n, order)) for order in (1, 2)),
         (f"match, {n} x {few}", 0.5, detection(n, few)),
         *((f"fused_gromov, {n} nodes", 1.0, graphs(n)) for n in ((4,) if small else (12, 30))),
-        *(
-            (
-                f"sinkhorn between images {side} x {side}, epsilon {share:g} side^2, {grad}",
-                1.0,
-                images(side, share, grad),
-            )
-            for side, share, grad in (((4, 0.01, "envelope"),) if small else IMAGES)
-        ),
     ]
-    with warnings.catch_warnings():
+    for side, share, grad in ((4, 0.01, "envelope"),) if small else IMAGES:
+        case = f"sinkhorn between images {side} x {side}, epsilon {share:g} side^2, {grad}"
+        rows.append((case, 1.0, images(side, share, grad)))
+    with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # POT compares the masses of its own sums
-        for case, limit, steps in cases:
+        for case, limit, steps in rows:
             answers = {name: step() for name, step in steps.items()}
-            notes = dict.fromkeys(steps, "")
-            if "match" not in case:
-                notes = {name: f"{float(value):.9g}" for name, value in answers.items()}
-            bench.judge(at_least(case, limit), bench.timed(case, steps, notes=notes, on_one_thread=True))
-    torch.set_num_threads(threads)
-    if small:
-        say(SMALL_SIZES)
-        return
-    table([["work: how many times as long the peer takes", "limit", "measured"], *bench.verdicts])
+            notes = {name: "" if "match" in case else f"{float(value):.9g}" for name, value in answers.items()}
+            bench.row(at_least(case, limit), steps, notes=notes, processor=True)
+    bench.report("work: how many times as long the peer takes")

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 import otloss
+from benchmarks.bench import OURS
 from benchmarks.measure import say
 from benchmarks.solver_cases import Gaps, Problems, plan_of
 
-OURS, OURS_GRADIENTS = "otloss", "otloss, values and gradients"
+OURS_GRADIENTS = f"{OURS}, values and gradients"
 POT_METHODS = {"log_sinkhorn": "in logarithms, its default", "sinkhorn": "scaling form"}
 ITERATED = "iterations"
 SWEEP_SECONDS = 120.0  # no further setting is tried after this time

@@ -10,8 +10,6 @@ fastest peer that is accurate enough; both of POT's entropic methods are listed 
 from __future__ import annotations
 
 import statistics
-import time
-import warnings
 from functools import partial
 
 import numpy as np
@@ -22,8 +20,8 @@ from torch import Tensor
 
 import otloss
 from benchmarks import solver_clouds
+from benchmarks.bench import OURS, Bench, at_least, peers_of
 from benchmarks.measure import (
-    SMALL_SIZES,
     TURN,
     Limit,
     Settings,
@@ -31,15 +29,12 @@ from benchmarks.measure import (
     keep,
     ratios,
     report_slowdowns,
-    report_times,
     say,
     slowdowns,
-    table,
     timed_rounds,
 )
 from benchmarks.solver_cases import Gaps, Problems
 from benchmarks.solver_peers import (
-    OURS,
     OURS_GRADIENTS,
     POT_METHODS,
     Contestant,
@@ -68,53 +63,17 @@ PENALTY = 1.0  # of the cost range, of unbalanced problems
 SAME_VALUE = 1e-4  # relative, between float32 contestants without a setting
 
 
-def at_least(what: str, limit: float) -> Limit:
-    """The fastest peer is to take at least `limit` times as long as we do."""
-    return Limit(what, limit, at_least=True)
-
-
 def unreached(limit: Limit, patience: float) -> list[str]:
     """No peer was accurate enough in `patience` times our time."""
     verdict = "met" if patience >= limit.limit else "unknown"
     return [limit.what, limit.goal, f"no peer is accurate enough in {patience:.3g} x our time, {verdict}"]
 
 
-class Bench:
-    """Runs cases, prints and keeps them, and collects the verdicts."""
-
-    def __init__(self, settings: Settings, name: str = NAME) -> None:
-        self.settings, self.name = settings, name
-        self.verdicts: list[list[str]] = []
-
-    def rounds(self, *, long: bool = False) -> int:
-        most = self.settings.rounds or (SMALL_ROUNDS if self.settings.small else ROUNDS)
-        return min(most, LONG_ROUNDS) if long else most
-
-    def timed(
-        self, case: str, steps: dict[str, Step], *, notes: dict[str, str], long: bool = False,
-        on_one_thread: bool = False,
-    ) -> dict[str, Timing]:  # fmt: skip
-        """Time, print and keep; ratios are to the first of the steps. On one thread, seconds of the processor."""
-        rounds = self.rounds(long=long)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            clock = time.process_time if on_one_thread else time.perf_counter
-            timings = timed_rounds(steps, rounds=rounds, turn=TURN, clock=clock)
-        report_times(
-            self.name, case, timings, peer=next(iter(steps)), rounds=rounds, output=self.settings.output, notes=notes
-        )
-        return timings
-
-    def judge(self, limit: Limit, timings: dict[str, Timing], ours: str = OURS) -> None:
-        """The fastest contestant that is not ours, over `ours`."""
-        best = min((t for name, t in timings.items() if not name.startswith(OURS)), key=lambda timing: timing.median)
-        self.verdicts.append(limit.verdict(*ratios(best, timings[ours])))
-
-    def compare(self, what: str, ours: Timing, peers: dict[str, Timing], *, otherwise: str) -> None:
-        """A row without a limit: the name of the fastest peer, and its ratio."""
-        name = min(peers, key=lambda name: peers[name].median, default=None)
-        results = otherwise if name is None else f"{statistics.median(ratios(peers[name], ours)):.2f} x, {name}"
-        self.verdicts.append([what, "", results])
+def compare(bench: Bench, what: str, ours: Timing, peers: dict[str, Timing], *, otherwise: str) -> None:
+    """A row without a limit: the name of the fastest peer, and its ratio."""
+    name = min(peers, key=lambda name: peers[name].median, default=None)
+    results = otherwise if name is None else f"{statistics.median(ratios(peers[name], ours)):.2f} x, {name}"
+    bench.verdicts.append([what, "", results])
 
 
 def same_values(answers: dict[str, Tensor]) -> dict[str, str]:
@@ -134,7 +93,8 @@ def same_values(answers: dict[str, Tensor]) -> dict[str, str]:
 
 def exact_case(bench: Bench, case: str, limit: Limit, steps: dict[str, Step], *, long: bool = False) -> None:
     notes = same_values({name: step() for name, step in steps.items()})
-    bench.judge(limit, bench.timed(f"exact, {case}", steps, notes=notes, long=long))
+    timings = bench.timed(f"exact, {case}", steps, notes=notes, most=LONG_ROUNDS if long else None)
+    bench.judge(limit, timings[OURS], *peers_of(timings))
 
 
 def busy_case(bench: Bench, problems: Problems) -> None:
@@ -148,7 +108,7 @@ def busy_case(bench: Bench, problems: Problems) -> None:
 
     steps = {OURS: lambda: otloss.emd(*arguments), "otloss, one thread": on_one_thread,
              "torch softmax": lambda: problems.cost.softmax(-1)}  # fmt: skip
-    results = slowdowns(steps, rounds=bench.rounds(), turn=TURN)
+    results = slowdowns(steps, rounds=bench.rounds, turn=TURN)
     report_slowdowns(NAME, f"exact, {batch} problems {n} x {n}, values", results, output=bench.settings.output)
     row = at_least("exact values beside busy processes: one thread / all threads", 0.8)
     bench.verdicts.append(row.verdict(*ratios(results["otloss, one thread"][1], results[OURS][1])))
@@ -240,14 +200,14 @@ def entropic_case(bench: Bench, problems: Problems, epsilon: float, limit: Limit
     timings = bench.timed(case, steps, notes=notes)
     peers = {name: timing for name, timing in timings.items() if not name.startswith(OURS)}
     if peers:
-        bench.judge(limit, timings)
+        bench.judge(limit, timings[OURS], *peers.values())
     else:
         bench.verdicts.append(unreached(limit, PATIENCE))
     for method, what in POT_METHODS.items():
         its = {name: timing for name, timing in peers.items() if name.startswith(f"POT {method},")}
-        bench.compare(f"- values, POT {method} ({what})", timings[OURS], its,
+        compare(bench, f"- values, POT {method} ({what})", timings[OURS], its,
                       otherwise=f"not accurate enough in {PATIENCE:g} x our time")  # fmt: skip
-    bench.compare("- ours values and gradients, fastest peer values", timings[OURS_GRADIENTS], peers,
+    compare(bench, "- ours values and gradients, fastest peer values", timings[OURS_GRADIENTS], peers,
                   otherwise=f"no peer is accurate enough in {PATIENCE:g} x our time for values")  # fmt: skip
 
 
@@ -302,11 +262,11 @@ def line_case(bench: Bench, lines: Lines, case: str, limit: float) -> None:
         steps = line_steps(lines, gradients=gradients)
         notes = same_values({name: step() for name, step in steps.items()})
         what = f"{case}, values{' and gradients' if gradients else ''}"
-        timings = bench.timed(f"line, {what}", steps, notes=notes, long=True)
+        timings = bench.timed(f"line, {what}", steps, notes=notes, most=LONG_ROUNDS)
         for name in steps:
             if name.startswith(OURS):  # the limit is for values; with gradients ours are to be no slower
                 row = at_least(f"{name.removeprefix(f'{OURS} ')}, {what}", 1.0 if gradients else limit)
-                bench.judge(row, timings, name)
+                bench.judge(row, timings[name], *peers_of(timings))
 
 
 def line_cases(bench: Bench) -> None:
@@ -338,7 +298,7 @@ def gromov_case(bench: Bench) -> None:
     steps = {OURS: lambda: otloss.fused_gromov(C, D, M, *weights, alpha=0.5).value, "POT, a loop": by_pot}
     case = f"fused Gromov, {batch} pairs of graphs of {n - 4} to {n} nodes, values"
     notes = {name: f"{float(step().mean()):.4f}" for name, step in steps.items()}
-    bench.judge(at_least(case, 5.0), bench.timed(case, steps, notes=notes))
+    bench.row(at_least(case, 5.0), steps, notes=notes)
 
 
 def cloud_case(bench: Bench) -> None:
@@ -389,7 +349,7 @@ def judge_clouds(
     notes = {c.name: f"{f.errors[1]:.1e}" for c, f in accurate.items()}
     slow = {c.name: f for c, f in accurate.items() if f.seconds > CLOUD_REPEATED * results[mine].seconds}
     steps: dict[str, Step] = {c.name: partial(c.solve, f.setting) for c, f in accurate.items() if c.name not in slow}
-    timings = bench.timed(case, steps, notes=notes, long=True)
+    timings = bench.timed(case, steps, notes=notes, most=LONG_ROUNDS)
     our_seconds = timings[mine.name].median
     for name, one in slow.items():
         ratio = one.seconds / our_seconds
@@ -406,11 +366,7 @@ def judge_clouds(
 
 
 def main(settings: Settings) -> None:
-    bench = Bench(settings)
+    bench = Bench(settings, NAME, rounds=ROUNDS, small_rounds=SMALL_ROUNDS)
     for cases in (exact_cases, entropic_cases, unbalanced_case, line_cases, gromov_case, cloud_case, planar_cases):
         cases(bench)
-    if settings.small:
-        say(SMALL_SIZES)
-        return
-    say("\nHow many times as long the fastest peer takes: medians of the ratios in each round (and their quartiles)")
-    table([["work", "limit", "measured"], *bench.verdicts])
+    bench.report("work: how many times as long the fastest peer takes")

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
+from benchmarks.bench import Bench, one_thread
 from benchmarks.contestants import (
     DENSE,
     EMO_ENTROPY,
@@ -47,11 +44,9 @@ from benchmarks.measure import (
     ratios,
     report_memory,
     report_slowdowns,
-    report_times,
     say,
     slowdowns,
     table,
-    timed_rounds,
 )
 from benchmarks.memory import extra_bytes
 
@@ -94,7 +89,7 @@ class Case:
     def __init__(self, size: Size, settings: Settings) -> None:
         self.size, self.settings = size, settings
         self.labels = labels_for(settings, size.vocab)
-        self.rounds = settings.rounds or (SMALL_ROUNDS if settings.small else ROUNDS)
+        self.bench = Bench(settings, NAME, rounds=ROUNDS, small_rounds=SMALL_ROUNDS)
         self.problem = Problem.random(size.vocab, size.width, self.labels.draw(size.tokens, 0))
 
     def name(self, share: float, note: str = "") -> str:
@@ -103,33 +98,32 @@ class Case:
         return ", ".join(part for part in parts if part)
 
     def timed(
-        self, names: list[str], *, rounds: int, note: str = "", clock: Callable[[], float] = time.perf_counter
+        self, names: list[str], *, most: int | None = None, note: str = "", processor: bool = False
     ) -> dict[str, Timing]:
-        """Interleaved rounds with new labels each; printed and kept with the mean share of distinct labels."""
-        shares = []
+        """Interleaved rounds with new labels each; the case names their mean share of distinct ones."""
+        rounds = min(self.bench.rounds, most or self.bench.rounds)
+        labels = [self.labels.draw(self.size.tokens, i) for i in range(rounds + 1)]
 
         def new_labels(i: int) -> None:
-            self.problem.labels = self.labels.draw(self.size.tokens, i)
-            if i:
-                shares.append(share_distinct(self.problem.labels))
+            self.problem.labels = labels[i]
 
-        timings = timed_rounds(steps(names, self.problem), rounds=rounds, before_round=new_labels, clock=clock)
-        name = self.name(statistics.fmean(shares), note)
-        report_times(NAME, name, timings, peer=names[0], rounds=rounds, output=self.settings.output)
-        return timings
+        case = self.name(statistics.fmean(map(share_distinct, labels[1:])), note)
+        return self.bench.timed(
+            case, steps(names, self.problem), most=most, turn=0.0, processor=processor, before_round=new_labels
+        )
 
     def torch_contestants(self) -> list[str]:
         """The best chunk of a sweep, and the automatic choice."""
         if not HAS_TORCH:
             return []
         names = [TORCH_AUTO, *map(torch_name, sorted({min(chunk, self.size.tokens) for chunk in CHUNKS}))]
-        swept = self.timed(names, rounds=min(SWEEP_ROUNDS, self.rounds), note=f"sweep of {TORCH}")
+        swept = self.timed(names, most=SWEEP_ROUNDS, note=f"sweep of {TORCH}")
         return [min(names[1:], key=lambda name: swept[name].median), TORCH_AUTO]
 
 
 def time_case(case: Case, in_torch: list[str]) -> list[list[str]]:
     """The main comparison."""
-    timings = case.timed(with_published([DENSE, *in_torch, MLE_OURS, EMO_OURS]), rounds=case.rounds)
+    timings = case.timed(with_published([DENSE, *in_torch, MLE_OURS, EMO_OURS]))
     emo, mle = timings[EMO_OURS], timings[MLE_OURS]
     torch_peers = [timings[name] for name in in_torch]
     return [
@@ -142,18 +136,16 @@ def time_case(case: Case, in_torch: list[str]) -> list[list[str]]:
 
 def objectives_case(case: Case) -> list[list[str]]:
     """Objectives that read more statistics, beside EMO, MLE and dense cross-entropy, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # others wait by spinning, which counts
     names, note = [EMO_OURS, DENSE, MLE_OURS, *OTHER_OBJECTIVES], "objectives, processor time"
-    timings = case.timed(names, rounds=case.rounds, note=note, clock=time.process_time)
-    torch.set_num_threads(threads)
+    with one_thread():  # others wait by spinning, which counts
+        timings = case.timed(names, note=note, processor=True)
     return [EMO_WITH_ENTROPY.verdict(*ratios(timings[EMO_ENTROPY], timings[EMO_OURS]))]
 
 
 def busy_case(case: Case, in_torch: list[str]) -> list[list[str]]:
     """How much slower each is beside one busy process per core."""
     names = [DENSE, *in_torch, MLE_OURS, EMO_OURS]
-    results = slowdowns(steps(names, case.problem), rounds=case.rounds)
+    results = slowdowns(steps(names, case.problem), rounds=case.bench.rounds)
     name = case.name(share_distinct(case.problem.labels))
     slower = report_slowdowns(NAME, name, results, output=case.settings.output)
     return [EMO_BUSY.verdict(*ratios(slower[EMO_OURS], slower[DENSE]))]
@@ -201,7 +193,7 @@ def main(settings: Settings) -> None:
         in_torch = case.torch_contestants()
         results = time_case(case, in_torch)
         with matmul_precision("medium"):
-            case.timed([DENSE, *in_torch, MLE_OURS, EMO_OURS], rounds=min(SWEEP_ROUNDS, case.rounds), note=BF16)
+            case.timed([DENSE, *in_torch, MLE_OURS, EMO_OURS], most=SWEEP_ROUNDS, note=BF16)
         if size is sizes[0]:
             results += objectives_case(case)
             results += busy_case(case, in_torch)
