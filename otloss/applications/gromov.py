@@ -31,7 +31,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss.extending import (
     ConvergenceWarning,
     check_broadcast,
@@ -43,6 +42,7 @@ from otloss.extending import (
     check_not_negative,
     check_number,
     check_positive,
+    eager,
     explains_calls,
     histogram_pair,
     level_of_the_caller,

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from otloss._autograd import eager
-from otloss.extending import check_floating, check_integers, check_no_transform, explains_calls, takes_arrays
+from otloss.extending import check_floating, check_integers, check_no_transform, eager, explains_calls, takes_arrays
 
 NONE = -1  # in the places of a ragged batch that hold no pair
 _ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.

@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss.applications.matching import match
-from otloss.extending import check_finite, check_floating, check_integers, check_positive, solve
+from otloss.extending import check_finite, check_floating, check_integers, check_positive, eager, solve
 
 
 @eager

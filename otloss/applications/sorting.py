@@ -34,9 +34,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss.applications.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k
-from otloss.extending import check_finite, check_floating, check_positive
+from otloss.extending import check_finite, check_floating, check_positive, eager
 
 # Entries of a row that a plan is made for: two matrices of this size take a quarter of a GiB.
 _LARGEST_PLAN = 4096

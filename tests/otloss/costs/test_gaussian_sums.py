@@ -33,8 +33,11 @@ def _square(x: Tensor, y: Tensor) -> Tensor:
     return (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1)
 
 
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["a cube", "a sphere", "tight clusters", "far from each other"])
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [("a cube", 1), ("a cube", 3), ("a sphere", 2), ("tight clusters", 1), ("tight clusters", 3),
+     ("far from each other", 2)],
+)  # fmt: skip
 def test_sums_through_a_grid_are_off_by_the_stated_share(kind: str, axes: int) -> None:
     x, y, p, q = _clouds(kind, axes)
     cost, epsilon = PointCost(x, y), 2 * BLUR[axes] ** 2
@@ -57,9 +60,9 @@ def test_sums_through_a_grid_are_off_by_the_stated_share(kind: str, axes: int) -
     assert (gradient - expected).abs().amax() <= 10 * SHARE * p.amax()
 
 
-@pytest.mark.parametrize(("kind", "axes"), [("a sphere", 2), ("tight clusters", 3)])
-def test_divergence_through_a_grid_is_that_of_all_pairs(kind: str, axes: int) -> None:
-    x, y, p, q = _clouds(kind, axes)
+def test_divergence_through_a_grid_is_that_of_all_pairs() -> None:
+    axes = 3
+    x, y, p, q = _clouds("tight clusters", axes)
     answers = []
     for metric in ("sqeuclidean", _square):
         x, y, p, q = (t.detach().requires_grad_() for t in (x, y, p, q))

@@ -149,20 +149,6 @@ def test_one_part_to_evaluate_needs_no_list() -> None:
 
 
 @LIBRARIES
-def test_columns_of_text_are_named(library: str) -> None:
-    pandas = pytest.importorskip("pandas")
-    X, y = ordered_rows(60)
-    frame = pandas.DataFrame(X, columns=["a", "b", "c"]).assign(b=["1.5", "v"] * 30)
-    advice = r"X.astype\({'b': 'category'}\)"
-    for rows in (frame, frame.astype({"b": object})):
-        with pytest.raises(ValueError, match=f"column 'b' of X holds text, 'v', expected numbers; .*{advice}"):
-            boosted(library).fit(rows, y)
-    with pytest.raises(ValueError, match="column 1 of X holds text, 'v'"):
-        boosted(library, n_estimators=2).fit(X, y).predict(frame.to_numpy())
-    assert boosted(library, n_estimators=2).fit(frame.astype({"b": "category"}), y).score(frame, y) > 0.3
-
-
-@LIBRARIES
 def test_columns_of_categories_are_split_by_sets_and_looked_up_by_label(library: str) -> None:
     pandas = pytest.importorskip("pandas")
     random = np.random.default_rng(0)

@@ -68,15 +68,6 @@ def test_without_features_that_matter_it_predicts_the_frequencies() -> None:
         np.testing.assert_allclose(actual, np.array([10, 40, 30, 40]) / 120, atol=1e-5)
 
 
-def test_a_cost_matrix_moves_decisions_its_way() -> None:
-    X, y = ordered_rows(200)
-    plain_cost = np.array([[0.0, 1, 2], [1, 0, 1], [2, 1, 0]])
-    dear_to_miss_high = plain_cost * [[1], [1], [10]]
-    plain, bent = (OrdinalClassifier(cost=cost).fit(X, y).predict(X) for cost in (plain_cost, dear_to_miss_high))
-    assert (bent == 2).sum() > (plain == 2).sum()
-    assert dear_to_miss_high[y, bent].mean() < dear_to_miss_high[y, plain].mean()
-
-
 @pytest.mark.parametrize("model", ["softmax", "cumulative"])
 def test_hidden_layers_learn_what_no_linear_model_can(model: str) -> None:
     random = np.random.default_rng(0)
@@ -154,14 +145,6 @@ def test_adam_returns_the_best_epoch_and_not_the_last() -> None:
     assert best < 30
     assert (best, loss) == held_out_loss(best)
     assert loss <= min(held_out_loss(epochs)[1] for epochs in (1, 3, best + 5))
-
-
-def test_a_cost_of_distances_has_the_unit_of_its_values() -> None:
-    X, y = ordered_rows(120, 4)
-    values = np.array([10.0, 30.0, 31.0, 70.0])
-    by_values = OrdinalClassifier(values=values, power=1).fit(X, y).predict_proba(X)
-    by_cost = OrdinalClassifier(cost=np.abs(values[:, None] - values)).fit(X, y).predict_proba(X)
-    np.testing.assert_allclose(by_values, by_cost, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

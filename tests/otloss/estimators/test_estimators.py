@@ -17,7 +17,7 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.ensemble import BaggingClassifier, StackingClassifier, VotingClassifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import KFold, cross_val_predict, train_test_split
+from sklearn.model_selection import cross_val_predict, train_test_split
 from sklearn.utils import resample
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -484,19 +484,6 @@ def test_meta_estimators_that_lose_gaps_are_named(workers: int | None) -> None:
             with pytest.raises(LabelOrderWarning, match="not known in a worker process"):  # an error in tests
                 fit(OrdinalClassifier(), RANK + 1)
     assert cross_val_predict(gaps, X, y, cv=3).max() <= 10  # of labels, not of indices
-
-
-def test_a_fold_without_the_last_text_class_is_read() -> None:
-    """The alphabetically last class is in two of three folds only."""
-    y = np.where(RANK > 0, "b", "a")
-    y[:2] = "c"
-    order = np.r_[np.arange(2, len(y)), 0, 1]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Number of classes in training fold")
-        proba = cross_val_predict(
-            OrdinalClassifier(categories=["a", "b", "c"]), X[order], y[order], cv=KFold(3), method="predict_proba"
-        )
-    assert proba.shape == (len(y), 3)
 
 
 @BOTH
