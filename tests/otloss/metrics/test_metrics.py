@@ -237,4 +237,5 @@ test_bad_input = raising(
     (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), r"proba\[0\] .* softmax"),
     (lambda: metrics.threshold_calibration_error([0], [[1.0]]), "at least two classes"),
     (lambda: metrics.threshold_calibration_error([0, 1], half * 2, bins=0), "bins is 0"),
+    (lambda: metrics.threshold_calibration_error([0, 1], half * 2, strategy="x"), "strategy is 'x'"),
 )
