@@ -3,11 +3,15 @@
     value = min over P >= 0 of  <C, P> + epsilon KL(P | p q^T / M)  and  P 1 = p, P^T 1 = q          (balanced)
                                                   or  + rho KL(P 1 | p) + rho KL(P^T 1 | q)      (unbalanced)
 
-with `KL(a | b) = sum a log(a / b) - a + b`, rho the option `marginal_penalty`, and M the mass of p and q if balanced,
-else one. The optimal plan is `P_ij = p_i q_j / M exp((f_i + g_j - C_ij) / epsilon)`, where the potentials solve, with
-`softmin(g)_i = -epsilon log sum_j q_j / M exp((g_j - C_ij) / epsilon)`,
+Here KL(a | b) = sum a log(a / b) - a + b, and rho is the option `marginal_penalty`. M is the mass of p and q in
+balanced problems, and one in unbalanced ones. The optimal plan is P_ij = p_i q_j / M exp((f_i + g_j - C_ij) / epsilon).
+With
 
-    f = k softmin(g),  g = k softmin(f),     k = 1, or rho / (rho + epsilon)
+    softmin(g)_i = -epsilon log sum_j q_j / M exp((g_j - C_ij) / epsilon)
+
+and k = 1 in balanced problems, k = rho / (rho + epsilon) in unbalanced ones, the potentials solve
+
+    f = k softmin(g),  g = k softmin(f)
 
 Sources: M. Cuturi, Sinkhorn Distances, 2013; T. Séjourné, J. Feydy, F.-X. Vialard, A. Trouvé, G. Peyré, Sinkhorn
 Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.

@@ -1,32 +1,34 @@
 """From coarse to fine: blocks of the cells of images, and clusters of the points of clouds; balanced, on a CPU.
 
-Neither changes the problem that is solved: the error that ends the search is that of the cells, and of the points.
+Blocks and clusters change only the way to the solution: the error that ends the search is that of cells and of points.
 
-Images. Potentials are smooth at the scale of sqrt(epsilon), so those of an image with blocks of cells in place of cells
-are near those of the image. So are the eigenvalues that decide how fast the iterations converge, and with them the best
-w, which the search would have to find first.
+Images. Potentials are smooth at the scale of sqrt(epsilon). So potentials between blocks of cells are near those
+between the cells. The same holds for the eigenvalues that decide how fast the iterations converge, and so for the best
+over-relaxation w. The search takes both from the blocks.
 
-Clouds, two large ones in low dimension. Sinkhorn's iteration in b = g / eps is slow in its smooth errors: near the
-solution an error e becomes M e, where M is the Markov matrix of the round trip from the points of q to those of p and
-back, and M e is nearly e where e hardly changes over a distance of sqrt(eps). These errors are nearly the same for all
-points of a cluster, so a problem between clusters is enough to find them. With d the change that one iteration makes,
-the solution is at
+Clouds, if both are large and in low dimension. Let b = g / epsilon, and let M be the Markov matrix of the round trip
+from the points of q to those of p and back. Near the solution Sinkhorn's iteration turns an error e into M e. It is
+slow where e hardly changes over a distance of sqrt(epsilon), since M e is nearly e there. Such errors are nearly equal
+for all points of a cluster, so a problem between clusters is enough to find them. If one iteration changes b by d, the
+solution is
 
     b + (I - M)^-1 d = b + d + M (I - M)^-1 d
 
-and the last term, which is smooth, is computed between clusters: d is averaged over each cluster, `(I - M)^-1` is that
-of the problem between clusters (dense and small, factorised once), and the remaining M, a soft minimum over clusters,
-extends the result to the points. Each iteration then divides the error by ten or more, at any epsilon that clusters
-resolve. For a smaller epsilon the problem between clusters is solved at a larger one. That still corrects the smoothest
-errors, for which `I - M` is nearly proportional to epsilon, and Anderson's acceleration reduces the others.
+The last term is smooth, and is computed between clusters. d is averaged over each cluster; (I - M)^-1 is that of the
+problem between clusters, which is dense and small, and factorised once; and the remaining M, a soft minimum over
+clusters, extends the result to the points. Each iteration then divides the error by ten or more, at any epsilon that
+clusters resolve.
 
-Between a cloud and itself, where f = g, one update turns the error e into -M e, and the mean of two updates in a row is
-off by (M^2 - M) e / 2, an eighth of e at most, so clusters do not correct it.
+For a smaller epsilon the problem between clusters is solved at a larger one. That still corrects the smoothest errors,
+for which I - M is nearly proportional to epsilon. Anderson's acceleration reduces the other errors.
 
-The start comes from the clusters too. While the error is large, soft minima leave out pairs of points that together
+Between a cloud and itself f = g. One update turns the error e into -M e, and the mean of two consecutive updates has
+the error (M^2 - M) e / 2, which is at most an eighth of e. So clusters do not correct it.
+
+The clusters also give the start. While the error is large, soft minima leave out pairs of points that together
 contribute a smaller share of a sum than the error. The potentials that are returned, and their error, come from soft
-minima over all pairs; or, for squared distances between clouds so large that it saves time, through a grid
-(`costs.gaussian_sums`), and then the bound of what these sums are off by is a part of the error.
+minima over all pairs. For squared distances between very large clouds these go through a grid (`costs.gaussian_sums`),
+and the bound of what the grid leaves out is a part of the error.
 
 Sources: J. Feydy, Geometric Data Analysis, Beyond Convolutions, 2020, for the start; D. Anderson, Iterative Procedures
 for Nonlinear Integral Equations, 1965.
@@ -66,7 +68,7 @@ from otloss.solvers.problem import Problem, has_float64
 COARSE_TOLERANCE = 1e-3
 # Images.
 BLOCK = 4  # cells along each axis that become one
-LEAST_CELLS, MOST_BLOCKS = 1024, 512  # of problems that are coarsened, and of those that the numba kernel solves
+LEAST_CELLS, MOST_BLOCKS = 1024, 512  # the fewest cells of an image that is coarsened, the most blocks of a problem
 BLOCK_ITERATIONS = 300
 _INTERPOLATION = {2: "bilinear", 3: "trilinear"}
 # Work on a CPU from which a warning is due, some ten seconds: pairs of cells in line for the iterations of a small
@@ -78,18 +80,19 @@ MOST_DIMENSIONS = 3
 LEAST_PAIRS = 2**22  # below, the numba kernel for matrices takes about as long
 CLUSTERS, MANY_CLUSTERS, MANY_PAIRS = (256, 512), 1024, 2**26
 CLUSTER_ITERATIONS = 1000
-RESOLVING_EPSILON = 6.0  # over the variance within a cluster: from there clusters stand for their points
-MOST_COARSENING = 32.0  # of epsilon, for problems that the numba kernel can solve
+RESOLVING_EPSILON = 6.0  # above this multiple of the variance within a cluster, clusters stand for their points
+MOST_COARSENING = 32.0  # of epsilon, for problems that the numba kernel can solve too
 CLUSTER_RIDGE = 1e-9
 DEPTH = 5  # of Anderson's acceleration
 STAGE_TOLERANCE = 0.1
-# Sums through a grid: the share that they may be off by, over the tolerance and over the error so far, the factor by
-# which it falls at once, and the tolerance of a search with them, whose last updates have a bound.
+# Sums through a grid. The relative error that they may have is a share of the tolerance (GRID_SHARE) and of the error
+# so far (GRID_SHARE_OF_ERROR); it falls by the factor GRID_STEP at once. A search with such sums aims at GRID_MARGIN
+# times the tolerance, because the bound of the last updates is added to its error.
 GRID_SHARE, GRID_SHARE_OF_ERROR, GRID_STEP, GRID_MARGIN = 0.1, 1e-2, 30.0, 0.5
-LEFT_OUT = 1.0  # times the last error: the largest share of a sum that an iteration may leave out
-RESTART_FACTOR = 2.0  # times the least error: above it the acceleration forgets its history
-SLOW_ITERATIONS = 20  # without halving the error, after which a search ends
-ROUNDING = 0.25  # times the rounding of the potentials over epsilon: below it an error in float32 does not fall further
+LEFT_OUT = 1.0  # an iteration may leave out a share of each sum, this multiple of the last error
+RESTART_FACTOR = 2.0  # the acceleration forgets its history where the error exceeds this multiple of the least error
+SLOW_ITERATIONS = 20  # a search ends after so many iterations that did not halve the error
+ROUNDING = 0.25  # an error in float32 does not fall below this multiple of the rounding of potentials over epsilon
 
 Solver = Callable[[Problem, tuple[Tensor, Tensor] | None, Goal], SearchResult]
 
@@ -98,7 +101,7 @@ Solver = Callable[[Problem, tuple[Tensor, Tensor] | None, Goal], SearchResult]
 
 
 def warn_where_slow(problem: Problem, grad: str) -> None:
-    """Warn of problems between the cells of a grid that take far longer than its products along the axes do."""
+    """Warn of problems between the cells of a grid where products along the axes do not apply: these take long."""
     cost = problem.cost
     if not isinstance(cost, GridCost) or len(cost.cells) < 2 or not may_run_on(problem.p):
         return
@@ -124,7 +127,7 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
 
 
 def takes_blocks(problem: Problem) -> bool:
-    """Whether `start_from_blocks` is for this problem."""
+    """Return whether `start_from_blocks` applies to this problem."""
     cost = problem.cost
     if not isinstance(cost, GridCost) or problem.marginal_penalty is not None or not may_run_on(problem.p):
         return False
@@ -134,7 +137,7 @@ def takes_blocks(problem: Problem) -> bool:
 def start_from_blocks(
     problem: Problem, solve: Solver, *, symmetric: bool
 ) -> tuple[tuple[Tensor, Tensor], Float[Tensor, "*batch"]]:
-    """Return potentials (f, g) to start from, and the over-relaxation w to begin with; `solve` takes small problems."""
+    """Return potentials (f, g) and an over-relaxation w to start from. `solve` solves the problem between blocks."""
     cost = problem.cost
     assert isinstance(cost, GridCost)
     coarse = _in_blocks(problem, cost)
@@ -180,7 +183,7 @@ def _interpolated(potential: Tensor, coarse: tuple[int, ...], cells: tuple[int, 
 
 
 def takes_clusters(problem: Problem) -> bool:
-    """Whether this is a problem for `search_from_clusters`."""
+    """Return whether `search_from_clusters` applies to this problem."""
     cost = problem.cost
     if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.marginal_penalty is not None:
         return False
@@ -193,12 +196,12 @@ def takes_clusters(problem: Problem) -> bool:
 def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_resolved: bool) -> SearchResult | None:
     """Return the potentials, their marginal error and the number of iterations.
 
-    The search ends early where it gets slow; None where clusters are of no use (no mass, or a problem between them that
-    is not solved).
+    The search ends early where it becomes slow. The result is None where clusters do not help: a side has no mass, or
+    the problem between clusters was not solved.
 
     Args:
         solve: a search for the potentials of small problems.
-        only_resolved: None too where clusters are far larger than epsilon resolves.
+        only_resolved: return None also where clusters are far larger than epsilon resolves.
     """
     p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
     flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
@@ -215,7 +218,7 @@ def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_re
         return None
     f, g, error = search.last_updates()
     if float(error) > goal.tolerance and not search.by_pairs and search.iterations < goal.most:
-        search.with_bound = True  # sums without one were off by more than they were meant to
+        search.with_bound = True  # the sums without a bound were less accurate than planned
         search.run(last, tolerance=goal.tolerance, most=goal.most - search.iterations)
         f, g, error = search.last_updates()
     counted = torch.full(problem.batch, search.iterations, dtype=torch.int64, device=f.device)
@@ -223,7 +226,7 @@ def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_re
 
 
 def _steps(last: float, first: float) -> list[float]:
-    """Epsilons from below that of the clusters down to the last one."""
+    """Return falling values of epsilon, from below that of the clusters down to the last one."""
     steps = [last]
     while steps[0] / STAGE_FACTOR < 0.99 * first:
         steps.insert(0, steps[0] / STAGE_FACTOR)
@@ -232,18 +235,18 @@ def _steps(last: float, first: float) -> list[float]:
 
 @dataclass(frozen=True)
 class _Clusters:
-    """The problem between clusters, solved, and its round trip, factorised.
+    """The solution of the problem between clusters, with its round trip M factorised.
 
     Attributes:
-        epsilon: that of the problem, or larger.
-        f: potential of the clusters of p; log_p (K,) their weights.
+        epsilon: of the problem between clusters, at least that of the problem.
+        f, log_p: (K,) potentials and logarithms of the weights of the clusters of p.
         cost: from the points of q to the clusters of p.
-        f_of_points: potential of the points of p.
+        f_of_points: potentials of the points of p.
         members, of_members: the points of q with mass, and the cluster of each.
         q: weights of the clusters of q.
-        rows: the plan between clusters with rows scaled to one.
-        scale, factor: of I - M = diag(1 / scale) L L^T diag(scale), but for the constant; None between a cloud and
-            itself.
+        rows: the plan between clusters, with rows scaled to one.
+        scale, factor: I - M = diag(1 / scale) L L^T diag(scale) with the factor L, except on constants. None between a
+            cloud and itself.
     """
 
     epsilon: float
@@ -293,11 +296,11 @@ class _Clusters:
         return _Clusters(epsilon, f, p.log(), to_points, f_of_points, members, of_members, q, rows, scale, factor)
 
     def potential_of_points(self, f: Tensor) -> Tensor:
-        """The potential of the points of q that one of the clusters of p gives."""
+        """Return the potential of the points of q that follows from the potential f of the clusters of p."""
         return self.cost.softmin(f + self.epsilon * self.log_p, self.epsilon)
 
     def correction(self, change: Tensor, weights: Tensor, at_rest: Tensor) -> Tensor:
-        """`eps M (I - M)^-1 d` at the points, for d (m,) and their weights."""
+        """Return epsilon M (I - M)^-1 d at the points, for the change d (m,) and the weights of the points."""
         sums = torch.zeros_like(self.q).index_add_(0, self.of_members, (weights * change)[self.members])
         mean = sums / self.q
         assert self.factor is not None
@@ -307,7 +310,10 @@ class _Clusters:
 
 
 def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
-    """L of `I - B^T B`, B^T B similar to M, with the constant, its only eigenvector without a decay, added."""
+    """Return the factor L of I - B^T B plus the projection on constants, where B^T B is similar to M.
+
+    The constant is the only eigenvector of M with the eigenvalue 1.
+    """
     constant = scale / torch.linalg.vector_norm(scale)
     identity = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
     system = (1 + CLUSTER_RIDGE) * identity - half.mT @ half + torch.outer(constant, constant)
@@ -316,7 +322,7 @@ def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
 
 
 def grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """Points with mass, the cluster of each, the clusters' centres and weights, and the mean variance within one."""
+    """Return the points with mass, their clusters, centres and weights of these, and the mean variance within one."""
     from otloss._kernels.points import order_of
 
     members = weights.nonzero().squeeze(-1)
@@ -333,7 +339,7 @@ def grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor
 
 
 class _ClusterSearch:
-    """Iterations with the correction of the clusters, at one epsilon after another."""
+    """Iterations that clusters correct, at one epsilon after another."""
 
     def __init__(self, problem: Problem, clusters: _Clusters, *, symmetric: bool, share: float) -> None:
         self.clusters, self.symmetric, self.share = clusters, symmetric, share
@@ -380,7 +386,7 @@ class _ClusterSearch:
             self.g = self.best
 
     def _updates(self, least: float) -> tuple[Tensor, Tensor]:
-        """f and then g, up to a share of the sums that is small beside the least error so far."""
+        """Return f and then g. What sums leave out is small relative to the least error so far."""
         if not self.by_pairs:
             share = self.share if self.with_bound else max(self.share, GRID_SHARE_OF_ERROR * min(least, 1.0))
             if self.sums is None or share < self.sums.share / GRID_STEP:
@@ -414,9 +420,9 @@ class _ClusterSearch:
             return None
 
     def last_updates(self) -> tuple[Tensor, Tensor, Tensor]:
-        """f, from the best g, that g, and their error, with all that counts.
+        """Return f, g and their error, by accurate updates from the best g.
 
-        The search has left out more, and light bins hardly count in the error.
+        The sums of the search have left out more, and light bins hardly count in its error.
         """
         sweep, g = self.sweep, self.best
         assert g is not None
@@ -437,7 +443,7 @@ class _ClusterSearch:
         return ROUNDING * torch.finfo(self.sweep.problem.cost.dtype).eps * spread / epsilon
 
     def _widen(self) -> bool:
-        """Continue in float64: the rounding of float32 is reached."""
+        """Continue in float64, because the error has reached the rounding of float32."""
         problem = self.sweep.problem
         if problem.cost.dtype == torch.float64 or not has_float64(problem.p.device):
             return False
@@ -446,7 +452,7 @@ class _ClusterSearch:
 
 
 class _Anderson:
-    """The combination of the last steps that would be the shortest, in the norm of the weights."""
+    """Anderson's acceleration: the combination of the last steps that is shortest in the norm of the weights."""
 
     def __init__(self, scale: Tensor) -> None:
         self.scale = scale
@@ -456,7 +462,7 @@ class _Anderson:
         self.history = []
 
     def next(self, at: Tensor, step: Tensor) -> Tensor:
-        """Return the next point, after that at `at`, from which a plain step is `step`."""
+        """Return the next point after `at`, where a plain step would be `step`."""
         then = at + step
         if self.history:
             steps = torch.stack([step - s for _, s in self.history], -1) * self.scale.unsqueeze(-1)

@@ -1,10 +1,13 @@
 """Sinkhorn in the log domain: any cost object, any device, balanced or not; holds no matrix and no history.
 
-The reference implementation of the numba kernel `otloss._kernels.sinkhorn`, for a whole batch at a time: epsilon steps,
-updates and over-relaxation by the same formulas (see `otloss._kernels.sinkhorn_steps`), with bounds that suit whole
-batches and logarithms; a problem that has converged stays as it is. Unbalanced problems are also shifted, f + t and
-g - t with the best t in closed form, since the balance of the two masses converges slowest otherwise: T. Séjourné,
-F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022.
+This is the reference implementation of the numba kernel `otloss._kernels.sinkhorn`. Stages of epsilon, updates and
+over-relaxation follow the same formulas (see `otloss._kernels.sinkhorn_steps`), with bounds that suit whole batches and
+logarithms. A problem that has converged stays as it is.
+
+Unbalanced problems are also shifted to f + t and g - t, with the best t in closed form. Without that, the balance of
+the two masses would converge slowest.
+
+Source: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ from otloss.solvers.problem import Problem, has_float64, of_equal_mass
 
 STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
-SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
+SETTLING = 200  # iterations at most, once within the tolerance, until light bins have settled too
 BLOCK = 8  # iterations between two measurements of the contraction
-LEAST_ITERATIONS = 64  # before a search ends for its slow contraction
-LARGEST_RELAXED_STEP = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not over-relaxed
+LEAST_ITERATIONS = 64  # before a search may end because it contracts slowly
+LARGEST_RELAXED_STEP = 1.5  # where w |softmin(g) - f| / epsilon is larger, an update is not over-relaxed
 OVERSHOOT, LEAST_CHANGE = 3.0, 0.02
 
 
@@ -36,12 +39,13 @@ class SearchResult:
 
     Attributes:
         f: (..., n), g: (..., m), finite on all bins; f is an exact update from g. NaN where the error is not finite.
-        error: (...), sum of the errors of both marginals relative to the mass.
+        error: (...), the sum of the errors of both marginals, relative to the mass.
         iterations: (...).
-        potential_error: (...), an estimate of the largest error of g; None where it was not asked for or is not known.
-        spread: (...), the largest g minus the least, of bins that hold mass; None likewise.
-        least_eigenvalue: (...), of the equations for g, or a bound from above; None likewise.
-        plan: (..., n, m), P at these potentials, where the kernel wrote it for the gradient of the costs.
+        potential_error: (...), an estimate of the largest error of g. This and the next two are None where they were
+            not asked for or are not known.
+        spread: (...), the largest g minus the least, over bins with mass.
+        least_eigenvalue: (...), of the equations for g, or a bound from above.
+        plan: (..., n, m), P at these potentials, if the kernel wrote it for the gradient of the costs.
     """
 
     f: Float[Tensor, "*batch n"]
@@ -61,11 +65,10 @@ class Goal:
     Attributes:
         tolerance: of the marginal error.
         most: the largest number of iterations.
-        settled: where it is finite, a search also continues until its last update changes no factor of the plan by a
-            larger share.
+        settled: if finite, a search goes on until its last update changes no factor of the plan by a larger share.
         symmetric: whether p equals q and the cost its transpose.
         with_plan: whether the kernel writes the plan too.
-        patience: a search ends too where its contraction says that so many more iterations are needed.
+        patience: a search also ends where its contraction says that it needs more than so many further iterations.
     """
 
     tolerance: float
@@ -77,7 +80,7 @@ class Goal:
 
 
 def in_float64(problem: Problem) -> Problem:
-    """Return the same problem, without a graph, in float64 where the device has it."""
+    """Return the same problem without a graph, in float64 if the device has it."""
     wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
     p, q, epsilon = (t.detach().to(wide) for t in (problem.p, problem.q, problem.epsilon))
     if problem.marginal_penalty is None:
@@ -96,7 +99,7 @@ def iterate_in_logs(
 ) -> SearchResult:
     """Return the potentials, their marginal error and the number of iterations, per problem.
 
-    `relaxation` is the w to start with, 1 by default.
+    The search starts with the over-relaxation w = `relaxation`, 1 by default.
     """
     sweep = Sweep.of(problem)
     f, g = (torch.zeros_like(w) for w in (sweep.log_p, sweep.log_q))
@@ -111,7 +114,7 @@ def iterate_in_logs(
             g = staged.g_from(f)
             left -= 1
         if problem.marginal_penalty is None:
-            # The constant that moves from g to f would keep the size of potentials at a large epsilon.
+            # Without its mean, g does not keep the size that it had at a large epsilon.
             share = sweep.log_q.exp()
             g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
     done, goal = done + (goal.most - left), dataclasses.replace(goal, most=left)
@@ -122,9 +125,10 @@ def iterate_in_logs(
 
 
 def _steps(problem: Problem) -> list[Tensor]:
-    """Epsilons from a share of the largest cost down to four times the one asked for, the same number for all.
+    """Return falling values of epsilon, from a share of the largest cost to four times the epsilon of each problem.
 
-    Those above the marginal penalty would save no iteration: it bounds the potentials.
+    All problems get the same number of values. Values above the marginal penalty would save no iteration, since the
+    penalty bounds the potentials.
     """
     largest = FIRST_EPSILON * problem.cost.largest()
     if problem.marginal_penalty is not None:
@@ -138,7 +142,7 @@ def _steps(problem: Problem) -> list[Tensor]:
 
 
 def log_weights(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return log p and log q; in balanced problems, of the shares p / M and q / M of their mass M."""
+    """Return log p and log q, or in balanced problems of the mass M, log(p / M) and log(q / M)."""
     p, q = (w.detach().to(dtype) for w in (problem.p, problem.q))
     if problem.marginal_penalty is None:
         tiny = torch.finfo(dtype).tiny
@@ -147,7 +151,7 @@ def log_weights(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def of_masses(problem: Problem, f: Tensor) -> Tensor:
-    """Return the f with which `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`; less by epsilon log M if balanced."""
+    """Return the f for which P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon): f - epsilon log M if balanced."""
     if problem.marginal_penalty is not None:
         return f
     mass = problem.p.detach().to(f.dtype).sum(-1).clamp(min=torch.finfo(f.dtype).tiny)
@@ -159,10 +163,10 @@ class Sweep:
     """The two updates of a problem at one epsilon.
 
     Attributes:
-        problem: whose graph is not followed.
-        transposed: its cost the other way; a matrix is laid out for it once, and not in every soft minimum.
-        log_p, log_q: of the weights; balanced, of their shares of the mass. In the dtype of the potentials.
-        epsilon: (..., 1) likewise.
+        problem: the problem, whose graph is not followed.
+        transposed: its transposed cost. A matrix is transposed in memory once, and not in every soft minimum.
+        log_p, log_q: logarithms of the weights, or in balanced problems of the shares of the mass.
+        epsilon: (..., 1); like log_p and log_q in the dtype of the potentials.
         damping: (..., 1), the k of `otloss.solvers.entropic`; 1 for balanced problems.
     """
 
@@ -175,7 +179,7 @@ class Sweep:
 
     @staticmethod
     def of(problem: Problem) -> Sweep:
-        # On a CPU potentials of float32 costs are kept in float64: f / epsilon would carry f's rounding in full.
+        # On a CPU potentials are float64 also for float32 costs: the rounding of f counts in full in f / epsilon.
         dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
         epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
         p, q = log_weights(problem, dtype)
@@ -203,14 +207,14 @@ class Sweep:
         return self.damping * self.softmin_columns(f)
 
     def error(self, potential: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
-        """sum |P 1 - what it should be| before an update, relative to the latter."""
+        """Return the sum of |P 1 - t| before an update, over the sum of t, where t is what the rows should hold."""
         rho = self.problem.marginal_penalty
         share = torch.softmax(log_weights if rho is None else log_weights - potential / rho, -1)
         off = ((potential - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
         return (share * off).sum(-1)
 
     def shifted(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The best f + t, g - t: for unbalanced problems, where the sum alone does not decide the value."""
+        """Return f + t, g - t with the best t, for unbalanced problems, whose dual depends on t."""
         rho = self.problem.marginal_penalty
         if rho is None:
             return f, g
@@ -259,9 +263,9 @@ def _relaxed_search(sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor,
 
 
 def closed(sweep: Sweep, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Exact updates of g and then of f, the error after them, and the largest relative change of a factor.
+    """Return exact updates of g and then of f, the error after them, and the largest relative change of a factor.
 
-    The error hardly counts light bins; so they are exact too.
+    Light bins hardly count in the error; the exact updates make their potentials accurate too.
     """
     new_g = sweep.g_from(f)
     new_f = sweep.f_from(new_g)
@@ -295,7 +299,7 @@ def _relax(potential: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Te
 
 
 class RelaxationSchedule:
-    """Each problem's w, from the contraction of its error over BLOCK iterations; the rule of the numba kernel."""
+    """The w of each problem, by the rule of the numba kernel, from the contraction over BLOCK iterations."""
 
     def __init__(self, w: Tensor) -> None:
         self.w = w

@@ -1,18 +1,18 @@
 """The solution of an entropic problem at potentials: its value, plan, linear cost, duality gap and bounds.
 
-All of it is made of soft minima and products, so that costs without a matrix stay without. The value is the dual's,
-`D = f.p + g.q - epsilon (sum P - mass)`; unbalanced, `rho (1 - exp(-f / rho))` stands in place of f, and of g, and
-mass_p mass_q in place of the mass.
+All of it is computed from soft minima and products, so a cost without a matrix needs none here. The value is that of
+the dual at the potentials, D = f.p + g.q - epsilon (sum P - mass). In unbalanced problems rho (1 - exp(-f / rho))
+replaces f, likewise for g, and mass_p mass_q replaces the mass.
 
-The gap needs a plan that keeps the marginals (M, their mass, is one here). Where f is an exact update the rows of P are
-right, and only its columns are off. With `y = min(1, q / P^T 1)` the plan `A = P diag(y)` is too small everywhere. The
-missing mass, r in the rows and s in the columns, d in all, is moved by `B = r s^T / d`. A + B is feasible, and by the
-convexity of the entropy
+The gap needs a feasible plan, one with the marginals p and q; let their mass be one here. Since f is an exact update,
+the rows of P are right and only its columns are off. With y = min(1, q / P^T 1), the plan A = P diag(y) is nowhere too
+large. Let r and s be the mass that A lacks in its rows and columns, and d = sum r = sum s. The plan B = r s^T / d moves
+it, so A + B is feasible. By the convexity of the entropy, for every t
 
     primal(A + B) <= <C, A> + epsilon sum A log(A / (t p q^T)) + <C, B> + epsilon sum B log(B / ((1 - t) p q^T)) + ...
 
-for every t; `t = sum A / mass` is the best. In the first sum the costs cancel, for `log(A / p q^T)` is made of f, g
-and C; the second takes one product with C.
+and t = sum A / mass is the best. In the first two terms the costs cancel, because log(A / p q^T) consists of f, g and
+C. The last two take one product with C.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from otloss.solvers.bounds import lower_bound, upper_bound
 from otloss.solvers.entropic.log_domain import SearchResult, Sweep, in_float64, of_masses
 from otloss.solvers.problem import Problem
 
-_PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of it are alive
-_LARGEST_EXPONENT = 80.0  # of a derivative; exp of it is below the largest float32
+_PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of this size exist at a time
+_LARGEST_EXPONENT = 80.0  # of a derivative; exp(80) is below the largest float32
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class EntropicSolution:
             primal = rounded_linear_cost(problem, f, g)
             lower = torch.maximum(dual, lower_bound(p, q, problem.cost).to(f.dtype)) - self._rounding
             upper = torch.minimum(primal, upper_bound(p, q, problem.cost).to(f.dtype)) + self._rounding
-        # Both bounds are off by rounding where they meet.
+        # Where both bounds meet, rounding could exchange them.
         return lower, torch.maximum(lower, upper)
 
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -120,7 +120,7 @@ class EntropicSolution:
 
     @cached_property
     def _in_float64(self) -> tuple[Problem, Tensor, Tensor]:
-        """The problem in float64, with f an exact update there: bounds must not be off by rounding."""
+        """Return the problem in float64, with f an exact update there, so that rounding does not spoil the bounds."""
         self._unchanged.check("a bound")
         problem = in_float64(self.problem)
         with torch.no_grad():
@@ -129,7 +129,7 @@ class EntropicSolution:
 
     @cached_property
     def _rounding(self) -> Tensor:
-        """What rounding may add to a sum over bins, so that bounds stay bounds."""
+        """Return what rounding may add to a sum over bins. Bounds include it."""
         problem, f, g = self._in_float64
         p, q, epsilon = problem.p, problem.q, problem.epsilon
         mass = p.sum(-1) + q.sum(-1)
@@ -140,7 +140,7 @@ class EntropicSolution:
 
     @property
     def weight_gradients(self) -> tuple[Tensor, Tensor]:
-        """dV/dp and dV/dq; balanced, up to a constant for each pair of masses."""
+        """Return dV/dp and dV/dq; in balanced problems they are defined up to a constant."""
         problem, (f, g) = self.problem, self.potentials
         epsilon, rho = problem.epsilon.detach().to(f.dtype), problem.marginal_penalty
         if rho is None:
@@ -169,7 +169,7 @@ def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> Ent
 
 def _weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float) -> Tensor:
     """Return dV/dp from f, or dV/dq from g, where `mass` (...) is that of the other side."""
-    # At bins without mass this may exceed all numbers: cut off, so that a mask of zeros still makes it vanish.
+    # At bins without mass this may overflow. It is cut off, so that a mask of zeros times it is zero.
     potential = potential.clamp(min=-_LARGEST_EXPONENT * rho)
     share = (-potential / rho).exp()
     return dual_term(potential, rho) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
@@ -183,7 +183,7 @@ def dual_term(potential: Tensor, rho: float | None) -> Tensor:
 def dual_sum(weights: Tensor, potential: Tensor, rho: float) -> tuple[Tensor, Tensor]:
     """Return sum_i w_i rho (1 - exp(-f_i / rho)) and the mass sum_i w_i exp(-f_i / rho), 0 at bins without mass."""
     exponent = -potential / rho
-    # The share exp(-f / rho) of a light bin may overflow where its mass does not.
+    # The share exp(-f / rho) of a light bin may overflow although its mass does not.
     mass = torch.where(weights > 0, (weights.log() + exponent).exp(), 0.0)
     gain = torch.where(exponent > 1, mass - weights, weights * exponent.clamp(max=1.0).expm1())
     return -rho * gain.sum(-1), mass.sum(-1)
@@ -201,13 +201,13 @@ def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"
 
 
 def column_marginal(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
-    """P^T 1."""
+    """Return P^T 1."""
     sweep = Sweep.of(problem)
     return problem.q.detach().to(g.dtype) * ((g - sweep.softmin_columns(f)) / sweep.epsilon).exp()
 
 
 def row_marginal(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
-    """P 1."""
+    """Return P 1."""
     sweep = Sweep.of(problem)
     return problem.p.detach().to(f.dtype) * ((f - sweep.softmin_rows(g)) / sweep.epsilon).exp()
 
@@ -256,7 +256,7 @@ def duality_gap(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch
 
 
 def _rounding(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log y, and the masses r and s that `P diag(y)` lacks in its rows and columns."""
+    """Return log y, and the masses r and s that A = P diag(y) lacks in its rows and columns."""
     sweep = Sweep.of(problem)
     p, q = problem.p.detach().to(f.dtype), problem.q.detach().to(f.dtype)
     log_ratio = (sweep.softmin_columns(f) - g) / sweep.epsilon  # of q to P^T 1
@@ -267,7 +267,7 @@ def _rounding(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _moved(problem: Problem, r: Tensor, s: Tensor) -> Tensor:
-    """`<C, r s^T / d>`."""
+    """Return <C, B> = <C, r s^T / d>."""
     lack = (r.sum(-1) + s.sum(-1)) / 2
     return (r * problem.cost.apply(s)).sum(-1) / lack.clamp(min=torch.finfo(r.dtype).tiny)
 
@@ -286,7 +286,7 @@ def _gap_balanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
     share = (lack / mass.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1.0)
     spread = torch.xlogy(r, r / p).nan_to_num(nan=0.0).sum(-1) + torch.xlogy(s, s / q).nan_to_num(nan=0.0).sum(-1)
     entropy = spread - 2 * torch.xlogy(lack, share)
-    # The dual's own terms are left out of both sides, so that what remains is small where the gap is.
+    # The terms of the dual are left out on both sides, so that a small gap is a difference of small numbers.
     kept = -(f * r).sum(-1) - (g * s).sum(-1) + epsilon * (log_y * (q - s)).sum(-1)
     kept = kept - epsilon * torch.xlogy(mass - lack, 1 - share)
     return torch.where(lack == 0, 0.0, kept + _moved(problem, r, s) + epsilon * entropy)
