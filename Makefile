@@ -58,7 +58,7 @@ docs: $(FOR_DEV)  ## the site in build/site, offline; a warning or a broken link
 	@rm -rf docs/reference/generated docs/tutorials_built
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -q -W --keep-going docs build/site
 	$(BIN)/python .ci/check_site.py build/site
-	$(BIN)/python .ci/measure_pages.py
+	$(BIN)/python .ci/measure_pages.py --strict
 
 look: docs  ## the site in a headless browser, with screenshots in build/pictures; needs the system's chromium and chromedriver
 	$(BIN)/python -m pip install --quiet selenium
