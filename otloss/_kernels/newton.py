@@ -476,7 +476,7 @@ def search_along(
 
 @inner()
 def steps_on_cells(
-    counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float
+    counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, most: int
 ) -> int:
     """Run Newton's method on the cells, from g; return the number of steps. The last update of g is exact."""
     m = columns.weights.shape[0]
@@ -492,7 +492,7 @@ def steps_on_cells(
                 update_columns(columns, epsilon, ratio)
             if error <= enough:
                 return steps
-        if steps == STEPS or is_stopped(counter, error, np.nan):
+        if steps == most or is_stopped(counter, error, np.nan):
             return steps
         find_step(cells, rows, columns, of, count, epsilon, ratio, error, x)
         derivative = derivative_along(columns, epsilon, ratio, x)
@@ -532,7 +532,8 @@ def solve_stage(
         is_settled = settled == np.inf or largest_change(columns, epsilon, ratio) <= settled
         if steps >= most or is_stopped(counter, error, np.nan) or (error <= tolerance and is_settled):
             return error, steps
-        steps += max(1, steps_on_cells(counter, cells, rows, columns, epsilon, ratio, 0.1 * tolerance))
+        more = steps_on_cells(counter, cells, rows, columns, epsilon, ratio, 0.1 * tolerance, min(STEPS, most - steps))
+        steps += max(1, more)
 
 
 @compiled(seconds=8)

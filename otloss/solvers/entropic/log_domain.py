@@ -57,6 +57,13 @@ class SearchResult:
     least_eigenvalue: Float[Tensor, "*batch"] | None = None
     plan: Float[Tensor, "*batch n m"] | None = None
 
+    @staticmethod
+    def unknown(problem: Problem) -> SearchResult:
+        """Where no search has been."""
+        f, g = (torch.zeros_like(w, dtype=problem.cost.dtype) for w in (problem.p, problem.q))
+        off = torch.full_like(problem.epsilon, torch.inf, dtype=f.dtype)
+        return SearchResult(f, g, off, torch.zeros_like(off, dtype=torch.int64))
+
 
 @dataclass(frozen=True)
 class Goal:

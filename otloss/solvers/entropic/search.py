@@ -136,7 +136,9 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
         first = dataclasses.replace(first, patience=PATIENCE)
     result, left = None, goal.most - first.most
     if settings.impl == "auto" and start is None and takes_clusters(problem):
-        result = search_from_clusters(problem, _by_kernel, goal, only_resolved=on_kernel)
+        result = search_from_clusters(problem, _by_kernel, goal, only_resolved=on_kernel or newton)
+        if result is None and newton:
+            result = SearchResult.unknown(problem)
     if result is None:
         result = _sinkhorn(problem, start, first, on_kernel=on_kernel)
     else:

@@ -149,7 +149,7 @@ def test_divergence_equals_that_of_the_matrices() -> None:
 def test_iterations_stay_within_what_was_allowed() -> None:
     x, y = _square(2)
     uniform = torch.full((N,), 1 / N, dtype=torch.float64), torch.full((M,), 1 / M, dtype=torch.float64)
-    for most in (1, 2, 5, 40):
+    for most in (1, 2, 5):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             actual = solve(*uniform, PointCost(x, y), epsilon=2e-5, max_iterations=most)
