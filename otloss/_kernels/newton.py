@@ -35,6 +35,7 @@ from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
 STAGES, STAGE_FACTOR, STAGE_TOLERANCE = 1, 4.0, 1e-2
+FIRST_EPSILON = 0.05  # of the marginal penalty, at most, from a start of zeros
 STEPS = 6  # of a round, at most
 UPDATES = 2  # exact updates of both sides on the cells before each step
 GAIN = 1e-2  # a round ends when the error has fallen by this factor
@@ -545,7 +546,8 @@ def newton_problems(
 
     p, q: (B, n), (B, m), weights; shares of the mass in balanced problems, where rho is infinite. costs: the fields of
     `Pairs`, the matrix with a first axis of matrices. plans: (B, 2, cells), rows and columns of the cells of exact
-    plans whose potentials are in g, or (B, 2, 0) without such plans. All in float64.
+    plans whose potentials are in g, or (B, 2, 0) without such plans. outcome: (B, 2), the error of g, infinite without a
+    start; it gets the error and the number of steps. All in float64.
     """
     while True:
         k = next_task(counter)
@@ -553,7 +555,11 @@ def newton_problems(
             return
         pairs, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), 0
         rows, columns, support = side_of(p[k], f[k]), side_of(q[k], g[k]), support_of(plans[k], p.shape[1])
-        for stage in range(STAGES if plans.shape[2] else 0, -1, -1):
+        first = STAGES if plans.shape[2] else 0
+        if not outcome[k, ERROR] < np.inf:  # a start of zeros: potentials are at most of the size of rho
+            while epsilon[k] * STAGE_FACTOR ** (first + 1) <= FIRST_EPSILON * rho < np.inf:
+                first += 1
+        for stage in range(first, -1, -1):
             width, is_last = epsilon[k] * STAGE_FACTOR**stage, stage == 0
             outcome[k, ERROR], more = solve_stage(
                 counter, pairs, rows, columns, width, width / rho, tolerance if is_last else STAGE_TOLERANCE,

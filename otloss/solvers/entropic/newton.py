@@ -46,10 +46,11 @@ def newton_search(
         from_exact: start from exact potentials (balanced problems), not from those of `result`.
     """
     hard = _chosen(problem, chosen)
-    g, plans = result.g[chosen].cpu().double(), None
+    g, error, plans = result.g[chosen].cpu().double(), result.error[chosen].cpu().double(), None
+    g = torch.where(error.isfinite().unsqueeze(-1), g, 0.0)
     if from_exact:
         g, plans = _exact_start(hard, g)
-    f, g, error, steps = _run(hard, g, plans, goal)
+    f, g, error, steps = _run(hard, g, error, plans, goal)
     if bool((hard.q == 0).any()):
         g = torch.where(hard.q > 0, g, Sweep.of(hard).g_from(f))
     # The error of `result` may be NaN.
@@ -133,8 +134,10 @@ def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
     return optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
 
 
-def _run(problem: Problem, g: Tensor, plans: Tensor | None, goal: Goal) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call the kernel: f, g, the error and the steps."""
+def _run(
+    problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, goal: Goal
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Call the kernel, from g with this error: f, g, the error and the steps."""
     from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.newton import newton_problems
     from otloss._kernels.points import METRICS, order_of
@@ -159,7 +162,7 @@ def _run(problem: Problem, g: Tensor, plans: Tensor | None, goal: Goal) -> tuple
         costs = cost.dense().reshape(-1, n, m).numpy(), np.empty((0, 0)), np.empty((0, 0)), 0
     owner = np.arange(count) % len(costs[0])
     f, g = torch.zeros_like(p), g[:, by_column].contiguous()
-    outcome = np.full((count, 2), np.nan)
+    outcome = np.stack([error.numpy(), np.zeros(count)], 1)
     arguments = (
         p[:, by_row].contiguous().numpy(), q[:, by_column].contiguous().numpy(), costs, owner,
         problem.epsilon.contiguous().numpy(), math.inf if rho is None else rho, f.numpy(), g.numpy(), cells,

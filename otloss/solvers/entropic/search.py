@@ -162,6 +162,8 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
 
 
 def _sinkhorn(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal, *, on_kernel: bool) -> SearchResult:
+    if goal.symmetric and problem.marginal_penalty is not None:
+        on_kernel = False  # it does not know these, and logarithms take few iterations
     return _by_kernel(problem, start, goal) if on_kernel else _in_logs(problem, start, goal)
 
 
