@@ -546,8 +546,8 @@ def newton_problems(
 
     p, q: (B, n), (B, m), weights; shares of the mass in balanced problems, where rho is infinite. costs: the fields of
     `Pairs`, the matrix with a first axis of matrices. plans: (B, 2, cells), rows and columns of the cells of exact
-    plans whose potentials are in g, or (B, 2, 0) without such plans. outcome: (B, 2), the error of g, infinite without a
-    start; it gets the error and the number of steps. All in float64.
+    plans whose potentials are in g, or (B, 2, 0) without such plans. outcome: (B, 2), the error of g, infinite without
+    a start; it gets the error and the number of steps. All in float64.
     """
     while True:
         k = next_task(counter)
