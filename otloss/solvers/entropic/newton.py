@@ -1,12 +1,13 @@
-"""Newton's method on the dual, for problems on which Sinkhorn is slow: its start, its call, and what it leaves.
+"""Newton's method on the dual, for problems on which Sinkhorn is slow: its start, its call and its result.
 
-Where the plan falls into parts that hardly exchange mass, as between clouds in clusters or with outliers, an iteration
-moves next to nothing between the parts. The potentials of the exact problem are right up to a few epsilons, and from
-there Newton's method (`otloss._kernels.newton`) takes ten to twenty steps.
+Sinkhorn is slow where the plan falls into parts that hardly exchange mass, as between clouds in clusters or with
+outliers: an iteration moves next to nothing between the parts. The potentials of the exact problem are right up to a
+few epsilons, and from there Newton's method (`otloss._kernels.newton`) takes ten to twenty steps.
 
-With b = g / epsilon and S the rows of the plan scaled to one, the dual in b has the gradient q - S^T p and the
-curvature H = diag(S^T p) - S^T diag(p) S. The equations of `otloss.solvers.derivatives`, also for unbalanced problems,
-are these divided by the weights. The error of a balanced g is estimated from the least eigenvalue of H.
+Let b = g / epsilon, and let S be the plan with rows scaled to one. In balanced problems the dual as a function of b has
+the gradient q - S^T p and the negative Hessian H = diag(S^T p) - S^T diag(p) S. The error of g is estimated from the
+least eigenvalue of H. The equations of `otloss.solvers.derivatives` are these, divided by the weights; they cover
+unbalanced problems too.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def newton_search(
 ) -> SearchResult:
     """Return `result` with the chosen problems solved by Newton's method, where that lessens their error.
 
-    With a finite `goal.settled` it continues until exact updates change no factor of a plan by a larger share, and
-    estimates the `potential_error` of the chosen problems.
+    With a finite `goal.settled` the method goes on until exact updates change no factor of a plan by a larger share,
+    and the `potential_error` of the chosen problems is estimated.
 
     Args:
         from_exact: start from exact potentials (balanced problems), not from those of `result`.
@@ -61,12 +62,15 @@ def newton_search(
 
 
 def settled_search(problem: Problem, result: SearchResult, chosen: Bool[Tensor, "*batch"], goal: Goal) -> SearchResult:
-    """Return `result` with accurate potentials of the chosen problems, which are within the tolerance.
+    """Return `result` with accurate potentials of the chosen problems, which are within the tolerance already.
 
-    Slow modes hardly count in the marginal error. Here the equations of a step are dense, and solved to rounding; it
-    ends where a step changes no factor of a plan by a larger share than `goal.settled`. The third derivative of the
-    dual along a step h is at most the spread of h (largest minus smallest entry) times the second: a step shortened to
-    log(1 + spread) / spread always increases it (F. Bach, Self-concordant analysis for logistic regression, 2010).
+    Slow modes hardly count in the marginal error. So the dense equations of each step are solved up to rounding here,
+    and the steps end where one changes no factor of a plan by a larger share than `goal.settled`.
+
+    Along a step h the third derivative of the dual is at most the second times the spread of h, its largest minus its
+    least entry. So a step shortened by the factor log(1 + spread) / spread always increases the dual.
+
+    Source: F. Bach, Self-concordant analysis for logistic regression, 2010.
     """
     hard = _chosen(problem, chosen)
     new = _settled(hard, result, chosen, goal)
@@ -100,7 +104,7 @@ def _settled(problem: Problem, result: SearchResult, chosen: Tensor, goal: Goal)
 
 
 def _chosen(problem: Problem, chosen: Tensor) -> Problem:
-    """The chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds."""
+    """Return the chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds."""
     wide, cost = in_float64(problem), problem.cost
     p, q, epsilon = (t[chosen].cpu() for t in (wide.p, wide.q, wide.epsilon))
     costs: Cost
@@ -115,7 +119,7 @@ def _chosen(problem: Problem, chosen: Tensor) -> Problem:
 
 
 def is_between_large_clouds(problem: Problem) -> bool:
-    """Whether Newton's method visits the pairs of points that count, and needs no matrix."""
+    """Return whether Newton's method visits only the pairs of points that count, and so needs no matrix."""
     from otloss._kernels.points import METRICS, can_leave_out
 
     cost = problem.cost
@@ -125,11 +129,11 @@ def is_between_large_clouds(problem: Problem) -> bool:
 
 
 def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Potentials of exact transport, and the cells of its plans; those of the search where the exact solver fails."""
+    """Return potentials of exact transport and the cells of its plans, or g and None where the exact solver fails."""
     problem = dataclasses.replace(problem, is_exact=True)
     try:
         optimum = (solve_between_clouds if takes_clouds(problem) else solve_exactly)(problem).optimum
-    except RuntimeError:  # it cannot certify its potentials: Newton's method measures its own error
+    except RuntimeError:  # not certified; Newton's method measures its own error
         return g, None
     return optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
 
@@ -175,12 +179,12 @@ def _run(
 
 
 def has_estimate(problem: Problem) -> bool:
-    """Whether `error_of_potential` is for this problem."""
+    """Return whether `error_of_potential` applies to this problem."""
     return problem.marginal_penalty is None and math.prod(problem.cost.shape) <= LARGEST_FOR_EIGENVALUE
 
 
 def _estimated(problem: Problem, g: Tensor, goal: Goal) -> Tensor:
-    """The error of the potentials; NaN where it is not known."""
+    """Return the error of the potentials, NaN where it is not known."""
     if goal.settled < math.inf and problem.marginal_penalty is not None:
         return bound_of_potential(problem, g)
     if goal.settled < math.inf and has_estimate(problem):
@@ -189,7 +193,7 @@ def _estimated(problem: Problem, g: Tensor, goal: Goal) -> Tensor:
 
 
 def _with_better(result: SearchResult, chosen: Tensor, new: SearchResult, is_better: Tensor) -> SearchResult:
-    """`result` with what the chosen problems have gained."""
+    """Return `result` with the better potentials of the chosen problems."""
     assert new.potential_error is not None
     f, g, error, iterations = (t.clone() for t in (result.f, result.g, result.error, result.iterations))
     place, column = f.device, is_better.unsqueeze(-1)
@@ -205,21 +209,26 @@ def _with_better(result: SearchResult, chosen: Tensor, new: SearchResult, is_bet
 
 
 def bound_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return a bound of the largest error of g in unbalanced problems: two updates contract by damping^2."""
+    """Return a bound of the largest error of g in unbalanced problems, where two updates contract it by damping^2."""
     sweep = Sweep.of(problem)
     off = (sweep.g_from(sweep.f_from(g)) - g).abs().masked_fill(problem.q.detach() == 0, 0.0).amax(-1)
     return off / (1 - sweep.damping.squeeze(-1) ** 2)
 
 
 def error_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return an estimate of the largest error of g, in the unit of the cost; in float64, with the dense matrix."""
+    """Return an estimate of the largest error of g in the unit of the cost, from the dense matrix in float64."""
     sweep = Sweep.of(problem)
     return _Dual.of(problem, sweep).error(g.to(sweep.epsilon.dtype) / sweep.epsilon) * sweep.epsilon.squeeze(-1)
 
 
 @dataclass(frozen=True)
 class _Dual:
-    """The dual as a function of b. scores (..., n, m): log q - C / epsilon; mass (..., 1)."""
+    """The dual as a function of b = g / epsilon.
+
+    Attributes:
+        scores: (..., n, m), log q - C / epsilon.
+        mass: (..., 1).
+    """
 
     scores: Tensor
     p: Tensor
@@ -233,7 +242,7 @@ class _Dual:
         return _Dual(scores, p, q, p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny))
 
     def derivatives(self, b: Tensor, *, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
-        """The gradient q - S^T p, and H with the constant and a ridge added."""
+        """Return the gradient q - S^T p, and H plus a ridge and the projection on constants."""
         p, q, mass = self.p, self.q, self.mass
         rows = torch.softmax(self.scores + torch.where(q > 0, b, 0.0).unsqueeze(-2), -1)  # S
         received = (p.unsqueeze(-2) @ rows).squeeze(-2)
@@ -241,10 +250,10 @@ class _Dual:
         return q - received, curvature + q.unsqueeze(-1) * q.unsqueeze(-2) / mass.unsqueeze(-1)
 
     def error(self, b: Tensor) -> Tensor:
-        """Of b: the largest relative error of the columns over the second least eigenvalue of H in the metric of q."""
+        """Return the largest relative error of columns over the second least eigenvalue of H, in the metric of q."""
         gradient, curvature = self.derivatives(b)
         scale = torch.where(self.q > 0, self.q, 1.0).sqrt()
-        # Bins without mass get the eigenvalue 1; the constant has it from the product of the weights.
+        # Bins without mass get the eigenvalue 1. The product of the weights gives it to the constant.
         scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((self.q == 0).to(b.dtype))
         least = _least_eigenvalue(scaled)
         residual = torch.where(self.q > 0, gradient / scale.square(), 0.0).abs().amax(-1)
@@ -253,7 +262,7 @@ class _Dual:
 
 
 def _least_eigenvalue(matrix: Tensor) -> Tensor:
-    """Return that of symmetric matrices with eigenvalues in [0, 1], by inverse iteration; 0 where they are singular."""
+    """Return the least eigenvalue of symmetric matrices with eigenvalues in [0, 1]; 0 if they are singular."""
     factors, pivots, failed = torch.linalg.lu_factor_ex(matrix)
     start = (0.6180339887498949 * torch.arange(1, matrix.shape[-1] + 1, dtype=matrix.dtype, device=matrix.device)) % 1
     x = (start - start.mean()).expand(matrix.shape[:-1]).unsqueeze(-1) + 0.01

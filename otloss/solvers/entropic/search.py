@@ -1,10 +1,10 @@
 """The search for the potentials of an entropic problem, by the numba kernel or in the log domain on any device.
 
-1. Sinkhorn's iteration: the kernel for matrices on a CPU, else logarithms; large grids and clouds start coarse. It ends
-   at the tolerance, or where its contraction says that Newton's method would take less time.
-2. Newton's method on the dual for the problems that are left, balanced ones from exact potentials
-3. Sinkhorn again, in float64, where 2 does not apply or has failed
-4. Newton's method where the potentials are uncertain and gradients of the weights are wanted
+1. Sinkhorn's iteration, by the kernel for matrices on a CPU, else in logarithms. Large grids and clouds start coarse.
+   It ends at the tolerance, or where its contraction says that Newton's method would take less time.
+2. Newton's method on the dual for the problems that are left. Balanced ones start from exact potentials.
+3. Sinkhorn's iteration again, in float64, where step 2 does not apply or has failed.
+4. Newton's method where gradients of the weights are wanted and the potentials are uncertain.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from otloss.solvers.entropic.newton import (
 )
 from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, has_float64, tolerance_of
 
-# Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
+# Entries of a matrix. Above, the kernel on one thread takes longer than soft minima on all threads.
 LARGEST_FOR_KERNEL = 2**24
 # Costs of all problems together that may be held as matrices for the numba kernel: 1 GiB in float32.
 MOST_FOR_KERNEL = 2**28
-# Entries of all plans together that may be held for the backward pass; larger ones are made there.
+# Entries of all plans together that may be kept for the backward pass. Larger ones are computed there.
 MOST_FOR_PLANS = 2**22
 # Entries of the cost of unbalanced images up to which the numba kernel is faster than products along the axes.
 LARGEST_UNBALANCED_GRID = 2**17
-# Iterations of Sinkhorn, done or expected, after which Newton's method takes less time, its exact start included.
+# Newton's method with its exact start takes less time than so many iterations of Sinkhorn, done or expected.
 PATIENCE = 250
 LARGEST_GRID = 2**20  # entries of the cost of images up to which matrices are faster than products along the axes
-# Potentials are settled where the last update changes no factor of the plan by a larger share than this, and where
-# their error is at most this share of their spread.
+# Potentials are settled if the last update changes no factor of the plan by a larger share, and their error is at most
+# this share of their spread.
 SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
-NEGLIGIBLE_ERROR = 1e-5  # of potentials over epsilon: it does not count where potentials hardly differ
-UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is worth a warning
-# Epsilon over the largest potential, times the tolerance: below, rounding in float64 changes entries of the plan by
-# more than the tolerance; and that share at most.
+NEGLIGIBLE_ERROR = 1e-5  # a smaller error of potentials over epsilon never counts, even if the potentials hardly differ
+UNCERTAIN = 1e-2  # a larger error of potentials, as a share of their spread, gives a warning
+# The least epsilon over the largest potential is LEAST_EPSILON over the tolerance, and at most LARGEST_LEAST. Below it,
+# rounding in float64 changes entries of the plan by more than the tolerance.
 LEAST_EPSILON, LARGEST_LEAST = 1e-15, 1e-8
-# Epsilon over marginal penalty, above which the kernel's potentials are updated once more: it iterates potentials over
-# epsilon, whose rounding counts (epsilon / marginal penalty) times in the mass of the plan.
+# Above this ratio of epsilon to the marginal penalty, the potentials of the kernel are updated once more. The kernel
+# iterates potentials over epsilon, and the mass of the plan multiplies their rounding by the ratio.
 LARGEST_RATIO_OF_PENALTY = 1e3
-# Potential over marginal penalty from which a bin keeps no mass, exp(-40) of its weight.
+# A bin with a larger potential over the marginal penalty keeps no mass: less than exp(-40) of its weight.
 NO_MASS_LEFT = 40.0
-# A start that is larger than so many times (the largest cost plus a hundred epsilons) is not one of a similar problem.
+# A start is not from a similar problem if it exceeds so many times the largest cost plus a hundred epsilons.
 LARGEST_START = 100.0
 
 
@@ -76,15 +76,15 @@ def find_potentials(
     """Return the potentials of a reduced entropic problem.
 
     Args:
-        symmetric: p and q are the same and so is the cost of either way; saves iterations.
-        accurate: whether the potentials themselves are asked for, and not only the value, which is far less sensitive;
-            None where a gradient of the weights is.
+        symmetric: whether p equals q and the cost its transpose, which saves iterations.
+        accurate: whether the potentials themselves have to be accurate; the value is far less sensitive. None stands
+            for True where a gradient of the weights is wanted, and for False elsewhere.
 
     Raises:
-        SmallEpsilonError: where rounding of the potentials would decide the plan.
+        SmallEpsilonError: if the rounding of the potentials would decide the plan.
 
     Warns:
-        ConvergenceWarning: where the tolerance is not reached.
+        ConvergenceWarning: if the tolerance is not reached.
     """
     if not symmetric:  # a few iterations
         warn_where_slow(problem, settings.grad)
@@ -109,12 +109,12 @@ def find_potentials(
 
 
 def _is_within(error: Tensor, tolerance: float) -> bool:
-    """Whether all errors are, which NaN is not."""
+    """Return whether all errors are within the tolerance; NaN is not."""
     return not error.numel() or error.amax().item() <= tolerance
 
 
 def _takes_plan(problem: Problem) -> bool:
-    """Whether the kernel is to write the plan, the gradient of the costs, while its factors are in cache."""
+    """Return whether the kernel should write the plan, which is the gradient of the costs, while it has its factors."""
     cost = problem.cost
     if not isinstance(cost, DenseCost) or not makes_graph(cost.matrix):
         return False
@@ -122,7 +122,7 @@ def _takes_plan(problem: Problem) -> bool:
 
 
 def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
-    """Sinkhorn; Newton's method for the problems that would take longer by it; then Sinkhorn again, in float64."""
+    """Run steps 1 to 3 of the module."""
     on_kernel = runs_on_kernel(problem, settings.impl)
     newton = not goal.symmetric and _can_take_newton(problem)
     # Float32 in logarithms may be too narrow; and the kernel for unbalanced problems may underflow, or be slow.
@@ -168,7 +168,7 @@ def _sinkhorn(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal,
 
 
 def runs_on_kernel(problem: Problem, impl: str) -> bool:
-    """Whether the numba kernel solves this problem; ValueError if impl="compiled" and it cannot."""
+    """Return whether the numba kernel solves this problem; raise ValueError if impl="compiled" and it cannot."""
     n, m = problem.cost.shape
     able = may_run_on(problem.p)
     if impl == "compiled":
@@ -238,7 +238,7 @@ def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) 
 
 
 def _can_take_newton(problem: Problem) -> bool:
-    """Whether Newton's method applies: between points, or on a matrix that fits the memory and is of use for images."""
+    """Return whether Newton's method applies: between points, or on a matrix that fits the memory."""
     (n, m), cost = problem.cost.shape, problem.cost
     if not has_float64(problem.p.device) or needs_torch(problem.p, problem.q, *cost.tensors()):
         return False
@@ -248,7 +248,7 @@ def _can_take_newton(problem: Problem) -> bool:
 
 
 def _with_accurate_potentials(problem: Problem, result: SearchResult, goal: Goal) -> SearchResult:
-    """Newton's method where g is uncertain: slow modes hardly count in the marginal error."""
+    """Run step 4 of the module. Slow modes of g hardly count in the marginal error that ended the search."""
     error, spread, eigenvalue = result.potential_error, result.spread, result.least_eigenvalue
     if error is None or spread is None or eigenvalue is None or not result.iterations.numel():
         return result
@@ -265,7 +265,7 @@ def _with_accurate_potentials(problem: Problem, result: SearchResult, goal: Goal
 
 
 def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The start without the constant that moves from f to g, whose rounding would stay; zeros if far too large."""
+    """Return the start with a constant moved between f and g to reduce rounding; zeros if it is far too large."""
     p, q = problem.p.detach(), problem.q.detach()
     f, g = f.to(p), g.to(q)
     for name, potential in (("f", f), ("g", g)):
@@ -277,7 +277,7 @@ def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tenso
     if problem.marginal_penalty is None:
         shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         f, g = f + shift, g - shift
-    # Potentials differ by no more than the costs do, and by the logarithms of weights times epsilon.
+    # Potentials differ by no more than the costs do, plus epsilon times the logarithms of weights.
     most = LARGEST_START * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
     is_sane = (g.masked_fill(q == 0, 0.0).abs() <= most).all(-1, keepdim=True)
     g = torch.where(is_sane & (g.abs() <= most), g, 0.0)
@@ -285,10 +285,10 @@ def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tenso
 
 
 def _check_not_too_small(problem: Problem, result: SearchResult, least: float) -> None:
-    """Raise where epsilon is so small beside the potentials that their rounding decides the plan.
+    """Raise if epsilon is so small, relative to the potentials, that their rounding decides the plan.
 
-    Potentials and not costs: a large cost that forbids a pair is harmless where no mass has to take it. For the same
-    reason, with a marginal penalty, the potentials of bins that keep no mass count no more than those that keep little.
+    The potentials count and not the costs, since a large cost that forbids a pair is harmless where no mass has to take
+    it. For the same reason, with a marginal penalty, potentials of bins that keep no mass are cut off.
     """
     epsilon = problem.epsilon.detach()
     if not result.f.numel() or not result.g.numel():
