@@ -13,6 +13,7 @@ from torch import Tensor
 
 import otloss
 from otloss import losses
+from tests.otloss.draws import draw
 from tests.otloss.gradient_cases import (
     CLOSED_FORMS,
     COSTS,
@@ -20,7 +21,6 @@ from tests.otloss.gradient_cases import (
     PLAIN,
     SQUARE,
     Inputs,
-    draw,
     entropic_case,
     transport_case,
     weights,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import CosineCost, DenseCost, GridCost, LineCost, PointCost, graph_cost
+from tests.otloss.draws import draw
 
 Inputs = dict[str, Tensor]
 WEIGHTS = ("p", "q")
@@ -86,10 +87,6 @@ def weights(n: int, m: int, *, empty: bool = True) -> Inputs:
     if empty:
         p[0, 1] = p[1, n - 1] = q[m - 2] = 0.0
     return {"p": p / p.sum(-1, keepdim=True), "q": q / q.sum()}
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def symmetric(matrix: Tensor) -> Tensor:

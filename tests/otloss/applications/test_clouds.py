@@ -7,12 +7,12 @@ import pytest
 import torch
 from geomloss import SamplesLoss
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor
 from torch.autograd import gradcheck
 
 import otloss
 from otloss import cloud_loss
 from tests.errors import raising
+from tests.otloss.draws import draw, weights
 
 KINDS: list[dict[str, Any]] = [
     {"kind": "divergence", "epsilon": 0.2, "tolerance": 1e-10},
@@ -23,22 +23,13 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def weights(*shape: int, seed: int = 5) -> Tensor:
-    actual = drawn(*shape, seed=seed) + 0.1
-    return actual / actual.sum(-1, keepdim=True)
-
-
 @pytest.mark.parametrize(
     ("metric", "p", "reach", "rtol"),
     # GeomLoss takes 1e-4 for the distance of a point from itself, and its unbalanced gradients are scaled wrongly.
     [("sqeuclidean", 2, None, 1e-6), ("euclidean", 1, None, 3e-4), ("sqeuclidean", 2, 0.6, 3e-3)],
 )
 def test_blur_is_that_of_geomloss(metric: str, p: int, reach: float | None, rtol: float) -> None:
-    x, y, a, b = drawn(20, 3).requires_grad_(), drawn(25, 3, seed=1) + 0.2, weights(20), weights(25, seed=6)
+    x, y, a, b = draw(20, 3).requires_grad_(), draw(25, 3, seed=1) + 0.2, weights(20), weights(25, seed=6)
     loss = SamplesLoss("sinkhorn", p=p, blur=1.0, reach=reach, scaling=0.99, diameter=4.0, backend="tensorized")
     theirs = loss(a, x, b, y).squeeze()
     penalty, factor = None if reach is None else 2 * reach**2, 2 if p == 2 else 1
@@ -52,14 +43,14 @@ def test_blur_is_that_of_geomloss(metric: str, p: int, reach: float | None, rtol
 
 
 def test_the_default_blur_is_that_of_geomloss() -> None:
-    x, y = drawn(20, 3), drawn(25, 3, seed=1) + 0.2
+    x, y = draw(20, 3), draw(25, 3, seed=1) + 0.2
     for metric, p in (("sqeuclidean", 2), ("euclidean", 1)):
         theirs = SamplesLoss("sinkhorn", p=p, scaling=0.99, backend="tensorized")(x, y).squeeze()
         torch.testing.assert_close(cloud_loss(x, y, metric=metric), theirs, rtol=2e-3, atol=0)
 
 
 def test_a_blur_too_small_for_the_clouds_is_named() -> None:
-    x, y = 1e12 * drawn(4, 2), 1e12 * drawn(4, 2, seed=1)
+    x, y = 1e12 * draw(4, 2), 1e12 * draw(4, 2, seed=1)
     for options, told in (
         ({}, "blur is 0.05 by default"),
         ({"blur": 0.1}, "blur is 0.1,"),
@@ -74,11 +65,11 @@ def test_a_blur_too_small_for_the_clouds_is_named() -> None:
     with pytest.raises(ValueError, match=r"epsilon is 0\.01 where potentials"):
         cloud_loss(x, y, epsilon=0.01)
     with pytest.warns(otloss.ConvergenceWarning, match=r"Raise epsilon \(blur, for cloud_loss\)"):
-        cloud_loss(100 * drawn(200, 2), 100 * drawn(200, 2, seed=1), blur=0.01, tolerance=1e-18)
+        cloud_loss(100 * draw(200, 2), 100 * draw(200, 2, seed=1), blur=0.01, tolerance=1e-18)
 
 
 def test_equal_weights_have_the_precision_of_the_points() -> None:
-    x, y = drawn(7, 3), drawn(6, 3, seed=1)
+    x, y = draw(7, 3), draw(6, 3, seed=1)
     equal = [torch.full((n,), 1 / n, dtype=torch.float64) for n in (7, 6)]
     expected = otloss.emd(*equal, torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square())
     for given in ((x, y), (x[None], y[None]), ([x], [y])):
@@ -87,7 +78,7 @@ def test_equal_weights_have_the_precision_of_the_points() -> None:
 
 def test_large_assignments_start_from_sinkhorn() -> None:
     # Mixed, apart, and in clusters whose shares differ.
-    x, y = drawn(3, 300, 3, seed=3), drawn(3, 300, 3, seed=4)
+    x, y = draw(3, 300, 3, seed=3), draw(3, 300, 3, seed=4)
     y[1] += 20
     x[2, :100] += 5
     y[2, :150] += 5
@@ -106,7 +97,7 @@ def test_large_assignments_start_from_sinkhorn() -> None:
 @pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(str(v) for v in o.values() if isinstance(v, str)))
 def test_ragged_batches_are_loops_and_gradients_are_right(options: dict[str, Any]) -> None:
     sizes_x, sizes_y = (4, 1, 6), (3, 5, 2)
-    x, y = ([drawn(n, 2, seed=10 * s + n) for n in sizes] for s, sizes in enumerate((sizes_x, sizes_y)))
+    x, y = ([draw(n, 2, seed=10 * s + n) for n in sizes] for s, sizes in enumerate((sizes_x, sizes_y)))
     a = [weights(n, seed=n) for n in sizes_x]
     loop = torch.stack([cloud_loss(*case, **options) for case in zip(x, y, a, strict=True)])
     torch.testing.assert_close(cloud_loss(x, y, a, **options), loop)
@@ -127,7 +118,7 @@ def test_ragged_batches_are_loops_and_gradients_are_right(options: dict[str, Any
 
 @pytest.mark.parametrize("options", KINDS[::2])
 def test_empty_clouds(options: dict[str, Any]) -> None:
-    x, y = [drawn(3, 2), drawn(0, 2), drawn(2, 2)], drawn(4, 2, seed=1).requires_grad_()
+    x, y = [draw(3, 2), draw(0, 2), draw(2, 2)], draw(4, 2, seed=1).requires_grad_()
     with pytest.raises(ValueError, match=r'x has no point in cloud \(1,\), expected at least one.*empty="zero"'):
         cloud_loss(x, y, **options)
     value = cloud_loss(x, y, empty="zero", **options)

@@ -6,15 +6,12 @@ from scipy.optimize import linear_sum_assignment
 
 import otloss
 from tests.errors import raising
-
-
-def drawn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.otloss.draws import normal
 
 
 @pytest.mark.parametrize(("n", "m"), [(30, 30), (20, 31)])
 def test_exact_pairs_are_the_nearest_permutation(n: int, m: int) -> None:
-    x0, x1 = drawn(n, 2, 3, seed=0) + 100, drawn(m, 2, 3, seed=1) + 100
+    x0, x1 = normal(n, 2, 3, seed=0) + 100, normal(m, 2, 3, seed=1) + 100
     cost = (x0.flatten(1)[:, None] - x1.flatten(1)).double().square().sum(-1)
     actual = otloss.pair(x0, x1)
     assert actual.unique().numel() == n
@@ -23,7 +20,7 @@ def test_exact_pairs_are_the_nearest_permutation(n: int, m: int) -> None:
 
 
 def test_conditions_agree_as_often_as_possible_and_then_the_nearest_is_taken() -> None:
-    x0, x1 = drawn(40, 2, seed=2), drawn(40, 2, seed=3)
+    x0, x1 = normal(40, 2, seed=2), normal(40, 2, seed=3)
     labels = torch.arange(40) % 4, (torch.arange(40) % 5).clamp(max=3)  # 10 each; 8, 8, 8 and 16
     actual = otloss.pair(x0, x1, condition=labels)
     assert int((labels[0] == labels[1][actual]).sum()) == 34
@@ -38,7 +35,7 @@ def test_conditions_agree_as_often_as_possible_and_then_the_nearest_is_taken() -
 
 
 def test_draws_follow_the_entropic_plan() -> None:
-    x0, x1 = drawn(5, 3, seed=4), drawn(4, 3, seed=5)
+    x0, x1 = normal(5, 3, seed=4), normal(4, 3, seed=5)
     cost = (x0[:, None] - x1).square().sum(-1)
     rows = 5 * otloss.solve(None, None, cost, epsilon=1.0).plan()
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +44,7 @@ def test_draws_follow_the_entropic_plan() -> None:
     assert (actual - rows).abs().max() < 0.07  # four standard errors of a share
 
 
-x = drawn(4, 2, seed=6)
+x = normal(4, 2, seed=6)
 
 
 test_bad_input = raising(

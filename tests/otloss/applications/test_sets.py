@@ -7,19 +7,16 @@ from scipy.optimize import linear_sum_assignment, linprog
 
 from otloss.losses import set_loss
 from tests.errors import raising
+from tests.otloss.draws import normal
 
 F64 = torch.float64
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 SIZES = torch.tensor([[5, 3], [4, 4], [5, 0], [0, 0]])
 
 
 def set_problems() -> tuple[torch.Tensor, torch.Tensor]:
-    cost, unmatched = drawn(4, 5, 4, seed=4), drawn(4, 5, seed=5)
+    cost, unmatched = normal(4, 5, 4, seed=4), normal(4, 5, seed=5)
     for k, (n, m) in enumerate(SIZES.tolist()):
         cost[k, n:], cost[k, :, m:], unmatched[k, n:] = torch.nan, torch.nan, torch.nan
     return cost.requires_grad_(), unmatched.requires_grad_()
@@ -60,6 +57,6 @@ def test_large_losses_of_unmatched_predictions_cost_no_digits() -> None:
 
 
 test_bad_sets = raising(
-    (lambda: set_loss(drawn(2, 3)), "expected n >= m"),
-    (lambda: set_loss(drawn(3, 2), drawn(2)), r"unmatched has shape \(2,\), expected \(3,\)"),
+    (lambda: set_loss(normal(2, 3)), "expected n >= m"),
+    (lambda: set_loss(normal(3, 2), normal(2)), r"unmatched has shape \(2,\), expected \(3,\)"),
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from otloss.applications.sorting import soft_rank, soft_sort, soft_top_k
 from tests.errors import raising
+from tests.otloss.draws import normal
 from tests.otloss.oracles import central_gradients
 
 F64 = torch.float64
@@ -25,10 +26,6 @@ def third_of(x: Tensor, **options: float) -> Tensor:
 
 OPERATORS: dict[str, Callable[..., Tensor]] = {"sort": soft_sort, "rank": soft_rank, "top": third_of}
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-
-
-def rows(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
 def plan_by_roots(x: np.ndarray, epsilon: float, places: np.ndarray, share: np.ndarray) -> np.ndarray:
@@ -71,11 +68,11 @@ ORACLES = {"sort": sort_oracle, "rank": rank_oracle, "top": top_oracle}
 @pytest.mark.parametrize(("n", "epsilon"), [(2, 0.1), (8, 0.02), (8, 100.0)])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_values_and_gradients_are_those_of_the_transport_plan(name: str, n: int, epsilon: float) -> None:
-    x = rows(n, seed=n) * 3 + 1
+    x = normal(n, seed=n) * 3 + 1
     leaf = x.clone().requires_grad_()
     value = OPERATORS[name](leaf, epsilon=epsilon)
     np.testing.assert_allclose(value.detach(), ORACLES[name](x.numpy(), epsilon), rtol=1e-9, atol=1e-9)
-    weights = rows(n, seed=n + 1)
+    weights = normal(n, seed=n + 1)
     (actual,) = torch.autograd.grad((value * weights).sum(), leaf)
     expected_gradient = central_gradients(lambda t: float(ORACLES[name](t, epsilon) @ weights.numpy()), x.numpy(), 1e-5)
     np.testing.assert_allclose(actual, expected_gradient, rtol=1e-6, atol=1e-7)
@@ -83,7 +80,7 @@ def test_values_and_gradients_are_those_of_the_transport_plan(name: str, n: int,
 
 @every_operator
 def test_second_derivatives(operator: Callable[..., Tensor]) -> None:
-    x = rows(2, 5, seed=1).requires_grad_()
+    x = normal(2, 5, seed=1).requires_grad_()
     for epsilon in (1e-2, 1.0):
         assert torch.autograd.gradgradcheck(lambda t, e=epsilon: operator(t, epsilon=e), x, atol=1e-4, rtol=1e-4)
 
@@ -91,8 +88,8 @@ def test_second_derivatives(operator: Callable[..., Tensor]) -> None:
 @every_operator
 def test_gradients_at_ties_and_at_small_epsilon(operator: Callable[..., Tensor]) -> None:
     tied = torch.tensor([0.3, -1.0, 0.3, 2.0, 0.3, 0.5], dtype=F64)
-    for x, epsilon in ((tied, 0.1), (tied, 1e-3), (rows(40, seed=2), 1e-3), (rows(12, seed=3), 1e-4)):
-        leaf, weights = x.clone().requires_grad_(), rows(x.numel(), seed=4)
+    for x, epsilon in ((tied, 0.1), (tied, 1e-3), (normal(40, seed=2), 1e-3), (normal(12, seed=3), 1e-4)):
+        leaf, weights = x.clone().requires_grad_(), normal(x.numel(), seed=4)
         (actual,) = torch.autograd.grad((operator(leaf, epsilon=epsilon) * weights).sum(), leaf)
 
         def value(t: np.ndarray, weights: Tensor = weights, epsilon: float = epsilon) -> float:
@@ -143,9 +140,9 @@ def test_top_k_of_long_rows_against_a_root_finder(k: int, epsilon: float) -> Non
 
 
 def test_hard_rows_are_solved_and_keep_their_order() -> None:
-    x, far = rows(3, 60, seed=6), rows(3, 60, seed=6)
+    x, far = normal(3, 60, seed=6), normal(3, 60, seed=6)
     far[:, 0] = 1e9
-    for hard in (x.round() + 1e-7 * x, x / rows(3, 60, seed=7).abs(), far, torch.arange(60, dtype=F64)):
+    for hard in (x.round() + 1e-7 * x, x / normal(3, 60, seed=7).abs(), far, torch.arange(60, dtype=F64)):
         for epsilon in (1e-7, 1e-5, 1e-3, 1.0):
             actual = soft_rank(hard, epsilon=epsilon)
             torch.testing.assert_close(actual.sum(-1), torch.full_like(actual.sum(-1), 60 * 61 / 2))
@@ -153,20 +150,20 @@ def test_hard_rows_are_solved_and_keep_their_order() -> None:
 
 
 def test_descending() -> None:
-    x = rows(3, 6, seed=12)
+    x = normal(3, 6, seed=12)
     torch.testing.assert_close(soft_sort(x, descending=True), -soft_sort(-x))
     torch.testing.assert_close(soft_rank(x, descending=True), soft_rank(-x))
 
 
 @every_operator
 def test_batches_equal_a_loop_whatever_the_layout(operator: Callable[..., Tensor]) -> None:
-    x = rows(6, 3, 4, seed=8).permute(1, 2, 0)
+    x = normal(6, 3, 4, seed=8).permute(1, 2, 0)
     assert not x.is_contiguous()
     leaf = x.clone().requires_grad_()
     value = operator(x)
     looped = torch.stack([torch.stack([operator(row) for row in block]) for block in leaf])
     torch.testing.assert_close(value, looped)
-    weights = rows(3, 4, 6, seed=9)
+    weights = normal(3, 4, 6, seed=9)
     again = x.clone().requires_grad_()
     (by_batch,) = torch.autograd.grad((operator(again) * weights).sum(), again)
     (by_loop,) = torch.autograd.grad((looped * weights).sum(), leaf)
@@ -182,7 +179,7 @@ def test_batches_equal_a_loop_whatever_the_layout(operator: Callable[..., Tensor
     ("operator", "dtype"), [(soft_sort, torch.bfloat16), (soft_rank, torch.float32), (third_of, torch.bfloat16)]
 )
 def test_dtypes(operator: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    x = rows(2, 10, seed=10, dtype=dtype).requires_grad_()
+    x = normal(2, 10, seed=10, dtype=dtype).requires_grad_()
     value = operator(x)
     assert value.dtype == dtype
     wide = x.detach().double().requires_grad_()
@@ -204,7 +201,7 @@ def test_rows_of_equal_entries_and_none_or_all_of_a_row() -> None:
     for value in (soft_rank(x), soft_top_k(x, 2)):
         assert torch.equal(torch.autograd.grad(value[0, 1], x)[0], torch.zeros(2, 5))
     for k, share in ((0, 0.0), (5, 1.0)):
-        assert torch.equal(soft_top_k(rows(2, 5), k), torch.full((2, 5), share, dtype=F64))
+        assert torch.equal(soft_top_k(normal(2, 5), k), torch.full((2, 5), share, dtype=F64))
     single = torch.tensor([3.0], requires_grad=True)
     assert (soft_sort(single).item(), soft_rank(single).item(), soft_top_k(single, 1).item()) == (3.0, 1.0, 1.0)
     assert torch.autograd.grad(soft_sort(single).sum(), single)[0].item() == 1.0

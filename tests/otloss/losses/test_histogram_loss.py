@@ -16,15 +16,12 @@ from torch import Tensor
 from otloss import cdf_distance, histogram_loss
 from otloss.losses import histogram_labels, histogram_mean
 from tests.errors import raising
+from tests.otloss.draws import normal
 from tests.otloss.oracles import as_double
 
 CENTRES = np.array([0.0, 1.0, 4.0, 6.0, 7.0])
 EDGES = np.array([-0.5, 0.5, 2.5, 5.0, 6.5, 7.5])  # midway, and half a gap further at both ends
 FORMS = ("two_hot", "one_hot", "gaussian")
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @settings(max_examples=100, deadline=None)
@@ -66,7 +63,7 @@ def test_gaussian_tails_keep_their_relative_accuracy(sigma: float) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("power", "bins"), [(1, CENTRES), (2, EDGES)], ids=["centres", "edges"])
 def test_is_the_distance_to_the_labels(form: str, power: int, bins: np.ndarray) -> None:
-    z, values = drawn(9, 5, seed=0), torch.linspace(0, 6.9, 9, dtype=torch.float64)
+    z, values = normal(9, 5, seed=0), torch.linspace(0, 6.9, 9, dtype=torch.float64)
     centres = as_double((bins[1:] + bins[:-1]) / 2 if bins.size == 6 else bins)
     labels = histogram_labels(values, as_double(bins), 5, encoding=form)
     actual = histogram_loss(z, values, as_double(bins), encoding=form, power=power, reduction="none")
@@ -79,14 +76,14 @@ def test_is_the_distance_to_the_labels(form: str, power: int, bins: np.ndarray) 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_second_derivatives_in_the_logits(form: str) -> None:
-    values, z = torch.tensor([0.3, 2.0, 6.6, 5.0], dtype=torch.float64), drawn(4, 5, seed=1).requires_grad_()
+    values, z = torch.tensor([0.3, 2.0, 6.6, 5.0], dtype=torch.float64), normal(4, 5, seed=1).requires_grad_()
     assert torch.autograd.gradgradcheck(
         lambda z: histogram_loss(z, values, as_double(CENTRES), encoding=form, cross_entropy=0.2), z
     )
 
 
 def test_mean() -> None:
-    z = drawn(3, 4, 5, seed=3)
+    z = normal(3, 4, 5, seed=3)
     expected = torch.einsum("abk,k->ab", z.softmax(-1), as_double(CENTRES))
     torch.testing.assert_close(histogram_mean(z, as_double(CENTRES)), expected)
     by_edges = histogram_mean(z, as_double(EDGES))
@@ -103,7 +100,7 @@ def test_mean() -> None:
     ("encoding", "limits"), [("two_hot", (0, 7)), ("one_hot", (-0.5, 7.5)), ("gaussian", (-0.5, 7.5))]
 )
 def test_values_outside_of_the_valid_range(encoding: str, limits: tuple[float, float]) -> None:
-    z, bins = drawn(2, 5, seed=6).requires_grad_(), as_double(CENTRES)
+    z, bins = normal(2, 5, seed=6).requires_grad_(), as_double(CENTRES)
     beyond, ends = as_double(np.array([-1.0, 7.6])), as_double(np.array(limits))
     with pytest.raises(
         ValueError, match=rf'2 values outside of \[{limits[0]}, {limits[1]}\], .* \(0,\) is -1. .*"clamp"'

@@ -14,6 +14,7 @@ from torch import Tensor
 from otloss import number_token_loss
 from otloss.losses import number_tokens as numbers
 from tests.errors import raising
+from tests.otloss.draws import normal
 
 NAN, INF = float("nan"), float("inf")
 # Two tokens of one value, one below 0, fractions, a wide gap, text between and beside them.
@@ -37,11 +38,7 @@ SETTINGS: list[dict[str, Any]] = [
 every_setting = pytest.mark.parametrize("options", SETTINGS, ids=str)
 
 
-def drawn(*shape: int, seed: int = 0, scale: float = 1.5, dtype: torch.dtype = torch.float64) -> Tensor:
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).to(dtype)
-
-
-Z = drawn(3, 4, 10)
+Z = normal(3, 4, 10)
 WIDE = VALUES.double()
 
 
@@ -101,7 +98,7 @@ def test_definition_and_reductions(options: dict[str, Any]) -> None:
     expected = plain_batch(Z, Y, WIDE, options)
     number = (Y != -100) & ~VALUES[Y.clamp(min=0)].isnan()
     assert int(number.sum()) == 8
-    for weight in (None, drawn(3, 4, seed=2).abs(), torch.arange(12).reshape(3, 4), torch.ones(3, 4) > 0):
+    for weight in (None, normal(3, 4, seed=2).abs(), torch.arange(12).reshape(3, 4), torch.ones(3, 4) > 0):
         w = torch.ones(3, 4).double() if weight is None else weight.double()
         call = {"sample_weight": weight, **options}
         actual = number_token_loss(Z, Y, WIDE, reduction="none", **call)
@@ -144,7 +141,7 @@ def test_any_small_problem(data: st.DataObject) -> None:
 
 @every_setting
 def test_gradients(options: dict[str, Any]) -> None:
-    weight = drawn(3, 4, seed=3).abs().requires_grad_()
+    weight = normal(3, 4, seed=3).abs().requires_grad_()
     leaf = Z.clone().requires_grad_()
     for reduction in ("none", "mean"):
 
@@ -213,7 +210,7 @@ def test_error_is_at_most_that_of_the_naive_formula(dtype: torch.dtype, lift: fl
     """Of the loss and of its gradient, at the logits as rounded; a tenth is the noise of the last digit."""
     values = torch.cat([torch.arange(10.0), torch.full((300,), NAN)])
     y = torch.arange(400) % 10
-    z = drawn(400, 310, seed=5, scale=3.0)
+    z = normal(400, 310, seed=5, scale=3.0)
     z[:, :10] += lift
     truth, ours, theirs = (z.to(dtype).to(d).requires_grad_() for d in (torch.float64, dtype, dtype))
     exact = number_token_loss(truth, y, values.double(), reduction="none")
@@ -242,7 +239,7 @@ def test_narrow_labels(dtype: torch.dtype) -> None:
     """A vocabulary wider than the dtype of the labels; and -100, which is 156 in eight bits without a sign."""
     values = torch.full((300,), NAN)
     values[[5, 60, 100, 156]] = torch.tensor([1.0, 2.0, 3.0, 9.0])
-    z, y = drawn(3, 300), torch.tensor([5, 60, 156 if dtype == torch.uint8 else 100])
+    z, y = normal(3, 300), torch.tensor([5, 60, 156 if dtype == torch.uint8 else 100])
     each = [number_token_loss(z, labels, values, reduction="none") for labels in (y.to(dtype), y)]
     assert (each[0] > 0).all()
     assert torch.equal(*each)
@@ -304,7 +301,7 @@ def test_it_is_that_of_ntloss_where_tokens_are_digits(name: str, over: str) -> N
     theirs = getattr(ntloss, make)(tokenizer, reweigh=over == "vocabulary", **their_options)
     labels = torch.randint(len(vocab), (6, 9), generator=torch.Generator().manual_seed(1))
     labels[0, :4] = -100
-    weights, leaf = drawn(6, 9, seed=2).abs(), drawn(6, 9, len(vocab), seed=3).requires_grad_()
+    weights, leaf = normal(6, 9, seed=2).abs(), normal(6, 9, len(vocab), seed=3).requires_grad_()
     for reduction, weight in (("mean", None), ("mean", weights), ("sum", weights), ("none", weights)):
         given: dict[str, Any] = {"over": over, "scaling": "absolute", "sample_weight": weight, "reduction": reduction}
         expected = theirs(leaf, labels, loss_weights=weight, reduction=reduction)
@@ -315,7 +312,7 @@ def test_it_is_that_of_ntloss_where_tokens_are_digits(name: str, over: str) -> N
 
 
 V5 = torch.tensor([1.0, 2.0, 4.0, NAN, NAN])
-Z5, Y5 = drawn(2, 5, dtype=torch.float32), torch.tensor([0, 2])
+Z5, Y5 = normal(2, 5, dtype=torch.float32), torch.tensor([0, 2])
 
 
 def call(z: Any = Z5, y: Any = Y5, v: Any = V5, **options: Any) -> Callable[[], Tensor]:

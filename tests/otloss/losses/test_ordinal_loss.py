@@ -14,6 +14,7 @@ from torch.nn.functional import one_hot
 
 from otloss import cdf_distance, ordinal_loss
 from tests.errors import raising
+from tests.otloss.draws import normal
 from tests.otloss.oracles import as_double, linprog_value
 from tests.otloss.strategies import weights
 
@@ -65,13 +66,9 @@ def tensors(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     return {k: torch.tensor(v, dtype=dtype) if isinstance(v, np.ndarray) else v for k, v in SETTINGS[name].items()}
 
 
-def drawn(*shape: int, seed: int, scale: float = 1.5) -> Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @every_setting
 def test_classes_and_one_hot_labels_are_the_definition(name: str) -> None:
-    z = drawn(6, 5, seed=0)
+    z = normal(6, 5, seed=0)
     y = torch.tensor([0, 1, 2, 3, 4, 2])
     expected = [plain(softmax(row.numpy()), np.eye(5)[k], SETTINGS[name]) for row, k in zip(z, y, strict=True)]
     for target in (y, y.int(), y.to(torch.uint8), one_hot(y, 5).double()):
@@ -89,8 +86,8 @@ def test_soft_labels_are_the_definition(name: str, t: np.ndarray, z: list[float]
 
 @every_setting
 def test_first_and_second_derivatives(name: str) -> None:
-    z, y = drawn(3, 5, seed=2).requires_grad_(), torch.tensor([0, 2, 4])
-    for target in (y, drawn(3, 5, seed=3).softmax(-1)):
+    z, y = normal(3, 5, seed=2).requires_grad_(), torch.tensor([0, 2, 4])
+    for target in (y, normal(3, 5, seed=3).softmax(-1)):
         call = lambda z, t=target: ordinal_loss(z, t, **tensors(name), cross_entropy=0.2, reduction="none")  # noqa: E731
         assert torch.autograd.gradcheck(call, z)
         if name != "cost" or target is y:
@@ -102,27 +99,27 @@ def test_first_and_second_derivatives(name: str) -> None:
 
 
 def test_gradients_of_class_weights_and_centred_gradients_of_soft_labels() -> None:
-    z, y = drawn(4, 5, seed=4), torch.tensor([0, 1, 4, 2])
-    by_class = drawn(5, seed=5).exp().requires_grad_()
+    z, y = normal(4, 5, seed=4), torch.tensor([0, 1, 4, 2])
+    by_class = normal(5, seed=5).exp().requires_grad_()
     for options in ({"power": 1}, {"circular": True, "period": 8.0}, {"cost": as_double(COST)}):
         assert torch.autograd.gradcheck(lambda v: ordinal_loss(z, y, class_weight=v, **options), by_class)  # noqa: B023
     for name in ("power 1", "spaced 2", "circle 2", "spaced circle 1"):
-        labels = drawn(4, 5, seed=6).softmax(-1).requires_grad_()
+        labels = normal(4, 5, seed=6).softmax(-1).requires_grad_()
         (gradient,) = torch.autograd.grad(ordinal_loss(z, labels, **tensors(name)), labels)
         assert gradient.sum(-1).abs().max() < 1e-12
 
 
 def test_soft_labels_without_mass_have_one_sided_derivatives() -> None:
     t = as_double(np.array([0.0, 0.0, 1.0, 0.0, 0.0]), grad=True)
-    (actual,) = torch.autograd.grad(ordinal_loss(drawn(5, seed=7), t, power=1), t)
-    (expected,) = torch.autograd.grad(cdf_distance(drawn(5, seed=7).softmax(-1), t, power=1), t)
+    (actual,) = torch.autograd.grad(ordinal_loss(normal(5, seed=7), t, power=1), t)
+    (expected,) = torch.autograd.grad(cdf_distance(normal(5, seed=7).softmax(-1), t, power=1), t)
     torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["power 1", "power 2", "power 1.5", "cost", "circle 1", "circle 2"])
 @pytest.mark.parametrize("margin", [5.0, 25.0])
 def test_nearly_right_predictions_keep_their_relative_accuracy(name: str, margin: float) -> None:
-    z = margin * one_hot(torch.tensor([0, 2, 4, 3]), 5).double() + drawn(4, 5, seed=11, scale=0.3)
+    z = margin * one_hot(torch.tensor([0, 2, 4, 3]), 5).double() + normal(4, 5, seed=11, scale=0.3)
     y = torch.tensor([0, 2, 4, 3])
     options = tensors(name)
     if name == "cost":
@@ -173,7 +170,7 @@ def test_large_logits(name: str, scale: float, dtype: torch.dtype) -> None:
 @every_setting
 @pytest.mark.parametrize("n", [1, 500])
 def test_masked_classes_take_no_part(name: str, n: int) -> None:
-    z = drawn(n, 5, seed=12).float()
+    z = normal(n, 5, seed=12).float()
     z[:, 1] = -torch.inf
     z.requires_grad_()
     low = torch.where(torch.isinf(z.detach()), torch.tensor(-1e4), z.detach()).requires_grad_()
@@ -195,7 +192,7 @@ def test_masked_classes_take_no_part(name: str, n: int) -> None:
 @every_setting
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dtypes_and_layouts(name: str, dtype: torch.dtype) -> None:
-    wide = drawn(5, 4, 3, seed=13)
+    wide = normal(5, 4, 3, seed=13)
     z = wide.to(dtype).permute(2, 1, 0).requires_grad_()  # strided, (3, 4, 5)
     y = (torch.arange(12) % 5).reshape(4, 3).T
     value = ordinal_loss(z, y, **tensors(name, dtype), reduction="none")
@@ -221,7 +218,7 @@ def test_the_answer_takes_the_promoted_dtype() -> None:
 
 def test_weights_and_reductions_are_those_of_cross_entropy() -> None:
     # A far too heavy mix leaves the cross-entropy alone.
-    z, y = drawn(40, 5, seed=16), torch.arange(40) % 5
+    z, y = normal(40, 5, seed=16), torch.arange(40) % 5
     y[::7] = -100
     weight = torch.tensor([0.5, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64)
     for reduction in ("mean", "sum", "none"):
@@ -235,13 +232,13 @@ def test_weights_and_reductions_are_those_of_cross_entropy() -> None:
 
 
 def test_integers_of_every_dtype_are_what_they_are_in_int64() -> None:
-    z, y, x = drawn(40, 3, seed=30).float(), torch.arange(40) % 3, torch.tensor([0.0, 10.0, 25.0])
+    z, y, x = normal(40, 3, seed=30).float(), torch.arange(40) % 3, torch.tensor([0.0, 10.0, 25.0])
     for options in ({}, {"power": 1}, {"circular": True, "period": 32.0}):
         for values in (x.long() + 1_700_000_000, x.to(torch.uint8)):  # computed in float64
             actual = ordinal_loss(z, y, x=values, **options, reduction="none")  # type: ignore[arg-type]
             assert actual.dtype == torch.float32
             torch.testing.assert_close(actual, ordinal_loss(z, y, x=x, **options, reduction="none"))  # type: ignore[arg-type]
-    z = drawn(2, 200, seed=32)
+    z = normal(2, 200, seed=32)
     for dtype, labels in ((torch.uint8, [156, 199]), (torch.int8, [100, 127]), (torch.int32, [156, 199])):
         y = torch.tensor(labels)  # 156 is -100 modulo 256
         actual = ordinal_loss(z, y.to(dtype), ignore_index=-100, reduction="none")
@@ -250,7 +247,7 @@ def test_integers_of_every_dtype_are_what_they_are_in_int64() -> None:
 
 @pytest.mark.parametrize("n", [8, 4000])
 def test_weights_count_as_copies(n: int) -> None:
-    z, y, copies = drawn(n, 5, seed=17), torch.arange(n) % 5, torch.arange(n) % 4
+    z, y, copies = normal(n, 5, seed=17), torch.arange(n) % 5, torch.arange(n) % 4
     by_class = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.0], dtype=torch.float64)
     for weight in (copies, copies.double(), copies > 0):
         for reduction in ("mean", "sum"):
@@ -262,15 +259,15 @@ def test_weights_count_as_copies(n: int) -> None:
             torch.testing.assert_close(
                 *(torch.autograd.grad(v, t)[0] for v, t in ((weighted, leaf), (repeated, again)))
             )
-    z, t = drawn(6, 5, seed=18), drawn(6, 5, seed=19).softmax(-1)  # soft labels take the expected class weight
+    z, t = normal(6, 5, seed=18), normal(6, 5, seed=19).softmax(-1)  # soft labels take the expected class weight
     actual, weight = ordinal_loss(z, t, class_weight=by_class), t @ by_class
     torch.testing.assert_close(actual, (weight * ordinal_loss(z, t, reduction="none")).sum() / weight.sum())
     torch.testing.assert_close(actual, ordinal_loss(z, t, sample_weight=weight))
 
 
 def test_the_axis_of_the_classes() -> None:
-    z, y = drawn(2, 3, 4, 5, seed=40).float(), torch.arange(40).reshape(2, 4, 5) % 3
-    soft, weight = drawn(2, 3, 4, 5, seed=41).float().softmax(1), torch.rand(2, 4, 5)
+    z, y = normal(2, 3, 4, 5, seed=40).float(), torch.arange(40).reshape(2, 4, 5) % 3
+    soft, weight = normal(2, 3, 4, 5, seed=41).float().softmax(1), torch.rand(2, 4, 5)
     for target, moved in ((y, y), (soft, soft.movedim(1, -1))):
         leaf = z.clone().requires_grad_()
         actual = ordinal_loss(leaf, target, dim=1, sample_weight=weight, reduction="none")
@@ -278,7 +275,7 @@ def test_the_axis_of_the_classes() -> None:
         assert torch.equal(actual, expected)
         assert torch.equal(*(torch.autograd.grad(v.sum(), leaf, retain_graph=True)[0] for v in (actual, expected)))
     # (N, K, K) with (N, K) fits both ways, with different losses.
-    z, y = drawn(2, 3, 3, seed=42), torch.tensor([[0, 1, 2], [2, 2, 1]])
+    z, y = normal(2, 3, 3, seed=42), torch.tensor([[0, 1, 2], [2, 2, 1]])
     with pytest.raises(match=r"logits have shape \(2, 3, 3\) and target \(2, 3\), .* dim=-1 or dim=1"):
         ordinal_loss(z, y)
     assert torch.equal(ordinal_loss(z, y, dim=1), ordinal_loss(z.mT, y, dim=-1))
@@ -288,7 +285,7 @@ def test_the_axis_of_the_classes() -> None:
 @pytest.mark.parametrize("ignored", [-100, 2, 7])
 @pytest.mark.parametrize("n", [20, 4000])
 def test_ignored_positions_are_not_looked_at(ignored: int, n: int) -> None:
-    z, y = drawn(n, 5, seed=20), torch.arange(n) % 5
+    z, y = normal(n, 5, seed=20), torch.arange(n) % 5
     y[3::6] = ignored
     left_out = y == ignored
     z[left_out] = torch.nan
@@ -304,7 +301,7 @@ def test_ignored_positions_are_not_looked_at(ignored: int, n: int) -> None:
 
 
 def test_nothing_to_learn_is_zero_with_zero_gradients() -> None:
-    z = drawn(4, 5, seed=21).requires_grad_()
+    z = normal(4, 5, seed=21).requires_grad_()
     for options in (
         {"target": torch.full((4,), -100), "ignore_index": -100},
         {"target": torch.zeros(4, dtype=torch.long), "sample_weight": torch.zeros(4)},

@@ -9,11 +9,11 @@ from torch import Tensor
 from otloss import ConvergenceWarning, barycenter, sinkhorn, sinkhorn_divergence
 from otloss.costs import Cost, GridCost, LineCost, as_cost
 from tests.errors import raising
+from tests.otloss.draws import draw
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
-    actual = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    actual = actual * (actual > 0.2)
+    actual = draw(*shape, seed=seed) * (draw(*shape, seed=seed) > 0.2)
     return actual / actual.sum(-1, keepdim=True)
 
 

@@ -10,6 +10,7 @@ from scipy.optimize import linprog
 import otloss
 from otloss.nn import Emd, Sinkhorn
 from tests.errors import raising
+from tests.otloss.draws import weights
 
 INF = torch.inf
 
@@ -25,11 +26,6 @@ def cheapest(p, q, cost):
     return actual.fun if actual.status == 0 else None
 
 
-def weights(*shape):
-    drawn = torch.rand(*shape, dtype=torch.float64) + 0.1
-    return drawn / drawn.sum(-1, keepdim=True)
-
-
 def random_cost(*shape, share, least=-3.0):
     cost = torch.rand(*shape, dtype=torch.float64) * 6 + least
     return cost.masked_fill(torch.rand(*shape) < share, INF)
@@ -39,7 +35,7 @@ def random_cost(*shape, share, least=-3.0):
 def test_against_linear_programming(seed):
     torch.manual_seed(seed)
     n, m = (int(k) for k in torch.randint(1, 9, (2,)))
-    p, q, cost = weights(n), weights(m), random_cost(n, m, share=(0.0, 0.2, 0.5)[seed % 3])
+    p, q, cost = weights(n, seed=seed), weights(m, seed=seed + 100), random_cost(n, m, share=(0.0, 0.2, 0.5)[seed % 3])
     expected = cheapest(p.numpy(), q.numpy(), cost.numpy())
     if expected is None:
         for call in (lambda: otloss.emd(p, q, cost), lambda: otloss.sinkhorn(p, q, cost, epsilon=0.1)):

@@ -1,0 +1,20 @@
+"""Numbers that tests draw: reproducible, in float64 unless they ask for another dtype."""
+
+import torch
+from torch import Tensor
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Uniform in the unit interval."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (scale * numbers).to(dtype)
+
+
+def weights(*shape: int, seed: int = 5) -> Tensor:
+    """Of mass one, none near zero."""
+    numbers = draw(*shape, seed=seed) + 0.1
+    return numbers / numbers.sum(-1, keepdim=True)
