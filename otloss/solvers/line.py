@@ -211,7 +211,7 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
         return False
     if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*inputs)):
         return False
-    if any(t.is_floating_point() and t.dtype not in MASS_TOLERANCE for t in inputs):
+    if any((t.is_floating_point() or t.is_complex()) and t.dtype not in MASS_TOLERANCE for t in inputs):
         return False
     n, m = p.shape[-1], q.shape[-1]
     is_shared = len(places) == 1 or places[1] is None  # positions of both sides
