@@ -50,7 +50,9 @@ p0, q0, cost0, mass0 = problem()
 
 
 test_bad_input = raising(
-    (lambda: otloss.emd(p0, q0, cost0, mass=2 * mass0), "the lesser of the masses"),
+    (lambda: otloss.emd(p0, q0, cost0, mass=mass0 * torch.tensor([1, 1, 2])), "the lesser of the masses"),
+    (lambda: otloss.emd(p0, q0, cost0, mass=-0.1), "mass"),
+    (lambda: otloss.emd(p0, q0, cost0, mass=mass0[:2]), r"mass \(2,\)"),
     (lambda: otloss.sinkhorn(p0, q0, cost0, epsilon=0.1, mass=mass0, marginal_penalty=1.0), "expected one"),
     (lambda: otloss.emd(p0, q0, cost0, mass="half"), TypeError, "expected a number"),  # type: ignore[arg-type]
 )

@@ -276,6 +276,7 @@ p0, q0, matrix0 = case()
 
 test_bad_input = raising(
     ({"epsilon": torch.tensor([-1.0])}, "epsilon holds -1"),
+    ({"epsilon": torch.tensor([0.1, torch.inf])}, "epsilon holds"),
     ({"epsilon": "small"}, TypeError, "epsilon is a str"),
     ({"epsilon": None}, TypeError, "epsilon is None.*emd"),
     ({"grad": "unrolled"}, "grad is 'unrolled', expected one of"),
