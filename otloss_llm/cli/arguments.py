@@ -15,6 +15,7 @@ from otloss_llm.evaluation.answer_scores import STYLES
 from otloss_llm.evaluation.in_context import RETRIEVERS, SCORINGS, TEMPLATE
 from otloss_llm.experiments.oracle import Oracle
 from otloss_llm.losses.positions import IMPLEMENTATIONS
+from otloss_llm.objectives.names import EXPECTED
 
 
 def _option(help_text: str, default: Any = MISSING, *, choices: Sequence[str] | None = None) -> Any:
@@ -104,11 +105,8 @@ class ObjectiveArguments:
 
     _argument_group_name = "objective and cost"
     objective: str = _option(
-        "mle, tailr:GAMMA, mixce:GAMMA, emo (its ratio clipped at 3), emo:clip=NUMBER, emo:clip=none (as published), "
-        "emo:transport, emo:WEIGHT, number_token:WEIGHT, emo+number (and emo+number:...), dft, power:K, eaft, "
-        "gem:BETA, or "
-        "expected_value:WEIGHT (of the digits 0 to 9). Behind any of them +smoothing:EPSILON (label smoothing) and "
-        "+z_loss:WEIGHT, as in gem:0.7+z_loss:1e-4.",
+        f"{EXPECTED}. The ratio of emo is clipped at 3 (emo:clip=none: as published); expected_value is of the digits "
+        "0 to 9; terms are added as in gem:0.7+z_loss:1e-4.",
         "emo",
     )
     number_scaling: str = _option(

@@ -249,26 +249,6 @@ def check_models_of_a_tp_plan() -> None:
             torch.testing.assert_close(full, expected[key], rtol=1e-4, atol=1e-6, msg=key)
 
 
-def check_accumulation_with_a_parallel_head() -> None:
-    """Two batches of another number of labels in one step, as in one process with both."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    batches = [tiny_batch(0, rows=3), tiny_batch(1, rows=1, length=6)]
-    items = sum(int((aligned(batch["labels"]) != -100).sum()) for batch in batches)
-    gradients = []
-    for parallel in (False, True):
-        model: Any = tiny_model("llama")
-        if parallel:
-            parallelize_module(model, line(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-        cost = EmbeddingCost.from_model(model)
-        for batch in batches:
-            step(model, batch, cost, num_items=items, check="first")
-        made = {key: parameter.grad for key, parameter in model.named_parameters()}
-        gradients.append({key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in made.items()})
-    for key, want in gradients[0].items():
-        torch.testing.assert_close(gradients[1][key], want, rtol=1e-4, atol=1e-6, msg=key)
-
-
 # ---- trainers of others ----------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,9 @@ pytest.importorskip("transformers")
 
 import torch
 
-from otloss_llm import EmbeddingCost, MixedCost, NumberCost, NumberToken
+from otloss_llm import EmbeddingCost, MixedCost, NumberCost
 from otloss_llm.costs.choice import NumberSettings, choose_cost, number_cost, number_tokens, number_values
 from otloss_llm.data.blocks import train_bpe_tokenizer
-from otloss_llm.objectives import Sum, parse_objective
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +34,6 @@ def made(tokenizer: Any, kind: str, **settings: Any) -> Any:
     return choose_cost(
         kind, embedding=lambda: EmbeddingCost(embedding), tokenizer=tokenizer, vocab_size=size, numbers=numbers
     )
-
-
-@pytest.mark.parametrize(
-    ("objective", "kind"),
-    [("emo:transport", "embedding"), (lambda nll, cost: nll, "embedding"), (" Number_Token:0.5", "number"),
-     (NumberToken(2.0), "number"), ("emo+number:clip=3", "mixed")],
-)  # fmt: skip
-def test_the_kind_of_an_objective(objective: Any, kind: str) -> None:
-    assert Sum.of(parse_objective(objective) if isinstance(objective, str) else objective).cost_kind == kind
 
 
 def test_each_kind_over_a_padded_head(tokenizer: Any) -> None:

@@ -123,18 +123,6 @@ def test_train_reads_the_same_text_from_a_dataset_as_from_a_file(cli: Cli, tiny:
     assert results[0]["eval_nll"] == results[1]["eval_nll"]
 
 
-def test_train_takes_chats_and_completions(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.llama)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    chats = saved(tmp_path / "chats", train=[{"messages": [USER, ANSWER]}] * 4)
-    asked = [{"prompt": f"{i} + 1 = ", "completion": str(i + 1)} for i in range(10)]
-    completions = saved(tmp_path / "asked", train=asked)
-    with_template = {"dataset_name": chats, "tokenizer_name": tmp_path / "tokenizer"}
-    assert trained(cli, tiny, tmp_path / "a", **with_template, block_size=64).json["steps"] == 2
-    assert trained(cli, tiny, tmp_path / "b", dataset_name=completions).json["steps"] == 2
-
-
 def test_compare_takes_a_dataset_with_a_test(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     rows = [{"text": " ".join(TEXTS)}] * 3
     data = saved(tmp_path / "data", train=rows, validation=rows[:1], test=rows[:1])

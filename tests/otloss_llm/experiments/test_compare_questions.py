@@ -264,20 +264,3 @@ def test_invalid_comparisons_print_one_line(
     changes, message = INVALID[case]
     assert message in cli(*asked(tiny, files, tmp_path / "run", **changes)).error
     assert not (tmp_path / "run").exists()
-
-
-def test_emo_and_emo_with_numbers_are_two_arms_of_text(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    """The settings of a folder of text name neither questions nor, for EMO, numbers: such folders stay valid."""
-    arms = ["emo", "emo+number", "number_token"]
-    ended = cli(*compare_options(tiny, tmp_path / "run", objectives=arms, seeds=[0], max_steps=1))
-    assert ended.code == 0
-    assert "of 290 tokens are numbers" in ended.err
-    assert f"| {HUMAN} |" in ended.out
-    whole, emo, mixed = (read(tmp_path / "run" / path / "run.json") for path in (".", "emo-seed0", "emo+number-seed0"))
-    assert not {"answer_style", "num_questions", "numbers", "cost"} & whole.keys()
-    assert whole.keys() >= {"judge", "num_prompts", "prompt_tokens", "samples_per_prompt"}
-    assert mixed.keys() - emo.keys() == {"cost", "numbers"}
-    assert not {"cost", "numbers"} & emo.keys()
-    runs = read(tmp_path / "run/report.json")["runs"]
-    assert runs[0]["number_token_log_error"] > 0
-    assert len({run["test_nll"] for run in runs}) == 3

@@ -1,7 +1,6 @@
 """The experiment with a known source, on a tiny one: resumable, with right divergences and clear messages."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -134,21 +133,3 @@ def test_a_start_of_another_vocabulary_is_an_error(cli: Cli, tiny: Tiny, tmp_pat
     save(model, tokenizer, tmp_path / "larger")
     message = cli(*oracle_options(tiny, tmp_path / "out", start=tmp_path / "larger")).error
     assert f"has a vocabulary of {size + 8} tokens, the source one of {size}" in message
-
-
-def test_a_folder_of_an_earlier_version_goes_on_with_its_clip_and_rows(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    """There `emo` had no clip and all rows of the start, named "model"."""
-    given = {"objectives": ["emo"], "seeds": [0], "temperatures": [0.8]}
-    assert cli(*oracle_options(tiny, tmp_path / "out", **given)).code == 0
-    home = tmp_path / "out/emo-seed0"
-    old = read(home / "run.json") | {"embedding": "model", "objective": repr(EMO(ratio_clip=None))}
-    (home / "run.json").write_text(json.dumps(old))
-    (home / "results.json").unlink()
-    for checkpoint in home.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
-    assert cli(*oracle_options(tiny, tmp_path / "out", **given)).code == 0
-    fresh = {"objectives": ["emo:clip=none/raw"], "seeds": [0], "temperatures": [0.8]}
-    assert cli(*oracle_options(tiny, tmp_path / "new", **fresh)).code == 0
-    weights = [load_model(str(tmp_path / name)).lm_head.weight
-               for name in ("out/emo-seed0", "new/emo-clip=none-raw-seed0")]  # fmt: skip
-    assert torch.equal(*weights)

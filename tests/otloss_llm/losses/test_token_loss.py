@@ -1,13 +1,22 @@
-"""Token losses against float64 autograd of the formulas: values and gradients, for every objective, dtype and shape."""
+"""Token losses against float64 autograd of the formulas, under autograd, at numerical edges; invalid arguments."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from otloss_llm import EmbeddingCost, token_loss
-from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem, relative_error, truth
-from tests.otloss_llm.scoring import IMPLEMENTATIONS, assert_all_close, fused, gradients
+from otloss.costs import DenseCost
+from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, linear_token_loss, token_loss
+from tests.errors import raising
+from tests.otloss_llm.oracles import OBJECTIVES, Problem, cosine_matrix, dense_values, problem, relative_error, truth
+from tests.otloss_llm.scoring import IMPLEMENTATIONS, Observed, assert_all_close, from_logits, fused, gradients
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -108,24 +117,6 @@ def test_reductions_with_an_upstream_gradient(reduction: str, impl: str) -> None
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_frozen_inputs(reduction: str, impl: str) -> None:
-    objective, formula = OBJECTIVES["emo"]
-    given = problem(6)
-    _, expected = truth(given, formula)
-    for frozen in ((0,), (1,), (1, 2), (0, 1)):
-        leaves = given.leaves()
-        for index in frozen:
-            leaves[index].requires_grad_(False)
-        fused(leaves, given, objective=objective, reduction=reduction, impl=impl).loss.sum().backward()
-        for index, leaf in enumerate(leaves):
-            if index in frozen:
-                assert leaf.grad is None
-            else:
-                torch.testing.assert_close(leaf.grad, expected[index], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_layouts_and_leading_axes(impl: str) -> None:
     """Non-contiguous and expanded inputs, int32 labels, any number of leading axes: the flat answer."""
     objective, formula = OBJECTIVES["emo"]
@@ -146,20 +137,6 @@ def test_layouts_and_leading_axes(impl: str) -> None:
     one = fused([hidden[0], weight, bias], Problem(hidden, weight, bias, torch.tensor(3), flat.embedding),
                 objective=objective, reduction="none", impl=impl)  # fmt: skip
     assert one.loss.shape == one.nll.shape == ()
-
-
-@pytest.mark.parametrize("ignore_index", [0, 7, -1])
-def test_ignore_index(ignore_index: int) -> None:
-    objective, formula = OBJECTIVES["emo"]
-    given = problem(8, ignored=0.0)
-    given.labels[::3] = 7
-    kept = given.labels != ignore_index
-    marked = Problem(given.hidden, given.weight, given.bias, given.labels.where(kept, -100), given.embedding)
-    value, expected = truth(marked, formula)
-    leaves = given.leaves()
-    out = fused(leaves, given, objective=objective, reduction="sum", ignore_index=ignore_index)
-    torch.testing.assert_close(out.loss, value.sum(), rtol=1e-12, atol=0)
-    assert_all_close(gradients(out.loss, leaves), expected)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -200,11 +177,430 @@ def test_both_kernels_agree_on_anything(data: st.DataObject) -> None:
         ignored=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
     objective, formula = OBJECTIVES[name]
+    ignored = data.draw(st.sampled_from([-100, -1, 1]))
+    given_.labels = given_.labels.masked_fill(given_.labels == ignored, -100)
     value, expected = truth(given_, formula)
+    asked = replace(given_, labels=given_.labels.masked_fill(given_.labels == -100, ignored))
     for impl in IMPLEMENTATIONS:
         leaves = given_.leaves()
+        trained = [data.draw(st.booleans()) for _ in leaves]
+        for leaf, is_trained in zip(leaves, trained, strict=True):
+            leaf.requires_grad_(is_trained)
         chunk_size = data.draw(st.none() | st.integers(1, 5))
         reduction = data.draw(st.sampled_from(["sum", "none"]))
-        out = fused(leaves, given_, objective=objective, reduction=reduction, impl=impl, chunk_size=chunk_size)
+        out = fused(
+            leaves, asked, objective=objective, reduction=reduction, impl=impl, chunk_size=chunk_size,
+            ignore_index=ignored,
+        )  # fmt: skip
         torch.testing.assert_close(out.loss.sum(), value.sum(), rtol=1e-10, atol=1e-12)
-        assert_all_close(gradients(out.loss.sum(), leaves), expected, 1e-8)
+        assert out.loss.requires_grad == any(trained)
+        if any(trained):
+            out.loss.sum().backward()
+        for leaf, want, is_trained in zip(leaves, expected, trained, strict=True):
+            torch.testing.assert_close(leaf.grad, want if is_trained else None, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(("impl", "reduction"), [("reference", "mean"), ("chunked", "mean"), ("chunked", "none")])
+def test_gradcheck(reduction: str, impl: str) -> None:
+    # Objectives without stop-gradient: their value is a function whose finite differences are its gradient.
+    for objective in (MLE(), EMO(0.7), OBJECTIVES["user"][0]):
+        given = problem(11, batch=(5,), vocab=6, width=3)
+        given.softcap = 4.0
+
+        def loss(*leaves: Tensor, given: Problem = given, objective: Any = objective) -> Tensor:
+            return fused(list(leaves), given, objective=objective, reduction=reduction, impl=impl, chunk_size=2).loss
+
+        assert torch.autograd.gradcheck(loss, given.leaves())
+        if impl == "reference":
+            assert torch.autograd.gradgradcheck(loss, given.leaves())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_through_the_chunked_kernel_raises(reduction: str) -> None:
+    given = problem(12)
+    leaves = given.leaves()
+    loss = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
+    with pytest.raises(RuntimeError, match=r'no second derivative.*impl="reference"'):
+        torch.autograd.grad(loss, leaves, create_graph=True)
+
+
+def test_backward_again_over_a_retained_graph() -> None:
+    """The first backward pass multiplies the saved gradients of a mean in place; later ones compute them again."""
+    given = problem(13)
+    for reduction in ("mean", "none"):
+        want = gradients(fused(plain := given.leaves(), given, objective=EMO(), reduction=reduction).loss.sum(), plain)
+        leaves = given.leaves()
+        loss = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
+        for upstream in (3.0, 1.0, -0.5):
+            got = torch.autograd.grad(loss, leaves, torch.tensor(upstream, dtype=loss.dtype), retain_graph=True)
+            assert_all_close(list(got), [upstream * g for g in want], 1e-14)
+        apart = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves]
+        assert_all_close(apart, want, 1e-14)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_all_close([leaf.grad for leaf in leaves if leaf.grad is not None], [2 * g for g in want], 1e-14)
+
+
+def products(call: Callable[[], Any]) -> int:
+    """How many operations the matrix products of a call have."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def test_without_grad_no_gradient_is_made() -> None:
+    given = problem(14)
+    cost = EmbeddingCost(given.embedding)
+    frozen = [leaf.detach() for leaf in given.leaves()]
+    for reduction in ("mean", "none"):
+
+        def call(leaves: list[Any], reduction: str = reduction) -> Tensor:
+            return fused(leaves, given, objective=EMO(), cost=cost, reduction=reduction).loss
+
+        least = products(lambda call=call: call(frozen))
+        for off in (torch.no_grad, torch.inference_mode):
+            with off():
+                assert products(lambda call=call: call(given.leaves())) == least
+                assert not call(given.leaves()).requires_grad
+        assert not call(frozen).requires_grad
+        # With gradients there are those of hidden states and of the head beside the logits.
+        assert products(lambda call=call: call(given.leaves()).sum().backward()) > 2 * least
+
+
+@pytest.mark.parametrize(("reentrant", "reduction"), [(False, "mean"), (True, "none")])
+def test_activation_checkpointing_makes_gradients_once(reduction: str, reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    given = problem(21)
+    cost = EmbeddingCost(given.embedding)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return fused([torch.tanh(leaves[0]), *leaves[1:]], given, objective=EMO(), cost=cost, reduction=reduction).loss
+
+    plain, leaves = given.leaves(), given.leaves()
+    made: list[Tensor] = []
+    expected = loss(*plain).sum()
+    want = gradients(expected, plain)
+    step = products(lambda: loss(*given.leaves()).sum().backward())
+    forward = products(lambda: made.append(checkpoint(loss, *leaves, use_reentrant=reentrant).sum()))
+    got = made[0]
+    # Old versions of torch cannot be asked for hooks; the forward pass then computes gradients that are made again.
+    is_seen = reentrant or hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    with torch.no_grad():
+        least = products(lambda: loss(*leaves))
+    assert forward == least or not is_seen
+    torch.testing.assert_close(got, expected)
+    backward = products(got.backward)
+    assert_all_close([leaf.grad for leaf in leaves if leaf.grad is not None], want, 1e-14)
+    assert backward <= least + step or not is_seen, "the logits again, and one set of gradients"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_full_logits_never_exist(dtype: torch.dtype) -> None:
+    """No tensor of the chunked forward and backward pass is as large as N x V."""
+    given = problem(15, batch=(256,), vocab=64, width=4, ignored=0.0, dtype=dtype)
+    for reduction in ("mean", "none"):
+        with Observed() as seen:
+            leaves = given.leaves()
+            fused(leaves, given, objective=EMO(), reduction=reduction, chunk_size=16).loss.sum().backward()
+        assert seen.largest <= 16 * 64
+
+
+def test_a_cost_of_another_dtype_than_the_logits() -> None:
+    given = problem(22)
+    narrow = EmbeddingCost(given.embedding.float())
+    for impl in IMPLEMENTATIONS:
+        leaves, again = given.leaves(), given.leaves()
+        got = fused(leaves, given, objective=EMO(), cost=narrow, impl=impl).loss
+        want = fused(again, given, objective=EMO(), impl=impl).loss
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        assert_all_close(gradients(got, leaves), gradients(want, again), 1e-6)
+
+
+def test_cost_rows_are_made_once_for_each_label() -> None:
+    class Counting(DenseCost):
+        asked: list[int]
+
+        def rows(self, index: Tensor) -> Tensor:
+            self.asked += index.tolist()
+            return super().rows(index)
+
+    given = problem(16, batch=(200,))
+    cost = Counting(torch.rand(41, 41, dtype=torch.float64))
+    cost.asked = []
+    fused(given.leaves(), given, objective=EMO(), cost=cost, chunk_size=200)
+    assert sorted(cost.asked) == given.labels[given.labels >= 0].unique().tolist()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_autocast_equals_casting_by_hand(impl: str) -> None:
+    given = problem(17, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        leaves = given.leaves()
+        loss = fused(leaves, given, objective=EMO(), impl=impl).loss
+    assert loss.dtype == torch.float32
+    by_hand = given.leaves()
+    expected = fused([leaf.bfloat16() for leaf in by_hand], given, objective=EMO(), impl=impl).loss
+    assert torch.equal(loss, expected)
+    assert_all_close(gradients(loss, leaves), gradients(expected, by_hand), 0.0)
+    full = fused(given.leaves(), given, objective=EMO(), impl=impl).loss
+    assert not torch.equal(loss, full)  # autocast did something
+
+
+def test_a_learned_cost_needs_the_reference() -> None:
+    matrix = torch.rand(41, 41, dtype=torch.float64, requires_grad=True)
+    given = problem(19)
+    loss = fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix), impl="reference").loss
+    assert gradients(loss, [matrix])[0].any()
+    with pytest.raises(ValueError, match=r'cost requires grad.*impl="reference"'):
+        fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix))
+    with torch.no_grad():
+        fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix))
+
+
+def test_the_drop_in() -> None:
+    given = problem(20, batch=(3, 7))
+    logits = torch.nn.functional.linear(*given.leaves()).detach().requires_grad_()
+    live = given.embedding.clone().requires_grad_()
+    for options in ({}, {"weighting": "transport"}, {"ratio_clip": None}, {"weighting": 0.3}):
+        objective = EMO(**options)
+        for directions in (None, 0, 3):
+            cost = EmbeddingCost(given.embedding, directions=directions)
+            expected = token_loss(logits, given.labels, objective=objective, cost=cost).loss
+            assert torch.equal(emo_loss(logits, given.labels, live, directions=directions, **options), expected)
+            assert torch.equal(emo_loss(logits, given.labels, cost, **options), expected)
+    assert torch.equal(emo_loss(logits, given.labels, live), emo_loss(logits, given.labels, live, directions=None))
+    emo_loss(logits, given.labels, live).backward()
+    assert live.grad is None
+    assert logits.grad is not None
+    none = emo_loss(logits, given.labels.where(given.labels >= 0, 5), live, reduction="none", ignore_index=5)
+    assert none.shape == (3, 7)
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        ("chunked", torch.float32), ("chunked", torch.bfloat16), ("chunked", torch.float16),
+        ("reference", torch.float32), ("logits", torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_certain_predictions_keep_their_digits(dtype: torch.dtype, impl: str) -> None:
+    """q_y = 1 - 1e-2 ... 1 - 1e-35: nll, D and nll / D to 64 float32 roundings, though 1 - q_y is 0 in float32.
+
+    64: the differences of logits of size 80 are rounded before they are exponentiated.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lead = torch.tensor([5.0, 10.0, 20.0, 40.0, 60.0, 80.0])
+    logits = torch.randn(len(lead), 30, generator=generator)
+    labels = torch.arange(len(lead)) * 4
+    logits[torch.arange(len(lead)), labels] = lead
+    logits, embedding = logits.to(dtype), torch.randn(30, 8, generator=generator).to(dtype)
+    z = logits.double()
+    others = z.scatter(-1, labels[:, None], -INF).logsumexp(-1) - z.gather(-1, labels[:, None])[:, 0]
+    nll = others.exp().log1p()
+    transport = (torch.softmax(z, -1) * cosine_matrix(embedding)[labels]).sum(-1)
+    settings: dict[str, Any] = {
+        "objective": EMO(ratio_clip=None), "cost": EmbeddingCost(embedding), "reduction": "none",
+    }  # fmt: skip
+    given = logits.clone().requires_grad_()
+    out = from_logits(given, labels, impl, **settings)
+    tolerance = 64 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(out.nll.double(), nll, rtol=tolerance, atol=0)
+    torch.testing.assert_close(out.cost.double(), transport, rtol=tolerance, atol=0)
+    torch.testing.assert_close((out.nll / out.cost).double(), nll / transport, rtol=2 * tolerance, atol=0)
+    # The gradient, alpha = 1/2 and beta = nll / 2 D, row by row: small rows count as much as large ones.
+    out.loss.sum().backward()
+    q, rows = torch.softmax(z, -1), cosine_matrix(embedding)[labels]
+    dz = q * (0.5 + 0.5 * (nll / transport)[:, None] * (rows - transport[:, None]))
+    off = torch.ones_like(dz, dtype=torch.bool).scatter(-1, labels[:, None], False)
+    dz[~off] = -(dz * off).sum(-1)
+    assert given.grad is not None
+    representable = 2 if dtype == torch.float16 else len(dz)  # beyond, the gradient underflows float16
+    for mine, true in zip(given.grad[:representable], dz[:representable], strict=True):
+        assert relative_error(mine, true) < max(2 * tolerance, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_prediction_certain_to_the_last_bit(impl: str) -> None:
+    """q_y = 1 exactly: D = 0, ratio 0, loss 0, gradient 0 (both EMO weightings), never NaN."""
+    logits = torch.tensor([[0.0, -2e4, -2e4], [3e4, -3e4, 0.0]]).requires_grad_()
+    for weighting in ("ratio", "transport", 1.0):
+        out = from_logits(
+            logits, torch.tensor([0, 0]), impl, objective=EMO(weighting), cost=EmbeddingCost(torch.eye(3))
+        )
+        assert out.loss == 0
+        assert not out.cost.any()
+        (gradient,) = torch.autograd.grad(out.loss, logits)
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("seed", range(2))
+def test_duplicate_tokens_cost_nothing_exactly(seed: int, impl: str) -> None:
+    """Mass split between a label and its duplicates: D = 0 and ratio 0, not a ratio of rounding errors (about 1e7)."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(12, 50, generator=generator)
+    embedding[4], embedding[7] = embedding[1], 3 * embedding[1]
+    cost = EmbeddingCost(embedding, near_duplicates="keep")
+    assert not cost.rows(torch.tensor([1, 4, 7]))[:, [1, 4, 7]].any()
+    logits = torch.full((1, 12), -INF)
+    logits[0, [1, 4, 7]] = torch.tensor([0.1, 0.5, -0.3])
+    bias = logits[0].clone().requires_grad_()
+    hidden, weight = torch.zeros(1, 2), torch.zeros(12, 2)
+    out = linear_token_loss(hidden, weight, torch.tensor([1]), bias=bias, objective=EMO(), cost=cost, impl=impl)
+    assert out.cost == 0
+    torch.testing.assert_close(out.loss, 0.5 * out.nll[0])  # Eq. 19 with ratio 0
+    (gradient,) = torch.autograd.grad(out.loss, bias)
+    expected = 0.5 * (torch.softmax(logits[0], -1) - torch.eye(12)[1])
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_near_duplicates_keep_their_cost() -> None:
+    """Snapping rounding errors to 0 leaves angles of 1 / 200 radian alone."""
+    embedding = torch.tensor([[1.0, 0.0], [1.0, 0.005]])
+    got = EmbeddingCost(embedding).rows(torch.tensor([0]))[0, 1].double()
+    torch.testing.assert_close(got, cosine_matrix(embedding)[0, 1], rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "impl"),
+    [(torch.float16, 6e4, "chunked"), (torch.float32, 1e4, "chunked"), (torch.bfloat16, 1e4, "reference"),
+     (torch.float16, 6e4, "logits")],
+)  # fmt: skip
+def test_enormous_logits(dtype: torch.dtype, size: float, impl: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = ((torch.rand(6, 20, generator=generator) * 2 - 1) * size).to(dtype)
+    logits[0], logits[1] = size, -size  # flat rows at both ends
+    labels = torch.tensor([3, 4, int(logits[2].argmax()), int(logits[3].argmin()), 0, 19])
+    z = logits.double()
+    nll = -torch.log_softmax(z, -1).gather(-1, labels[:, None])[:, 0]
+    embedding = torch.randn(20, 8, generator=generator)
+    for clip in (None, 3.0):
+        objective = EMO(ratio_clip=clip)
+        settings: dict[str, Any] = {"objective": objective, "cost": EmbeddingCost(embedding), "reduction": "none"}
+        given = logits.clone().requires_grad_()
+        out = from_logits(given, labels, impl, **settings)
+        torch.testing.assert_close(out.nll.double(), nll, rtol=1e-6, atol=1e-9)
+        if clip is None:
+            torch.testing.assert_close(out.loss.double(), nll, rtol=1e-6, atol=1e-9)
+        else:
+            assert (out.loss.double() <= nll * (1 + 1e-6)).all()
+        out.loss.sum().backward()
+        assert given.grad is not None
+        assert torch.isfinite(given.grad).all()
+
+
+@pytest.mark.parametrize("deviation", [10.0, 100.0, 1000.0])
+def test_the_default_has_bounded_gradients(deviation: float) -> None:
+    """The largest gradient in the logits grows with the ratio nll / D; the default clips it at 3."""
+    generator = torch.Generator().manual_seed(0)
+    logits = deviation * torch.randn(200, 50, generator=generator, dtype=torch.float64)
+    labels, cost = torch.arange(200) % 50, EmbeddingCost(torch.randn(50, 8, generator=generator, dtype=torch.float64))
+    largest = {}
+    for name, objective in {"mle": MLE(), "emo": EMO(), "published": EMO(ratio_clip=None)}.items():
+        leaf = logits.clone().requires_grad_()
+        token_loss(leaf, labels, objective=objective, cost=cost, reduction="sum").loss.backward()
+        assert leaf.grad is not None
+        largest[name] = float(leaf.grad.abs().max())
+    assert largest["emo"] <= 1.5 * largest["mle"]
+    if deviation > 10:
+        assert largest["published"] > 5 * largest["mle"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss_scaling_saves_float16_gradients(reduction: str) -> None:
+    """Gradients of 1e-9 underflow float16; a loss scaler's factor must reach them before they are rounded."""
+    objective, formula = OBJECTIVES["emo"]
+    given = problem(4, dtype=torch.float16)
+    factor, scale = 2.0**-24, 2.0**24
+    _, expected = truth(given, formula)
+    leaves = given.leaves()
+    settings: dict[str, Any] = {"num_items": 1 / factor} if reduction == "mean" else {"reduction": reduction}
+    out = linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], objective=objective,
+                            cost=EmbeddingCost(given.embedding), **settings)  # fmt: skip
+    loss = out.loss if reduction == "mean" else (out.loss * factor).sum()
+    for gradient, true in zip(torch.autograd.grad(loss * scale, leaves), expected, strict=True):
+        assert relative_error(gradient, true) < 4 * torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
+def test_a_masked_label_is_an_error_that_names_it(impl: str) -> None:
+    labels = torch.tensor([2, 1])
+    settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(torch.eye(3))}
+    bias = torch.tensor([0.0, -INF, 1.0])
+    call = partial(linear_token_loss, torch.ones(2, 2), torch.zeros(3, 2), bias=bias, impl=impl)
+    if impl == "logits":
+        call = partial(token_loss, bias.expand(2, 3))
+    with pytest.raises(ValueError, match="-log q is inf for label 1: its logit is -inf"):
+        call(labels=labels, **settings)
+
+
+@pytest.mark.parametrize(("impl", "bad"), [("reference", INF), ("chunked", float("nan")), ("logits", INF)])
+def test_inputs_that_are_not_finite_are_named(bad: float, impl: str) -> None:
+    labels = torch.tensor([1, 0, -100])
+    for name in ("logits",) if impl == "logits" else ("hidden", "weight", "bias"):
+        tensors = {"logits": torch.ones(3, 4)} if impl == "logits" else {
+            "hidden": torch.ones(3, 2), "weight": torch.ones(4, 2), "bias": torch.ones(4)
+        }  # fmt: skip
+        tensors[name].view(-1)[1 if name == "bias" else tensors[name].shape[1]] = bad
+        settings: dict[str, Any] = tensors | ({} if impl == "logits" else {"impl": impl})
+        with pytest.raises(ValueError, match=rf"{name} holds 1 NaN or infinite values, the first at index \(1"):
+            (token_loss if impl == "logits" else linear_token_loss)(labels=labels, objective=MLE(), **settings)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_objective_with_an_infinite_gradient_is_an_error(reduction: str) -> None:
+    """sqrt(D) at D = 0: the value is finite, the gradient is not."""
+    logits = torch.tensor([[0.0, -200.0, -200.0]], requires_grad=True)
+    settings: dict[str, Any] = {"objective": lambda nll, d: nll + d.sqrt(), "reduction": reduction}
+    with pytest.raises(ValueError, match="not finite"):
+        from_logits(logits, torch.tensor([0]), "chunked", cost=EmbeddingCost(torch.eye(3)), **settings).loss.backward()
+
+
+# ---- invalid arguments ----------------------------------------------------------------------------------------------
+
+
+def call(**changes: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)  # chance makes the mean of a part that of the whole
+    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((2, 3, 4), (7, 4)))
+    arguments: dict[str, Any] = {
+        "hidden": hidden, "weight": weight, "labels": torch.zeros(2, 3, dtype=torch.long),
+        "objective": EMO(), "cost": EmbeddingCost(torch.eye(7)),
+    } | changes  # fmt: skip
+    return linear_token_loss(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("labels"), **arguments)
+
+
+test_invalid_arguments_raise = raising(
+        ({"labels": torch.zeros(3, dtype=torch.long)}, ValueError, r"labels have shape \(3,\), expected \(2, 3\)"),
+        ({"labels": torch.zeros(2, 3)}, TypeError, "labels have dtype torch.float32"),
+        ({"labels": torch.full((2, 3), 7)}, ValueError, r"6 ids outside the vocabulary, the first at \(0, 0\): 7"),
+        ({"labels": torch.full((2, 3), -1)}, ValueError, "ignore_index=-100"),
+        ({"weight": torch.randn(7, 5)}, ValueError, r"expected \(..., d\) and \(V, d\)"),
+        ({"weight": torch.randn(7, 4).double()}, TypeError, "hidden is torch.float32, weight torch.float64"),
+        ({"bias": torch.randn(4)}, ValueError, r"bias has shape \(4,\), expected \(7,\)"),
+        ({"cost": None}, ValueError, r"EMO\(.*needs cost="),
+        ({"cost": EmbeddingCost(torch.eye(8))}, ValueError, "a vocabulary of 8 tokens, the logits have 7"),
+        ({"cost": torch.eye(7)}, TypeError, "cost is a Tensor"),
+        ({"objective": "emo"}, TypeError, "objective is 'emo'"),
+        ({"objective": EMO}, TypeError, r"the class EMO, expected an instance; write EMO\(\)"),
+        ({"reduction": "avg"}, ValueError, "reduction is 'avg'"),
+        ({"num_items": 3, "reduction": "sum"}, ValueError, 'num_items=3 needs reduction="mean"'),
+        ({"num_items": torch.tensor([1, 2])}, ValueError, "expected one positive count"),
+        ({"logit_softcap": float("inf")}, ValueError, "logit_softcap is inf"),
+        ({"impl": "cuda"}, ValueError, "impl is 'cuda'"),
+        ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
+        ({"logit_scale": torch.ones((), requires_grad=True)}, ValueError, r"requires grad.* hidden \* scale"),
+        ({"cost": DenseCost(torch.eye(7)).to("meta")}, ValueError, "the cost is on meta, the logits on cpu"),
+        ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),
+        ({"objective": lambda n, d: n * n.mean()}, ValueError, "another value beside other tokens"),
+        ({"weight": torch.empty(7, 4, device="meta")}, ValueError, "weight is on the meta device"),
+    call=lambda changes: call(**changes),
+)  # fmt: skip
+
+
+def test_logits_of_integers_raise() -> None:
+    with pytest.raises(TypeError, match=r"logits has dtype torch\.int64"):
+        token_loss(torch.ones(1, 3, dtype=torch.long), torch.tensor([0]), objective=MLE())

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import runpy
 from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch.utils.data import Subset
 from otloss_llm import (
     NumberCost,
     NumberToken,
-    ObjectiveTrainer,
     all_but_the_top,
 )
 from otloss_llm.costs.choice import NumberSettings
@@ -29,18 +27,10 @@ from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.conftest import Cli, Tiny, read, train_options
 from tests.otloss_llm.oracles import cosine_matrix
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
-from tests.otloss_llm.training.trainer_cases import (
-    WARNINGS,
-    Row,
-    arguments,
-    assert_same_weights,
-    logs,
-    weights,
-)
+from tests.otloss_llm.training import trainer_cases
+from tests.otloss_llm.training.trainer_cases import WARNINGS, Row, assert_same_weights, logs, one_step, weights
 
 pytestmark = WARNINGS
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "number_tokens.py"
 
 CHARACTERS = "0123456789-.+= ab?"
 SUMS = ("12+7=19", "a=-0.5", "90-8=82 b", "ab?", "3.25+1=4.25", "7 7", "-12+2=-10", "b 2")
@@ -67,20 +57,8 @@ def sums(texts: tuple[str, ...] = SUMS) -> list[Row]:
     return [{"input_ids": row, "labels": [-100] * (i % 3) + row[i % 3 :]} for i, row in enumerate(ids)]
 
 
-def a_trainer(path: Path, model: nn.Module, **settings: Any) -> Any:
-    own = ("objective", "cost", "numbers", "impl", "z_loss", "compute_metrics", "train_dataset", "eval_dataset",
-           "data_collator")  # fmt: skip
-    passed = {key: settings.pop(key) for key in own if key in settings}
-    given = {"train_dataset": sums(), "data_collator": pad_rows, "processing_class": settings.pop("tokenizer", None)}
-    settings = {"per_device_train_batch_size": 8} | settings
-    return ObjectiveTrainer(model=model, args=arguments(path, **settings), **given | passed)
-
-
-def a_step(path: Path, model: nn.Module, **settings: Any) -> dict[str, Tensor]:
-    """The change that one step of plain gradient descent makes: -gradient."""
-    before = weights(model)
-    a_trainer(path, model, max_steps=1, optim="sgd", learning_rate=1.0, **settings).train()
-    return {name: before[name] - parameter for name, parameter in weights(model).items()}
+def trainer(path: Path, model: nn.Module, **settings: Any) -> Any:
+    return trainer_cases.trainer(path, model, **{"train_dataset": sums(), "per_device_train_batch_size": 8} | settings)
 
 
 # ---- by hand: (probabilities at the predicting positions, label of each, head) -> D ---
@@ -143,8 +121,8 @@ def terms(model: nn.Module, data: list[Row], transport: Transport) -> tuple[Tens
 def test_a_step_is_the_gradient_of_the_loss_by_hand(tmp_path: Path, arm: str, accumulation: int) -> None:
     settings, transport, formula = ARMS[arm]
     model = tiny_model("llama").double()
-    run = a_trainer(
-        tmp_path, copy.deepcopy(model), tokenizer=of_characters(), per_device_train_batch_size=8 // accumulation,
+    run = trainer(
+        tmp_path, copy.deepcopy(model), processing_class=of_characters(), per_device_train_batch_size=8 // accumulation,
         gradient_accumulation_steps=accumulation, max_steps=1, optim="sgd", learning_rate=1.0, **settings,
     )  # fmt: skip
     run.train()
@@ -169,9 +147,9 @@ def test_terms_in_the_name_are_those_of_the_arguments(tmp_path: Path) -> None:
         ("number_token+smoothing:0.2+z_loss:0.1", {}),
         ("number_token", {"label_smoothing_factor": 0.2, "z_loss": 0.1}),
     ):
-        run = a_trainer(
-            tmp_path, copy.deepcopy(model), tokenizer=of_characters(), max_steps=2, optim="sgd", learning_rate=0.1,
-            objective=name, eval_dataset=sums(), **settings,
+        run = trainer(
+            tmp_path, copy.deepcopy(model), processing_class=of_characters(), max_steps=2, optim="sgd",
+            learning_rate=0.1, objective=name, eval_dataset=sums(), **settings,
         )  # fmt: skip
         run.train()
         made.append((run.model, run.evaluate()))
@@ -187,9 +165,9 @@ def test_evaluation_reports_the_transport_cost(tmp_path: Path, arm: str) -> None
     with torch.no_grad():
         nll, distance, about = terms(model.eval(), sums(), transport)
     expected = {"loss": formula(nll, distance, about), "nll": nll.mean(), "transport_cost": distance[about].mean()}
-    given = {"eval_dataset": sums(), "tokenizer": of_characters(), **settings}
-    plain = a_trainer(tmp_path, model, **given).evaluate()
-    with_logits = a_trainer(tmp_path, model, compute_metrics=lambda predicted: {}, **given).evaluate()
+    given = {"eval_dataset": sums(), "processing_class": of_characters(), **settings}
+    plain = trainer(tmp_path, model, **given).evaluate()
+    with_logits = trainer(tmp_path, model, compute_metrics=lambda predicted: {}, **given).evaluate()
     for key, values in expected.items():
         for metrics in (plain, with_logits):
             assert metrics[f"eval_{key}"] == pytest.approx(float(values), rel=1e-4), key
@@ -211,9 +189,9 @@ def test_a_batch_without_a_number(tmp_path: Path) -> None:
     """The likelihood alone, and logs without a transport cost: 0 would read as perfect numbers."""
     data = sums(("ab?", "b a", "a=b"))
     model = tiny_model("llama")
-    plain = a_step(tmp_path, copy.deepcopy(model), objective="mle", train_dataset=data)
-    run = a_trainer(
-        tmp_path, copy.deepcopy(model), objective="number_token", tokenizer=of_characters(), train_dataset=data,
+    plain = one_step(tmp_path, copy.deepcopy(model), objective="mle", train_dataset=data)
+    run = trainer(
+        tmp_path, copy.deepcopy(model), objective="number_token", processing_class=of_characters(), train_dataset=data,
         max_steps=1, optim="sgd", learning_rate=1.0,
     )  # fmt: skip
     run.train()
@@ -235,41 +213,20 @@ def test_questions_need_no_collator(tmp_path: Path) -> None:
     rows = AnsweredQuestions.from_questions(questions, tokenizer, max_length=24)
     model = tiny_model("llama")
     data = [{key: rows[i][key].tolist() for key in ("input_ids", "labels")} for i in range(len(rows))]
-    given = {"objective": "number_token", "tokenizer": tokenizer, "numbers": NumberSettings(scaling="log")}
-    by_hand = a_step(tmp_path, copy.deepcopy(model), train_dataset=data, **given)
-    ours = a_step(tmp_path, model, train_dataset=rows, data_collator=None, **given)
+    given = {"objective": "number_token", "processing_class": tokenizer, "numbers": NumberSettings(scaling="log")}
+    by_hand = one_step(tmp_path, copy.deepcopy(model), train_dataset=data, **given)
+    ours = one_step(tmp_path, model, train_dataset=rows, data_collator=None, **given)
     for name, change in by_hand.items():
         torch.testing.assert_close(ours[name], change, rtol=1e-4, atol=1e-7)
     for evaluated in ({"named": rows}, Subset(Subset(rows, [2, 0, 1]), [1, 0])):
         given = {"train_dataset": None, "eval_dataset": evaluated, "data_collator": None, "objective": "mle"}
-        assert a_trainer(tmp_path, model, **given).data_collator is pad_questions
-    own = a_trainer(tmp_path, model, objective="mle", train_dataset=rows)
+        assert trainer(tmp_path, model, **given).data_collator is pad_questions
+    own = trainer(tmp_path, model, objective="mle", train_dataset=rows)
     assert own.data_collator is pad_rows, "a collator that is given is kept"
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no tokenizer": ({"objective": "emo+number", "tokenizer": None}, "processing_class=tokenizer"),
-    "a cost without numbers": (
-        {"objective": "number_token:0.5", "cost": "embedding"},
-        r"NumberToken\(weight=0.5\) needs distances between numbers, which EmbeddingCost has not.* take EMO\(0.5\)",
-    ),
-    "settings beside a cost": (
-        {"objective": "number_token", "numbers": NumberSettings(scaling="log"), "cost": NumberCost(torch.ones(VOCAB))},
-        r"scaling='log'.*, got NumberCost",
-    ),
-    "no number": ({"objective": "number_token", "tokenizer": of_characters("ab?")}, "no token that is a number"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_invalid_settings_raise(tmp_path: Path, case: str) -> None:
-    settings, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        a_trainer(tmp_path, tiny_model("llama"), **{"tokenizer": of_characters()} | settings)
-
-
 def test_an_objective_changed_after_the_fact_raises(tmp_path: Path) -> None:
-    run = a_trainer(tmp_path, tiny_model("llama"), objective="mle", tokenizer=of_characters())
+    run = trainer(tmp_path, tiny_model("llama"), objective="mle", processing_class=of_characters())
     run.objective = NumberToken()
     with pytest.raises(ValueError, match=r"give the trainer cost=\"number\" or NumberCost"):
         run.train()
@@ -349,24 +306,3 @@ def test_invalid_trainings_on_numbers_print_one_line(
         error = cli(*on_questions(tiny, tmp_path / "run", questions, **changes)).error
     assert all(word in error for word in said), error
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
-
-
-# ---- the example -----------------------------------------------------------------------------------------------------
-
-
-def test_the_example_prints_coverage_and_a_line_for_each_arm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib").use("agg")
-    verbosity, bars = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
-    try:
-        made = runpy.run_path(str(EXAMPLE))
-        made["main"](["--quick", "--output", str(tmp_path)])
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.utils.logging.enable_progress_bar()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("100 of 105 tokens are numbers: 100 values from 0 to 99")
-    assert all(any(line.startswith(arm) for line in lines) for arm in made["ARMS"])
-    assert (tmp_path / "number_tokens.png").stat().st_size > 5_000

@@ -29,7 +29,6 @@ from tests.otloss_llm.conftest import (
     compare_options,
     module_command,
     read,
-    save,
     train_options,
     without_wall_times,
 )
@@ -134,24 +133,6 @@ def test_last_complete_checkpoint(tmp_path: Path) -> None:
         if state is not None:
             (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text(state, encoding="utf-8")
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-
-
-@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
-def test_a_run_from_before_near_duplicates_were_set_to_zero_is_another_run(
-    cli: Cli, tiny: Tiny, tmp_path: Path
-) -> None:
-    model, tokenizer = load_model(str(tiny.llama)), load_tokenizer(str(tiny.llama))
-    model.resize_token_embeddings(len(tokenizer) + 8)
-    save(model, tokenizer, tmp_path / "model")
-    given = {"model_name_or_path": tmp_path / "model", "max_steps": 1, "cost_embedding": "raw"}
-    assert cli(*train_options(tiny, tmp_path / "run", **given)).code == 0
-    settings = read(tmp_path / "run/run.json")
-    assert settings.pop("near_duplicates") == 8
-    write_json(tmp_path / "run/run.json", settings)
-    assert "near_duplicates: None there, 8 asked for" in cli(*train_options(tiny, tmp_path / "run", **given)).error
-    kept = cli(*train_options(tiny, tmp_path / "kept", **given | {"cost_embedding": "as-is"}))
-    assert kept.code == 0
-    assert "near_duplicates" not in read(tmp_path / "kept/run.json")
 
 
 def test_a_run_of_an_earlier_version_goes_on_with_its_clip_and_its_rows(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""ObjectiveTrainer: the loss of an accumulated batch, logs, mixed precision, PEFT, resuming."""
+"""ObjectiveTrainer: losses, logs, evaluation, prediction, the best model, what labels are, and errors."""
 
 import copy
 from collections.abc import Iterator
@@ -11,12 +11,13 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveTrainer, token_loss
+from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveTrainer, TaiLr, token_loss
 from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.models.heads import shifts_labels
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training import trainer_cost
 from otloss_llm.training.batches import pad_rows
-from tests.otloss_llm.tiny_models import VOCAB, tiny_model
+from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, VOCAB, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
     Row,
@@ -66,8 +67,6 @@ def test_label_smoothing_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
     metrics = ours.evaluate()
     assert metrics["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
     assert metrics["eval_nll"] < metrics["eval_loss"]
-    with pytest.raises(ValueError, match=r"label_smoothing_factor is 0\.2, and .*smooths labels itself"):
-        trainer(tmp_path, first, objective="mle+smoothing:0.1+z_loss:0.1", **settings)
     with_z = trainer(tmp_path, first, objective="mle", z_loss=0.1, **settings)
     assert with_z.evaluate()["eval_loss"] > metrics["eval_loss"] + 0.1
 
@@ -178,19 +177,6 @@ def test_ways_to_train_have_the_gradient_of_the_logits(tmp_path: Path, way: str)
     assert_gradients_by_hand(made, model.eval(), rows(8), EMO())
 
 
-def test_callbacks_are_shown_nll_and_transport_cost(tmp_path: Path) -> None:
-    shown = set()
-
-    class Dashboard(transformers.TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            shown.update((name, state.global_step) for name, value in logs.items() if isinstance(value, float))
-
-    run = trainer(tmp_path, tiny_model("llama"), objective="emo", max_steps=2, callbacks=[Dashboard()])
-    run.train(), run.evaluate()
-    assert {(key, step) for key in ("loss", "nll", "transport_cost") for step in (1, 2)} <= shown
-    assert {("eval_nll", 2), ("eval_transport_cost", 2), ("eval_perplexity", 2)} <= shown
-
-
 def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 4
     made = trainer(tmp_path, tiny_model("llama"), objective="emo", train_dataset=data, optim="sgd", max_steps=2)
@@ -250,3 +236,201 @@ def test_hubs_of_the_cost_are_logged_once(tmp_path: Path, caplog: pytest.LogCapt
         trainer(tmp_path, model, objective="emo", cost=EmbeddingCost(torch.eye(VOCAB)), train_dataset=PackedBlocks(ids))
     assert "nearer to 0.0 % of draws" in caplog.text
     assert "EMO moves mass" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"), [("llama", MLE()), ("gpt2", EMO()), ("gemma2", EMO(0.5)), ("llama", TaiLr(0.5))], ids=str
+)
+def test_evaluation_is_weighted_by_tokens(tmp_path: Path, name: str, objective: Any) -> None:
+    """11 rows in batches of 3, 3, 3 and 2, padded, with unequal numbers of labels."""
+    model = tiny_model(name)
+    run = trainer(tmp_path, model, objective=objective)
+    expected = by_hand(model, rows(11, seed=1), objective, run.transport_cost)
+    for metrics in (run.evaluate(), run.evaluate(metric_key_prefix="valid"), run.evaluate()):
+        prefix = "valid" if "valid_nll" in metrics else "eval"
+        for key, value in expected.items():
+            assert metrics[f"{prefix}_{key}"] == pytest.approx(value, rel=1e-4), key
+    assert run.evaluate(rows(2))["eval_nll"] == pytest.approx(
+        by_hand(model, rows(2), objective, run.transport_cost)["nll"], rel=1e-4
+    )
+
+
+def test_predict_and_metrics_get_real_logits(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction)
+        return {"rows": float(len(prediction.predictions))}
+
+    model = tiny_model("gemma2")
+    data = rows(11, seed=1)
+    run = trainer(tmp_path, model, objective="emo", compute_metrics=metrics)
+    expected = by_hand(model, data, EMO(), run.transport_cost)
+    out = run.evaluate()
+    assert out["eval_rows"] == 11
+    for key, value in expected.items():
+        assert out[f"eval_{key}"] == pytest.approx(value, rel=1e-4), key
+    predicted = run.predict(data)
+    batch = pad_rows(data)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    for predictions in (seen[0].predictions, predicted.predictions):
+        assert predictions.shape == logits.shape
+        mask = batch["attention_mask"].bool()
+        torch.testing.assert_close(torch.tensor(predictions)[mask], logits[mask], rtol=1e-4, atol=1e-4)
+    assert (predicted.label_ids == batch["labels"].numpy()).all()
+    assert predicted.metrics["test_nll"] == pytest.approx(expected["nll"], rel=1e-4)
+    assert predicted.metrics["test_transport_cost"] == pytest.approx(expected["transport_cost"], rel=1e-4)
+
+
+@pytest.mark.parametrize("keep_labels", [False, True])
+def test_shifted_labels_in_the_batch(tmp_path: Path, keep_labels: bool) -> None:
+    """`shift_labels` are aligned already; they win over labels, in training and evaluation."""
+
+    def collate(batch: list[Row]) -> dict[str, Tensor]:
+        made = pad_rows(batch)
+        labels = made["labels"] if keep_labels else made.pop("labels")
+        return made | {"shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
+
+    first = tiny_model("llama")
+    second = copy.deepcopy(first)
+    run = trainer(tmp_path, first, objective="emo", remove_unused_columns=False)
+    run.data_collator = collate
+    ordinary = trainer(tmp_path, second, objective="emo")
+    for key, value in ordinary.evaluate().items():
+        if key.startswith(("eval_loss", "eval_nll", "eval_transport", "eval_perplexity")):
+            assert run.evaluate()[key] == pytest.approx(value, rel=1e-6)
+    run.train(), ordinary.train()
+    assert_same_weights(first, second)
+    assert run.predict(rows(3)).predictions.shape[0] == 3
+
+
+def test_the_best_model_by_nll_is_loaded_at_the_end(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path, tiny_model("llama"), objective="emo", max_steps=6, learning_rate=0.3, load_best_model_at_end=True,
+        metric_for_best_model="nll", eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    run.train()
+    measured = logs(run, "eval_nll")
+    assert run.state.best_metric == min(measured)
+    assert run.evaluate()["eval_nll"] == pytest.approx(min(measured), rel=1e-6)
+
+
+def test_another_cost_and_kernel(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    control = EmbeddingCost.from_model(model).random_like(torch.Generator().manual_seed(0))
+    default = one_step(tmp_path, copy.deepcopy(model), "emo")
+    other = one_step(tmp_path, copy.deepcopy(model), "emo", cost=control)
+    assert not torch.allclose(other["lm_head.weight"], default["lm_head.weight"], rtol=0.1)
+    for settings in ({"impl": "reference"}, {"chunk_size": 1}):
+        same = one_step(tmp_path, copy.deepcopy(model), "emo", **settings)
+        torch.testing.assert_close(same["lm_head.weight"], default["lm_head.weight"], rtol=1e-3, atol=1e-5)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+def test_unsupported_trainers_and_models_raise(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        return outputs.logits.sum()
+
+    common = {"args": arguments(tmp_path), "train_dataset": rows(4), "data_collator": pad_rows}
+    with pytest.raises(ValueError, match="compute_loss_func and an objective"):
+        ObjectiveTrainer(model=tiny_model("llama"), compute_loss_func=loss, **common)
+    bert = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(ValueError, match="BertLMHeadModel"):
+        ObjectiveTrainer(model=transformers.BertLMHeadModel(bert), **common)
+
+    class Ulysses(ObjectiveTrainer):
+        def get_sp_size(self) -> int:
+            return 2
+
+    with pytest.raises(ValueError, match=r"sp_size=2, and an objective does not work with sequence parallelism"):
+        Ulysses(model=tiny_model("llama"), **common)
+    for settings, message in (({"impl": "fast"}, "impl is 'fast'"), ({"cost": None}, "needs cost="),
+                              ({"label_smoothing_factor": 1.1}, "epsilon is 1.1, expected a number in")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, tiny_model("llama"), **settings)
+
+
+def test_rows_without_labels_raise(tmp_path: Path) -> None:
+    ignored = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 3
+    run = trainer(tmp_path, tiny_model("llama"), eval_dataset=ignored)
+    with pytest.raises(ValueError, match="no labelled token"):
+        run.evaluate()
+
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24,
+    "max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
+UNSHIFTED = {"TrOCR": _DECODER, "Bart": _DECODER, "Pegasus": _DECODER}
+
+
+def decoder(name: str) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**UNSHIFTED[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", [*UNSHIFTED, *ONE_OF_EACH_KIND])
+def test_a_loss_that_shifts_its_labels_is_known(name: str) -> None:
+    assert shifts_labels(decoder(name) if name in UNSHIFTED else tiny_model(name)) == (name not in UNSHIFTED)
+
+
+def shifted(key: str) -> Any:
+    """A collator whose labels are the tokens that positions predict, under this name."""
+
+    def collate(data: list[Row]) -> dict[str, Tensor]:
+        batch = pad_rows(data)
+        labels = nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+        return batch | {key: labels}
+
+    return collate
+
+
+def test_shifted_labels_are_scored_as_by_the_model_itself(tmp_path: Path) -> None:
+    model = decoder("TrOCR")
+    theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
+    settings: dict[str, Any] = {"train_dataset": rows(24), "eval_dataset": rows(11, seed=1)}
+    args = arguments(tmp_path, optim="sgd")
+    plain = transformers.Trainer(theirs, args, data_collator=shifted("labels"), **settings)
+    run = ObjectiveTrainer(ours, args, objective="mle", data_collator=shifted("shift_labels"), **settings)
+    plain.train(), run.train()
+    assert logs(run, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
+    assert_same_weights(ours, theirs, 1e-5)
+    assert run.evaluate()["eval_nll"] > 0
+
+
+def test_labels_that_are_unclear_raise(tmp_path: Path) -> None:
+    run = trainer(tmp_path, decoder("TrOCR"), objective="mle")
+    for work in (run.train, run.evaluate):
+        with pytest.raises(ValueError, match=r"loss of TrOCRForCausalLM scores label t at position t.*shift_labels"):
+            work()
+
+
+def test_rows_of_ours_are_never_ambiguous(tmp_path: Path) -> None:
+    model = decoder("TrOCR").eval()
+    ids = torch.randint(3, VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
+    run = ObjectiveTrainer(model, arguments(tmp_path), objective="mle", eval_dataset=PackedBlocks(ids.int()))
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert run.evaluate()["eval_nll"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_rwkv_keeps_its_weights(tmp_path: Path) -> None:
+    """In eval mode RWKV divides the weights of deep layers in place; what is saved then would be another model."""
+    torch.manual_seed(0)
+    config = transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=4, rescale_every=2)
+    model = transformers.RwkvForCausalLM(config)
+    before = weights(model)
+    run = trainer(tmp_path, model, objective="emo")
+    for done in ("built", "evaluated"):
+        for name, weight in weights(model).items():
+            assert torch.equal(weight, before[name]), (done, name)
+        run.evaluate()

@@ -44,11 +44,11 @@ def arguments(path: Path, **settings: Any) -> transformers.TrainingArguments:
 
 
 def trainer(path: Path, model: nn.Module, kind: type = ObjectiveTrainer, **settings: Any) -> Any:
-    own = ("objective", "cost", "z_loss", "chunk_size", "impl", "compute_metrics", "callbacks", "train_dataset",
-           "eval_dataset")  # fmt: skip
-    passed = {key: settings.pop(key) for key in own if key in settings}
-    data = {"train_dataset": rows(24), "eval_dataset": rows(11, seed=1)} | passed
-    return kind(model=model, args=arguments(path, **settings), data_collator=pad_rows, **data)
+    own = ("objective", "cost", "numbers", "z_loss", "chunk_size", "impl", "compute_metrics", "callbacks",
+           "train_dataset", "eval_dataset", "data_collator", "processing_class")  # fmt: skip
+    given = {"train_dataset": rows(24), "eval_dataset": rows(11, seed=1), "data_collator": pad_rows}
+    given |= {key: settings.pop(key) for key in own if key in settings}
+    return kind(model=model, args=arguments(path, **settings), **given)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
