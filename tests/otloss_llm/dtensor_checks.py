@@ -23,10 +23,9 @@ from otloss_llm import (
 )
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.models.sharded_heads import is_row_shard
-from otloss_llm.training.fused import fused_loss, measure_transform
-from tests.otloss_llm.models.test_heads import aligned, scorer
+from otloss_llm.training.fused import measure_transform
 from tests.otloss_llm.oracles import Problem, everything, problem
-from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
+from tests.otloss_llm.tiny_models import VOCAB, step, tiny_batch, tiny_model
 
 
 def line() -> DeviceMesh:
@@ -184,18 +183,6 @@ def check_dtensor_errors() -> None:
 # ---- inside models -------------------------------------------------------------------------------------------------
 
 
-def step(
-    model: nn.Module, batch: dict[str, Tensor], cost: Any, transform: LogitTransform | None = None, **settings: Any
-) -> Tensor:
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    transform = transform or measure_transform(model, inputs)
-    score = scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, chunk_size=5, **settings)
-    with fused_loss(model, transform, score):
-        loss: Tensor = model(**inputs)["loss"]
-    loss.backward()
-    return loss
-
-
 def check_models_with_a_parallel_head() -> None:
     """torch's ColwiseParallel on the head (31 tokens do not divide by 2 or 3), with every form of its output."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -208,13 +195,13 @@ def check_models_with_a_parallel_head() -> None:
     # Gemma caps and Cohere scales its logits; the head of Phi has a bias.
     for name, forms in (("gemma2", outputs), ("cohere", outputs[1:]), ("phi", [{"output_layouts": Replicate()}])):
         plain = tiny_model(name, tie_word_embeddings=False)
-        want = step(plain, batch, EmbeddingCost.from_model(plain))
+        want = step(plain, batch, cost=EmbeddingCost.from_model(plain))
         expected = {key: parameter.grad for key, parameter in plain.named_parameters()}
         for index, form in enumerate(forms):
             model = tiny_model(name, tie_word_embeddings=False)
             parallelize_module(model, mesh, {"lm_head": ColwiseParallel(**form)})
             cost: Any = EmbeddingCost.from_model(model) if index % 2 else ShardedEmbeddingCost(model.lm_head.weight)
-            torch.testing.assert_close(step(model, batch, cost), want, rtol=1e-6, atol=0)
+            torch.testing.assert_close(step(model, batch, cost=cost), want, rtol=1e-6, atol=0)
             for key, parameter in model.named_parameters():
                 gradient: Any = parameter.grad
                 full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
@@ -234,7 +221,7 @@ def check_models_of_a_tp_plan() -> None:
     batch = tiny_batch()
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 24}  # to divide by 2 and 3
     plain = tiny_model("llama", **sizes)
-    want = step(plain, batch, EmbeddingCost.from_model(plain))
+    want = step(plain, batch, cost=EmbeddingCost.from_model(plain))
     expected = {key: parameter.grad for key, parameter in plain.named_parameters()}
     model: Any = tiny_model("llama", **sizes)
     whole, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=dist.get_world_size()))
@@ -242,7 +229,7 @@ def check_models_of_a_tp_plan() -> None:
         model = tiny_model("llama", **sizes)
         apply_tensor_parallelism(model, line(), plan)
         assert is_row_shard(model.lm_head.weight)
-        torch.testing.assert_close(step(model, batch, EmbeddingCost.from_model(model)), want, rtol=1e-5, atol=0)
+        torch.testing.assert_close(step(model, batch, cost=EmbeddingCost.from_model(model)), want, rtol=1e-5, atol=0)
         for key, parameter in model.named_parameters():
             gradient: Any = parameter.grad
             full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

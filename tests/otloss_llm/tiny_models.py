@@ -1,10 +1,15 @@
 """Causal language models of every shape of head, two layers deep, built from configs alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+
+from otloss_llm import EMO, TokenLoss, linear_token_loss
+from otloss_llm.models.logit_transform import LogitTransform
+from otloss_llm.training.fused import ScoredHead, fused_loss, measure_transform
 
 VOCAB = 31
 _COMMON: dict[str, Any] = {
@@ -37,17 +42,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 ONE_OF_EACH_KIND = list(TINY)[:6]
 
 
-def tiny_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """The model `name` of TINY with random weights larger than at initialisation, so that errors show."""
-    prefix, fields = TINY[name]
-    config = getattr(transformers, f"{prefix}Config")(**fields | changes)
-    kind = {"GPT2": "GPT2LMHeadModel"}.get(prefix, f"{prefix}ForCausalLM")
+def build(kind: str, fields: dict[str, Any], task: str = "ForCausalLM", *, seed: int = 0, noise: float = 0.2) -> Any:
+    """A model of transformers with random weights larger than at initialisation, so that errors show."""
+    config = getattr(transformers, f"{kind}Config")(**fields)
     torch.manual_seed(seed)
-    model: nn.Module = getattr(transformers, kind)(config)
+    model = getattr(transformers, kind + task)(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
     return model
+
+
+def tiny_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """The model `name` of TINY."""
+    kind, fields = TINY[name]
+    made: nn.Module = build(kind, fields | changes, "LMHeadModel" if kind == "GPT2" else "ForCausalLM", seed=seed)
+    return made
 
 
 def tiny_batch(seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Tensor]:
@@ -58,3 +68,24 @@ def tiny_batch(seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Tenso
     for row in range(rows):
         labels[row, : row + 1] = -100
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def aligned(labels: Tensor) -> Tensor:
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+
+
+def scorer(labels: Tensor, **settings: Any) -> Callable[[Tensor, ScoredHead], TokenLoss]:
+    def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
+        return linear_token_loss(hidden, labels=labels, **head._asdict(), **settings)
+
+    return score
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], transform: LogitTransform | None = None, **settings: Any) -> Any:
+    """The loss of EMO inside the model, and its backward pass."""
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    score = scorer(aligned(batch["labels"]), objective=EMO(), chunk_size=5, **settings)
+    with fused_loss(model, transform or measure_transform(model, inputs), score):
+        loss: Tensor = model(**inputs)["loss"]
+    loss.backward()
+    return loss

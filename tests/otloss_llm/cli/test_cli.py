@@ -146,10 +146,7 @@ def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tin
 
 # ---- bad input: name -> (options that change a good training, what the message has to say) -------------------
 
-BAD_TEXTS = {
-    "blank.txt": b" \n\t\n",
-    "short.txt": b"too short",
-}
+BAD_TEXTS = {"blank.txt": b" \n\t\n", "short.txt": b"too short"}
 BAD_TRAININGS: dict[str, tuple[dict[str, object], list[str]]] = {
     "no text": ({"train_text": ""}, ["neither of --train_text and --train_questions"]),
     "short text": ({"train_text": "short.txt"}, ["block", str(BLOCK)]),

@@ -9,14 +9,7 @@ import torch
 import transformers
 
 from otloss_llm.data.blocks import train_bpe_tokenizer
-from otloss_llm.data.questions import (
-    AnsweredQuestions,
-    Question,
-    pad_questions,
-    prompt_text,
-    read_questions,
-    spread,
-)
+from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions, prompt_text, read_questions, spread
 from otloss_llm.evaluation import sample_texts
 
 DATA = Path(__file__).parents[4] / "shared/data"

@@ -13,12 +13,7 @@ import transformers
 from otloss_llm.costs.tokenizer_numbers import read_number, token_texts
 from otloss_llm.data.blocks import train_bpe_tokenizer
 from otloss_llm.data.questions import Question
-from otloss_llm.evaluation import (
-    NumberDistribution,
-    decode_numbers,
-    number_distributions,
-    score_number_distributions,
-)
+from otloss_llm.evaluation import NumberDistribution, decode_numbers, number_distributions, score_number_distributions
 from tests.otloss_llm.conftest import Cli, Tiny, options
 
 ASKED = [Question("1 + 1 =", "2"), Question("a", "-1.5")]

@@ -13,14 +13,7 @@ from otloss_llm.evaluation import mauve, rouge, text_features
 from otloss_llm.experiments.compare import Arm, parse_arm
 from otloss_llm.models.loading import load_model, load_tokenizer
 from tests.errors import raising
-from tests.otloss_llm.conftest import (
-    BLOCK,
-    Cli,
-    Tiny,
-    compare_options,
-    read,
-    without_wall_times,
-)
+from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, compare_options, read, without_wall_times
 from tests.otloss_llm.training.test_runs import interrupted_at
 
 

@@ -9,25 +9,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from otloss_llm import EMO, MLE, EmbeddingCost, TokenLoss, linear_token_loss, token_loss
+from otloss_llm import EMO, MLE, EmbeddingCost, token_loss
 from otloss_llm.models.heads import check_causal, find_head
 from otloss_llm.models.logit_transform import LogitTransform
-from otloss_llm.training.fused import ScoredHead, fused_loss, measure_transform, unwrap
-from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, TINY, VOCAB, tiny_batch, tiny_model
+from otloss_llm.training.fused import fused_loss, measure_transform, unwrap
+from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, TINY, VOCAB, aligned, scorer, tiny_batch, tiny_model
 
 # PEFT asks transformers for a name that transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
-
-
-def aligned(labels: Tensor) -> Tensor:
-    return nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
-
-
-def scorer(labels: Tensor, **settings: Any) -> Callable[[Tensor, ScoredHead], TokenLoss]:
-    def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
-        return linear_token_loss(hidden, labels=labels, **head._asdict(), **settings)
-
-    return score
 
 
 def fused(model: nn.Module, batch: dict[str, Tensor], **settings: Any) -> dict[str, Tensor]:

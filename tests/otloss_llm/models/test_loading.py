@@ -12,12 +12,7 @@ import torch
 import transformers
 
 from otloss_llm import EmbeddingCost, all_but_the_top
-from otloss_llm.models.loading import (
-    fingerprint,
-    load_model,
-    load_model_and_tokenizer,
-    load_tokenizer,
-)
+from otloss_llm.models.loading import fingerprint, load_model, load_model_and_tokenizer, load_tokenizer
 from otloss_llm.training.loading import load_cost
 from tests.otloss_llm.conftest import Tiny, save
 

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken, ObjectiveTrainer
 from otloss_llm.training.fused import fused_loss, measure_transform
-from tests.otloss_llm.models.test_heads import aligned, scorer
-from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
+from tests.otloss_llm.tiny_models import VOCAB, aligned, scorer, step, tiny_batch, tiny_model
 from tests.otloss_llm.training.trainer_cases import logs, rows, trainer
 
 BATCH, ROWS = 2, 24
@@ -147,15 +146,6 @@ def let_accelerate_shard_on_a_cpu() -> None:
     state.AcceleratorState.__init__ = with_fsdp
 
 
-def step(model: nn.Module, batch: dict[str, Tensor], num_items: int, cost: EmbeddingCost) -> Tensor:
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    score = scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, num_items=num_items, chunk_size=5)
-    with fused_loss(model, measure_transform(model, inputs), score):
-        loss: Tensor = model(**inputs)["loss"]
-    loss.backward()
-    return loss
-
-
 def own_half(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
     return {key: value.chunk(size)[rank] for key, value in batch.items()}
 
@@ -180,7 +170,7 @@ def model_named(name: str) -> nn.Module:
 
 def expected_step(name: str, batch: dict[str, Tensor], num_items: int) -> tuple[Tensor, dict[str, Tensor]]:
     model = model_named(name)
-    loss = step(model, batch, num_items, EmbeddingCost.from_model(model))
+    loss = step(model, batch, cost=EmbeddingCost.from_model(model), num_items=num_items)
     return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
@@ -217,7 +207,7 @@ def sharded(name: str, rank: int, size: int, *, head_apart: bool, reshard: bool)
     if head_apart:
         fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    loss = step(model, own_half(batch, rank, size), num_items, cost)
+    loss = step(model, own_half(batch, rank, size), cost=cost, num_items=num_items)
     error = compare(model, loss.detach().clone(), expected, size)
     assert torch.equal(EmbeddingCost.from_model(model).dense(), cost.dense())  # gathers the shards of the head
     return error
@@ -232,13 +222,13 @@ def flattened(name: str, rank: int, size: int) -> float:
     num_items = int((aligned(batch["labels"]) != -100).sum())
     one: Any = tiny_model(name)
     cost = EmbeddingCost.from_model(one)
-    loss = step(one, batch, num_items, cost)
+    loss = step(one, batch, cost=cost, num_items=num_items)
     torch.optim.SGD(one.parameters(), lr=1.0).step()
     model = FullyShardedDataParallel(
         tiny_model(name), sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True,
         device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({type(one.model.layers[0])}),
     )  # fmt: skip
-    own = step(model, own_half(batch, rank, size), num_items, cost).detach().clone()
+    own = step(model, own_half(batch, rank, size), cost=cost, num_items=num_items).detach().clone()
     torch.optim.SGD(model.parameters(), lr=float(size)).step()  # FSDP averages over processes
     dist.all_reduce(own)
     errors = [float((own - loss).abs() / loss)]
@@ -264,7 +254,9 @@ def on_a_grid() -> float:
     parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh["data"])
-    loss = step(model, own_half(batch, mesh["data"].get_local_rank(), 2), num_items, cost).detach().clone()
+    loss = (
+        step(model, own_half(batch, mesh["data"].get_local_rank(), 2), cost=cost, num_items=num_items).detach().clone()
+    )
     return compare(model, loss, expected, 2, mesh["data"].get_group())
 
 
@@ -282,7 +274,7 @@ def partitioned(name: str, rank: int, size: int) -> float:
     plain = torch.optim.SGD(one.parameters(), lr=1.0)
     for batch, count in zip(batches, items, strict=True):
         plain.zero_grad()
-        step(one, batch, count, cost)
+        step(one, batch, cost=cost, num_items=count)
         plain.step()
     model = tiny_model(name)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -316,7 +308,7 @@ def replicated(name: str, rank: int, size: int, *, idle: bool) -> float:
     expected = expected_step(name, batch, num_items)
     model = DistributedDataParallel(tiny_model(name))
     cost = EmbeddingCost.from_model(model.module)
-    loss = step(model, own_half(batch, rank, size), num_items, cost)
+    loss = step(model, own_half(batch, rank, size), cost=cost, num_items=num_items)
     return compare(model, loss.detach().clone(), expected, size)
 
 

@@ -10,7 +10,7 @@ import transformers
 
 from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken, ObjectiveMixin, token_loss
 from otloss_llm.training.batches import pad_rows
-from tests.otloss_llm.tiny_models import VOCAB
+from tests.otloss_llm.tiny_models import VOCAB, build
 from tests.otloss_llm.training.trainer_cases import WARNINGS, Row, arguments, logs, rows, weights
 
 pytestmark = WARNINGS
@@ -27,16 +27,6 @@ class Both(ObjectiveMixin, transformers.Seq2SeqTrainer):
     pass
 
 
-def tiny(name: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB, **TINY[name])
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
 def trainer(path: Path, model: Any, data: list[Row], **settings: Any) -> Both:
     passed = {key: settings.pop(key) for key in ("objective", "cost") if key in settings}
     args = transformers.Seq2SeqTrainingArguments(
@@ -48,7 +38,8 @@ def trainer(path: Path, model: Any, data: list[Row], **settings: Any) -> Both:
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("numbers", [False, True])
 def test_loss_and_gradients_are_those_of_the_decoders_logits(tmp_path: Path, name: str, numbers: bool) -> None:
-    model, data = tiny(name), rows(8)
+    model = build(name, {"vocab_size": VOCAB} | TINY[name], "ForConditionalGeneration", noise=0.1)
+    data = rows(8)
     cost: Any = NumberCost(torch.arange(float(VOCAB))) if numbers else EmbeddingCost.from_model(model)
     batch = pad_rows(data)
     logits = model(**batch).logits

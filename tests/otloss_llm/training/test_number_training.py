@@ -13,11 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from otloss_llm import (
-    NumberCost,
-    NumberToken,
-    all_but_the_top,
-)
+from otloss_llm import NumberCost, NumberToken, all_but_the_top
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions

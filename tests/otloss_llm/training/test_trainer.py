@@ -17,7 +17,7 @@ from otloss_llm.models.heads import shifts_labels
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training import trainer_cost
 from otloss_llm.training.batches import pad_rows
-from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, VOCAB, tiny_model
+from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, VOCAB, build, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
     Row,
@@ -366,21 +366,12 @@ _DECODER: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24,
     "max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
 }  # fmt: skip
-UNSHIFTED = {"TrOCR": _DECODER, "Bart": _DECODER, "Pegasus": _DECODER}
-
-
-def decoder(name: str) -> Any:
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**UNSHIFTED[name]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+UNSHIFTED = ("TrOCR", "Bart", "Pegasus")
 
 
 @pytest.mark.parametrize("name", [*UNSHIFTED, *ONE_OF_EACH_KIND])
 def test_a_loss_that_shifts_its_labels_is_known(name: str) -> None:
-    assert shifts_labels(decoder(name) if name in UNSHIFTED else tiny_model(name)) == (name not in UNSHIFTED)
+    assert shifts_labels(build(name, _DECODER) if name in UNSHIFTED else tiny_model(name)) == (name not in UNSHIFTED)
 
 
 def shifted(key: str) -> Any:
@@ -395,7 +386,7 @@ def shifted(key: str) -> Any:
 
 
 def test_shifted_labels_are_scored_as_by_the_model_itself(tmp_path: Path) -> None:
-    model = decoder("TrOCR")
+    model = build("TrOCR", _DECODER, noise=0.1)
     theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
     settings: dict[str, Any] = {"train_dataset": rows(24), "eval_dataset": rows(11, seed=1)}
     args = arguments(tmp_path, optim="sgd")
@@ -408,14 +399,14 @@ def test_shifted_labels_are_scored_as_by_the_model_itself(tmp_path: Path) -> Non
 
 
 def test_labels_that_are_unclear_raise(tmp_path: Path) -> None:
-    run = trainer(tmp_path, decoder("TrOCR"), objective="mle")
+    run = trainer(tmp_path, build("TrOCR", _DECODER, noise=0.1), objective="mle")
     for work in (run.train, run.evaluate):
         with pytest.raises(ValueError, match=r"loss of TrOCRForCausalLM scores label t at position t.*shift_labels"):
             work()
 
 
 def test_rows_of_ours_are_never_ambiguous(tmp_path: Path) -> None:
-    model = decoder("TrOCR").eval()
+    model = build("TrOCR", _DECODER, noise=0.1).eval()
     ids = torch.randint(3, VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
     run = ObjectiveTrainer(model, arguments(tmp_path), objective="mle", eval_dataset=PackedBlocks(ids.int()))
     with torch.no_grad():

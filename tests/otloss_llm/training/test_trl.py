@@ -12,7 +12,7 @@ from torch import nn
 
 from otloss_llm import EMO, LabelSmoothing, ObjectiveMixin, ZLoss, parse_objective
 from otloss_llm.training.batches import pad_rows
-from tests.otloss_llm.tiny_models import TINY, tiny_model
+from tests.otloss_llm.tiny_models import TINY, build, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
     arguments,
@@ -33,16 +33,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": _MOE | {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 8, "router_aux_loss_coef": 0.2},
     "JetMoe": _MOE | {"num_local_experts": 3, "kv_channels": 8, "aux_loss_coef": 0.1},
 }
-
-
-def experts(name: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**EXPERTS[name] | changes)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
 
 
 class LikeTRL(transformers.Trainer):
@@ -73,7 +63,7 @@ class Both(ObjectiveMixin, LikeTRL):
 
 @pytest.mark.parametrize("name", ["Mixtral", pytest.param("Qwen3Moe", marks=pytest.mark.slow), "JetMoe"])
 def test_experts_are_balanced_as_by_the_model_itself(tmp_path: Path, name: str) -> None:
-    first = experts(name)
+    first = build(name, EXPERTS[name])
     second, third = copy.deepcopy(first), copy.deepcopy(first)
     settings: dict[str, Any] = {"max_steps": 3, "optim": "sgd"}
     ours = trainer(tmp_path, first, objective="mle", **settings)
@@ -96,7 +86,7 @@ def test_experts_are_balanced_as_by_the_model_itself(tmp_path: Path, name: str) 
 
 def test_accumulation_averages_the_loss_that_balances_experts(tmp_path: Path) -> None:
     """The same batch twice is the same step as once: neither part of the loss counts double."""
-    model, same = experts("Mixtral"), rows(1) * 4
+    model, same = build("Mixtral", EXPERTS["Mixtral"]), rows(1) * 4
     settings: dict[str, Any] = {"cost": None, "per_device_train_batch_size": 4}
     once = one_step(tmp_path, copy.deepcopy(model), "mle", train_dataset=same, **settings)
     twice = one_step(
@@ -107,7 +97,7 @@ def test_accumulation_averages_the_loss_that_balances_experts(tmp_path: Path) ->
 
 
 def test_metrics_and_predictions_of_a_trainer_that_reads_attributes(tmp_path: Path) -> None:
-    model = experts("Mixtral", output_router_logits=False)
+    model = build("Mixtral", EXPERTS["Mixtral"] | {"output_router_logits": False})
     run = trainer(tmp_path, model, kind=Both, objective="emo", compute_metrics=count_rows)
     expected = by_hand(model, rows(11, seed=1), EMO(), run.transport_cost)
     metrics = run.evaluate()
@@ -191,7 +181,7 @@ def sft(path: Path, model: Any, objective: str | None, data: Any = None, **setti
 @pytest.mark.filterwarnings("ignore")  # TRL's own
 @pytest.mark.parametrize(("name", "coefficient"), [("Mixtral", 0.7)])
 def test_sft_of_experts_is_trls_own_with_mle(tmp_path: Path, name: str, coefficient: float | None) -> None:
-    first = experts(name)
+    first = build(name, EXPERTS[name])
     second = copy.deepcopy(first)
     trl = pytest.importorskip("trl")
     # Up to 1.14 TRL adds the loss that balances experts once for each of the accumulated batches.
