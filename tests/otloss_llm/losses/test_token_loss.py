@@ -63,24 +63,6 @@ def test_sums_over_many_chunks_are_kept_in_float32(dtype: torch.dtype, reduction
         assert relative_error(mine, true) <= 1.5 * relative_error(other, true) + torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    ("sharpness", "scale", "softcap", "reduction"),
-    [(0.0, 0.25, None, "sum"), (0.1, -3.0, None, "none"), (10.0, 1.0, 2.0, "none"), (1.0, 1.7, 5.0, "sum")],
-)
-def test_flat_sharp_scaled_and_capped_logits(
-    sharpness: float, scale: float, softcap: float | None, reduction: str, impl: str
-) -> None:
-    given = problem(3, sharpness=sharpness)
-    given.scale, given.softcap = scale, softcap
-    for objective, formula in OBJECTIVES.values():
-        value, expected = truth(given, formula)
-        leaves = given.leaves()
-        loss = fused(leaves, given, objective=objective, reduction=reduction, impl=impl).loss.sum()
-        torch.testing.assert_close(loss, value.sum(), rtol=1e-12, atol=0)
-        assert_all_close(gradients(loss, leaves), expected, 1e-10)
-
-
 # ---- shapes, reductions, arguments -----------------------------------------------------------------------------------
 
 
@@ -164,7 +146,7 @@ def test_nan_at_ignored_positions_does_not_spread() -> None:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_both_kernels_agree_on_anything(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(OBJECTIVES)))
     given_ = problem(
@@ -172,10 +154,12 @@ def test_both_kernels_agree_on_anything(data: st.DataObject) -> None:
         batch=tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))),
         vocab=data.draw(st.integers(2, 9)),
         width=data.draw(st.integers(2, 5)),
-        sharpness=data.draw(st.sampled_from([0.0, 1.0, 5.0])),
+        sharpness=data.draw(st.sampled_from([0.0, 0.1, 1.0, 10.0])),
         bias=data.draw(st.booleans()),
         ignored=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
+    transforms = [(1.0, None), (0.25, None), (-3.0, None), (1.0, 2.0), (1.7, 5.0)]
+    given_.scale, given_.softcap = data.draw(st.sampled_from(transforms))
     objective, formula = OBJECTIVES[name]
     ignored = data.draw(st.sampled_from([-100, -1, 1]))
     given_.labels = given_.labels.masked_fill(given_.labels == ignored, -100)
