@@ -7,11 +7,10 @@ import pytest
 
 pytest.importorskip("pandas")
 
-import pandas as pd
 
 from benchmarks import ordinal
 from benchmarks.measure import Settings
-from benchmarks.ordinal_data import FEWEST, MOST_ROWS, OrdinalSet
+from benchmarks.ordinal_data import OrdinalSet
 from benchmarks.ordinal_models import OURS, Model
 
 
@@ -38,15 +37,6 @@ def test_the_corrected_test_is_stricter_than_the_plain_one() -> None:
     assert ordinal.resampled_t_test(differences) == pytest.approx(expected)
     assert ordinal.resampled_t_test(differences) > plain.pvalue
     assert ordinal.resampled_t_test(np.zeros(30)) == 1.0
-
-
-def test_small_classes_are_left_out_and_large_sets_reduced() -> None:
-    labels = np.array([1] * 3000 + [5] * 40 + [9] * (FEWEST - 1))
-    made = OrdinalSet.of("made up", pd.DataFrame({"a": np.arange(len(labels)), "b": ["x"] * len(labels)}), labels)
-    assert made.classes == 2
-    assert len(made.y) <= MOST_ROWS
-    assert np.bincount(made.y).min() >= FEWEST
-    np.testing.assert_array_equal(made.y, (made.X[:, 0] >= 3000).astype(int))
 
 
 @pytest.mark.slow

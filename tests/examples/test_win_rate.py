@@ -1,6 +1,5 @@
 """The script of win rates: verdicts in both orders, ties, and files of `generate`."""
 
-import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import data
 import torch
 import transformers
 
@@ -41,25 +39,3 @@ def test_a_win_needs_both_orders() -> None:
     assert actual.rate == pytest.approx(2.5 / 4)
     assert actual.standard_error == pytest.approx(torch.tensor([1, 0, 0.5, 1]).std().item() / 2)
     assert actual.for_a == pytest.approx(5 / 8)
-
-
-def test_files_of_generate_and_a_missing_model(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_data: Path  # noqa: F811
-) -> None:  # fmt: skip
-    main = runpy.run_path(str(Path(__file__).parents[2] / "examples/win_rate.py"))["main"]
-    with pytest.raises(SystemExit, match="lacks models/stories260K"):
-        main(["--data", str(tmp_path)])
-    main(["--quick"])
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith(f"{data.OTHER}a small Llama, trained on docstrings")
-    assert len(printed) == 5
-    lines = [json.dumps({"prompt": "a", "continuation": text}) for text in ("b", "c")]
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    given = ["--judge", str(tiny.llama), "--first", str(tmp_path / "one.jsonl"), "--second"]
-    with pytest.raises(ValueError, match="all 2 pairs are longer than the judge's context of 64"):
-        main([*given, str(tmp_path / "two.jsonl")])
-    (tmp_path / "two.jsonl").write_text(lines[0], encoding="utf-8")
-    with pytest.raises(SystemExit):
-        main([*given, str(tmp_path / "two.jsonl")])
-    assert "have other prompts" in capsys.readouterr().err

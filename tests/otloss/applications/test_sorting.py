@@ -175,22 +175,6 @@ def test_batches_equal_a_loop_whatever_the_layout(operator: Callable[..., Tensor
         assert torch.autograd.grad(actual.sum(), empty)[0].shape == shape
 
 
-@pytest.mark.parametrize(
-    ("operator", "dtype"), [(soft_sort, torch.bfloat16), (soft_rank, torch.float32), (third_of, torch.bfloat16)]
-)
-def test_dtypes(operator: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    x = normal(2, 10, seed=10, dtype=dtype).requires_grad_()
-    value = operator(x)
-    assert value.dtype == dtype
-    wide = x.detach().double().requires_grad_()
-    exact = operator(wide)
-    torch.testing.assert_close(value.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7)
-    (actual,) = torch.autograd.grad(value[..., :4].sum(), x)
-    (expected,) = torch.autograd.grad(exact[..., :4].sum(), wide)
-    assert actual.dtype == dtype
-    torch.testing.assert_close(actual.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
-
-
 def test_rows_of_equal_entries_and_none_or_all_of_a_row() -> None:
     x = torch.full((2, 5), 7.0, requires_grad=True)
     assert torch.equal(soft_sort(x), x)

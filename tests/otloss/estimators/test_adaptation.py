@@ -64,10 +64,3 @@ def test_joint_loss_is_that_of_pot_on_a_loop() -> None:
     weights = {"feature_weight": 0.3, "label_weight": 2.0}
     actual = jdot_loss(source, target, labels, logits, **weights)  # type: ignore[arg-type]
     np.testing.assert_allclose(float(actual), ot.emd2(ot.unif(5), ot.unif(7), cost), rtol=1e-9)
-    for options in ({}, {"epsilon": 0.5}, {"epsilon": 0.5, "marginal_penalty": 1.0}):
-        torch.autograd.gradcheck(
-            lambda s, t, z, o=options: jdot_loss(s, t, labels, z, **weights, **o),
-            [t.clone().requires_grad_() for t in (source, target, logits)],
-            rtol=1e-3,
-            atol=1e-5,
-        )

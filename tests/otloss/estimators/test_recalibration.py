@@ -105,15 +105,6 @@ def test_maps_of_thresholds_are_recovered() -> None:
     np.testing.assert_allclose(fitted.slope_, slope, atol=0.06)
 
 
-def test_few_examples_do_little_harm_to_a_good_forecaster() -> None:
-    new, new_y = draw(7, 2000)
-    before = rps(new_y, new)
-    for family in FAMILIES:
-        after = [rps(new_y, family().fit(*draw(100 + seed, 3)).predict(new)) for seed in range(20)]
-        assert np.mean(after) < 1.04 * before
-        assert np.max(after) < 1.2 * before
-
-
 def test_certain_and_wrong_forecasts_are_corrected() -> None:
     rng = np.random.default_rng(8)
     y = rng.integers(0, 3, 600)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otloss import sinkhorn, sinkhorn_divergence, solve
-from otloss._kernels.points import can_leave_out, order_of
+from otloss._kernels.points import can_leave_out
 from otloss.costs import PointCost
 from otloss.costs.cost import softmin_in_torch
 
@@ -86,17 +86,6 @@ def test_what_may_be_left_out_of_a_soft_minimum_is_bounded() -> None:
         off = cost.softmin(potential, epsilon, left_out=share) - complete
         assert 0 < float(off.max()) <= -epsilon * math.log1p(-share)
         assert float(off.min()) >= -1e-12
-
-
-def test_an_order_is_a_permutation_into_small_boxes() -> None:
-    for axes in (1, 2, 3):
-        x = torch.rand(5003, axes, generator=_generator())
-        order = order_of(x)
-        assert torch.equal(order.sort().values, torch.arange(5003))
-        leaves = x[order][:4992].reshape(-1, 16, axes)
-        widths = (leaves.amax(1) - leaves.amin(1)).mean(0)
-        assert float(widths.max()) < 1.5 * (16 / 5003) ** (1 / axes)
-    assert torch.equal(order_of(torch.ones(40, 2)).sort().values, torch.arange(40))
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,6 @@ def test_generators_reproduce() -> None:
 
     assert torch.equal(drawn(torch.float32, 0), drawn(torch.float32, 0))
     assert not torch.equal(drawn(torch.float32, 0), drawn(torch.float32, 1))
-    torch.testing.assert_close(drawn(torch.float64, 0).float(), drawn(torch.float32, 0))
-    torch.manual_seed(3)
-    first = sliced_wasserstein(x, y, projections=5)
-    torch.manual_seed(3)
-    assert torch.equal(first, sliced_wasserstein(x, y, projections=5))
 
 
 @pytest.mark.parametrize("order", [1, 2])
