@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,11 +28,12 @@ _BINS, _ROWS = 300, 5000
 def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64)) -> None:
     """Compile the kernels of the functions named, values and gradients, or of all functions that have kernels.
 
-    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. What is compiled is kept
-    on disk beside the package, or in the user's cache folder where that cannot be written to. The environment variable
-    NUMBA_CACHE_DIR, set before Python starts, chooses another folder. numba reads kernels only from a folder that it
-    may write to. Where there is none, each process compiles for itself, and says so in a log line. The token losses
-    have `otloss_llm.warm_up`.
+    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. All of them take about
+    80 CPU seconds; a log line names each. With both dtypes, where torch may use several threads, a second process
+    compiles those for float64. What is compiled is kept on disk beside the package, or in the user's cache folder where
+    that cannot be written to. The environment variable NUMBA_CACHE_DIR, set before Python starts, chooses another
+    folder. numba reads kernels only from a folder that it may write to. Where there is none, each process compiles for
+    itself, and says so in a log line. The token losses have `otloss_llm.warm_up`.
 
     Args:
         names: some of "emd", "sinkhorn", "solve", "sinkhorn_divergence", "wasserstein_1d", "cdf_distance",
@@ -50,13 +54,47 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
         raise ValueError(f"no kernels are known for {unknown}; expected some of {sorted(_EXAMPLES)}.")
     if isinstance(dtypes, (str, torch.dtype)):
         raise TypeError(f"dtypes is {dtypes!r}, expected a list, such as [torch.float32].")
-    dtypes = list(dtypes)
+    dtypes = list(dict.fromkeys(dtypes))
     if any(dtype not in (torch.float32, torch.float64) for dtype in dtypes):
         raise ValueError(f"dtypes are {dtypes}; expected torch.float32, torch.float64 or both.")
+    chosen = [name for name in _EXAMPLES if not names or name in names]
+    first, second = [(name, dtype) for dtype in dtypes for name in chosen], []
+    beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if len(dtypes) > 1 and torch.get_num_threads() > 1 and _are_kept():
+        second = [(name, dtype) for name, dtype in first if dtype == torch.float64 or name in _IN_FLOAT64]
+        first = [one for one in first if one not in second]
+        beside = _compiled_beside(chosen, torch.float64)
     with torch.inference_mode(False), torch.enable_grad():
-        for dtype in dtypes:
-            for name in names or _EXAMPLES:
+        with beside:
+            for name, dtype in first:
                 _EXAMPLES[name](dtype)
+        for name, dtype in second:  # reads what the other process has kept
+            _EXAMPLES[name](dtype)
+
+
+def _are_kept() -> bool:
+    """Whether another process finds what this one compiles."""
+    from otloss._kernels.line import cdf_values  # takes a second: it imports numba
+
+    return bool(cdf_values.stats.cache_path)
+
+
+@contextlib.contextmanager
+def _compiled_beside(names: list[str], dtype: torch.dtype) -> Iterator[None]:
+    """Compile kernels in a second process meanwhile; what it fails to compile is compiled here afterwards."""
+    code = f"import torch, otloss; otloss.warm_up(*{names}, dtypes=[{dtype}])"
+    try:
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.wait()
 
 
 def _weights(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -153,6 +191,8 @@ def _fused_gromov(dtype: torch.dtype) -> None:
     fused_gromov(distances, distances, distances)
 
 
+# Their kernels are the same ones for every dtype.
+_IN_FLOAT64 = ("fused_gromov",)
 _EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
     "emd": _emd,
     "sinkhorn": _sinkhorn,

@@ -60,7 +60,7 @@ def sliced_wasserstein(
     Raises:
         TypeError: if x, y, a or b is not a floating tensor, or order not a number.
         ValueError: if shapes do not fit, masses differ, a weight is negative, a number is not finite, projections is
-            not at least 1, or a given direction is zero.
+            not at least 1, a given direction is zero, or the value overflows.
 
     Source:
         N. Bonneel et al., Sliced and Radon Wasserstein Barycenters of Measures, JMIV 51, 2015.
@@ -78,17 +78,24 @@ def sliced_wasserstein(
     b = (y.new_full((y.shape[-2],), 1 / y.shape[-2]) if b is None else b).unsqueeze(-2)
     problems = torch.broadcast_shapes(*(t.shape[:-2] for t in (x, y, a, b))).numel()
     blocks = directions.split(max(1, _BLOCK // max(1, problems * (x.shape[-2] + y.shape[-2]))))
+    inputs, count = (x, y, a, b, order), directions.shape[0]
     if len(blocks) == 1:
-        total = _summed(directions, x, y, a, b, order)
+        value = _share_of_mean(directions, count, *inputs)
     else:
-        total = torch.stack([recomputed(_summed, block, x, y, a, b, order) for block in blocks]).sum(0)
-    return (total / directions.shape[0]).to(dtype)
+        value = torch.stack([recomputed(_share_of_mean, block, count, *inputs) for block in blocks]).sum(0)
+    if not torch.isfinite(value.detach()).all():
+        raise ValueError(
+            f"distances to the power {order} overflow {arithmetic}; expected points nearer to each other: rescale "
+            "them, or pass float64."
+        )
+    return value.to(dtype)
 
 
-def _summed(directions: Tensor, x: Tensor, y: Tensor, a: Tensor, b: Tensor, order: float) -> Tensor:
+def _share_of_mean(directions: Tensor, count: int, x: Tensor, y: Tensor, a: Tensor, b: Tensor, order: float) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         along_x, along_y = directions @ x.mT, directions @ y.mT  # (..., k, n)
-    return wasserstein_1d(a, b, along_x, along_y, order=order).sum(-1)
+    # Divided before the sum, which could overflow where the mean does not.
+    return (wasserstein_1d(a, b, along_x, along_y, order=order) / count).sum(-1)
 
 
 def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

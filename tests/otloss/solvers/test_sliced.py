@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import otloss
 from otloss.solvers.sliced import sliced_wasserstein
 from tests.errors import raising
 from tests.otloss.oracles import as_double, linprog_value
@@ -71,6 +72,16 @@ def test_far_from_the_origin_float32_is_as_good_as_its_inputs() -> None:
     along = torch.randn(9, 3)
     exact = sliced_wasserstein(x.double(), y.double(), projections=along)
     assert sliced_wasserstein(x, y, projections=along).item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_large_numbers_raise_only_where_the_value_overflows() -> None:
+    x = torch.rand(2, 30, 3, generator=torch.Generator().manual_seed(0)) * 1e19
+    along = torch.eye(3).repeat(9, 1)
+    actual, expected = (sliced_wasserstein(t, t.flip(0), projections=along).sum() for t in (x, x.double()))
+    assert float(actual) == pytest.approx(float(expected), rel=1e-5)
+    for call in (sliced_wasserstein, lambda x, y: otloss.cloud_loss(x, y, kind="sliced")):
+        with pytest.raises(ValueError, match=r"distances to the power 2 overflow torch.float32; .* pass float64"):
+            call(100 * x, 100 * x + 1e21)
 
 
 square = torch.rand(4, 2)
