@@ -34,7 +34,7 @@ from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
-STAGES, STAGE_FACTOR, STAGE_TOLERANCE = 1, 4.0, 1e-2
+STAGES, STAGE_FACTOR, STAGE_TOLERANCE = 1, 4.0, 1e-4
 FIRST_EPSILON = 0.05  # of the marginal penalty, at most, from a start of zeros
 STEPS = 6  # of a round, at most
 UPDATES = 2  # exact updates of both sides on the cells before each step
@@ -47,6 +47,7 @@ FEWER = 0.8  # merging is given up if it leaves more than this share of the grou
 LARGEST_UPDATE = 50.0  # of g / epsilon
 LEFT, DOUBLINGS, SEARCHES = 0.5, 4, 40  # of a search: share of the first derivative that may be left, and most trials
 ROUNDING = 1e-14
+NO_MASS_LEFT = 1e-17  # share of its weight below which a column counts as empty
 NEGLIGIBLE = 1e-17  # share of a row that may be left out of its sum
 
 
@@ -141,9 +142,11 @@ def change_of_column(columns: Any, j: int, epsilon: float, ratio: float) -> floa
 
 @inner()
 def largest_change(columns: Any, epsilon: float, ratio: float) -> float:
+    """That of the exact updates, over columns that keep mass."""
     farthest = 0.0
     for j in range(columns.weights.shape[0]):
-        farthest = max(farthest, abs(change_of_column(columns, j, epsilon, ratio)))
+        if target(columns, j, epsilon, ratio) > NO_MASS_LEFT * columns.weights[j]:
+            farthest = max(farthest, abs(change_of_column(columns, j, epsilon, ratio)))
     return farthest
 
 
@@ -241,6 +244,24 @@ def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, 
                 at += 1
         starts[i + 1] = at
     return Cells(starts, places[: starts[n]].copy(), prices[: starts[n]].copy(), np.empty(starts[n]))
+
+
+@inner()
+def find_lost(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float) -> int:
+    """Update g exactly where columns are so far off that their masses do not tell how far; return their number."""
+    count = 0
+    for j in range(columns.weights.shape[0]):
+        if abs(change_of_column(columns, j, epsilon, ratio)) < LARGEST_UPDATE:
+            continue
+        count += 1
+        top, total = -np.inf, 0.0
+        for i in range(rows.weights.shape[0]):
+            score = (rows.potential[i] - cost_of(pairs, i, j)) / epsilon + rows.logs[i]
+            if score > top:
+                total, top = total * math.exp(top - score), score
+            total += math.exp(score - top) if score > -np.inf else 0.0
+        columns.potential[j] = -epsilon * (top + math.log(total)) / (1 + ratio)
+    return count
 
 
 @inner()
@@ -417,7 +438,7 @@ def find_step(
         wanted = target(columns, j, epsilon, ratio)
         x[j], residual[j] = 0.0, wanted - columns.mass[j]
         size += abs(residual[j])
-        diagonal[j] = columns.mass[j] + ratio * wanted + (RIDGE * error + LEAST_RIDGE) * columns.weights[j]
+        diagonal[j] = columns.mass[j] + ratio * wanted + (RIDGE * error + LEAST_RIDGE) * wanted
         inverse[j] = diagonal[j]
     groups = between_groups(cells, rows, diagonal, damping, of, count)
     for i in range(rows.mass.shape[0]):
@@ -529,6 +550,8 @@ def solve_stage(
     while True:
         cut = max(tolerance, CUT * GAIN * error) / size
         cells = cells_of(pairs, rows, columns, epsilon, ratio, cut, cells)
+        if steps < most and find_lost(pairs, rows, columns, epsilon, ratio) > 0:
+            cells = cells_of(pairs, rows, columns, epsilon, ratio, cut, cells)
         error = column_error(columns, epsilon, ratio)
         is_settled = settled == np.inf or largest_change(columns, epsilon, ratio) <= settled
         if steps >= most or is_stopped(counter, error, np.nan) or (error <= tolerance and is_settled):

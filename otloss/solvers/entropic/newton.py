@@ -28,7 +28,7 @@ from otloss.solvers.exact import solve_exactly
 from otloss.solvers.exact_clouds import solve_between_clouds, takes_clouds
 from otloss.solvers.problem import Problem
 
-MOST_STEPS = 300  # of Newton's method
+MOST_STEPS = 1000  # of Newton's method
 LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
 SETTLING_STEPS = 40
 ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
