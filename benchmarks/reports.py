@@ -153,25 +153,6 @@ def regularisers_table() -> str:
     return markdown(["recall / precision", "likelihood", "`emo`", "`emo` minus likelihood at equal recall"], rows)
 
 
-MORE = {
-    "few texts, WikiText-2": "256 texts, WikiText-2", "few texts, GSM8K": "256 texts, GSM8K",
-    "enough text, WikiText-2": "enough text, WikiText-2", "enough text, GSM8K": "enough text, GSM8K",
-    "larger model, 5,000 steps": "a larger model, its source trained 5,000 steps",
-}  # fmt: skip
-
-
-def more_table() -> str:
-    """EMO on more texts, at the best learning rate and at 1e-3."""
-    rows = []
-    for experiment, title in MORE.items():
-        if runs_of(experiment, "mle", 1.0):
-            best = [difference(at_best(experiment, arm), at_best(experiment, "mle")) for arm in ("emo", "emo/random")]
-            same = [difference((experiment, arm, 1.0), (experiment, "mle", 1.0)) for arm in ("emo", "emo/random")]
-            rows.append([title, *map(cell, best), *map(cell, same)])
-    heads = [f"{arm}, {rate}" for rate in ("best rate", "1e-3") for arm in ("`emo`", "`emo/random`")]
-    return markdown(["minus likelihood", *heads], rows)
-
-
 def recall_and_precision(students: Students) -> str:
     """The least KL(source || student) over temperatures, and KL(student || source) at T = 0.8, means over the seeds."""
     runs = runs_of(*students).values()
@@ -638,7 +619,7 @@ def number_times_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "objectives": objectives_table, "one_rate": one_rate_table, "regularisers": regularisers_table,
-    "recall": recall_table, "more": more_table, "costs": costs_table, "published": published_table, "demo": demo_table,
+    "recall": recall_table, "costs": costs_table, "published": published_table, "demo": demo_table,
     "regression": regression_table, "ratings": ratings_table, "digits": digits_table,
     "mathematics": mathematics_table, "word_problems": word_problems_table, "number_times": number_times_table,
     "ranks": ranks_table, "losses": losses_table, "decisions": decisions_table, "grades": grades_table,
