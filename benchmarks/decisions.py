@@ -20,11 +20,11 @@ from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
 
 from benchmarks.measure import FOLDER
-from benchmarks.runs import interval
 from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
 from otloss.estimators.decode import decode
 from otloss.losses import decode_classes
 from otloss.nn import OrdinalLoss
+from otloss_llm.experiments.tables import half_interval
 
 GRADES, HOLDOUTS = 5, 20
 
@@ -99,8 +99,7 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
     for balanced, rows_a_class in ((True, "30 rows a class"), (False, "40, 20, 13, ... rows")):
         runs = [few_rows(balanced=balanced, seed=seed) for seed in range(10)]
         for name in runs[0]:
-            mean, half = interval([run[name] for run in runs])
-            yield "digits", name, rows_a_class, f"{mean:.3f} ± {half:.3f}"
+            yield "digits", name, rows_a_class, half_interval([run[name] for run in runs]).shown("{:.3f}")
 
 
 def main() -> None:

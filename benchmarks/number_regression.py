@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import Settings, hardware, say, table
-from benchmarks.runs import interval
 from otloss import number_token_loss
 from otloss_llm import NumberCost, parse_objective, token_loss
 from otloss_llm.experiments.arms import parse_arm
+from otloss_llm.experiments.tables import half_interval
 
 NAME = "number_regression"
 NUMBERS = 100  # the tokens "0" to "99"
@@ -261,12 +261,12 @@ def summary(case: Case, results: dict[str, list[dict[tuple[str, str], float]]]) 
     for arm, runs in results.items():
         for decoding, measure in runs[0]:
             base = ("greedy" if measure == "mae" else "", measure)
-            mean, half = interval([run[decoding, measure] for run in runs])
+            mean = half_interval([run[decoding, measure] for run in runs])
             pairs = zip(results["mle"], runs, strict=True)
-            gain, gain_half = interval([mle[base] - run[decoding, measure] for mle, run in pairs])
+            gain = half_interval([mle[base] - run[decoding, measure] for mle, run in pairs])
             rows.append(dict(zip(FIELDS, (
-                case.name, arm, decoding, measure, f"{mean:.4g}", f"{half:.2g}", f"{gain:.3g}", f"{gain_half:.2g}",
-                case.seeds, hardware(), torch.__version__,
+                case.name, arm, decoding, measure, f"{mean.mean:.4g}", f"{mean.deviation:.2g}",
+                f"{gain.mean:.3g}", f"{gain.deviation:.2g}", mean.count, hardware(), torch.__version__,
             ), strict=True)))  # fmt: skip
     return rows
 

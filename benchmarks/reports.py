@@ -18,8 +18,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.measure import FOLDER, Row
-from benchmarks.runs import interval
 from otloss_llm.experiments.frontier import Difference, Frontier, at_equal_recall
+from otloss_llm.experiments.tables import half_interval
 
 REPORTS = FOLDER.parent / "docs/reports"
 SEEDS = 3  # of a cell that is complete
@@ -306,10 +306,8 @@ def regression_table() -> str:
 def seeds_cell(name: str, case: str, arm: str, measure: str, scale: float = 1.0, form: str = ".2f") -> str:
     """Mean and half of the 95 % interval over the seeds of a CSV with a row for each."""
     values = [scale * float(r[measure]) for r in rows_of(name) if (r["case"], r["arm"]) == (case, arm) and r[measure]]
-    if not values or not np.isfinite(values).all():
-        return ""
-    mean, half = interval(values)
-    return f"{mean:{form}} ± {half:{form}}"
+    mean = half_interval(values)
+    return mean.shown(f"{{:{form}}}") if mean.count else ""
 
 
 def ratings_table() -> str:

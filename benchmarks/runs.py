@@ -5,19 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from scipy.stats import t as student
 
 from benchmarks.measure import Settings, hardware, say, table
+from otloss_llm.experiments.tables import Mean, half_interval
 
 KEYS, MACHINE = ("case", "arm", "seed"), ("hardware", "torch")
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Return the mean and half of its 95 % interval, Student's t over the values."""
-    half = student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
-    return float(np.mean(values)), float(half)
 
 
 class Runs:
@@ -53,15 +46,15 @@ class Runs:
         """The values of a measure, by seed."""
         return {row["seed"]: float(row[measure]) for row in self.rows if (row["case"], row["arm"]) == (case, arm)}
 
-    def change(self, case: str, arm: str, measure: str, *, over: Sequence[str]) -> tuple[float, float]:
+    def change(self, case: str, arm: str, measure: str, *, over: Sequence[str]) -> Mean:
         """How far a measure lies above that of another run, (arm, measure), of the same seed."""
         base, own = self.of(case, *over), self.of(case, arm, measure)
-        return interval([value - base[seed] for seed, value in own.items()])
+        return half_interval([value - base[seed] for seed, value in own.items()])
 
     def report(self, case: str, arms: tuple[str, ...], changes: Sequence[tuple[str, str, str]]) -> None:
         """Print the measures and changes (measure, arm, measure of that arm), each ± half of its 95 % interval."""
         say(f"\n{self.name}: {case}; mean ± half of the 95 % interval over the seeds")
-        of = {name: [interval(list(self.of(case, arm, name).values())) for arm in arms] for name in self.measures}
+        of = {name: [half_interval(list(self.of(case, arm, name).values())) for arm in arms] for name in self.measures}
         table([["", *of], *([arm, *map(_shown, row)] for arm, *row in zip(arms, *of.values(), strict=True))])
         say("\nchanges, paired within a seed")
         titles = ["", *(f"{measure} - {' '.join(base)}" for measure, *base in changes)]
@@ -69,5 +62,5 @@ class Runs:
         table([titles, *rows])
 
 
-def _shown(value: tuple[float, float]) -> str:
-    return f"{value[0]:.3g} ± {value[1]:.2g}"
+def _shown(value: Mean) -> str:
+    return value.shown("{:.3g}", "{:.2g}")

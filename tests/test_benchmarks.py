@@ -185,7 +185,6 @@ def test_measures_of_number_regression() -> None:
         assert actual[by, "mae"] == pytest.approx(2 * scores.mean_absolute_error)
         assert actual["", "crps"] == pytest.approx(2 * scores.crps)
     assert actual["greedy", "mae"] == pytest.approx(2 * float((shares.argmax(-1) - y).abs().double().mean()))
-    assert regression.interval([1.0, 2.0, 3.0])[1] == pytest.approx(4.30265 / 3**0.5, rel=1e-4)
 
 
 def test_place_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

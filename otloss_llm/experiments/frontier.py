@@ -99,8 +99,7 @@ class Difference:
 
 def at_equal_recall(arm: Sequence[Frontier], other: Sequence[Frontier], forward: float) -> Difference | None:
     """Return the difference at one forward divergence; None where no seed has both curves there."""
-    pairs = [float(a.at(forward) - b.at(forward)) for a, b in _paired(arm, other)]
-    return _difference([pair for pair in pairs if not math.isnan(pair)])
+    return _difference([float(a.at(forward) - b.at(forward)) for a, b in _paired(arm, other)])
 
 
 def over_range(arm: Sequence[Frontier], other: Sequence[Frontier]) -> Difference | None:
@@ -128,9 +127,8 @@ def _paired(arm: Sequence[Frontier], other: Sequence[Frontier]) -> list[tuple[Fr
 
 
 def _difference(values: Sequence[float], share: float = 1.0) -> Difference | None:
-    if not values:
+    change = half_interval(values)
+    if change.count == 0:
         return None
-    if len(values) == 1:
-        return Difference(values[0], -math.inf, math.inf, 1, share)
-    mean, half = half_interval(values)
-    return Difference(mean, mean - half, mean + half, len(values), share)
+    half = math.inf if change.count == 1 else change.deviation
+    return Difference(change.mean, change.mean - half, change.mean + half, change.count, share)

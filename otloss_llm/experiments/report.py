@@ -282,11 +282,11 @@ def _draw_trade(axes: Any, results: dict[str, Any], summary: dict[str, dict[str,
         style = {"color": f"C{number % 10}", "marker": "osD^v"[number // 10 % 5]}
         points = [(run[x], run[y]) for run in results["runs"] if run["arm"] == arm]
         axes.scatter(*zip(*points, strict=True), alpha=0.35, s=25, **style)
-        axes.scatter(row[x][0], row[y][0], s=90, label=arm, edgecolor="black", linewidth=0.6, **style)
+        axes.scatter(row[x].mean, row[y].mean, s=90, label=arm, edgecolor="black", linewidth=0.6, **style)
     if human is not None:
         axes.axhline(human, color="grey", linestyle="--", linewidth=1, label="real text under the judge")
-    _log_if_wide(axes.xaxis, [row[x][0] for row in rows_with_y.values()])
-    _log_if_wide(axes.yaxis, [row[y][0] for row in rows_with_y.values()] + ([] if human is None else [human]))
+    _log_if_wide(axes.xaxis, [row[x].mean for row in rows_with_y.values()])
+    _log_if_wide(axes.yaxis, [row[y].mean for row in rows_with_y.values()] + ([] if human is None else [human]))
     axes.set_xlabel("test perplexity: real text under the model\n← predicts real text better")
     axes.set_ylabel("judge perplexity: its own text under a judge\n← more like the judge's training text")
     axes.set_title("Trade-off of each objective", fontsize=11)
@@ -306,8 +306,8 @@ def _log_if_wide(axis: Any, values: list[float]) -> None:
 
 def _draw_rows(axes: Any, rows: dict[str, Mean], *, form: str, label: str, title: str) -> None:
     """A line for each name with its mean and spread, from the top downwards."""
-    means = [mean for mean, _ in rows.values()]
-    spreads = [0.0 if math.isnan(spread) else spread for _, spread in rows.values()]
+    means = [row.mean for row in rows.values()]
+    spreads = [0.0 if math.isnan(row.deviation) else row.deviation for row in rows.values()]
     axes.errorbar(means, range(len(rows)), xerr=spreads, fmt="o", markersize=8, capsize=4, color="C0")
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_ylim(len(rows) - 0.4, -0.8)

@@ -110,7 +110,11 @@ def _draw(rows: Sequence[tuple[dict[str, Any], str, dict[str, Mean]]]) -> Any:
     for axes, over, other in zip(panels, ("parameters", "fraction"), ("fraction", "parameters"), strict=True):
         largest = max(one[other] for one, _, _ in rows)
         for arm in dict.fromkeys(arm for _, arm, _ in rows):
-            points = sorted((one[over], *s[key]) for one, name, s in rows if name == arm and one[other] == largest)
+            points = sorted(
+                (one[over], s[key].mean, s[key].deviation)
+                for one, name, s in rows
+                if name == arm and one[other] == largest
+            )
             x, y, spread = zip(*points, strict=True)
             axes.errorbar(x, y, yerr=[0.0 if e != e else e for e in spread], marker="o", capsize=3, label=arm)
         axes.set_xscale("log")

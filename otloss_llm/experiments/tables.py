@@ -5,34 +5,51 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scipy.special import stdtrit
 
 from otloss.extending import install_hint
 
 
-class Mean(NamedTuple):
-    """A mean over seeds and their standard deviation, NaN for one seed."""
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds and their standard deviation.
+
+    Attributes:
+        mean: over the seeds whose figure is a number; NaN without one.
+        deviation: of these; NaN for fewer than two, and where a figure is infinite.
+        count: how many these are.
+        left_out: how many seeds have NaN for a figure.
+    """
 
     mean: float
     deviation: float = math.nan
+    count: int = 1
+    left_out: int = 0
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
+        numbers = [value for value in values if not math.isnan(value)]
+        mean = statistics.fmean(numbers) if numbers else math.nan
+        deviation = statistics.stdev(numbers) if len(numbers) > 1 and math.isfinite(mean) else math.nan
+        return cls(mean, deviation, len(numbers), len(values) - len(numbers))
 
-    def shown(self, form: str) -> str:
+    def shown(self, form: str, form_of_deviation: str | None = None) -> str:
         """Return the text of a table's cell, with numbers in the format `form`, such as "{:.3f}"."""
-        deviation = "" if math.isnan(self.deviation) else f" ± {form.format(self.deviation)}"
-        return form.format(self.mean) + deviation
+        deviation = "" if math.isnan(self.deviation) else f" ± {(form_of_deviation or form).format(self.deviation)}"
+        seeds = f" ({self.count} of {self.count + self.left_out} seeds)" if self.left_out else ""
+        return form.format(self.mean) + deviation + seeds
 
 
 def half_interval(values: Sequence[float]) -> Mean:
     """Return a mean with half of its 95 % interval, Student's t, in place of the deviation."""
-    mean, deviation = Mean.of(values)
-    return Mean(mean, deviation * float(stdtrit(len(values) - 1, 0.975)) / math.sqrt(len(values)))
+    mean = Mean.of(values)
+    if mean.count < 2:
+        return mean
+    return replace(mean, deviation=mean.deviation * float(stdtrit(mean.count - 1, 0.975)) / math.sqrt(mean.count))
 
 
 def mean_cell(values: Sequence[float], form: str = "{:.3f}") -> str:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from otloss_llm.experiments.compare import HUMAN, START
 from otloss_llm.experiments.report import summarise, write_report
+from otloss_llm.experiments.tables import Mean, half_interval
 
 NASTY = (
     "a | b",
@@ -63,19 +66,34 @@ def test_samples_are_shown_as_they_are(tmp_path: Path) -> None:
         assert sum(line.startswith(f"| {name} |") for line in lines) == len(NASTY)
 
 
-def test_a_mean_is_over_all_seeds_or_not_given() -> None:
+def test_a_mean_leaves_out_the_seeds_without_a_number_and_says_so() -> None:
+    for numbers in ([1.5, 2.0, 4.5], [3.0]):
+        deviation = half = math.nan
+        if len(numbers) > 1:
+            deviation = np.std(numbers, ddof=1)
+            half = stats.t.interval(0.95, len(numbers) - 1, scale=stats.sem(numbers))[1]
+        for missing in (0, 2):
+            values = [*numbers[:1], *missing * [math.nan], *numbers[1:]]
+            for mean, spread in ((Mean.of(values), deviation), (half_interval(values), half)):
+                assert (mean.mean, mean.deviation) == pytest.approx((np.mean(numbers), spread), nan_ok=True)
+                assert (mean.count, mean.left_out) == (len(numbers), missing)
+    assert Mean.of([1.0, math.nan, 3.0]).shown("{:.1f}") == "2.0 ± 1.4 (2 of 3 seeds)"
+    assert Mean.of([math.nan, math.nan]).shown("{:.1f}") == "nan (0 of 2 seeds)"
+    assert half_interval([1.0, math.inf]).shown("{:.1f}") == "inf"
+
+
+def test_a_measure_that_a_seed_lacks_is_not_given() -> None:
     results = made_up(["mle"], [0, 1])
     del results["runs"][1]["judge_perplexity"]
     summary = summarise(results)["mle"]
     assert "judge_perplexity" not in summary
-    assert summary["seconds_per_step"] == (50.0, 0.0)
-    assert math.isnan(summarise(made_up(["mle"], [0]))["mle"]["test_perplexity"][1])
+    assert summary["seconds_per_step"] == Mean(50.0, 0.0, count=2)
 
 
 MANY = [f"mixce:{i / 20}" for i in range(11)] + ["emo", "emo/random", "mle/T=0.8"]
 
 
-@pytest.mark.parametrize("case", ["many", "one", "outlier"])
+@pytest.mark.parametrize("case", ["many", "one", "outlier", "no number"])
 def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: str) -> None:
     """Without a warning, also with values that differ by a large factor."""
     pytest.importorskip("matplotlib")
@@ -83,6 +101,9 @@ def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: 
     results = made_up(arms, [0] if case == "one" else [0, 1], judged=case != "one")
     if case == "outlier":
         results["runs"][1] |= {"test_perplexity": 1596.0, "judge_perplexity": 2.0}
+    if case == "no number":
+        for run in (*results["runs"][::3], results["runs"][1]):  # the first arm, and a seed of the second
+            run |= {"test_perplexity": math.nan, "judge_perplexity": math.nan}
     table = write_report(results, tmp_path)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert table.splitlines()[2].startswith(f"| {START} | 100.00 |")
