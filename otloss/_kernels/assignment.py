@@ -38,7 +38,7 @@ LARGEST_BITS = np.int64(0x7FF0000000000000)  # of infinity
 
 
 def scratch(n: int) -> tuple[np.ndarray, ...]:
-    """Return the scratch arrays of a thread: (whole numbers, numbers)."""
+    """Return the memory of a thread: (whole numbers, numbers)."""
     return np.empty((5, n), np.int64), np.empty((2, n))
 
 
@@ -171,15 +171,15 @@ def augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int, m: int
 
 
 @compiled(seconds=3)
-def assign_problems(
-    counter: Any, start: Any, p: Any, matrices: Any, owners: Any, f: Any, g: Any, cells: Any, flows: Any, outcome: Any,
-    whole: Any, real: Any,
-) -> None:  # fmt: skip
-    """Solve problem k: p[k] (n) of one mass each, matrices[owners[k]] (n, n), from potentials start[k] (n) or (0).
+def assign_problems(counter: Any, start: Any, problems: Any, answers: Any, memory: Any) -> None:
+    """Fill the answers of the problems (see `exact`), of one mass per bin, from potentials start[k] (n) or (0).
 
-    Fills what `exact.solve_problems` fills; PIVOTS counts the columns that rows took beyond their first and that paths
+    PIVOTS counts the columns that rows took beyond their first and that paths
     visited, and is -1 where the problem was given up.
     """
+    p, _, matrices, owners = problems
+    f, g, cells, flows, outcome = answers
+    whole, real = memory
     n = p.shape[1]
     row_of, column_of, waiting = whole[ROW_OF], whole[COLUMN_OF], whole[WAITING]
     while True:

@@ -13,6 +13,15 @@ The search starts from a greedy plan. One bin after the other ships to its cheap
 Each shipment closes one of its two bins, which becomes a leaf below the other. If the caller gives the potentials of a
 similar problem, bins ship in the order of leaves of a shortest spanning tree by reduced costs. Where these potentials
 are still optimal, that is the tree of the optimum.
+
+Kernels take arrays in three tuples. Tuples without names, since numba reads a NamedTuple in 2 microseconds, a tenth of
+the time of a small problem:
+
+    problems    p (B, n), q (B, m), matrices (K, n, m), owners (B,): problem k uses matrices[owners[k]]
+    answers     f (B, n), g (B, m), cells (B, 2, n + m - 1), flows (B, n + m - 1), outcome (B, 4), to be filled.
+                The outcome is the value, the duality gap, a scale to judge the gap by, and the number of pivots,
+                which is -1 where it would exceed `most`.
+    memory      whole, real, tree, block of `scratch`, one tuple per thread
 """
 
 from __future__ import annotations
@@ -48,7 +57,7 @@ VALUE, GAP, SCALE, PIVOTS = range(4)
 
 
 def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
-    """Return the scratch arrays of a thread: (whole numbers, numbers, tree, costs)."""
+    """Return the memory of a thread: (whole numbers, numbers, tree, costs)."""
     return (
         np.empty((6, n + m), np.int64),
         np.empty((6, n + m)),
@@ -252,11 +261,10 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
 
 
 @spliced
-def _finish(
-    counter: Any, matrix: Any, cost: Any, n: int, m: int, most: int, whole: Any, real: Any, tree: Any, f: Any, g: Any,
-    cells: Any, flows: Any, outcome: Any,
-) -> None:  # fmt: skip
+def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, most: int, answer: Any, memory: Any) -> None:
     """Search from the tree, and write the answer."""
+    f, g, cells, flows, outcome = answer
+    whole, real, tree, _ = memory
     rows, columns, a, b, potential = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q], real[POTENTIAL]
     parent, order = tree[PARENT], tree[ORDER]
     refresh(cost, tree, potential, n, m)
@@ -295,11 +303,9 @@ def _finish(
 
 
 @spliced
-def solve_one(
-    counter: Any, p: Any, q: Any, matrix: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, outcome: Any,
-    whole: Any, real: Any, tree: Any, block: Any,
-) -> None:  # fmt: skip
+def solve_one(counter: Any, p: Any, q: Any, matrix: Any, most: int, answer: Any, memory: Any) -> None:
     """Solve one problem and write what `solve_problems` writes; nothing for a problem without mass."""
+    whole, real, tree, block = memory
     sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
     n, m = _prepare(p, q, matrix, whole, real, block)
     if n > 0:
@@ -308,35 +314,28 @@ def solve_one(
         for i in range(n):
             sequence[i] = i
         _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n - 1, tree, whole[FLOW])
-        _finish(counter, matrix, cost, n, m, most, whole, real, tree, f, g, cells, flows, outcome)
+        _finish(counter, matrix, cost, n, m, most, answer, memory)
 
 
 @compiled(seconds=4)
-def solve_problems(
-    counter: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any, flows: Any,
-    outcome: Any, whole: Any, real: Any, tree: Any, block: Any,
-) -> None:  # fmt: skip
-    """Solve problem k: p[k] (n), q[k] (m), matrices[owners[k]] (n, m).
-
-    Fills f, g, cells (B, 2, n + m - 1), flows, and `outcome` (B, 4). The outcome is the value, the duality gap, a scale
-    to judge the gap by, and the number of pivots, which is -1 where it would exceed `most`.
-    """
+def solve_problems(counter: Any, problems: Any, most: int, answers: Any, memory: Any) -> None:
+    """Fill the answers of the problems (see the module) in at most `most` pivots each."""
+    p, q, matrices, owners = problems
+    f, g, cells, flows, outcome = answers
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        solve_one(
-            counter, p[k], q[k], matrices[owners[k]], most, f[k], g[k], cells[k], flows[k], outcome[k], whole, real,
-            tree, block,
-        )  # fmt: skip
+        answer = f[k], g[k], cells[k], flows[k], outcome[k]
+        solve_one(counter, p[k], q[k], matrices[owners[k]], most, answer, memory)
 
 
 @compiled(seconds=4)
-def solve_problems_from(
-    counter: Any, start: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any,
-    flows: Any, outcome: Any, whole: Any, real: Any, tree: Any, block: Any,
-) -> None:  # fmt: skip
+def solve_problems_from(counter: Any, start: Any, problems: Any, most: int, answers: Any, memory: Any) -> None:
     """As `solve_problems`, from potentials `start` (B, m) of q's bins. A kernel of its own, since few calls need it."""
+    p, q, matrices, owners = problems
+    f, g, cells, flows, outcome = answers
+    whole, real, tree, block = memory
     sequence, prices_p, prices_q, columns = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q], whole[COLUMNS]
     open_p, open_q = real[POTENTIAL], real[NEAR]
     while True:
@@ -357,4 +356,4 @@ def solve_problems_from(
         for j in range(m):
             prices_q[j] = start[k, columns[j]]
         _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n + m - 1, tree, whole[FLOW])
-        _finish(counter, matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], outcome[k])
+        _finish(counter, matrix, cost, n, m, most, (f[k], g[k], cells[k], flows[k], outcome[k]), memory)

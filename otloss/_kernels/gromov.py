@@ -167,7 +167,7 @@ def descend_problems(
     features, T, T_target = work.matrices[FEATURES], work.matrices[MOVED], work.matrices[MOVED_TARGET]
     gradient, half, C, D, a, b = work.matrices[GRADIENT], work.matrices[HALF], work.C, work.D, work.p, work.q
     rows, columns = np.empty(a.shape[0], np.int64), np.empty(b.shape[0], np.int64)
-    whole, real, tree, block = work.solver
+    answer = work.f, work.g, work.cells, work.flows, work.outcome
     while True:
         at = next_task(counter)
         if at >= plans.shape[0]:
@@ -187,22 +187,7 @@ def descend_problems(
         while steps < most and not converged[at] and not is_stopped(counter, np.nan, np.nan):
             steps += 1
             _gradient(fixed, T, n, m, alpha, gradient)
-            solve_one(
-                counter,
-                a,
-                b,
-                gradient,
-                MOST_PIVOTS,
-                work.f,
-                work.g,
-                work.cells,
-                work.flows,
-                work.outcome,
-                whole,
-                real,
-                tree,
-                block,
-            )
+            solve_one(counter, a, b, gradient, MOST_PIVOTS, answer, work.solver)
             if work.outcome[PIVOTS] < 0:  # or stopped
                 break
             for i in range(n):

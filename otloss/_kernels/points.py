@@ -123,8 +123,8 @@ def _by_rows(
     cutoff, span = _cutoff(x, y, width, None if orders is None else left_out)
     run_on_threads(
         points_rows, tasks(n, problems, span),
-        (points, others, which_x, which_y, scores, inverse, cutoff, span, METRICS[metric], out, total,
-         other.double().contiguous().numpy(), gradients),
+        ((points, others, which_x, which_y, scores, inverse, cutoff), other.double().contiguous().numpy(), span,
+         METRICS[metric], (out, total, gradients)),
         work=Work("", out.size * y.shape[-2]),
     )  # fmt: skip
     if a is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 # Rows of a matrix over its columns, above which the transposed problem takes less time: pivots change shorter trees.
 MOST_ROWS = 16
+Arrays = tuple[np.ndarray, ...]
 SIMPLEX = "pivots of the network simplex, the error is a reduced cost below zero"
 
 
@@ -36,14 +35,15 @@ def solve_batch(
         np.empty((count, n + m - 1)),
         np.empty((count, 4)),
     )
+    problems = (p, q, matrices, owners)
     if not _are_assignments(p, q):
-        _run_simplex(start, p, q, matrices, owners, filled, most=most)
+        _run_simplex(start, problems, filled, most=most)
         return filled
-    _run_assignment(start, p, matrices, owners, filled)
+    _run_assignment(start, problems, filled)
     rest = np.flatnonzero(filled[-1][:, 3] < 0)  # given up
     if rest.size:
-        of_rest = [array[rest] for array in filled]
-        _run_simplex(start[rest], p[rest], q[rest], matrices, owners[rest], of_rest, most=most)
+        of_rest = tuple(array[rest] for array in filled)
+        _run_simplex(start[rest], (p[rest], q[rest], matrices, owners[rest]), of_rest, most=most)
         for array, part in zip(filled, of_rest, strict=True):
             array[rest] = part
     return filled
@@ -56,39 +56,34 @@ def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
     return all(bool((w[:, 0] > 0).all()) and bool((w == w[:, :1]).all()) for w in (p, q))
 
 
-def _run_assignment(
-    start: np.ndarray, p: np.ndarray, matrices: np.ndarray, owners: np.ndarray, filled: Sequence[np.ndarray]
-) -> None:
+def _run_assignment(start: np.ndarray, problems: Arrays, answers: Arrays) -> None:
     from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.assignment import assign_problems, scratch
 
-    count, n = p.shape
-    arguments, work = (start, p, matrices, owners, *filled), Work("shortest paths of an assignment", count * n * n)
-    run_on_threads(assign_problems, count, arguments, lambda: scratch(n), work=work)
+    count, n = problems[0].shape
+    arguments, work = (start, problems, answers), Work("shortest paths of an assignment", count * n * n)
+    run_on_threads(assign_problems, count, arguments, lambda: (scratch(n),), work=work)
 
 
-def _run_simplex(
-    start: np.ndarray, p: np.ndarray, q: np.ndarray, matrices: np.ndarray, owners: np.ndarray,
-    filled: Sequence[np.ndarray], *, most: int,
-) -> None:  # fmt: skip
+def _run_simplex(start: np.ndarray, problems: Arrays, answers: Arrays, *, most: int) -> None:
     from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.exact import scratch, solve_problems, solve_problems_from
 
+    p, q, matrices, owners = problems
+    f, g, cells, flows, outcome = answers
     (count, n), m = p.shape, q.shape[1]
     if n > MOST_ROWS * m and not start.shape[1]:
-        f, g, cells, flows, outcome = filled
         turned = np.empty_like(cells)
         columns = np.ascontiguousarray(matrices.swapaxes(1, 2))
-        _run_simplex(start, q, p, columns, owners, (g, f, turned, flows, outcome), most=most)
+        _run_simplex(start, (q, p, columns, owners), (g, f, turned, flows, outcome), most=most)
         cells[:] = turned[:, ::-1]
         return
-    kernel, arguments = solve_problems, (p, q, matrices, owners, most, *filled)
-    if start.shape[1]:
-        kernel, arguments = solve_problems_from, (start, *arguments)
-    run_on_threads(kernel, count, arguments, lambda: scratch(n, m, matrices.dtype), work=Work(SIMPLEX, count * n * m))
+    shared = (problems, most, answers)
+    kernel, arguments = (solve_problems_from, (start, *shared)) if start.shape[1] else (solve_problems, shared)
+    work = Work(SIMPLEX, count * n * m)
+    run_on_threads(kernel, count, arguments, lambda: (scratch(n, m, matrices.dtype),), work=work)
     empty = ~(p.any(1) & q.any(1))
     if empty.any():
         # Without mass f_i + g_j <= C_ij is the only condition: the derivative in p_i is the least cost of its row.
-        f, g, cells, flows, outcome = filled
         f[empty], g[empty] = matrices[owners[empty]].min(-1), 0.0
         cells[empty], flows[empty], outcome[empty] = 0, 0.0, 0.0

@@ -242,16 +242,19 @@ def _add_pulls(
 
 
 @compiled(seconds=3)
-def points_rows(
-    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, cutoff: Any, span: int,
-    metric: int, out: Any, total: Any, a: Any, gradients: Any,
-) -> None:  # fmt: skip
-    """As `matrix_softmin`, for the distances of x (K, n, d) to y (L, d, m), by tasks of `span` rows.
+def points_rows(counter: Any, problems: Any, a: Any, span: int, metric: int, answers: Any) -> None:
+    """As `matrix_softmin`, for the distances between points, by tasks of `span` rows.
 
-    cutoff (B,) is infinite where all columns count. Otherwise each task selects its columns, and each block of ROWS
-    rows selects among those. If gradients are (B, n, d), and not (0, n, d), the kernel writes s of the module to them,
-    for a (B, n) in float64, b = h and inverse above 0; `out` and `total` stay as they are.
+        problems    x (K, n, d), y (L, d, m), the number of each that problem b uses, which_x (B,) and which_y (B,);
+                    h (B, m), inverse (B,), and cutoff (B,): infinite where all columns count. Otherwise each task
+                    selects its columns, and each block of ROWS rows selects among those
+        answers     out (B, n) and total (B, n), or gradients
+
+    If gradients are (B, n, d), and not (0, n, d), the kernel writes s of the module to them, for a (B, n) in float64,
+    b = h and inverse above 0; `out` and `total` stay as they are.
     """
+    x, y, which_x, which_y, h, inverse, cutoff = problems
+    out, total, gradients = answers
     (n, d), m = x.shape[1:], y.shape[2]
     problems, with_gradients = h.shape[0], gradients.shape[0] > 0
     scores, distances, state = np.empty(PIECE, h.dtype), np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
