@@ -73,7 +73,8 @@ def _name(dispatcher: Any) -> str:
 
 def _dtype(arguments: Any) -> str:
     """Return the narrowest type of floats among the arrays. Potentials are always in float64, so it is the costs'."""
-    dtypes = {str(a.dtype) for a in arguments if isinstance(a, types.Array) and isinstance(a.dtype, types.Float)}
+    apart = [b for a in arguments for b in (a if isinstance(a, types.BaseTuple) else (a,))]
+    dtypes = {str(a.dtype) for a in apart if isinstance(a, types.Array) and isinstance(a.dtype, types.Float)}
     return f" for {min(dtypes)}" if dtypes else ""  # "float32" is the smaller string
 
 
