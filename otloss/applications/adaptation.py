@@ -21,11 +21,13 @@ from otloss.extending import (
     check_floating,
     check_integers,
     check_not_negative,
+    eager,
     emd,
     sinkhorn,
 )
 
 
+@eager
 def jdot_loss(
     source: Float[Tensor, "n d"],
     target: Float[Tensor, "m d"],

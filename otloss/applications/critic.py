@@ -23,12 +23,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.extending import check_finite, check_floating, check_no_transform, check_not_negative
+from otloss.extending import check_finite, check_floating, check_no_transform, check_not_negative, eager
 
 # Added to the squared norm, because the square root has no derivative at 0.
 _SQUARED_NORM_AT_ZERO = 1e-12
 
 
+@eager
 def critic_loss(real: Float[Tensor, "..."], fake: Float[Tensor, "..."]) -> Float[Tensor, ""]:
     """Return mean(fake) - mean(real), whose negative is the critic's estimate of W_1.
 
@@ -49,6 +50,7 @@ def critic_loss(real: Float[Tensor, "..."], fake: Float[Tensor, "..."]) -> Float
     return _mean("fake", fake) - _mean("real", real)
 
 
+@eager
 def generator_loss(fake: Float[Tensor, "..."]) -> Float[Tensor, ""]:
     """Return -mean(fake), the part of W_1 that a generator can change.
 

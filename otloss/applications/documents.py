@@ -29,6 +29,7 @@ from otloss.extending import (
     check_integers,
     check_last_axis,
     check_tensor,
+    eager,
     emd,
     makes_graph,
     may_run_on,
@@ -41,6 +42,7 @@ _BATCH = 32
 _ROUNDING = 1e-9
 
 
+@eager
 def document_distance(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,

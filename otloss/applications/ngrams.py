@@ -28,10 +28,12 @@ from otloss.extending import (
     check_floating,
     check_not_negative,
     check_tensor,
+    eager,
     emd,
 )
 
 
+@eager
 def ngram_distance(
     x: Float[Tensor, "*batch length d"],
     y: Float[Tensor, "*batch other d"],

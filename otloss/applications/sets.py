@@ -17,9 +17,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.applications.matching import checked_sizes, match
-from otloss.extending import Positions, check_finite, check_floating, check_reduction, sinkhorn
+from otloss.extending import Positions, check_finite, check_floating, check_reduction, eager, sinkhorn
 
 
+@eager
 def set_loss(
     cost: Float[Tensor, "*batch n m"],
     unmatched: Float[Tensor, "*batch n"] | None = None,

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
+from otloss._autograd import eager
 from otloss._ordered_classes import check_choice
 from otloss.losses.rows import Rows, posed_rows
 
@@ -25,6 +26,7 @@ KINDS = ("all", "immediate")
 _EXCLUDED = -1e30
 
 
+@eager
 def threshold_loss(
     logits: Float[Tensor, "*batch classes"],
     target: Int[Tensor, "*batch"] | Float[Tensor, "*batch classes"],

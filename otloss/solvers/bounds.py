@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss._checks import broadcast_shape
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
 from otloss.costs.cost import block_entries
@@ -38,6 +39,7 @@ from otloss.solvers.problem import HistogramPair, pair_and_cost
 COUPLINGS = ("independent", "residual", "best")
 
 
+@eager
 def upper_bound(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -93,6 +95,7 @@ def upper_bound(
     return value.to(pair.dtype)
 
 
+@eager
 def lower_bound(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
