@@ -45,7 +45,8 @@ class OrdinalClassifier(OrdinalBase):
     sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Where these are
     text, integers are read as such indices, with an `EncodedLabelsWarning` if the orders differ ("high", "low",
     "medium"). Labels that are numbers have to be 0 to K - 1 there, with their values in `values`: ValueError says so
-    where gaps would be lost.
+    where gaps would be lost. Worker processes (`n_jobs`) get indices alone, except from `BaggingClassifier`: there a
+    `LabelOrderWarning` says that an order or gaps would be lost, as an error would reject labels without gaps too.
 
     Args:
         categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype or
