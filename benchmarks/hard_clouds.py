@@ -78,6 +78,8 @@ class Cell:
 
 def step_of(cell: Cell, clouds: Hard) -> Callable[[], Answer]:
     blur = cell.blur * clouds.unit
+    if cell.work == BARYCENTER:
+        return lambda: _barycenter(clouds, blur)
     if cell.name == OURS:
         return lambda: _ours(clouds, blur, cell.penalty)
     if cell.name == EXACT:
@@ -111,6 +113,10 @@ def potentials_of(cell: Cell, clouds: Hard) -> tuple[Tensor, Tensor] | None:
 
 def takes(cell: Cell) -> bool:
     *batch, n = map(int, cell.size.split("x"))
+    if (cell.work != DIVERGENCE and not batch) or (cell.name == EXACT and cell.work != DIVERGENCE):
+        return False
+    if cell.work == BARYCENTER:
+        return cell.name == OURS
     if cell.name == OTT:
         return importlib.util.find_spec("ott") is not None and not batch and cell.work == DIVERGENCE
     if cell.name == POT:
@@ -124,6 +130,16 @@ def _ours(clouds: Hard, blur: float, penalty: float | None) -> Answer:
     x = clouds.x.clone().requires_grad_()
     values = otloss.cloud_loss(x, clouds.y, clouds.p, clouds.q, blur=blur, marginal_penalty=penalty)
     return values.detach(), torch.autograd.grad(values.sum(), x)[0]
+
+
+def _barycenter(clouds: Hard, blur: float) -> Answer:
+    """Of histograms on the first cloud; they have no gradient here."""
+    import otloss
+
+    points = clouds.x[0]
+    p = torch.rand(4, len(points), generator=torch.Generator().manual_seed(0)) + 0.01
+    values = otloss.barycenter(p / p.sum(-1, keepdim=True), otloss.costs.PointCost(points, points), epsilon=2 * blur**2)
+    return values, torch.zeros_like(points)
 
 
 def _exact(clouds: Hard) -> Answer:
@@ -215,7 +231,7 @@ def measured(cell: Cell) -> dict[str, Any]:
     if cell.name == OURS:
         late = [str(w.message) for w in caught if issubclass(w.category, ConvergenceWarning)]
         row["converged"] = "no" if late else "yes"
-    reference = references().get(cell.reference)
+    reference = None if cell.work == BARYCENTER else references().get(cell.reference)
     if cell.name != EXACT and reference is not None:
         row["value_error"] = f"{reference.value_error(values):.1e}"
         row["gradient_error"] = f"{reference.gradient_error(gradient):.1e}"
@@ -309,7 +325,6 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         for blur in options.blurs
         for kind in options.kinds
         for name in options.names
-        if work == DIVERGENCE
     ]
     return [cell for cell in every if takes(cell)]
 

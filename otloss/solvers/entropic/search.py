@@ -1,10 +1,16 @@
 """The search for the potentials of an entropic problem, by the numba kernel or in the log domain on any device.
 
-1. Sinkhorn's iteration, by the kernel for matrices on a CPU, else in logarithms. Large grids and clouds start coarse.
-   It ends at the tolerance, or where its contraction says that Newton's method would take less time.
-2. Newton's method on the dual for the problems that are left. Balanced ones start from exact potentials.
-3. Sinkhorn's iteration again, in float64, where step 2 does not apply or has failed.
-4. Newton's method where gradients of the weights are wanted and the potentials are uncertain.
+The ladder:
+
+1. A few iterations of Sinkhorn: by the kernel for matrices on a CPU, else in logarithms. Large images start from blocks
+   of cells. Large clouds start from clusters of points, where clusters are not much wider than the blur.
+2. The contraction of the error says how many more iterations the tolerance needs. Up to PATIENCE, they are made.
+3. Otherwise the problems that are left, and no others, start from exact potentials, in float64. Clouds that clusters do
+   not resolve come here at once. Unbalanced problems start from what step 1 has found, or from a larger epsilon.
+4. Newton's method on the dual, over the cells of the plan that hold mass, with a search along each step.
+5. Sinkhorn's iteration again, in float64, where 4 does not apply (matrices over 1 GiB) or has failed.
+6. The error of the marginals decides what is returned. Where gradients of the weights are wanted and the potentials
+   are uncertain, Newton's method with dense equations makes them accurate.
 """
 
 from __future__ import annotations
