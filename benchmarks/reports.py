@@ -565,6 +565,49 @@ def clouds_table() -> str:
     return markdown(["points in each cloud", *(f"{size:,}" for size in sizes)], rows)
 
 
+HARD_SIZES = {"16x256": "16 x 256, in the plane", "500": "500", "2000": "2,000", "6000": "6,000"}
+GEOMLOSS = "GeomLoss 0.5"  # its default scaling
+
+
+def hard_row(kind: str, size: str, name: str, *, blur: str = "0.05") -> Row | None:
+    key = ("divergence", kind, size, blur, name)
+    found = [r for r in rows_of("hard_clouds") if (r["work"], r["kind"], r["size"], r["blur"], r["name"]) == key]
+    return found[-1] if found and found[-1]["seconds"] else None
+
+
+def hard_clouds_table() -> str:
+    """Seconds of ours, and of GeomLoss with the relative error of its value."""
+    rows = []
+    for kind in dict.fromkeys(row["kind"] for row in rows_of("hard_clouds")):
+        cells = []
+        for size in HARD_SIZES:
+            ours, other = (hard_row(kind, size, name) for name in ("otloss", GEOMLOSS))
+            late = "" if ours is None or ours["converged"] == "yes" else ", not converged"
+            cells.append("" if ours is None else f"{float(ours['seconds']):.2g} s{late}")
+            error = "" if other is None or not other["value_error"] else f", {100 * float(other['value_error']):.2g} %"
+            cells.append("" if other is None else f"{float(other['seconds']):.2g} s{error}")
+        rows.append([kind, *cells])
+    heads = [text for title in HARD_SIZES.values() for text in (title, "GeomLoss")]
+    return markdown(["clouds", *heads], rows)
+
+
+def draw_hard_clouds(path: Path) -> None:
+    """Error of the value over time, one point for each kind of clouds of 2,000 points."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate(("otloss", GEOMLOSS, "GeomLoss 0.9")):
+        found = [hard_row(kind, "2000", name) for kind in dict.fromkeys(r["kind"] for r in rows_of("hard_clouds"))]
+        points = [(float(r["seconds"]), max(float(r["value_error"]), 1e-8)) for r in found if r and r["value_error"]]
+        axes.loglog(*zip(*points, strict=True), "os^"[number], color=f"C{number}", label=name, ms=6)
+    axes.set_xlabel("seconds, with the gradient")
+    axes.set_ylabel("relative error of the value")
+    axes.set_title("Ten kinds of clouds of 2,000 points, blur 0.05")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
 def token_loss_table() -> str:
     cases = (
         ("N=2048 V=32000 d=768 float32 u=0.34, GPT-2 tokens of wikitext2-valid, 2% of ids >= V dropped, our chunk 1024",
@@ -623,6 +666,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ranks": ranks_table, "losses": losses_table, "decisions": decisions_table, "grades": grades_table,
     "corpora": corpora_table, "known_source": known_source_table, "sizes": sizes_table,
     "in_context": in_context_table, "speeds": speeds_table, "clouds": clouds_table,
+    "hard_clouds": hard_clouds_table,
     "token_loss": token_loss_table, "boosting_times": boosting_times_table,
 }  # fmt: skip
 PART = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -638,6 +682,7 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         page.write_text(written(text), encoding="utf-8")
     draw_gains(REPORTS / "evidence.png")
+    draw_hard_clouds(REPORTS / "hard_clouds.png")
 
 
 if __name__ == "__main__":

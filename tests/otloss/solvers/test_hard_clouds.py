@@ -95,3 +95,15 @@ def test_barycenters_converge(kind: str) -> None:
     least = float(objective(a.unsqueeze(0)))
     for share in (1e-3, 0.1):
         assert float(objective((1 - share) * a + share * torch.cat([p, others])).min()) > least - 1e-7 * abs(least)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_float32(kind: str) -> None:
+    """Costs of far points, computed in float32, are off by more than epsilon."""
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        x, y = (cloud(kind, 3, 96, seed).to(dtype) for seed in (1, 2))
+        x.requires_grad_()
+        loss = otloss.cloud_loss(x, y, blur=0.05).sum()
+        gradients.append(torch.autograd.grad(loss, x)[0].double())
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-3 * float(gradients[1].abs().max()))
