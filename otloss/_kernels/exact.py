@@ -14,8 +14,7 @@ Each shipment closes one of its two bins, which becomes a leaf below the other. 
 similar problem, bins ship in the order of leaves of a shortest spanning tree by reduced costs. Where these potentials
 are still optimal, that is the tree of the optimum.
 
-Kernels take arrays in three tuples. Tuples without names, since numba reads a NamedTuple in 2 microseconds, a tenth of
-the time of a small problem:
+Kernels take arrays in three tuples. Tuples without names, since numba takes 2 microseconds more to read a NamedTuple:
 
     problems    p (B, n), q (B, m), matrices (K, n, m), owners (B,): problem k uses matrices[owners[k]]
     answers     f (B, n), g (B, m), cells (B, 2, n + m - 1), flows (B, n + m - 1), outcome (B, 4), to be filled.
