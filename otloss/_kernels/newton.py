@@ -561,17 +561,21 @@ def solve_stage(
 
 
 @compiled(seconds=8)
-def newton_problems(
-    counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, rho: float, f: Any, g: Any, plans: Any,
-    tolerance: float, settled: float, most: int, outcome: Any,
-) -> None:  # fmt: skip
+def newton_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None:
     """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; write the potentials to f[k] and g[k].
 
-    p, q: (B, n), (B, m), weights; shares of the mass in balanced problems, where rho is infinite. costs: the fields of
-    `Pairs`, the matrix with a first axis of matrices. plans: (B, 2, cells), rows and columns of the cells of exact
-    plans whose potentials are in g, or (B, 2, 0) without such plans. outcome: (B, 2), the error of g, infinite without
-    a start; it gets the error and the number of steps. All in float64.
+        posed       p (B, n) and q (B, m), weights, or shares of the mass in balanced problems, where rho is infinite;
+                    the fields of `Pairs`, the matrix with a first axis of matrices; owner (B,); epsilon (B,); rho; and
+                    rows and columns of the cells of exact plans whose potentials are in g, (B, 2, cells), or (B, 2, 0)
+        limits      tolerance, settled and the most steps
+        answers     f (B, n); g (B, m); outcome (B, 2), the error of g, infinite without a start, which becomes the
+                    error and the number of steps
+
+    All in float64.
     """
+    p, q, costs, owner, epsilon, rho, plans = posed
+    tolerance, settled, most = limits
+    f, g, outcome = answers
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

@@ -110,33 +110,38 @@ class Scratch(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """When the iterations of a problem end; `run_kernel` explains them."""
+    """When the iterations of a problem end; `run_kernel` explains them. `warm`: whether g holds a start."""
 
     tolerance: float
     settled: float
     most: int
     patience: float
+    warm: bool
+    rho: float
 
 
-def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
+def scratch(n: int, m: int, dtype: Any) -> tuple[tuple[np.ndarray, ...]]:
     """Return the arrays that `named` divides among the fields of `Scratch`, for problems with n by m costs."""
     longest = max(n, m)
-    return (
-        np.empty((8, longest)),
-        np.empty((8, longest), dtype),
-        np.empty((2, n, m), dtype),
-        np.empty((2, longest + 1), np.int64),
-    )
+    wide, narrow = np.empty((8, longest)), np.empty((8, longest), dtype)
+    return ((wide, narrow, np.empty((2, n, m), dtype), np.empty((2, longest + 1), np.int64)),)
 
 
 @inner()
-def named(counter: Any, wide: Any, narrow: Any, matrices: Any, places: Any) -> Scratch:
+def named(counter: Any, space: Any) -> Scratch:
+    wide, narrow, matrices, places = space
     # The kernel makes the named tuple: numba takes ten times as long to pass one from Python.
     return Scratch(
         wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], wide[6], wide[7], narrow[0], narrow[1], narrow[2],
         narrow[3], narrow[4], narrow[5], narrow[6], narrow[7], matrices[0], matrices[1], places[0], places[1],
         counter,
     )  # fmt: skip
+
+
+@inner()
+def limits_of(values: Any) -> Limits:
+    tolerance, settled, most, patience, warm, rho = values
+    return Limits(tolerance, settled, most, patience, warm, rho)
 
 
 @inner()
@@ -396,12 +401,12 @@ def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
 
 @spliced
 def _solve_by_steps(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, limits: Any, warm: bool
-) -> tuple[float, int]:  # fmt: skip
+    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, limits: Any
+) -> tuple[float, int]:
     """Iterate at falling values of epsilon, from the potentials in beta; return the error and the iterations."""
     beta = work.beta
     done, step, error = 0, epsilon, np.inf
-    while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
+    while not limits.warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
         step /= STAGE_FACTOR
     while True:
         last = step <= epsilon
@@ -425,9 +430,8 @@ def _solve_by_steps(
 
 @spliced
 def _solve(
-    p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any, warm: bool,
-    work: Any,
-) -> None:  # fmt: skip
+    p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any, work: Any
+) -> None:
     """Solve one problem from the start in g; write f and g on all bins, and the plan unless `plan` is empty."""
     negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
@@ -450,7 +454,7 @@ def _solve(
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
         highest, block = gather(cost, work, n, m), work.costs
-    error, done = _solve_by_steps(block, work, n, m, epsilon, highest, limits, warm)
+    error, done = _solve_by_steps(block, work, n, m, epsilon, highest, limits)
     _write_potentials(p, q, cost, work, n, m, epsilon, mass, (scale_p, scale_q), negligible, f, g)
     if plan.shape[0] > 0:
         write_plan(work, n, m, mass, plan)
@@ -465,27 +469,25 @@ def _solve(
 
 
 @compiled(seconds=4)
-def sinkhorn_problems(
-    counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, outcome: Any,
-    limits: Any, warm: bool, wide: Any, narrow: Any, matrices: Any, places: Any,
-) -> None:  # fmt: skip
-    """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]) from g[k], which holds zeros unless `warm`.
+def sinkhorn_problems(counter: Any, posed: Any, limits: Any, answers: Any, space: Any) -> None:
+    """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]) from g[k], which holds zeros unless limits say warm.
 
-    p, q (B, n), (B, m) and costs (matrices, n, m) are float32 or float64; the iterations run in this dtype. epsilon
-    (B,) and f, g (B, n), (B, m) are float64. plans are (B, n, m) in the dtype of the costs, or (1, 0, 0) for none.
-    outcome (B, 5) gets what `run_kernel` returns: infinity and NaN where the problem is not valid. Potentials of a
-    problem without mass are 0. limits is a tuple of the fields of `Limits`.
+    posed       p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
+                owner (B,) and epsilon (B,)
+    limits      the fields of `Limits`
+    answers     f (B, n) and g (B, m) in float64; plans (B, n, m) in the dtype of the costs, or (1, 0, 0) for none;
+                outcome (B, 5), which gets what `run_kernel` returns: infinity and NaN where the problem is not
+                valid. Potentials of a problem without mass are 0
+    space       the arrays of `scratch`
     """
-    work = named(counter, wide, narrow, matrices, places)
-    bounds = Limits(limits[0], limits[1], limits[2], limits[3])
+    p, q, costs, owner, epsilon = posed
+    f, g, plans, outcome = answers
+    work, bounds = named(counter, space), limits_of(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(
-            p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], plans[k % plans.shape[0]], outcome[k], bounds, warm,
-            work,
-        )  # fmt: skip
+        _solve(p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], plans[k % plans.shape[0]], outcome[k], bounds, work)
 
 
 @inner()
@@ -532,13 +534,12 @@ def _iterate_symmetric(
 
 
 @compiled()
-def symmetric_problems(
-    counter: Any, p: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, outcome: Any, tolerance: float,
-    settled: float, most: int, wide: Any, narrow: Any, matrices: Any, places: Any,
-) -> None:  # fmt: skip
+def symmetric_problems(counter: Any, posed: Any, limits: Any, answers: Any, space: Any) -> None:
     """As `sinkhorn_problems`, of p with itself at symmetric costs, without stages of epsilon and without plans."""
+    p, _, costs, owner, epsilon = posed
+    f, g, _, outcome = answers
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
-    work = named(counter, wide, narrow, matrices, places)
+    work, bounds = named(counter, space), limits_of(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -556,6 +557,6 @@ def symmetric_problems(
             gather(cost, work, n, n)
             block = work.costs
         outcome[k, ERROR], outcome[k, ITERATIONS] = _iterate_symmetric(
-            block, work, n, epsilon[k], tolerance, settled, most
+            block, work, n, epsilon[k], bounds.tolerance, bounds.settled, bounds.most
         )
         _write_potentials(p[k], p[k], cost, work, n, n, epsilon[k], mass, (1.0, 1.0), negligible, f[k], start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,20 +55,14 @@ def run_kernel(
     else:
         potential_q = g.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format).numpy()
     matrices = costs.contiguous().numpy()
-    made = (potential_p, potential_q)
-    weights: tuple[Tensor, ...]
-    settings: tuple[Any, ...]
+    kernel = sinkhorn_problems if rho is None else unbalanced_problems
     if symmetric and rho is None:
-        kernel, weights, settings = symmetric_problems, (p,), (outcome, tolerance, settled, most)
-    else:
-        kernel, weights = sinkhorn_problems, (p, q)
-        wanted = np.empty((1, 0, 0), matrices.dtype) if plans is None else plans.numpy()
-        limits = (tolerance, settled, most, float(patience))
-        settings = (wanted, outcome, limits, g is not None)
-        if rho is not None:
-            kernel, settings = unbalanced_problems, (*settings, rho)
+        kernel = symmetric_problems
+    posed = (p.contiguous().numpy(), q.contiguous().numpy(), matrices, owner, epsilon)
+    limits = (tolerance, settled, most, float(patience), g is not None, 0.0 if rho is None else float(rho))
+    wanted = np.empty((1, 0, 0), matrices.dtype) if plans is None else plans.numpy()
     run_on_threads(
-        kernel, count, (*(w.contiguous().numpy() for w in weights), matrices, owner, epsilon, *made, *settings),
+        kernel, count, (posed, limits, (potential_p, potential_q, wanted, outcome)),
         lambda: scratch(n, m, matrices.dtype),
         work=Work("Sinkhorn iterations", count * n * m, tolerance),
     )  # fmt: skip

@@ -37,12 +37,12 @@ from otloss._kernels.sinkhorn import (
     STAGE_ERROR,
     STAGE_FACTOR,
     STAGE_ITERATIONS,
-    Limits,
     count_positive,
     extend,
     gather,
     highest_cost,
     iterations_left,
+    limits_of,
     named,
     take,
     write_plan,
@@ -225,21 +225,20 @@ def _damp_others(places: Any, count: int, damping: float, offset: float, potenti
 
 @spliced
 def _solve_by_steps(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, rho: float, masses: Any, limits: Any,
-    warm: bool,
-) -> tuple[float, int, float, Any]:  # fmt: skip
+    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, masses: Any, limits: Any
+) -> tuple[float, int, float, Any]:
     """Iterate at falling values of epsilon, from the potentials in gamma.
 
     Returns the error, the number of iterations, the largest step of the last exact updates, and the last `Sides`.
     """
     gamma, log_p, log_q = work.gamma, math.log(masses[0]), math.log(masses[1])
     done, step, error, change = 0, epsilon, np.inf, np.inf
-    while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
+    while not limits.warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
         step /= STAGE_FACTOR
     while True:
         last = step <= epsilon
         left = limits.most - done
-        pull = step / rho
+        pull = step / limits.rho
         sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
         for j in range(m):
             gamma[j] = gamma[j] / step + log_p
@@ -258,9 +257,8 @@ def _solve_by_steps(
 
 @spliced
 def _solve(
-    p: Any, q: Any, cost: Any, epsilon: float, rho: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any,
-    warm: bool, work: Any,
-) -> None:  # fmt: skip
+    p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any, work: Any
+) -> None:
     negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
@@ -276,7 +274,7 @@ def _solve(
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
         highest, block = gather(cost, work, n, m), work.costs
-    error, done, change, sides = _solve_by_steps(block, work, n, m, epsilon, highest, rho, masses, limits, warm)
+    error, done, change, sides = _solve_by_steps(block, work, n, m, epsilon, highest, masses, limits)
     outcome[ITERATIONS] = done
     if not error < np.inf:
         return
@@ -290,22 +288,17 @@ def _solve(
 
 
 @compiled(seconds=4)
-def unbalanced_problems(
-    counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, outcome: Any,
-    limits: Any, warm: bool, rho: float, wide: Any, narrow: Any, matrices: Any, places: Any,
-) -> None:  # fmt: skip
+def unbalanced_problems(counter: Any, posed: Any, limits: Any, answers: Any, space: Any) -> None:
     """As `sinkhorn_problems`, with the marginal penalty rho. The error of g is a bound; its spread is not written.
 
     The error is infinite too where a side has no mass or factors underflow. Then `f` and `g` are not written, or not
     completely.
     """
-    work = named(counter, wide, narrow, matrices, places)
-    bounds = Limits(limits[0], limits[1], limits[2], limits[3])
+    p, q, costs, owner, epsilon = posed
+    f, g, plans, outcome = answers
+    work, bounds = named(counter, space), limits_of(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(
-            p[k], q[k], costs[owner[k]], epsilon[k], rho, f[k], g[k], plans[k % plans.shape[0]], outcome[k], bounds,
-            warm, work,
-        )  # fmt: skip
+        _solve(p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], plans[k % plans.shape[0]], outcome[k], bounds, work)

@@ -167,13 +167,12 @@ def _run(
     owner = np.arange(count) % len(costs[0])
     f, g = torch.zeros_like(p), g[:, by_column].contiguous()
     outcome = np.stack([error.numpy(), np.zeros(count)], 1)
-    arguments = (
-        p[:, by_row].contiguous().numpy(), q[:, by_column].contiguous().numpy(), costs, owner,
-        problem.epsilon.contiguous().numpy(), math.inf if rho is None else rho, f.numpy(), g.numpy(), cells,
-        goal.tolerance, goal.settled, min(goal.most, MOST_STEPS), outcome,
-    )  # fmt: skip
+    weights = p[:, by_row].contiguous().numpy(), q[:, by_column].contiguous().numpy()
+    penalty = math.inf if rho is None else float(rho)
+    posed = (*weights, costs, owner, problem.epsilon.contiguous().numpy(), penalty, cells)
+    limits = (goal.tolerance, goal.settled, min(goal.most, MOST_STEPS))
     work = Work("Newton's method", count * n * m, goal.tolerance)
-    run_on_threads(newton_problems, count, arguments, work=work)
+    run_on_threads(newton_problems, count, (posed, limits, (f.numpy(), g.numpy(), outcome)), work=work)
     f, g = (torch.empty_like(t).index_copy_(1, order, t) for t, order in ((f, by_row), (g, by_column)))
     return f, g, torch.from_numpy(outcome[:, ERROR]), torch.from_numpy(outcome[:, ITERATIONS]).long()
 
