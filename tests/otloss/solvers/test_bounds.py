@@ -60,8 +60,7 @@ def test_sandwich_on_degenerate_problems(problem: SquareProblem) -> None:
 def test_sandwich_on_rectangular_costs(problem: SquareProblem) -> None:
     p, q, matrix = map(as_double, problem)
     exact, slack = emd(p, q, matrix), 1e-9
-    assert lower_bound(p, q, matrix) <= exact + slack
-    assert exact <= upper_bound(p, q, matrix) + slack
+    assert lower_bound(p, q, matrix) - slack <= exact <= upper_bound(p, q, matrix) + slack
     if matrix.shape[0] == matrix.shape[1]:  # costs of staying are counted
         assert exact <= upper_bound(p, q, matrix, coupling="residual") + slack
 
@@ -77,13 +76,6 @@ def test_residual_is_zero_iff_equal(problem: SquareProblem, exponent: int) -> No
     # Equal masses are made by rescaling, which may remove a difference of one rounding.
     if ((p - near).abs() > 4 * torch.finfo(torch.float64).eps * torch.maximum(p, near)).any():
         assert upper_bound(p, near, cost, coupling="residual") > 0
-
-
-def test_residual_sees_a_difference_whose_square_underflows() -> None:
-    p = torch.tensor([1.0, 0.0, 1e-30])
-    q = torch.tensor([1.0, 1e-30, 0.0])
-    value = upper_bound(p, q, LineCost(torch.arange(3.0)), coupling="residual")
-    assert value.item() == pytest.approx(1e-30, rel=1e-6, abs=0)
 
 
 def test_bounds_are_exact_where_the_plan_is_unique() -> None:
@@ -105,18 +97,6 @@ def test_bounds_are_exact_where_the_plan_is_unique() -> None:
     assert value.item() == 6.0  # 0.5 * 5 + 0.5 * 7, against 0.5 * 5 + 0.5 * 6
 
 
-def test_rounding_below_zero_keeps_the_gradient() -> None:
-    embedding = torch.randn(30, 7, generator=torch.Generator().manual_seed(0))
-    cost = CosineCost(embedding)
-    for i in range(30):
-        p, q = torch.eye(30)[i].requires_grad_(), torch.eye(30)[i]
-        value = upper_bound(p, q, cost, coupling="independent")
-        assert 0 <= value < 1e-6
-        (by_p,) = torch.autograd.grad(value, p)
-        expected = cost.rows(torch.tensor([i]))[0]
-        torch.testing.assert_close(by_p, expected - expected.mean(), atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("mass", [1e25, 1e-25])
 def test_masses_whose_square_no_float32_holds(mass: float) -> None:
     p, q = torch.tensor([0.5, 0.5]) * mass, torch.tensor([0.25, 0.75]) * mass
@@ -125,42 +105,6 @@ def test_masses_whose_square_no_float32_holds(mass: float) -> None:
         expected = lower_bound(p.double(), q.double(), cost.to(torch.float64))
         torch.testing.assert_close(lower_bound(p, q, cost), expected.float(), rtol=1e-5, atol=0)
     assert upper_bound(p * 1e10, q * 1e10, 1e20 * (1 - torch.eye(2))) > 0  # infinite, not NaN, where it overflows
-
-
-def test_lower_bounds_between_two_clouds() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = 50 + torch.randn(2, 1, 7, 3, generator=generator, dtype=torch.float64)
-    y = 51 + torch.randn(3, 5, 3, generator=generator, dtype=torch.float64)
-    x[0, 0, 2], y[1, 4] = 0, 0  # no direction for cosines
-    p = torch.rand(2, 1, 7, generator=generator, dtype=torch.float64)
-    q = torch.rand(3, 5, generator=generator, dtype=torch.float64)
-    p, q = 2 * p / p.sum(-1, keepdim=True), 2 * q / q.sum(-1, keepdim=True)
-    means = (p.unsqueeze(-1) * x).sum(-2) / 2 - (q.unsqueeze(-1) * y).sum(-2) / 2
-    by_means = {"sqeuclidean": means.square().sum(-1), "euclidean": means.norm(dim=-1), "l1": means.abs().sum(-1)}
-    for metric in ("sqeuclidean", "euclidean", "l1", "cosine"):
-        cost = PointCost(x, y, metric=metric)
-        bound, exact = lower_bound(p, q, cost), emd(p, q, cost)
-        assert bound.shape == (2, 3)
-        assert (bound <= exact + 1e-9).all()
-        assert (upper_bound(p, q, cost) >= exact - 1e-9).all()
-        if metric in by_means:
-            assert (bound >= 2 * by_means[metric] - 1e-9).all()
-        if metric == "sqeuclidean":
-            torch.testing.assert_close(bound, 2 * by_means[metric])
-
-
-def test_lower_bounds_on_grids_see_each_axis() -> None:
-    generator = torch.Generator().manual_seed(0)
-    p, q = torch.rand(2, 20, 12, generator=generator, dtype=torch.float64).softmax(-1) * 3
-    where = torch.cartesian_prod(torch.arange(3.0), 0.5 * torch.arange(4.0)).double()
-    for power in (0.7, 1, 1.5, 2):
-        cost = GridCost((3, 4), power=power, spacing=(1.0, 0.5)).to(torch.float64)
-        bound, exact = lower_bound(p, q, cost), emd(p, q, cost)
-        assert (bound <= exact + 1e-9).all()
-        if power >= 1:
-            assert (bound >= 3 * (((p - q) @ where / 3).abs() ** power).sum(-1) - 1e-9).all()
-    corners = torch.eye(12, dtype=torch.float64)
-    torch.testing.assert_close(lower_bound(corners[0], corners[11], cost), cost.dense()[0, 11])
 
 
 def test_relaxed_bounds_equal_the_loop_over_pairs() -> None:
@@ -180,27 +124,54 @@ def test_relaxed_bounds_equal_the_loop_over_pairs() -> None:
         torch.testing.assert_close(lower_bound(p, q, cost), torch.maximum(there, back), rtol=1e-6, atol=1e-9)
 
 
+def test_rounding_below_zero_keeps_the_gradient() -> None:
+    cost = CosineCost(torch.randn(30, 7, generator=torch.Generator().manual_seed(0)))
+    p, q = torch.eye(30).requires_grad_(), torch.eye(30)
+    value = upper_bound(p, q, cost, coupling="independent")
+    assert ((value >= 0) & (value < 1e-6)).all()
+    expected = cost.dense() - cost.dense().mean(-1, keepdim=True)
+    torch.testing.assert_close(torch.autograd.grad(value.sum(), p)[0], expected, atol=1e-6, rtol=0)
+
+
+def test_lower_bounds_of_points_and_grids_see_the_distance_of_the_means() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = 50 + torch.randn(2, 1, 7, 3, generator=generator, dtype=torch.float64)
+    y = 51 + torch.randn(3, 5, 3, generator=generator, dtype=torch.float64)
+    p, q = (
+        3 * torch.rand(*shape, generator=generator, dtype=torch.float64).softmax(-1) for shape in ((2, 1, 7), (3, 5))
+    )
+    apart = ((p.unsqueeze(-1) * x).sum(-2) - (q.unsqueeze(-1) * y).sum(-2)) / 3
+    by_means = {"sqeuclidean": apart.square().sum(-1), "euclidean": apart.norm(dim=-1), "l1": apart.abs().sum(-1)}
+    for metric in ("sqeuclidean", "euclidean", "l1", "cosine"):
+        bound, exact = (f(p, q, PointCost(x, y, metric=metric)) for f in (lower_bound, emd))
+        assert (3 * by_means.get(metric, 0.0) - 1e-9 <= bound).all()
+        assert (bound <= exact + 1e-9).all()
+        if metric == "sqeuclidean":
+            torch.testing.assert_close(bound, 3 * by_means[metric])
+    p, q = torch.rand(2, 20, 12, generator=generator, dtype=torch.float64).softmax(-1) * 3
+    where = torch.cartesian_prod(torch.arange(3.0), 0.5 * torch.arange(4.0)).double()
+    for power in (0.7, 1, 1.5, 2):
+        cost = GridCost((3, 4), power=power, spacing=(1.0, 0.5)).to(torch.float64)
+        bound = lower_bound(p, q, cost)
+        assert (bound <= emd(p, q, cost) + 1e-9).all()
+        if power >= 1:
+            assert (bound >= 3 * (((p - q) @ where / 3).abs() ** power).sum(-1) - 1e-9).all()
+
+
 def test_bounds_between_many_points_form_no_matrix() -> None:
-    weights = torch.rand(2, 20_000).softmax(-1)
-    p, q = weights[0].requires_grad_(), weights[1]
+    p, q = torch.rand(2, 20_000).softmax(-1)
     x, y = torch.randn(2, 20_000, 3)
-    for cost in (PointCost(x), PointCost(x, metric="cosine"), PointCost(x, y), CosineCost(x), GridCost((100, 200))):
+    for cost in (PointCost(x, metric="cosine"), PointCost(x, y), CosineCost(x), GridCost((100, 200))):
         with Operations() as ran:
-            lower_bound(p, q, cost).backward()
-            upper_bound(p, q, cost).backward()
+            (lower_bound(p.requires_grad_(), q, cost) + upper_bound(p, q, cost)).backward()
         assert ran.largest <= 20_000 * 200
 
 
 half = torch.tensor([0.5, 0.5])
-
-
 test_bad_input = raising(
     (upper_bound, (half, half, torch.eye(2)), {"coupling": "exact"}, "coupling is 'exact', expected"),
     (upper_bound, (half, torch.ones(1), torch.ones(2, 1)), {"coupling": "residual"}, r"shape \(2, 1\).*same bins"),
-    *(
-        (f, (half, half, LineCost(torch.arange(3.0))), {}, r"cost has shape \(3, 3\)")
-        for f in (upper_bound, lower_bound)
-    ),
-    *((f, (half, half * 2, torch.eye(2)), {}, "different masses: 1 and 2") for f in (upper_bound, lower_bound)),
+    (lower_bound, (half, half, LineCost(torch.arange(3.0))), {}, r"cost has shape \(3, 3\)"),
+    (lower_bound, (half, half * 2, torch.eye(2)), {}, "different masses: 1 and 2"),
     call=lambda function, arguments, options: function(*arguments, **options),
 )

@@ -1,0 +1,235 @@
+"""Closed forms on lines, circles, trees and slices against linear programs; in torch, and by the kernels.
+
+More of their gradients is in test_gradient_matrix.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import otloss
+from otloss import cdf_distance, sliced_wasserstein, wasserstein_1d, wasserstein_circular, wasserstein_tree
+from tests.errors import raising
+from tests.otloss.linear_programs import check_subgradients, sparse_weights
+from tests.otloss.oracles import as_double, linprog_value
+from tests.otloss.strategies import line_problems, positions, weights
+
+Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
+drawn = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def implementation(request: pytest.FixtureRequest) -> None:
+    if request.param == "kernels":
+        request.getfixturevalue("small_blocks")
+
+
+# ---- lines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("implementation")
+@drawn
+@given(st.data(), st.sampled_from([1, 1.5, 2, 3.7]), st.booleans())
+def test_quantile_merge_is_the_linear_program(data: st.DataObject, order: float, shared: bool) -> None:
+    """On bins of each side, or of both; gradients are subgradients."""
+    m = data.draw(st.integers(1, 6))
+    n = m if shared else data.draw(st.integers(1, 6))
+    p, q, x, y = (data.draw(s) for s in (weights(n), weights(m), positions(n), positions(m)))
+    places = (as_double(x),) if shared else (as_double(x), as_double(y))
+    matrix = np.abs(np.subtract.outer(x, x if shared else y)) ** order
+    value = wasserstein_1d(as_double(p), as_double(q), *places, order=order)
+    assert value.item() == pytest.approx(linprog_value(p, q, matrix), abs=1e-6 * max(1.0, matrix.max()))
+    slack = 1e-9 * (1 + float(matrix.max()))
+    check_subgradients(lambda p, q: wasserstein_1d(p, q, *places, order=order), p, q, slack)
+
+
+@pytest.mark.usefixtures("implementation")
+@drawn
+@given(line_problems(), st.sampled_from([1, 1.3, 2, 3]))
+def test_cdf_distance_is_its_definition_and_gradients_are_subgradients(problem: Problem, power: float) -> None:
+    p, q, x = problem
+    order = np.argsort(x, kind="stable")
+    gaps, apart = np.diff(x[order]), np.abs(np.cumsum(p[order] - q[order]))[:-1]
+    actual = cdf_distance(*map(as_double, problem), power=power)
+    assert actual.item() == pytest.approx((gaps * apart**power).sum(), abs=1e-12)
+    check_subgradients(lambda p, q: cdf_distance(p, q, as_double(x), power=power), p, q, slack=1e-8)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_float32_is_as_good_as_its_inputs() -> None:
+    """On many bins, far from the origin, with wide weights; dtypes are promoted, masses balanced."""
+    rng = np.random.default_rng(0)
+    p, q = (torch.tensor(np.stack([sparse_weights(rng, k) for _ in range(40)])).float() for k in (300, 200))
+    x, y = torch.tensor(rng.normal(size=(40, 300))).float(), torch.tensor(rng.normal(size=(40, 200))).float()
+    for shift in (0.0, 1e6):
+        wide = [(w.double() / w.double().sum(-1, keepdim=True)) for w in (p, q)]
+        exact = wasserstein_1d(*wide, (x + shift).double(), (y + shift).double(), order=2)
+        torch.testing.assert_close(
+            wasserstein_1d(p, q, x + shift, y + shift, order=2), exact.float(), rtol=1e-6, atol=1e-7
+        )
+    p, q = (torch.rand(50_000, generator=torch.Generator().manual_seed(s)).softmax(-1) for s in (0, 1))
+    exact = cdf_distance(p.double() / p.double().sum(), q.double() / q.double().sum(), power=1)
+    assert cdf_distance(p, q, power=1).item() == pytest.approx(exact.item(), rel=1e-4)
+    p, q = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.4, 0.3]], dtype=torch.float64)
+    assert wasserstein_1d(p, q * (1 + 8e-10)).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-12)
+    torch.testing.assert_close(cdf_distance(3 * p, 3 * p.flip(0)), 9 * cdf_distance(p, p.flip(0)))
+    assert wasserstein_1d(p, q, torch.tensor([0, 2, 5])).item() == pytest.approx(1.6)  # positions of integers
+    assert wasserstein_1d(p.float(), q.float(), torch.arange(3), torch.arange(3).double()).dtype == torch.float64
+
+
+# ---- circles and trees -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(line_problems(max_size=7), st.sampled_from([1.0, 2.5, 7.0, 100.0]))
+def test_the_circle_is_the_linear_program_and_gradients_are_subgradients(problem: Problem, period: float) -> None:
+    p, q, x = problem
+    apart = np.abs(np.subtract.outer(x, x)) % period
+
+    def value(p: Tensor, q: Tensor) -> Tensor:
+        return wasserstein_circular(p, q, as_double(x), period=period)
+
+    expected = linprog_value(p, q, np.minimum(apart, period - apart))
+    assert value(as_double(p), as_double(q)).item() == pytest.approx(expected, abs=1e-6 * period)
+    check_subgradients(value, p, q, slack=1e-10 * (10 + period))
+
+
+def path_lengths(parent: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Distances between all nodes, by walking up."""
+
+    def edges(node: int) -> set[int]:
+        walked = set()
+        while parent[node] not in (node, -1):
+            walked.add(node)
+            node = int(parent[node])
+        return walked
+
+    above = [edges(i) for i in range(parent.size)]
+    return np.array([[sum(length[e] for e in a ^ b) for b in above] for a in above])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 8), st.integers(0, 10_000))
+def test_the_tree_is_the_linear_program_and_gradients_are_subgradients(data: st.DataObject, n: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    grown = np.array([max(0, rng.integers(max(0, i - 3), max(1, i))) for i in range(n)])
+    names, parent = rng.permutation(n), np.empty(n, dtype=np.int64)  # nodes come in any order
+    parent[names] = names[grown]
+    length, p, q = rng.integers(0, 4, size=n).astype(float), data.draw(weights(n)), data.draw(weights(n))
+
+    def value(p: Tensor, q: Tensor) -> Tensor:
+        return wasserstein_tree(p, q, torch.tensor(parent), as_double(length))
+
+    expected = linprog_value(p, q, path_lengths(parent, length))
+    assert value(as_double(p), as_double(q)).item() == pytest.approx(expected, abs=1e-6)
+    check_subgradients(value, p, q)
+
+
+@pytest.mark.parametrize("n", [1, 64, 65])
+def test_a_path_is_a_line(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    p, q = torch.rand(2, 3, n, generator=generator, dtype=torch.float64).softmax(-1)
+    gaps = torch.rand(n, generator=generator, dtype=torch.float64)
+    x = torch.cat([gaps[:1] * 0, gaps[1:].cumsum(0)])
+    for root in (-1, 0):
+        parent = torch.arange(-1, n - 1)
+        parent[0] = root
+        torch.testing.assert_close(wasserstein_tree(p, q, parent.int(), gaps), wasserstein_1d(p, q, x))
+
+
+# ---- slices ------------------------------------------------------------------------------------------------------
+
+
+def clouds(seed: int, n: int, m: int, d: int) -> tuple[np.ndarray, ...]:
+    """Points and weights, some of them zero, and three directions."""
+    rng = np.random.default_rng(seed)
+    return (
+        rng.normal(size=(n, d)),
+        rng.normal(size=(m, d)),
+        sparse_weights(rng, n),
+        sparse_weights(rng, m),
+        rng.normal(size=(3, d)),
+    )
+
+
+@pytest.mark.parametrize(("n", "m", "d", "order"), [(5, 5, 2, 2), (4, 6, 3, 1), (4, 3, 2, 1.5), (1, 3, 1, 2)])
+def test_slices_are_means_of_linear_programs(n: int, m: int, d: int, order: float) -> None:
+    x, y, a, b, along = clouds(n + m, n, m, d)
+    unit = along / np.linalg.norm(along, axis=1, keepdims=True)
+    costs = [np.abs(np.subtract.outer(x @ u, y @ u)) ** order for u in unit]
+    expected = np.mean([linprog_value(a, b, cost) for cost in costs])
+    value = sliced_wasserstein(*map(as_double, (x, y, a, b)), order=order, projections=as_double(along))
+    assert value.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_drawn_directions_are_uniform_and_of_the_generator() -> None:
+    """A shift costs its square over the dimension, and the mean of |u_1| on the sphere."""
+    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shift = torch.tensor([3.0, 0.0, -1.0, 2.0], dtype=torch.float64)
+    mean = math.gamma(2) / (math.sqrt(math.pi) * math.gamma(2.5))
+    for order, expected in ((2, float(shift @ shift) / 4), (1, float(shift.norm()) * mean)):
+        values = [
+            sliced_wasserstein(
+                x, x + shift, order=order, projections=20_000, generator=torch.Generator().manual_seed(seed)
+            ).item()
+            for seed in (1, 1, 2)
+        ]
+        assert values[0] == values[1] != values[2]
+        assert values[0] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_blocks_of_slices_change_nothing(order: float, request: pytest.FixtureRequest) -> None:
+    x, y, a, b, along = clouds(1, 6, 5, 2)
+    answers = []
+    for in_blocks in (False, True):
+        if in_blocks:
+            request.getfixturevalue("small_blocks")
+        leaves = [as_double(t, grad=True) for t in (x, y, a, b)]
+        value = sliced_wasserstein(*leaves, order=order, projections=as_double(along))
+        first = torch.autograd.grad(value, leaves, create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), leaves[0]) if order == 2 else ()
+        answers.append([value, *first, *second])
+    torch.testing.assert_close(*answers)
+
+
+def test_slices_of_large_numbers_in_float32() -> None:
+    x = torch.randn(2, 50, 3, generator=torch.Generator().manual_seed(0))
+    along = torch.eye(3).repeat(9, 1)
+    for points in (x + 1e6, 1e19 * x):
+        actual, exact = (sliced_wasserstein(t, t.flip(0), projections=along) for t in (points, points.double()))
+        torch.testing.assert_close(actual, exact.float(), rtol=1e-5, atol=0)
+    for call in (sliced_wasserstein, lambda x, y: otloss.cloud_loss(x, y, kind="sliced")):
+        with pytest.raises(ValueError, match=r"distances to the power 2 overflow torch.float32; .* pass float64"):
+            call(1e21 * x, 1e21 * x + 1e21)
+
+
+third, ones, square = torch.full((3,), 1 / 3), torch.ones(3), torch.rand(4, 2)
+test_bad_input = raising(
+    (cdf_distance, (third, third), {"power": 0.5}, "power is 0.5, expected a finite number of at"),
+    (cdf_distance, (third, torch.ones(1)), {}, "p has 3 bins and q 1.*wasserstein_1d"),
+    (wasserstein_1d, (third, torch.ones(1)), {"order": 2}, "pass y, the positions of q's bins"),
+    (cdf_distance, (third, third * 2), {}, "different masses: 1.* and 2.*relative difference"),
+    (wasserstein_1d, (third, third - 0.5), {"order": 2}, "q holds -0.1666.* in bin 0"),
+    (cdf_distance, (third.expand(2, 3), third, torch.rand(5, 3)), {}, r"x \(5,\), its weights"),
+    (wasserstein_circular, (third, third, third), {}, "x is given without a period"),
+    (wasserstein_circular, (third, third), {"period": 0}, "period is 0, expected a finite number above"),
+    (wasserstein_tree, (third, third, torch.tensor([0, 2, 1]), ones), {}, "parent has a cycle above node 1"),
+    (
+        wasserstein_tree,
+        (third, third, torch.tensor([-1, 0, -1]), ones),
+        {},
+        r"parent has 2 roots \[0, 2\], expected one",
+    ),
+    (wasserstein_tree, (third, third, torch.tensor([0, 0, 3]), ones), {}, r"parent\[2\] is 3, expected 0 to 2"),
+    (wasserstein_tree, (third, third, torch.tensor([0, 0, 0]), -ones), {}, r"length\[0\] is -1.0"),
+    (sliced_wasserstein, (square, square, torch.ones(3)), {}, r"a has shape \(3,\), expected a last axis of 4"),
+    (sliced_wasserstein, (square, square), {"projections": 0}, "projections is 0, expected how many"),
+    (sliced_wasserstein, (square, square), {"projections": torch.zeros(2, 2)}, r"projections\[0\] is zero"),
+    call=lambda function, arguments, options: function(*arguments, **options),
+)
