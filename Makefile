@@ -39,7 +39,7 @@ test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(FOR_DEV)  ## the slow tests too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu" --hypothesis-profile default
 
 # The same numbers come out of other instructions and orders of summation, up to rounding.
 test-portable: $(FOR_DEV)  ## tests/otloss three times, with other code paths of torch, MKL and numba, on one thread and on two

@@ -13,6 +13,11 @@ os.environ |= {"HF_DATASETS_CACHE": f"{CACHE.name}/datasets"}
 
 import data  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# The same examples in every run; `make test-all` draws others.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,11 @@ def newton_search(
     if from_exact:
         g, plans = _exact_start(hard, g)
     f, g, error, steps = _run(hard, g, error, plans, goal)
-    if bool((hard.q == 0).any()):
+    if hard.marginal_penalty is not None:  # columns without mass decide the potentials of empty rows
+        sweep = Sweep.of(hard)
+        g = sweep.g_from(f)
+        f = sweep.f_from(g)
+    elif bool((hard.q == 0).any()):
         g = torch.where(hard.q > 0, g, Sweep.of(hard).g_from(f))
     # The error of `result` may be NaN.
     is_better = ~(result.error[chosen].cpu().clamp(min=goal.tolerance) < error)
