@@ -9,18 +9,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from otloss_llm import EmbeddingCost, TokenLoss, linear_token_loss, token_loss
 from tests.otloss_llm.oracles import Problem
 
-IMPLEMENTATIONS = ["reference", "chunked"]
+IMPLEMENTATIONS = ["logits", "reference", "chunked"]
 
 
 def fused(leaves: list[Tensor], given: Problem, **settings: Any) -> TokenLoss:
-    hidden, weight, *rest = leaves
-    if "cost" not in settings:
-        settings["cost"] = EmbeddingCost(given.embedding)
-    settings = {"chunk_size": 7} | settings
-    return linear_token_loss(
-        hidden, weight, given.labels, bias=rest[0] if rest else None,
-        logit_scale=given.scale, logit_softcap=given.softcap, **settings,
-    )  # fmt: skip
+    """The token loss of a head; with impl="logits" that of its logits, by `token_loss`."""
+    hidden, weight, bias = (*leaves, None)[:3]
+    settings = {"cost": EmbeddingCost(given.embedding), "chunk_size": 7} | settings
+    if settings.get("impl") == "logits":
+        z = torch.nn.functional.linear(hidden, weight, bias) * given.scale
+        z = z if given.softcap is None else given.softcap * torch.tanh(z / given.softcap)
+        settings = {key: value for key, value in settings.items() if key not in ("impl", "chunk_size")}
+        return token_loss(z, given.labels, **settings)
+    transform = {"logit_scale": given.scale, "logit_softcap": given.softcap}
+    return linear_token_loss(hidden, weight, given.labels, bias=bias, **transform, **settings)
 
 
 def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:

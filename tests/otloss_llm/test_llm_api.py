@@ -87,29 +87,5 @@ def test_the_names_are_those_of_the_interface() -> None:
 # ---- a module in place of its weight -----------------------------------------------------------------------------
 
 
-def test_a_module_in_place_of_its_weight_is_named() -> None:
-    calls: list[tuple[str, Callable[[Any], Any]]] = [
-        ("weight", lambda m: linear_token_loss(torch.randn(2, 3), m, torch.tensor([1, 2]), objective=MLE())),
-        ("embedding", EmbeddingCost),
-    ]
-    for argument, call in calls:
-        with pytest.raises(
-            TypeError, match=rf"^{argument} is a module of type Linear, expected .*the weight.*\.weight"
-        ):
-            call(torch.nn.Linear(3, 7))
 
 
-def test_the_version_needs_no_metadata_of_an_installation() -> None:
-    """As from a source tree on PYTHONPATH."""
-    code = """
-import importlib.metadata as metadata
-found = metadata.distribution
-def without_ours(name):
-    if name.startswith("otloss"):
-        raise metadata.PackageNotFoundError(name)
-    return found(name)
-metadata.distribution = without_ours
-import otloss, otloss_llm
-print(otloss.__version__, otloss_llm.__version__)
-"""
-    assert run(code) == [f"{otloss_llm.__version__} {otloss_llm.__version__}"]

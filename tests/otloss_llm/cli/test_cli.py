@@ -81,14 +81,6 @@ def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, tiny: Tiny, tm
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run")) <= model.config.vocab_size
 
 
-def test_bf16_and_epochs_and_best_checkpoint(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    every_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_nll", "greater_is_better": False}
-    ended = cli(*train_options(tiny, tmp_path / "run", bf16=True, **every_epoch, **best))
-    evaluated = [entry["eval_nll"] for entry in read(tmp_path / "run/log.json") if "eval_nll" in entry]
-    assert len(evaluated) == 3
-    assert ended.json["eval_nll"] == pytest.approx(min(evaluated[:2]), rel=1e-6)
-    assert load_model(str(tmp_path / "run"), dtype="auto").dtype == torch.float32
 
 
 def test_evaluate_prints_what_the_library_computes(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -226,23 +218,8 @@ def test_divergence_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "run/results.json").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "evaluate"])
-def test_a_wrong_text_is_found_before_a_model_is_loaded(cli: Cli, tiny: Tiny, bad: Path, command: str) -> None:
-    shutil.copytree(tiny.llama, bad / "broken")
-    for file in ("model.safetensors", "tokenizer.json"):
-        (bad / "broken" / file).write_bytes(b"nothing that could be loaded")
-    source = "text" if command == "evaluate" else "train_text"
-    rest = {} if command == "evaluate" else {"output_dir": bad / "run"}
-    for text, said in (("nothing.txt", "no file"), ("blank.txt", "whitespace"), ("void", "holds no .txt")):
-        given = {"model_name_or_path": bad / "broken", source: text} | rest
-        assert said in cli(command, *options(**given)).error
 
 
-def test_version_does_not_import_torch() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "otloss_llm", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"otloss-llm {otloss_llm.__version__}\n"
-    assert "torch" not in done.stderr
 
 
 EARLY = {
@@ -284,22 +261,8 @@ def test_the_options_known_without_torch_are_those_of_the_parser(command: str) -
             assert kind == field.annotation.removesuffix(" | None"), name
 
 
-def test_warnings_of_ours_are_one_line() -> None:
-    with plain_warnings():
-        ours, other = (warnings.formatwarning("near", UserWarning, file, 3) for file in (arguments.__file__, "x.py"))
-    assert ours == "otloss-llm: warning: near\n"
-    assert other.startswith("x.py:3: UserWarning: near")
 
 
-def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt", encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), str(Path(otloss_llm.__file__).parents[1])])
-    done = subprocess.run(
-        module_command("generate", "--model_name_or_path", "x"), capture_output=True, text=True, timeout=120,
-        env=os.environ | {"PYTHONPATH": path}, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr.splitlines() == [f"otloss-llm: error: {INTERRUPTED}"]
 
 
 # PEFT asks transformers for a name that transformers has deprecated.
@@ -324,24 +287,5 @@ def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tm
     assert "lora" in other
 
 
-def test_wrong_adapters_and_a_missing_package(cli: Cli, tiny: Tiny, bad: Path, without: Callable[[str], None]) -> None:
-    def error(**given: object) -> str:
-        return cli(*train_options(tiny, bad / "run", **given)).error
-
-    assert "need --lora_r" in error(lora_alpha=8)
-    assert "lora_r is 0" in error(lora_r=0)
-    assert "lora_dropout is 1.0" in error(lora_r=2, lora_dropout=1)
-    without("peft")
-    assert error(lora_r=2) == "--lora_r needs PEFT, which is not installed: pip install peft"
 
 
-def test_a_bug_is_a_traceback_and_so_is_any_error_on_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError):
-        main(["generate", "--model_name_or_path", "./nothing", "--traceback"])
-
-    def broken(*args: object, **kwargs: object) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr("otloss_llm.evaluation.sampling.sample_texts", broken)
-    with pytest.raises(KeyError, match="a bug"):
-        main(["generate", "--model_name_or_path", str(tiny.gpt2)])

@@ -86,15 +86,6 @@ def test_tokens_of_one_value_keep_one_value_when_shuffled() -> None:
         assert sorted(got[[0, 1, 4]].tolist()) == [1.0, 3.0, 7.0]
 
 
-def test_a_vocabulary_is_read_once_and_again_where_the_tokenizer_has_changed() -> None:
-    tokenizer = train_bpe_tokenizer(["a b 1 2 1 2"], 260, split_digits=True)
-    first, again = (number_cost(tokenizer, 300, NumberSettings()) for _ in range(2))
-    assert first is again
-    values = number_values(tokenizer, 300)
-    assert values is not None
-    assert values.shape == (300,)
-    tokenizer.add_special_tokens({"pad_token": "7"})
-    assert 7.0 not in number_tokens(tokenizer, 300).values.tolist()
 
 
 def test_values_of_a_tokenizer_without_numbers(tokenizer: Any, wordy: Any) -> None:

@@ -11,7 +11,6 @@ from otloss_llm import EmbeddingCost
 from otloss_llm.costs.near_duplicates import CRITERIA, find_near_duplicates
 from tests.otloss_llm.oracles import cosine_matrix
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
 
 
 def by_all_pairs(embedding: Tensor) -> Tensor:
@@ -73,16 +72,3 @@ def test_near_duplicates_cost_1_to_every_other_token() -> None:
         EmbeddingCost(embedding, near_duplicates="drop")
 
 
-def test_trained_embeddings() -> None:
-    """The untrained half of stories260K's vocabulary and new tokens are found, and words of similar meaning are not."""
-    transformers = pytest.importorskip("transformers")
-    folder, words = DATA / "models" / "stories260K", DATA / "words" / "glove_twitter_25d.npz"
-    if not folder.is_dir() or not words.is_file():
-        pytest.skip("needs stories260K and the words of ../shared/data")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.warns(UserWarning, match="262 of the 512 rows"):
-        EmbeddingCost.from_model(model)
-    model.resize_token_embeddings(514)
-    with pytest.warns(UserWarning, match="264 of the 514 rows"):
-        assert EmbeddingCost.from_model(model).near_duplicates[512:].all()
-    assert not EmbeddingCost(torch.as_tensor(np.load(words)["vectors"])).zero_rows.any()

@@ -129,18 +129,6 @@ def test_a_factor_of_ten_costs_as_much_as_all_digits_of_a_place() -> None:
     assert NumberCost.from_tokenizer(tokenizer(words), squash=5.0).settings["scaling"] == "absolute"
 
 
-def test_the_published_recipe_on_single_digits() -> None:
-    """Cross-entropy and 0.3 times the mean over number positions of the loss in |v_j - v_y|: value and gradient."""
-    numbers = NumberCost.from_tokenizer(tokenizer(["a", "b", *DIGITS])).to(torch.float64)
-    logits = torch.randn(9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    labels = torch.tensor([7, 2, 0, 1, 1, 11, 0, 1, 5])
-    published = cross_entropy(logits, labels) + 0.3 * number_token_loss(
-        logits, labels, numbers.values, scaling="absolute"
-    )
-    objective = NumberToken(0.3).per_number(tokens=9, numbers=4)
-    ours = token_loss(logits, labels, objective=objective, cost=numbers).loss
-    torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
-    assert_all_close(torch.autograd.grad(ours, logits), torch.autograd.grad(published, logits), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -156,11 +144,3 @@ def test_values_are_scaled_before_they_are_rounded(dtype: torch.dtype) -> None:
     assert float(cost.rows(torch.tensor([1]))[0, 2]) == pytest.approx(9 * math.log10(257 / 256), rel=1e-4)
 
 
-def test_coverage_names_the_distances(capsys: pytest.CaptureFixture[str]) -> None:
-    cost = NumberCost.from_tokenizer(tokenizer(["a", *DIGITS, "100"]), vocab_size=16)
-    assert cost.shape == (16, 16)
-    coverage = cost.coverage()
-    printed = capsys.readouterr().out
-    assert printed.startswith(str(coverage))
-    assert "11 of 16 tokens are numbers" in printed
-    assert "distances: scaling symlog; a token that is no number costs 9.09" in printed

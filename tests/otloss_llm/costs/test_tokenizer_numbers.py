@@ -115,14 +115,6 @@ def test_texts_that_are_not_numbers() -> None:
 # ---- what tokens add to a text -----------------------------------------------------------------------------------
 
 
-def test_blanks_in_front_survive() -> None:
-    texts = token_texts(sentencepiece())
-    assert texts[0] is None
-    assert texts[2 + 0x37] == "7"
-    assert texts[2 + 0xE2] == "\ufffd"
-    assert texts[258:] == [" ", " 7", "7", " -7", " so", "19", " ٣"]
-    assert token_texts(wordpiece()) == [None, None, " a", " is", " 7", "7", " 12", "12", " and", ".", ".5"]
-    assert token_texts(wordlevel())[:6] == [None, " the", " 7", None, None, " -7"]
 
 
 def test_texts_are_those_of_decoding_one_by_one(tokenizer: Any) -> None:
@@ -201,25 +193,6 @@ def test_overrides_and_pickles() -> None:
 # ---- the report --------------------------------------------------------------------------------------------------
 
 
-def test_report_of_a_mixed_vocabulary() -> None:
-    coverage = NumberTokens.of(wordlevel(), vocab_size=20, values={12: 7}).coverage()
-    assert (coverage.vocabulary, coverage.numbers, coverage.distinct) == (20, 5, 4)
-    assert (coverage.lowest, coverage.highest) == (-7, 7)
-    assert coverage.by_length == {0: 1, 1: 3, 2: 1}
-    assert coverage.shared == {7: (" 7", " seven")}
-    assert coverage.left_out == ((7, " 5."), (8, " 1,000"), (13, " x7"))
-    assert coverage.digits_missing == (0, 1, 2, 3, 4, 5, 6, 8, 9)
-    assert str(coverage).splitlines() == [
-        "5 of 20 tokens are numbers: 4 values from -7 to 7",
-        "by count of digits: 0: 1, 1: 3, 2: 1",
-        "values of several tokens: 1, such as 7 by ' 7', ' seven'",
-        "tokens with digits that are not numbers: 3 (38% of both)",
-        "  thousands comma: 1, such as ' 1,000'",
-        "  punctuation beside a number: 1, such as ' 5.'",
-        "  other: 1, such as ' x7'",
-        "make 2 of them numbers: NumberCost.from_tokenizer(tokenizer, values=coverage.suggested)",
-        "digits without a token of their own: 0, 1, 2, 3, 4, 5, 6, 8, 9",
-    ]
 
 
 MISSED = {
@@ -246,19 +219,11 @@ def test_tokens_that_are_missed_and_how_to_add_them() -> None:
     assert not added.coverage().suggested
 
 
-def test_two_digits_of_which_one_is_missing() -> None:
-    """'00' is worth 0, yet 0 has no token of its own."""
-    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(["00", *map(str, range(1, 10))])}))
-    assert NumberTokens.of(wrap(backend)).coverage().digits_missing == (0,)
 
 
 # ---- invalid arguments -------------------------------------------------------------------------------------------
 
 
-def test_no_tokenizer() -> None:
-    for thing in ("gpt2", Tokenizer(models.BPE()), transformers.PreTrainedTokenizerFast):
-        with pytest.raises(TypeError, match=rf"of {type(thing).__name__}, expected an instance of a tokenizer of"):
-            NumberTokens.of(thing)
 
 
 def test_no_numbers() -> None:
@@ -276,6 +241,3 @@ test_invalid_sizes_and_overrides = raising(
 )
 
 
-def test_values_that_fit_no_texts() -> None:
-    with pytest.raises(ValueError, match=r"values have shape \(3,\), expected one for each text: \(2,\)"):
-        NumberTokens(torch.zeros(3), ("a", "b"), "own")

@@ -100,26 +100,11 @@ test_invalid_embeddings = raising(
     ([[1.0]], TypeError, "list"),
     call=EmbeddingCost,
 )
-test_nan_is_named_before_directions_are_removed = raising(
-    (torch.full((3, 2), torch.nan), ValueError, "embedding holds 6 NaN"), call=partial(EmbeddingCost, directions=None)
-)
 
 
 # ---- from models of transformers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # of PEFT
-def test_from_a_model() -> None:
-    """Of PEFT's trained copy of a head."""
-    pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
-    from tests.otloss_llm.tiny_models import tiny_model
-
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model = peft.get_peft_model(tiny_model("llama"), config)
-    trained = model.base_model.model.lm_head.modules_to_save["default"].weight.detach().normal_()
-    cost = EmbeddingCost.from_model(model, near_duplicates="keep")
-    torch.testing.assert_close(cost.dense().double(), cosine_matrix(trained), rtol=0, atol=2e-6)
 
 
 def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> None:
@@ -188,9 +173,6 @@ def test_a_cost_without_leading_directions() -> None:
         EmbeddingCost(rows, directions=1.5)  # type: ignore[arg-type]
 
 
-def test_long_work_is_announced(caplog: pytest.LogCaptureFixture, small_blocks: None) -> None:
-    all_but_the_top(torch.randn(9, 4))
-    assert "an embedding of 9 rows of width 4" in caplog.text
 
 
 def test_all_but_the_top_by_singular_vectors() -> None:

@@ -66,11 +66,6 @@ def test_bad_files_are_named(tmp_path, name, content, message):
         read_texts(tmp_path / name)
 
 
-def test_missing_path_and_empty_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file or folder 'nowhere/a\.txt'"):
-        read_texts("nowhere/a.txt")
-    with pytest.raises(ValueError, match=r"holds no \.txt, \.md, \.jsonl file"):
-        read_texts(tmp_path)
 
 
 # split_documents

@@ -84,20 +84,8 @@ def test_columns_decide_what_an_example_is() -> None:
         assert (chat.kind, chat.rows) == ("chat", [[USER, ANSWER]])
 
 
-WRONG_ROWS = [
-    ({"body": "a"}, r"'name' has the columns \['body'\], expected text, prompt"),
-    ({"text": " "}, "has no example that is not blank"),
-    ({"text": 3}, "'name', row 0: column 'text' is 3, expected a string"),
-    ({"question": "", "answer": "5"}, "question or answer is blank"),
-    ({"messages": [USER]}, "no message of the role assistant"),
-    ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, "has an answer in its prompt"),
-]
 
 
-@pytest.mark.parametrize(("row", "said"), WRONG_ROWS)
-def test_rows_that_cannot_be_used(row: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        read_examples(datasets.Dataset.from_list([row]), "name")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -123,15 +111,6 @@ def test_train_reads_the_same_text_from_a_dataset_as_from_a_file(cli: Cli, tiny:
     assert results[0]["eval_nll"] == results[1]["eval_nll"]
 
 
-def test_compare_takes_a_dataset_with_a_test(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    rows = [{"text": " ".join(TEXTS)}] * 3
-    data = saved(tmp_path / "data", train=rows, validation=rows[:1], test=rows[:1])
-    common = options(model_name_or_path=tiny.llama, output_dir=tmp_path / "run", objectives="mle", seeds=0, max_steps=1,
-                     block_size=BLOCK, num_prompts=2, prompt_tokens=4, samples_per_prompt=1, max_new_tokens=2,
-                     use_cpu=True, report_to="none")  # fmt: skip
-    assert cli("compare", *common, *options(dataset_name=data)).code == 0
-    chats = saved(tmp_path / "chats", train=[{"messages": [USER, ANSWER]}] * 4)
-    assert "compare takes a dataset of text" in cli("compare", *common, *options(dataset_name=chats)).error
 
 
 def test_wrong_options_are_found_before_a_model_is_loaded(
@@ -208,7 +187,3 @@ def test_the_trainer_takes_datasets_as_they_are(tiny: Tiny, tmp_path: Path) -> N
         ObjectiveTrainer(model, args, objective="mle", train_dataset=weighted, processing_class=tokenizer)
 
 
-def test_an_empty_file_says_so(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"x\.jsonl' cannot be loaded: it has no rows"):
-        load_splits(str(tmp_path / "x.jsonl"))

@@ -63,22 +63,8 @@ def test_a_bad_line_is_named(tmp_path: Path, case: str) -> None:
         read_questions(write(tmp_path / "bad.jsonl", *lines))
 
 
-def test_a_bad_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no file .*none\.jsonl"):
-        read_questions(tmp_path / "none.jsonl")
-    with pytest.raises(ValueError, match=r"q\.csv' is no \.jsonl file"):
-        read_questions(write(tmp_path / "q.csv", "question,answer"))
 
 
-@pytest.mark.skipif(not GSM8K.is_file(), reason="no questions at hand")
-def test_real_files_are_read_whole() -> None:
-    for path in (GSM8K, MATHEMATICS):
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-        assert [(q.question, q.answer, q.kind) for q in read_questions(path)] == [
-            (line["question"], line["answer"], line.get("module")) for line in lines
-        ]
-    kinds = [question.kind for question in spread(read_questions(MATHEMATICS), 100)]
-    assert (len(set(kinds)), len(kinds)) == (25, 100), "the file is sorted by kind"
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

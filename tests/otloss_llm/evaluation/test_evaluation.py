@@ -233,16 +233,6 @@ def test_only_special_tokens_end_a_sample():
     assert {sample.token_ids[-1] for sample in ended} == {0, turn}
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # asked by peft itself
-def test_sampling_under_peft_keeps_both_defaults(tokenizer):
-    peft = pytest.importorskip("peft")
-    base = tiny_model("gpt2")
-    own = base.generation_config
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-    outer = model.generation_config
-    assert len(sample_texts(model, tokenizer, num_samples=2, max_new_tokens=3)) == 2
-    assert base.generation_config is own
-    assert model.generation_config is outer
 
 
 # overlap

@@ -225,21 +225,6 @@ def test_a_t5_is_compared_by_its_decoder(
     assert said.out.startswith("--- 1\n2 + 2?")
 
 
-def test_what_a_t5_cannot_do_prints_one_line(
-    cli: Cli, tiny: Tiny, t5: Path, files: tuple[Path, Path], tmp_path: Path
-) -> None:
-    asked_of_it = asked(tiny, files, tmp_path / "run", model_name_or_path=t5, train_on_question=True)
-    assert "train_on_question is for causal language models" in cli(*asked_of_it).error
-    text = compare_options(tiny, tmp_path / "run", model_name_or_path=t5)
-    assert (
-        "the model is an encoder-decoder, which reads questions and writes their answers, got text" in cli(*text).error
-    )
-    assert (
-        "scores of text need a causal language model, got the encoder-decoder T5ForConditionalGeneration"
-        in cli("evaluate", "--model_name_or_path", t5, "--text", tiny.text, "--cost_embedding", "raw").error
-    )
-    assert "an encoder-decoder has no text without a prompt" in cli("generate", "--model_name_or_path", t5).error
-    assert not (tmp_path / "run").exists()
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------

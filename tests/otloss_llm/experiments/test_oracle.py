@@ -115,21 +115,5 @@ def test_students_may_start_from_a_given_model(cli: Cli, tiny: Tiny, tmp_path: P
     assert "train_texts: 6 there, 7 asked for" in changed
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # asked by peft itself
-def test_students_may_be_adapters(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    ended = cli(*oracle_options(
-        tiny, tmp_path / "out", start=tiny.llama, student_lora_rank=2, objectives=["mle", "emo"], seeds=[0],
-        temperatures=[0.8],
-    ))  # fmt: skip
-    assert ended.code == 0, ended.err
-    assert (tmp_path / "out/emo-seed0/adapter_model.safetensors").is_file()
 
 
-def test_a_start_of_another_vocabulary_is_an_error(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    model, tokenizer = load_model(str(tiny.llama)), load_tokenizer(str(tiny.llama))
-    size = model.config.vocab_size
-    model.resize_token_embeddings(size + 8)
-    save(model, tokenizer, tmp_path / "larger")
-    message = cli(*oracle_options(tiny, tmp_path / "out", start=tmp_path / "larger")).error
-    assert f"has a vocabulary of {size + 8} tokens, the source one of {size}" in message

@@ -117,60 +117,7 @@ def test_without_matplotlib_the_report_says_so(tmp_path: Path, without: Callable
     assert not (tmp_path / "figure.png").exists()
 
 
-def made_up_answers(arms: list[str], seeds: list[int], *, answered: bool = True) -> dict[str, Any]:
-    """Results of a comparison on questions."""
-    results = made_up(arms, seeds, judged=False, samples=("7", "x"))
-    generator = random.Random(1)
-    for run in [*results["runs"], results["start"]]:
-        for key in ("test_perplexity", "transport_cost"):
-            del run[key]
-        run |= {"exact_match": generator.random(), "answer_nll": 1.0, "numeric": 0.5}
-        run |= {"mean_log_error": generator.random() if answered else None, "by_kind": {"a | x": 0.25, "b": 0.75}}
-    told = {"count": 4, "style": "last", "kinds": {"a | x": 3, "b": 1}, "cut_short": 2, "seen": 1}
-    return results | {"questions": told, "settings": {"max_new_tokens": 7}}
 
 
-@pytest.mark.parametrize("case", ["nobody answered", "one did not"])
-def test_the_report_on_questions(tmp_path: Path, case: str) -> None:
-    """As above, and the notes are its own."""
-    pytest.importorskip("matplotlib")
-    arms = ["mle", "emo", "emo+number"]
-    results = made_up_answers(arms, [0, 1], answered=case != "nobody answered")
-    if case == "one did not":
-        results["runs"][1]["mean_log_error"] = None
-    table = write_report(results, tmp_path)
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert ("log error" in table) == (case != "nobody answered")
-    assert (f"| {START} |" in table, HUMAN in table) == (True, False)
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "4 test questions" in text
-    assert "2 of the right answers are numbers" in text
-    assert "judge" not in text
-    assert "2 of the right answers are longer than the 7 tokens" in text
-    assert "1 of the test questions are also training questions" in text
-    assert "An empty cell" in text
-    assert "`emo+number`: EMO whose" in text
-    assert "| a \\| x | 3 |" in text
-    assert f"| b | 1 | {' | '.join(['75.0'] * len(arms))} |" in text
-    share = f"{100 * results['start']['exact_match']:.1f}"
-    assert table.splitlines()[2].startswith(f"| {START} | {share} |")
-    if case == "one did not":
-        assert [line.split("|")[3].strip() == "" for line in table.splitlines()[3:6]] == [False, True, False]
 
 
-@pytest.mark.parametrize("arms", [["mle", "emo"], ["mle", "number_token/log"]])
-def test_notes_on_numbers_are_for_those_who_have_them(tmp_path: Path, arms: list[str]) -> None:
-    results, numeric = made_up(arms, [0, 1]), "number" in arms[1]
-    if numeric:
-        for run in results["runs"]:
-            run |= {"number_token_accuracy": 0.25, "number_token_log_error": 1.5}
-        results["start"] |= {"number_token_accuracy": 0.125}
-    table = write_report(results, tmp_path)
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    headings = [cell.strip() for cell in table.splitlines()[0].split("|")]
-    said = "share of the number tokens in the test text", "- `number_token`: likelihood", "number tokens right, % ↑"
-    assert [note in text for note in said] == [numeric] * 3
-    if numeric:
-        column = headings.index("number tokens right, % ↑")
-        cells = [line.split("|")[column].strip() for line in table.splitlines()[2:]]
-        assert cells == ["12.5", "25.0 ± 0.0", "25.0 ± 0.0", ""]

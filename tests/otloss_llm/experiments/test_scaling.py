@@ -22,13 +22,3 @@ def test_each_size_and_share_is_a_comparison_of_its_own(cli: Cli, tiny: Tiny, tm
     assert cli(*compare_options(tiny, tmp_path, **sizes)).out == ended.out  # read from the folders
 
 
-def test_wrong_sizes_and_shares_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    from otloss_llm.data.blocks import train_bpe_tokenizer
-
-    def error(**given: object) -> str:
-        return cli(*compare_options(tiny, tmp_path / "run", **given)).error
-
-    assert "shares of the training text above 0" in error(data_fractions=[0, 1])
-    assert "['llama', 'llama'], expected at least one, each once" in error(model_sizes=[tiny.llama] * 2)
-    train_bpe_tokenizer(["other words"], 260).save_pretrained(tmp_path / "other")
-    assert "another tokenizer than the model" in error(model_sizes=[tiny.llama, tmp_path / "other"])

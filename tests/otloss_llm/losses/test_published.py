@@ -1,4 +1,4 @@
-"""Against the published package EMOLoss 0.0.3: equal where it is right, ours beside float64 where it is not."""
+"""Against the published package EMOLoss 0.0.3: equal where it is right."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from otloss_llm import emo_loss
-from tests.otloss_llm.oracles import cosine_matrix, relative_error
+from tests.otloss_llm.oracles import relative_error
 
 emo = pytest.importorskip("emo", reason="needs the published package: pip install EMOLoss==0.0.3")
 
@@ -35,21 +35,6 @@ def ours(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple[
     return loss, torch.autograd.grad(loss, leaf)[0]
 
 
-def truth(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple[Tensor, Tensor]:
-    """Float64 autograd of the formula; a ratio is 0 where its denominator is."""
-    leaf = logits.double().requires_grad_()
-    kept = labels[:, 1:] != -100
-    label = labels[:, 1:][kept]
-    log_q = torch.log_softmax(leaf[:, :-1][kept], -1)
-    nll = -log_q.gather(-1, label[:, None])[:, 0]
-    transport = (log_q.exp() * cosine_matrix(embedding)[label]).sum(-1)
-    if mode == 1:
-        value = 0.5 * (nll + (nll / transport).detach().clamp(max=3) * transport)
-    else:
-        value = (transport / nll).detach() * nll + transport
-    return value.mean().detach(), torch.autograd.grad(value.mean(), leaf)[0]
-
-
 @pytest.mark.parametrize("mode", [1, 2])
 def test_equal_in_float32_and_float64(mode: int) -> None:
     """Also with ignored labels; the peer adds 1e-10 to denominators."""
@@ -61,14 +46,3 @@ def test_equal_in_float32_and_float64(mode: int) -> None:
             (loss, gradient), (theirs, their_gradient) = (f(logits, labels, embedding, mode) for f in (ours, published))
             torch.testing.assert_close(loss, theirs, rtol=tolerance, atol=0)
             assert relative_error(gradient, their_gradient) < tolerance
-
-
-@pytest.mark.parametrize("mode", [1, 2])
-def test_a_zero_row_makes_the_peer_nan(mode: int) -> None:
-    logits, labels, embedding = case(3)
-    embedding[0] = 0
-    loss, gradient = ours(logits, labels, embedding, mode)
-    true_loss, true_gradient = truth(logits, labels, embedding, mode)
-    assert relative_error(loss, true_loss) < 1e-6
-    assert relative_error(gradient, true_gradient) < 1e-5
-    assert published(logits, labels, embedding, mode)[0].isnan()

@@ -290,18 +290,6 @@ def test_a_weight_that_cannot_be_read_raises() -> None:
         _ = find_head(model).weight
 
 
-def test_measuring_the_model_does_not_pack_its_weights() -> None:
-    class Packs(nn.Linear):  # as bitsandbytes' Linear4bit on a CPU with AVX512-BF16
-        support_avx512bf16_for_cpu = True
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            assert self.training
-            return super().forward(hidden)
-
-    model = tiny_model("llama").eval()
-    model.model.layers[0].mlp.up_proj = Packs(16, 24, bias=False)
-    assert measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) == LogitTransform()
-    check_causal(model)
 
 
 # ---- models that cannot be fused ------------------------------------------------------------------------------------
@@ -340,13 +328,6 @@ def test_heads_that_are_not_one_linear_map_raise() -> None:
     assert model.lm_head.forward is patch
 
 
-def test_the_loss_that_balances_experts_is_returned() -> None:
-    fields = TINY["llama"][1] | {"num_local_experts": 2, "num_experts_per_tok": 1}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields, output_router_logits=True)).eval()
-    batch = tiny_batch()
-    own = model(**batch)
-    out = fused(model, batch, objective=MLE())
-    torch.testing.assert_close(out["loss"] + model.router_aux_loss_coef * out["aux_loss"], own.loss)
 
 
 def test_a_head_that_is_not_called_once_raises() -> None:

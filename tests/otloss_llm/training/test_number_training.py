@@ -221,13 +221,6 @@ def test_questions_need_no_collator(tmp_path: Path) -> None:
     assert own.data_collator is pad_rows, "a collator that is given is kept"
 
 
-def test_an_objective_changed_after_the_fact_raises(tmp_path: Path) -> None:
-    run = trainer(tmp_path, tiny_model("llama"), objective="mle", processing_class=of_characters())
-    run.objective = NumberToken()
-    with pytest.raises(ValueError, match=r"give the trainer cost=\"number\" or NumberCost"):
-        run.train()
-
-
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
