@@ -1,25 +1,21 @@
 """The four commands: their output on stdout, stderr and in files, and their messages for wrong input."""
 
 import json
-import os
+import re
 import shutil
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import transformers
 
 import otloss_llm
 from otloss_llm import EmbeddingCost
 from otloss_llm._precheck import COMMANDS, fields_of, first_error
-from otloss_llm._start import INTERRUPTED
-from otloss_llm.cli import arguments, main, plain_warnings
+from otloss_llm.cli import arguments
 from otloss_llm.cli.options import OptionParser
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation import perplexity
@@ -30,32 +26,22 @@ from tests.otloss_llm.conftest import (
     Cli,
     Tiny,
     compare_options,
-    module_command,
     options,
     read,
     train_options,
 )
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "evaluate", "generate"])
-def test_help_lists_the_options(cli: Cli, command: str) -> None:
-    ended = cli(command, "--help")
-    assert (ended.code, ended.err) == (0, "")
-    trains = command in ("train", "compare")
-    shown = ["--model_name_or_path", *(["--learning_rate", "--block_size"] if trains else ["--max_new_tokens"])]
-    assert all(option in ended.out for option in shown)
-    assert ("transformers.TrainingArguments" in ended.out) == trains
-    assert "--ddp_backend" not in ended.out, "the less common training arguments are hidden"
-    assert "{auto,reference,chunked,triton}" in ended.out or command != "train"
-
-
-def test_version_usage_and_missing_options(cli: Cli, tiny: Tiny) -> None:
+def test_help_version_and_missing_options(cli: Cli, tiny: Tiny) -> None:
+    for command in COMMANDS:
+        ended = cli(command, "--help")
+        assert (ended.code, ended.err) == (0, "")
+        assert "--model_name_or_path" in ended.out
+        assert "--ddp_backend" not in ended.out, "the less common training arguments are hidden"
     ended = cli("--version")
     assert (ended.code, ended.out, ended.err) == (0, f"otloss-llm {otloss_llm.__version__}\n", "")
-    assert cli("--help").out.startswith("usage:")
     nothing = cli()
-    assert (nothing.code, nothing.out) == (2, "")
-    assert nothing.err.startswith("usage:")
+    assert (nothing.code, nothing.out, nothing.err[:6]) == (2, "", "usage:")
     assert "--model_name_or_path" in cli("train").error
     assert "output_dir" in cli("train", *options(model_name_or_path=tiny.llama, train_text=tiny.text)).error
     assert "nonsense" in cli("nonsense").error
@@ -79,8 +65,6 @@ def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, tiny: Tiny, tm
             assert results[f"train_{key}"] == pytest.approx(expected, rel=1e-5)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run")) <= model.config.vocab_size
-
-
 
 
 def test_evaluate_prints_what_the_library_computes(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -115,10 +99,6 @@ def test_texts_are_classified_in_context(cli: Cli, tiny: Tiny, tmp_path: Path) -
         actual["shortened"] == 0 < cli("evaluate", *options(**given, num_questions=5)).json["in_context"]["shortened"]
     )
     assert "none is left to show" in cli("evaluate", *options(**given)).error
-    assert "line 2: the label '1'" in cli("evaluate", *options(**given, labels=["0", "2"])).error
-    (tmp_path / "new.txt").write_text("0 so\n3 so\n", encoding="utf-8")
-    other = given | {"in_context": tmp_path / "new.txt", "in_context_train": given["in_context"]}
-    assert "line 2: the label '3' is not among the candidates ['0', '1']" in cli("evaluate", *options(**other)).error
 
 
 def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -136,78 +116,54 @@ def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tin
     assert cli(*given).out == shown.out
 
 
-# ---- bad input: name -> (options that change a good training, what the message has to say) -------------------
+# ---- bad input: (options that change a good training or comparison, what the message has to say) ---------------
 
-BAD_TEXTS = {"blank.txt": b" \n\t\n", "short.txt": b"too short"}
-BAD_TRAININGS: dict[str, tuple[dict[str, object], list[str]]] = {
-    "no text": ({"train_text": ""}, ["neither of --train_text and --train_questions"]),
-    "short text": ({"train_text": "short.txt"}, ["block", str(BLOCK)]),
-    "unknown objective": ({"objective": "mlee"}, ["mlee", "mixce"]),
-    "gamma out of range": ({"objective": "mixce:2"}, ["2", "[0, 1]"]),
-    "unknown kernel": ({"impl": "cudnn"}, ["cudnn", "chunked"]),
-    "unknown option": ({"max_step_s": 3}, ["--max_step_s", "--max_steps"]),
-    "no steps": ({"max_steps": 0}, ["max_steps", "0"]),
-    "no batch": ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size", "0"]),
-    "resume by hand": ({"resume_from_checkpoint": "x"}, ["resume_from_checkpoint", "same command"]),
-    "block beyond context": ({"block_size": CONTEXT + 1}, ["block_size", str(CONTEXT + 1), str(CONTEXT)]),
-    "missing embedding": ({"cost_embedding": "none.npy"}, ["none.npy"]),
-    "output is a file": ({"output_dir": "short.txt"}, ["short.txt", "output folder"]),
-    "output holds a model": ({"output_dir": "other"}, ["other", "no run of ours"]),
-    "model nowhere": ({"model_name_or_path": "./no/such/model"}, ["./no/such/model", "folder"]),
-}
+BAD_TRAININGS: list[tuple[dict[str, object], str]] = [
+    ({"train_text": ""}, "neither of --train_text and --train_questions"),
+    ({"train_text": "short.txt"}, f"block.*{BLOCK}"),
+    ({"objective": "mlee"}, "mlee.*mixce"),
+    ({"max_step_s": 3}, "--max_step_s.*--max_steps"),
+    ({"max_steps": 0}, "max_steps.*0"),
+    ({"resume_from_checkpoint": "x"}, "resume_from_checkpoint.*same command"),
+    ({"block_size": CONTEXT + 1}, f"block_size.*{CONTEXT + 1}.*{CONTEXT}"),
+    ({"cost_embedding": "none.npy"}, "none.npy"),
+    ({"output_dir": "other"}, "other.*no run of ours"),
+    ({"model_name_or_path": "./no/such/model"}, "./no/such/model"),
+    ({"lora_alpha": 8}, "need --lora_r"),
+]
+BAD_COMPARISONS: list[tuple[dict[str, object], str]] = [
+    ({"objectives": ["emo", "emo:ratio"]}, "emo:ratio.*once"),
+    ({"seeds": [3, 3]}, r"seeds.*\[3, 3\]"),
+    ({"max_new_tokens": 100}, f"max_new_tokens.*{BLOCK}"),
+    ({"judge": "./no/such/judge"}, "no/such/judge"),
+    ({"metrics": ["bleu"]}, "bleu.*rouge"),
+    ({"test_fraction": 0}, "test"),
+]
+BAD = [("train", *case) for case in BAD_TRAININGS] + [("compare", *case) for case in BAD_COMPARISONS]
 
 
-@pytest.fixture
-def bad(tiny: Tiny, tmp_path: Path) -> Iterator[Path]:
-    """A working folder with the things that BAD_TRAININGS names."""
-    for name, content in BAD_TEXTS.items():
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "void").mkdir()
+@pytest.mark.parametrize(("command", "changes", "said"), BAD)
+def test_invalid_options_print_one_line_before_training(
+    cli: Cli, tiny: Tiny, tmp_path: Path, command: str, changes: dict[str, object], said: str
+) -> None:
+    (tmp_path / "short.txt").write_text("too short", encoding="utf-8")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.md").write_text("mine", encoding="utf-8")
+    asked = train_options if command == "train" else compare_options
     with chdir(tmp_path):
-        yield tmp_path
-
-
-@pytest.mark.parametrize("case", BAD_TRAININGS)
-def test_invalid_trainings_print_one_line(cli: Cli, tiny: Tiny, bad: Path, case: str) -> None:
-    changes, said = BAD_TRAININGS[case]
-    error = cli(*train_options(tiny, bad / "run", **changes)).error
-    assert all(word in error for word in said), error
-    left = sorted(path.name for path in (bad / "run").iterdir()) if (bad / "run").exists() else []
-    assert left == [], "nothing is left in the output folder"
-
-
-BAD_COMPARISONS: dict[str, tuple[dict[str, object], list[str]]] = {
-    "same arm twice": ({"objectives": ["mle", "mle"]}, ["mle", "once"]),
-    "same arm under two names": ({"objectives": ["emo", "emo:ratio"]}, ["emo:ratio", "once"]),
-    "same seed twice": ({"seeds": [3, 3]}, ["seeds", "[3, 3]"]),
-    "samples too long": ({"max_new_tokens": 100}, ["max_new_tokens", str(BLOCK)]),
-    "judge missing": ({"judge": "./no/such/judge"}, ["no/such/judge"]),
-    "unknown metric": ({"metrics": ["bleu"]}, ["bleu", "rouge"]),
-    "no test text": ({"test_fraction": 0}, ["test"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_COMPARISONS)
-def test_invalid_comparisons_print_one_line_before_training(cli: Cli, tiny: Tiny, bad: Path, case: str) -> None:
-    changes, said = BAD_COMPARISONS[case]
-    error = cli(*compare_options(tiny, bad / "run", **changes)).error
-    assert all(word in error for word in said), error
-    assert not list(bad.glob("run/*-seed*"))
-    assert not (bad / "run").exists() or case == "judge missing"
+        assert re.search(said, cli(*asked(tiny, tmp_path / "run", **changes)).error)
+    assert not list(tmp_path.glob("run/[!.]*")) or "judge" in changes
+    assert not list(tmp_path.glob("run/*-seed*"))
 
 
 def test_invalid_generations_print_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     given = ["generate", *options(model_name_or_path=tiny.gpt2)]
     assert "context" in cli(*given, *options(max_new_tokens=CONTEXT + 1)).error
-    assert "no.txt" in cli(*given, *options(prompts_file="no.txt")).error
     (tmp_path / "there.jsonl").write_text("mine", encoding="utf-8")
-    assert "there.jsonl" in cli(*given, *options(output_file=tmp_path / "there.jsonl")).error
-    assert "nowhere" in cli(*given, *options(output_file=tmp_path / "nowhere/samples.jsonl")).error
-    assert (tmp_path / "there.jsonl").read_text(encoding="utf-8") == "mine"
     evaluate = ["evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=BLOCK)]
-    assert "there.jsonl" in cli(*evaluate, *options(output_file=tmp_path / "there.jsonl")).error
+    for command in (given, evaluate):
+        assert "there.jsonl" in cli(*command, *options(output_file=tmp_path / "there.jsonl")).error
+    assert (tmp_path / "there.jsonl").read_text(encoding="utf-8") == "mine"
     assert "context" in cli(*evaluate, *options(block_size=CONTEXT + 1)).error
 
 
@@ -216,10 +172,6 @@ def test_divergence_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     assert "diverged" in error
     assert "learning rate" in error
     assert not (tmp_path / "run/results.json").exists()
-
-
-
-
 
 
 EARLY = {
@@ -261,10 +213,6 @@ def test_the_options_known_without_torch_are_those_of_the_parser(command: str) -
             assert kind == field.annotation.removesuffix(" | None"), name
 
 
-
-
-
-
 # PEFT asks transformers for a name that transformers has deprecated.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
 def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -285,7 +233,3 @@ def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tm
     assert after < before - 1e-3, "the adapter is loaded with its model"
     other = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given | {"lora_r": 3})).error
     assert "lora" in other
-
-
-
-

@@ -12,6 +12,7 @@ from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
 from otloss_llm.evaluation import distinct_n, perplexity, repetition, rouge, sample_texts, score_texts, sequence_nll
 from tests.otloss_llm import tiny_models as models
+from tests.otloss_llm.oracles import cosine_matrix
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
 VOCABULARY = 270
@@ -56,41 +57,34 @@ def log_probabilities(model, ids):
 # perplexity
 
 
-def test_perplexity_weighs_tokens_and_ignores_the_batching(model, doubled, tokenizer):
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_perplexity_weighs_tokens_and_ignores_the_batching(model, doubled, tokenizer, temperature):
     blocks = PackedBlocks.from_texts(TEXTS, tokenizer, 11)
     assert len(blocks) % 4  # the last batch is smaller
     embedding = torch.randn(VOCABULARY, 5, generator=torch.Generator().manual_seed(2))
-    scored = {"batch_size": 4, "cost": EmbeddingCost(embedding), "progress": False}
-    batched, cooler = perplexity(model, blocks, **scored), perplexity(model, blocks, temperature=0.6, **scored)
-    nll, transport, nll_cooler, transport_cooler = [], [], [], []
-    unit = torch.nn.functional.normalize(embedding.double(), dim=1)
-    cost = (1 - unit @ unit.T).fill_diagonal_(0)
+    scores = perplexity(
+        model, blocks, batch_size=4, cost=EmbeddingCost(embedding), temperature=temperature, progress=False
+    )
+    nll, transport, cost = [], [], cosine_matrix(embedding)
     for ids in blocks.ids.tolist():
-        log_q, target = log_probabilities(doubled, ids), torch.tensor(ids[1:])
+        target = torch.tensor(ids[1:])
+        log_q = torch.log_softmax(log_probabilities(doubled, ids) / temperature, dim=1)
         nll.append(-log_q.gather(1, target[:, None]))
         transport.append((log_q.exp() * cost[target]).sum(1))
-        log_q = torch.log_softmax(log_q / 0.6, dim=1)
-        nll_cooler.append(-log_q.gather(1, target[:, None]))
-        transport_cooler.append((log_q.exp() * cost[target]).sum(1))
-    assert batched.nll == pytest.approx(float(torch.cat(nll).mean()), rel=2e-6)
-    assert batched.transport_cost == pytest.approx(float(torch.cat(transport).mean()), rel=2e-6)
-    assert batched.tokens == len(blocks) * 10
-    assert cooler.nll == pytest.approx(float(torch.cat(nll_cooler).mean()), rel=2e-6)
-    assert cooler.transport_cost == pytest.approx(float(torch.cat(transport_cooler).mean()), rel=2e-6)
+    assert scores.nll == pytest.approx(float(torch.cat(nll).mean()), rel=2e-6)
+    assert scores.transport_cost == pytest.approx(float(torch.cat(transport).mean()), rel=2e-6)
+    assert scores.tokens == len(blocks) * 10
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_modes_are_restored(fails):
+def test_modes_are_restored():
     model = tiny_model("gpt2", resid_pdrop=0.5).train()
     model.transformer.h[0].eval()
     before = [module.training for module in model.modules()]
     ids = torch.arange(20).view(2, 10)
-    if fails:
-        model.lm_head.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            perplexity(model, ids)
-    else:
-        assert perplexity(model, ids) == perplexity(model, ids)  # without dropout
+    assert perplexity(model, ids) == perplexity(model, ids)  # without dropout
+    model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        perplexity(model, ids)
     assert [module.training for module in model.modules()] == before
     assert torch.is_grad_enabled()
 
@@ -233,8 +227,6 @@ def test_only_special_tokens_end_a_sample():
     assert {sample.token_ids[-1] for sample in ended} == {0, turn}
 
 
-
-
 # overlap
 
 
@@ -260,8 +252,6 @@ def test_rouge_counts_words_and_the_longest_common_subsequence() -> None:
         each = [2 * n / (len(a) + len(b)) for n, (a, b) in zip(counts, pairs, strict=True)]
         assert actual == pytest.approx(sum(each) / 20)
     assert rouge(["..."], ["a"]) == (0.0, 0.0)
-    with pytest.raises(ValueError, match="2 texts and 1 references"):
-        rouge(["a", "b"], ["a"])
 
 
 # errors
@@ -272,22 +262,17 @@ def test_invalid_input_raises(gpt2, tokenizer):
     foreign = "outside the model's vocabulary of 257; was the text tokenised by another"
     for message, call in (
         (r"temperature is 0\.0, expected", lambda: perplexity(gpt2, torch.zeros(1, 4).int(), temperature=0.0)),
-        (r"shape \(5,\) .* expected integer ids \(blocks, block_size\)", lambda: perplexity(gpt2, torch.arange(5))),
         ("65 tokens, more than the model's context of 64", lambda: perplexity(gpt2, torch.zeros(1, 65).int())),
-        ("batch_size is 0", lambda: perplexity(gpt2, torch.tensor([[0, 1]]), batch_size=0)),
         ("none of the 2 sequences has a token to score", lambda: sequence_nll(gpt2, [[1], [2]])),
-        ("sequence 1 has 0 tokens and prefix length 1", lambda: sequence_nll(gpt2, [[1, 2], []])),
         ("sequence 0 has 2 tokens and prefix", lambda: sequence_nll(gpt2, [[1, 2]], prefix_lengths=[3])),
         ("1 prompts for 2 texts", lambda: score_texts(gpt2, tokenizer, ["a", "b"], prompts=["a"])),
         (foreign, lambda: score_texts(judge, tokenizer, ["the cat"])),
         (foreign, lambda: sample_texts(judge, tokenizer, prompts=["the cat"], max_new_tokens=2)),
-        ("max_new_tokens is 0, expected 1 or more", lambda: sample_texts(gpt2, tokenizer, max_new_tokens=0)),
-        ("temperature is nan", lambda: sample_texts(gpt2, tokenizer, max_new_tokens=2, temperature=math.nan)),
         ("top_p is 0.0", lambda: sample_texts(gpt2, tokenizer, max_new_tokens=2, top_p=0.0)),
         (r"prompt 1 \('the .*'\.\.\.\) has \d+ tokens, .*=60 exceeds .* of 64",
          lambda: sample_texts(gpt2, tokenizer, prompts=["a", "the " * 40], max_new_tokens=60)),
         ("none of the 2 texts has the 3 tokens of an n-gram, the longest has 2", lambda: distinct_n(["a b", "c"], 3)),
-        ("n is 0", lambda: repetition(["a"], 0)),
+        ("2 texts and 1 references", lambda: rouge(["a", "b"], ["a"])),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             call()

@@ -10,9 +10,9 @@ import transformers
 from torch import Tensor, nn
 
 from otloss_llm import EMO, MLE, EmbeddingCost, token_loss
-from otloss_llm.models.heads import check_causal, find_head
+from otloss_llm.models.heads import find_head
 from otloss_llm.models.logit_transform import LogitTransform
-from otloss_llm.training.fused import fused_loss, measure_transform, unwrap
+from otloss_llm.training.fused import fused_loss, measure_transform
 from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, TINY, VOCAB, aligned, scorer, tiny_batch, tiny_model
 
 # PEFT asks transformers for a name that transformers has deprecated.
@@ -85,20 +85,11 @@ def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out["loss"], expected.float(), rtol=8 * torch.finfo(dtype).eps, atol=0)
 
 
-def test_autocast_keeps_the_logits_of_the_ordinary_path() -> None:
-    model, batch = tiny_model("llama").eval(), tiny_batch()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = model(**batch).loss
-        out = fused(model, batch, objective=MLE())
-    torch.testing.assert_close(out["loss"], expected, rtol=1e-6, atol=0)
-
-
 @pytest.mark.slow
 def test_compiled_models_are_scored_again_at_every_call() -> None:
     """The hook and the head are swapped for each call: a compiled graph must not keep those of an earlier one."""
     model = tiny_model("llama").eval()
     compiled = torch.compile(model, backend="aot_eager")
-    assert unwrap(compiled) is model
     for seed in range(3):
         batch = tiny_batch(seed)
         own = (compiled if seed in (0, 2) else model)(**batch).loss
@@ -182,10 +173,9 @@ def test_unknown_models_train_as_by_their_own_logits(alter: Callable[[Tensor], T
         (lambda z: z.clamp(max=10), "scale 1 and no soft cap, is off by 0.99 at worst: a logit 1024 becomes 10, "),
         (lambda z: z[..., :-2], r"shape is \(1, 3, 29\) where it was \(1, 3, 31\)"),
         (lambda z: z * torch.linspace(1, 1.001, z.shape[-1]), "is off by 0.0005"),
-        (lambda z: z * 0, "scale 0"),
         (lambda z: z * nn.Parameter(torch.ones(())), "depend on parameters beside the head"),
     ],
-    ids=["shift", "clamp", "drop", "columns", "nothing", "parameter"],
+    ids=["shift", "clamp", "drop", "columns", "parameter"],
 )
 def test_another_transform_of_the_logits_raises(alter: Callable[[Tensor], Tensor], message: str) -> None:
     model = altered(alter)
@@ -212,24 +202,20 @@ def test_a_model_that_changes_its_transform_raises() -> None:
 # ---- heads in other forms -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_head_with_hooks_of_accelerate(offload: bool) -> None:
+def test_a_head_that_accelerate_has_offloaded() -> None:
     """`device_map` replaces the head's forward, and keeps offloaded weights on the meta device between calls."""
     hooks = pytest.importorskip("accelerate.hooks")
     model, batch = tiny_model("phi").eval(), tiny_batch()
     model.lm_head.requires_grad_(False)
     plain = copy.deepcopy(model)
     stored = {name: tensor.clone() for name, tensor in model.lm_head.state_dict().items()}
-    hook = hooks.AlignDevicesHook("cpu", offload=offload, weights_map=stored if offload else None)
-    hooks.add_hook_to_module(model.lm_head, hook)
-    assert model.lm_head.weight.is_meta == offload
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook("cpu", offload=True, weights_map=stored))
     assert torch.equal(find_head(model).weight, plain.lm_head.weight)
     assert_same_training(model, batch)
-    assert model.lm_head.weight.is_meta == offload
+    assert model.lm_head.weight.is_meta
     model.lm_head.requires_grad_(True)
-    if offload:
-        with pytest.raises(TypeError, match=r"is offloaded .* gradient, which would be lost"):
-            fused(model, batch, objective=MLE())
+    with pytest.raises(TypeError, match=r"is offloaded .* gradient, which would be lost"):
+        fused(model, batch, objective=MLE())
 
 
 def test_trained_rows_of_the_head() -> None:
@@ -273,33 +259,21 @@ class StoredLinear(nn.Linear):
         return nn.functional.linear(hidden, self.weight.dequantize())
 
 
+class Linear8bitLt(nn.Linear):
+    """One whose weight cannot be read."""
+
+
 def test_a_quantised_head() -> None:
     model = tiny_model("llama").eval()
     model.lm_head = StoredLinear(model.lm_head)
     assert_same_training(model, tiny_batch(), own_loss=False)
-
-
-def test_a_weight_that_cannot_be_read_raises() -> None:
-    class Linear8bitLt(nn.Linear):
-        pass
-
-    model = tiny_model("llama").eval()
     model.lm_head = Linear8bitLt(16, VOCAB, bias=False)
     model.lm_head.weight = nn.Parameter(torch.zeros(VOCAB, 16, dtype=torch.int8), requires_grad=False)
     with pytest.raises(TypeError, match=r"Linear8bitLt with a weight of dtype torch.int8.*llm_int8_skip_modules"):
         _ = find_head(model).weight
 
 
-
-
 # ---- models that cannot be fused ------------------------------------------------------------------------------------
-
-
-def test_models_of_other_tasks_raise() -> None:
-    with pytest.raises(TypeError, match="GPT2ForSequenceClassification does not generate"):
-        find_head(transformers.GPT2ForSequenceClassification(tiny_model("gpt2").config))
-    with pytest.raises(TypeError, match="Linear has no output embedding"):
-        find_head(nn.Linear(2, 2))
 
 
 def test_heads_that_are_not_one_linear_map_raise() -> None:
@@ -322,12 +296,8 @@ def test_heads_that_are_not_one_linear_map_raise() -> None:
     model.lm_head = Scaled(16, VOCAB)
     with pytest.raises(TypeError, match=r"Scaled whose logits are not .*differ by 1 of"):
         fused(model, tiny_batch(), objective=MLE())
-    model = tiny_model("llama")
-    model.lm_head.forward = patch = lambda hidden: nn.functional.linear(hidden, model.lm_head.weight)  # harmless
-    assert_same_training(model, tiny_batch())
-    assert model.lm_head.forward is patch
-
-
+    with pytest.raises(TypeError, match="GPT2ForSequenceClassification does not generate"):
+        find_head(transformers.GPT2ForSequenceClassification(tiny_model("gpt2").config))
 
 
 def test_a_head_that_is_not_called_once_raises() -> None:
