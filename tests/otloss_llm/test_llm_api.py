@@ -2,15 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 
 import otloss_llm
 from otloss.extending import missing_package
-from otloss_llm import MLE, EmbeddingCost, linear_token_loss
 
 
 def run(code: str) -> list[str]:
@@ -38,7 +34,6 @@ def attempt(code):
     except ImportError as error:
         print(error)
 attempt("from otloss_llm import ObjectiveTrainer")
-attempt("from otloss_llm import ObjectiveMixin")
 from otloss_llm.data.blocks import train_bpe_tokenizer
 attempt("train_bpe_tokenizer(['text'], 300)")
 from otloss_llm.cli import main
@@ -48,11 +43,10 @@ with redirect_stderr(sys.stdout):
 print(main(["--help"]), main(["--version"]))
 """
     )
-    assert "objective is 'emmo'" in lines.pop(6)
-    assert lines[:6] == [
+    assert "objective is 'emmo'" in lines.pop(5)
+    assert lines[:5] == [
         "True",
         'ObjectiveTrainer needs transformers: pip install "torch-otloss[llm]"',
-        'ObjectiveMixin needs transformers: pip install "torch-otloss[llm]"',
         'train_bpe_tokenizer needs tokenizers: pip install "torch-otloss[llm]"',
         'otloss-llm: error: the command needs transformers: pip install "torch-otloss[llm]"',
         "2",
@@ -62,19 +56,6 @@ print(main(["--help"]), main(["--version"]))
 
 def test_an_import_error_of_another_cause_is_not_a_missing_extra() -> None:
     """As where two installed packages do not fit each other; every extra goes through the same function."""
-    lines = run(
-        """
-import sys
-sys.modules["huggingface_hub.errors"] = None  # which transformers imports
-import otloss_llm
-for name in ("ObjectiveTrainer", "ObjectiveMixin"):
-    try:
-        getattr(otloss_llm, name)
-    except ImportError as error:
-        print(error.name, "pip install" in str(error))
-"""
-    )
-    assert [line for line in lines if line.endswith("False")] == ["huggingface_hub.errors False"] * 2
     with pytest.raises(ImportError, match=r"^no module b$"):
         missing_package(ImportError("no module b", name="b"), "a")
     assert missing_package(ImportError("no module a.b", name="a.b"), "a") == "a"
@@ -82,10 +63,3 @@ for name in ("ObjectiveTrainer", "ObjectiveMixin"):
 
 def test_the_names_are_those_of_the_interface() -> None:
     assert dir(otloss_llm) == sorted(otloss_llm.__all__)
-
-
-# ---- a module in place of its weight -----------------------------------------------------------------------------
-
-
-
-

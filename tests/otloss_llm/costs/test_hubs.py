@@ -27,8 +27,6 @@ def test_a_planted_hub_is_found_and_gone_without_the_leading_directions() -> Non
     assert hub_share(EmbeddingCost(rows).unit, torch.ones(len(rows))) == 0.0  # no token is rare
 
 
-
-
 def test_the_share_is_that_of_all_draws() -> None:
     """All 6^4 ordered draws of four labels, each with its probability."""
     rng = np.random.default_rng(1)
@@ -44,5 +42,3 @@ def test_the_share_is_that_of_all_draws() -> None:
     actual = hub_share(unit, torch.from_numpy(counts))
     assert 0.02 < expected < 0.9
     assert actual == pytest.approx(expected, abs=4 * (expected * (1 - expected) / hubs.DRAWS) ** 0.5)
-
-

@@ -1,8 +1,5 @@
 """Near-duplicate rows of an embedding: which are found, what they cost, and what EMO then does at such labels."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +7,6 @@ from torch import Tensor
 from otloss_llm import EmbeddingCost
 from otloss_llm.costs.near_duplicates import CRITERIA, find_near_duplicates
 from tests.otloss_llm.oracles import cosine_matrix
-
 
 
 def by_all_pairs(embedding: Tensor) -> Tensor:
@@ -70,5 +66,3 @@ def test_near_duplicates_cost_1_to_every_other_token() -> None:
     torch.testing.assert_close(kept.dense().double(), cosine_matrix(embedding), rtol=0, atol=2e-6)
     with pytest.raises(ValueError, match="near_duplicates is 'drop', expected one of"):
         EmbeddingCost(embedding, near_duplicates="drop")
-
-

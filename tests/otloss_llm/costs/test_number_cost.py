@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from otloss import number_token_loss
 from otloss.costs import DenseCost
-from otloss_llm import EMO, EmbeddingCost, MixedCost, NumberCost, NumberToken, token_loss
+from otloss_llm import EMO, EmbeddingCost, MixedCost, NumberCost
 from tests.errors import raising
 from tests.otloss_llm.oracles import problem
-from tests.otloss_llm.scoring import assert_all_close, fused
+from tests.otloss_llm.scoring import fused
 
 VALUES = [math.nan, 0.0, 7.0, 3.5, math.nan, -2.0, 7.0]  # token 2 and 6: the same number, with and without a space
 EVERY = torch.arange(7)
@@ -74,21 +72,15 @@ def test_elsewhere_and_back() -> None:
         assert wide.dtype == torch.float64
         torch.testing.assert_close(wide.rows(EVERY).float(), cost.rows(EVERY))
         assert torch.equal(pickle.loads(pickle.dumps(cost)).rows(EVERY), cost.rows(EVERY))
-        assert "numbers=5" in repr(cost)
-        with pytest.raises(ValueError, match="expected float32 or float64"):
-            cost.to(torch.bfloat16)  # would round 257 to 256
 
 
 test_invalid_arguments = raising(
     (lambda: NumberCost(torch.full((3,), math.nan)), ValueError, "all 3 values are NaN"),
-    (lambda: NumberCost(torch.ones(2, 2)), ValueError, r"shape \(2, 2\)"),
     (lambda: NumberCost(torch.tensor([1.0, math.inf])), ValueError, "inf at token 1"),
-    (lambda: NumberCost(torch.arange(3)), TypeError, "floating"),
     (lambda: NumberCost(values(), text=0.0), ValueError, "text"),
-    (lambda: NumberCost(values()).coverage(), ValueError, "expected one of NumberCost.from_tokenizer"),
     (lambda: NumberCost(values()).rows(torch.tensor([7])), ValueError, "expected 0 to 6"),
+    (lambda: NumberCost(values()).to(torch.bfloat16), ValueError, "expected float32 or float64"),  # 257 would be 256
     (lambda: MixedCost(NumberCost(values()), EmbeddingCost(torch.eye(3))), ValueError, "7 tokens, the other .* 3"),
-    (lambda: MixedCost(EmbeddingCost(torch.eye(7)), NumberCost(values())), TypeError, "expected a NumberCost and"),
 )
 
 
@@ -129,8 +121,6 @@ def test_a_factor_of_ten_costs_as_much_as_all_digits_of_a_place() -> None:
     assert NumberCost.from_tokenizer(tokenizer(words), squash=5.0).settings["scaling"] == "absolute"
 
 
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_values_are_scaled_before_they_are_rounded(dtype: torch.dtype) -> None:
     given = tokenizer(["a", "256", "257", "2048"])
@@ -142,5 +132,3 @@ def test_values_are_scaled_before_they_are_rounded(dtype: torch.dtype) -> None:
         torch.set_default_dtype(before)
     assert cost.dtype == torch.promote_types(dtype, torch.float32)
     assert float(cost.rows(torch.tensor([1]))[0, 2]) == pytest.approx(9 * math.log10(257 / 256), rel=1e-4)
-
-

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from otloss_llm import EMO, MLE, EmbeddingCost, ExpectedValue, NumberSettings, RatingCost
+from otloss_llm import EMO, MLE, EmbeddingCost, ExpectedValue, RatingCost, token_loss
+from tests.errors import raising
 from tests.otloss_llm.scoring import from_logits
 
 VALUES = torch.full((40,), math.nan, dtype=torch.float64)
@@ -34,33 +35,24 @@ def test_the_squared_error_of_the_expected_rating(impl: str, dtype: torch.dtype)
     assert out.cost[3] == 0
 
 
-def test_signed_costs_go_with_objectives_that_say_so() -> None:
-    z, label = torch.randn(2, 40), torch.tensor([7, 20])
-    cost = RatingCost(VALUES.float())
-    for objective in (EMO(), MLE(), lambda nll, cost: nll + cost):
-        with pytest.raises(ValueError, match="whose costs are negative too"):
-            from_logits(z, label, "chunked", objective=objective, cost=cost)
-    with pytest.raises(ValueError, match=r"expected RatingCost\(values\)"):
-        from_logits(z, label, "chunked", objective=ExpectedValue(), cost=torch_cost())
-    with pytest.raises(ValueError, match=r"needs cost=, for example RatingCost\(values\)"):
-        from_logits(z, label, "chunked", objective=ExpectedValue())
-    with pytest.raises(ValueError, match="weight is -1"):
-        ExpectedValue(-1)
-    assert cost.positions(label, label >= 0).tolist() == [True, False]
-    assert cost.to(torch.float64).dtype == torch.float64
-
-
-def torch_cost() -> EmbeddingCost:
-    return EmbeddingCost(torch.randn(40, 3))
+Z, LABEL = torch.randn(2, 40), torch.tensor([7, 20])
+RATINGS, OTHER = RatingCost(VALUES.float()), EmbeddingCost(torch.randn(40, 3))
+test_signed_costs_go_with_objectives_that_say_so = raising(
+    (EMO(), RATINGS, "whose costs are negative too"),
+    (MLE(), RATINGS, "whose costs are negative too"),
+    (lambda nll, cost: nll + cost, RATINGS, "whose costs are negative too"),
+    (ExpectedValue(), OTHER, r"expected RatingCost\(values\)"),
+    (ExpectedValue(), None, r"needs cost=, for example RatingCost\(values\)"),
+    call=lambda objective, cost: token_loss(Z, LABEL, objective=objective, cost=cost),
+)
 
 
 def test_by_name_the_ratings_are_the_digits_of_the_tokenizer(tmp_path: Path) -> None:
     """In the trainer too: the first loss is that of the model's own logits."""
     pytest.importorskip("transformers")
     from otloss_llm import ObjectiveTrainer
-    from otloss_llm.costs.choice import check_settings, choose_cost
+    from otloss_llm.costs.choice import choose_cost
     from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
-    from otloss_llm.experiments.arms import parse_arm
     from tests.otloss_llm.tiny_models import tiny_model
     from tests.otloss_llm.training.trainer_cases import arguments, by_hand, logs
 
@@ -79,11 +71,3 @@ def test_by_name_the_ratings_are_the_digits_of_the_tokenizer(tmp_path: Path) -> 
     expected = by_hand(model, data, ExpectedValue(0.2), made.transport_cost)
     made.train()
     assert logs(made, "loss")[0] == pytest.approx(expected["loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="none was given; give the trainer"):
-        choose_cost("rating", embedding=pytest.fail, tokenizer=None, vocab_size=9)
-    with pytest.raises(ValueError, match="reads no numbers"):
-        check_settings("rating", NumberSettings("log"))
-    assert parse_arm("expected_value:2").name == "expected_value:2"
-    for wrong in ("expected_value/random", "expected_value/log"):
-        with pytest.raises(ValueError, match="expected_value"):
-            parse_arm(wrong)

@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otloss_llm import EMO, EmbeddingCost, all_but_the_top, token_loss
+from otloss_llm import EmbeddingCost, all_but_the_top
 from otloss_llm.costs.embedding import without_tf32
 from otloss_llm.costs.vocabulary import LabelRows
 from tests.errors import raising
@@ -22,6 +21,8 @@ def test_rows_are_one_minus_the_cosine(seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     embedding = (torch.randn(13, 6, generator=generator) * 10 ** float(torch.randn(1, generator=generator))).to(dtype)
     embedding[4], embedding[5], embedding[6] = 0, embedding[2], -embedding[2]
+    embedding[7, :2], embedding[8, :2] = 1, torch.tensor([1, 1.01])  # rounding errors alone are snapped to 0
+    embedding[7, 2:] = embedding[8, 2:] = 0
     cost = EmbeddingCost(embedding, near_duplicates="keep")
     index = torch.randint(13, (9,), generator=generator)
     rows = cost.rows(index)
@@ -75,22 +76,14 @@ def test_controls() -> None:
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(200, 64, generator=generator) + 2  # all of one direction: costs far below 1
     cost = EmbeddingCost(embedding)
+    random, again = (cost.random_like(generator=torch.Generator().manual_seed(1)) for _ in range(2))
     assert cost.dense().mean() < 0.5
-    random = cost.random_like(generator=torch.Generator().manual_seed(1))
-    off = ~torch.eye(200, dtype=torch.bool)
-    assert (random.dense()[off] - 1).abs().mean() < 2 / 64**0.5
-    assert torch.equal(random.unit, cost.random_like(generator=torch.Generator().manual_seed(1)).unit)
+    assert (random.dense()[~torch.eye(200, dtype=torch.bool)] - 1).abs().mean() < 2 / 64**0.5
+    assert torch.equal(random.unit, again.unit)
     shuffled = cost.shuffled(generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(shuffled.dense().flatten().sort().values, cost.dense().flatten().sort().values)
     assert torch.equal(cost.dense(), EmbeddingCost(embedding).dense())  # controls leave the original alone
-    logits, labels = torch.randn(5, 200, generator=generator, requires_grad=True), torch.arange(5)
-    made = []
-    for each in (cost, random, shuffled):
-        loss = token_loss(logits, labels, objective=EMO(ratio_clip=None), cost=each).loss
-        made.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
-    for loss, gradient in made[1:]:
-        torch.testing.assert_close(loss, made[0][0])
-        assert not torch.allclose(gradient, made[0][1], rtol=0.1, atol=1e-6)
+    assert not torch.allclose(shuffled.dense(), cost.dense(), atol=0.1)
 
 
 test_invalid_embeddings = raising(
@@ -103,8 +96,6 @@ test_invalid_embeddings = raising(
 
 
 # ---- from models of transformers ------------------------------------------------------------------------------------
-
-
 
 
 def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> None:
@@ -151,28 +142,14 @@ def test_a_cost_without_leading_directions() -> None:
     """Directions are removed before near-duplicates are looked for; a row of which nothing is left becomes zero."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(70, 8, generator=generator) * torch.tensor([5.0, 3.0] + [1.0] * 6) + torch.arange(8.0)
-    rows[3] = 0
     plain = EmbeddingCost(rows, directions=2)
     torch.testing.assert_close(plain.unit, EmbeddingCost(all_but_the_top(rows, 2)).unit)
     assert torch.equal(EmbeddingCost(rows, directions=None).unit, EmbeddingCost(rows, directions=1).unit)
-    padded = torch.cat([rows, rows[4:5].expand(6, 8)])  # never trained
-    with pytest.warns(UserWarning, match="7 of the 76 rows"):
-        cost = EmbeddingCost(padded, directions=2)
-    with pytest.warns(UserWarning, match="7 of the 76 rows"):
-        assert torch.equal(cost.unit, EmbeddingCost(all_but_the_top(padded, 2)).unit)
-    assert cost.near_duplicates[70:].all()
-    assert cost.zero_rows.sum() == 8
-    resized = torch.cat([rows[4:], rows[4:].mean(0) + 1e-5 * torch.randn(5, 8, generator=generator)])
-    with pytest.warns(UserWarning, match="5 of the 71 rows"):
-        assert EmbeddingCost(resized, directions=2).near_duplicates[66:].all()
-    at_mean = all_but_the_top(torch.cat([rows[4:], rows[4:].mean(0, keepdim=True) * (1 + 1e-6)]), 2)
+    resized = torch.cat([rows, rows.mean(0) + 1e-5 * torch.randn(5, 8, generator=generator)])
+    with pytest.warns(UserWarning, match="5 of the 75 rows"):
+        assert EmbeddingCost(resized, directions=2).near_duplicates[70:].all()
+    at_mean = all_but_the_top(torch.cat([rows, rows.mean(0, keepdim=True) * (1 + 1e-6)]), 2)
     assert (at_mean[-1] == 0).all()
-    with pytest.raises(ValueError, match="directions is 8, expected 0 to 7"):
-        EmbeddingCost(rows, directions=8)
-    with pytest.raises(TypeError, match=r"directions is 1\.5"):
-        EmbeddingCost(rows, directions=1.5)  # type: ignore[arg-type]
-
-
 
 
 def test_all_but_the_top_by_singular_vectors() -> None:
@@ -188,12 +165,6 @@ def test_all_but_the_top_by_singular_vectors() -> None:
     assert (actual[[5, 9]] == 0).all()
     assert all_but_the_top(rows.bfloat16()).dtype == torch.float32
     torch.testing.assert_close(all_but_the_top(1e25 * rows.detach(), 2) / 1e25, actual, atol=1e-5, rtol=1e-5)
-    for wrong, directions, message in (
-        (rows, 8, "directions is 8, expected 0 to 7"),
-        (rows, -1, "directions is -1"),
-        (rows[0], None, r"expected \(V, d\)"),
-        (rows[:, :1], None, r"expected \(V, d\)"),
-        (rows * torch.nan, None, "NaN"),
-    ):
+    for wrong, directions, message in ((rows, 8, "directions is 8, expected 0 to 7"), (rows * torch.nan, None, "NaN")):
         with pytest.raises(ValueError, match=message):
             all_but_the_top(wrong, directions)

@@ -51,13 +51,8 @@ def test_bad_input() -> None:
         ChatRows.from_chats([CHAT], templated("{{ messages | length }}" + TEMPLATE), max_length=99)
     with pytest.raises(ValueError, match="1 of 1 conversations are longer than max_length=9 tokens"):
         ChatRows.from_chats([CHAT], templated(), max_length=9)
-    for messages, message in (
-        ([], "row 1 has no message of the role assistant"),
-        ("hi", "row 1 has no list of messages"),
-        ([{"role": "assistant"}], "row 1 has no column 'content'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            checked_chat(messages, "row 1")
+    with pytest.raises(ValueError, match="row 1 has no message of the role assistant"):
+        checked_chat([], "row 1")
 
 
 def test_a_chat_model_is_trained_from_the_command_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -77,5 +72,3 @@ def test_a_chat_model_is_trained_from_the_command_line(cli: Cli, tiny: Tiny, tmp
     ended = cli(*command, *options(tokenizer_name=tmp_path / "tokenizer"))
     assert ended.code == 0, ended.err
     assert ended.json["eval_nll"] < read(tmp_path / "run/log.json")[0]["nll"] - 1
-    assert "got both" in cli(*command, *options(train_text=tiny.text)).error
-    assert "--train_on_question is for questions and prompts" in cli(*command, "--train_on_question").error

@@ -23,12 +23,11 @@ def tokenizer():
     return train_bpe_tokenizer(TEXTS, 300)
 
 
-# read_texts
-
-
-def test_text_file_is_one_document(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo\n".encode())
-    assert read_texts(tmp_path / "a.txt") == ["one\n\ntwo\n"]
+def test_text_files_are_documents_read_recursively_in_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, text in (("c.txt", "3"), ("a.md", "\ufeffone\r\n\r\ntwo\n"), ("b/x.txt", "2"), ("skip.csv", "no")):
+        (tmp_path / name).write_bytes(text.encode())
+    assert read_texts(str(tmp_path)) == ["one\n\ntwo\n", "2", "3"]
 
 
 def test_jsonl_lines_are_documents(tmp_path):
@@ -39,22 +38,12 @@ def test_jsonl_lines_are_documents(tmp_path):
     assert read_texts(file, text_column="body") == ["one", "t\u2028wo"]
 
 
-def test_folder_is_read_recursively_in_order(tmp_path):
-    (tmp_path / "b").mkdir()
-    for name, text in (("c.txt", "3"), ("a.md", "1"), ("b/x.txt", "2"), ("skip.csv", "no"), ("blank.txt", " \n")):
-        (tmp_path / name).write_text(text)
-    assert read_texts(str(tmp_path)) == ["1", "2", "3"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", b" \n\t ", "no text but whitespace"),
         ("a.txt", b"caf\xe9", r"a\.txt.* byte 0xe9 at offset 3"),
-        ("a.txt", "6 is nearer to 5".encode("utf-16"), r"a\.txt.* looks like UTF-16; .*iconv -f utf-16"),
-        ("a.txt", "6 is nearer to 5".encode("utf-16-be"), "looks like UTF-16"),
-        ("a.txt", b"\0" * 40, "has 40 NUL bytes, which no text has"),
-        ("a.jsonl", '{"text": "x"}'.encode("utf-16"), "looks like UTF-16"),
+        ("a.txt", "6 is nearer to 5".encode("utf-16-be"), r"a\.txt.* looks like UTF-16; .*iconv -f utf-16"),
         ("a.csv", b"text", r"ends in '\.csv', expected one of"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', r"line 2 has no column 'text', found \['body'\]"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": ', "line 3 is not JSON"),
@@ -64,8 +53,6 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_texts(tmp_path / name)
-
-
 
 
 # split_documents
@@ -92,8 +79,7 @@ def test_split_is_stable_when_the_corpus_grows():
 def test_split_shares_must_sum_to_one():
     tenths = {str(i): 0.1 for i in range(10)}
     assert sum(map(len, split_documents(map(str, range(999)), tenths).values())) == 999
-    assert split_documents(["a"], {"train": 1.0, "test": 0.0}) == {"train": ["a"], "test": []}
-    for shares in ({"train": 0.8, "test": 0.1}, {"train": 1.2, "test": -0.2}, {}, {"train": float("nan")}):
+    for shares in ({"train": 0.8, "test": 0.1}, {"train": 1.2, "test": -0.2}):
         with pytest.raises(ValueError, match="expected shares >= 0 that sum to 1"):
             split_documents(["a"], shares)
     with pytest.raises(ValueError, match=r"part '.*' with share .* got none of 1 distinct"):
@@ -151,20 +137,18 @@ def test_blocks_begin_documents_with_bos_if_the_tokenizer_does():
 
 
 def test_blocks_bad_input(tokenizer):
-    with pytest.raises(ValueError, match=r"the text is 2 tokens long .* one block of 8; give more text"):
-        PackedBlocks.from_texts(["a"], tokenizer, 8)
-    with pytest.raises(ValueError, match="block_size is 1, expected 2 or more"):
-        PackedBlocks.from_texts(TEXTS, tokenizer, 1)
-    with pytest.raises(ValueError, match="vocab_size is 256, expected at least 257"):
-        train_bpe_tokenizer(TEXTS, 256)
-    with pytest.raises(TypeError, match=r"one string, expected a list of documents; pass \[text\]"):
-        PackedBlocks.from_texts("text", tokenizer, 8)
-    with pytest.raises(ValueError, match=r"shape \(4,\) and dtype torch.int64"):
-        PackedBlocks(torch.arange(4))
     endless = train_bpe_tokenizer(TEXTS, 300)
     endless.eos_token = None
-    with pytest.raises(ValueError, match=r"no EOS token .* set tokenizer\.eos_token"):
-        PackedBlocks.from_texts(TEXTS, endless, 8)
+    for call, error, message in (
+        (lambda: PackedBlocks.from_texts(["a"], tokenizer, 8), ValueError, r"2 tokens long .* one block of 8"),
+        (lambda: PackedBlocks.from_texts("text", tokenizer, 8), TypeError, r"one string, expected a list of documents"),
+        (lambda: PackedBlocks(torch.arange(4)), ValueError, r"shape \(4,\) and dtype torch.int64"),
+        (lambda: PackedBlocks.from_texts(TEXTS, endless, 8), ValueError, r"no EOS token .* set tokenizer\.eos_token"),
+        (lambda: split_blocks(PackedBlocks(torch.ones(30, 2).int()), validation_fraction=0.6, test_fraction=0.4),
+         ValueError, "30 blocks leave none to train on"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_blocks_pickle_and_fingerprint(tokenizer):
@@ -184,7 +168,3 @@ def test_split_blocks_is_contiguous():
     assert [len(part) for part in parts] == [21, 6, 3]
     assert torch.equal(torch.cat([part.ids for part in parts]), blocks.ids)
     assert [len(part) for part in split_blocks(blocks, validation_fraction=1e-9)] == [29, 1, 0]
-    with pytest.raises(ValueError, match="30 blocks leave none to train on"):
-        split_blocks(blocks, validation_fraction=0.6, test_fraction=0.4)
-    with pytest.raises(ValueError, match=r"test_fraction is -0\.1"):
-        split_blocks(blocks, test_fraction=-0.1)

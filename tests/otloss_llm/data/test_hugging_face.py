@@ -1,7 +1,6 @@
 """Datasets of the library datasets: splits, columns, rows; on the command line and in the trainer."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +50,16 @@ def test_splits_of_saved_datasets_of_files_and_of_folders(tmp_path: Path) -> Non
         assert read_examples(split, "name").rows == TEXTS[:6]
 
 
-WRONG_SOURCES = [
-    ("text.txt", None, r"ends in '.txt', expected .json.*--train_text"),
-    ("rows.jsonl", "english", "is a file, which has no configurations"),
-    ("broken.jsonl", None, r"the dataset .* cannot be loaded: .*JSON parse error"),
-    ("two", None, r"has the splits \['first', 'second'\], expected train"),
-]
-
-
-@pytest.mark.parametrize(("source", "config", "said"), WRONG_SOURCES)
-def test_sources_that_cannot_be_loaded(tmp_path: Path, source: str, config: str | None, said: str) -> None:
-    (tmp_path / "text.txt").write_text("text", encoding="utf-8")
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
-    (tmp_path / "broken.jsonl").write_text("{{", encoding="utf-8")
-    saved(tmp_path / "two", first=[{"text": "a"}], second=[{"text": "b"}])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [("text.txt", "text", r"ends in '.txt', expected .json.*--train_text"),
+     ("broken.jsonl", "{{", r"the dataset .* cannot be loaded: .*JSON parse error"),
+     ("empty.jsonl", "", "cannot be loaded: it has no rows")],
+)  # fmt: skip
+def test_sources_that_cannot_be_loaded(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=said):
-        load_splits(str(tmp_path / source), config)
+        load_splits(str(tmp_path / name))
 
 
 def test_columns_decide_what_an_example_is() -> None:
@@ -83,9 +76,15 @@ def test_columns_decide_what_an_example_is() -> None:
         chat = read(row)
         assert (chat.kind, chat.rows) == ("chat", [[USER, ANSWER]])
 
-
-
-
+    for row, said in (
+        ({"body": "a"}, r"'name' has the columns \['body'\], expected text, prompt"),
+        ({"text": " "}, "has no example that is not blank"),
+        ({"question": "", "answer": "5"}, "question or answer is blank"),
+        ({"messages": [USER]}, "no message of the role assistant"),
+        ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, "has an answer in its prompt"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read(row)
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -111,27 +110,14 @@ def test_train_reads_the_same_text_from_a_dataset_as_from_a_file(cli: Cli, tiny:
     assert results[0]["eval_nll"] == results[1]["eval_nll"]
 
 
-
-
-def test_wrong_options_are_found_before_a_model_is_loaded(
-    cli: Cli, tiny: Tiny, tmp_path: Path, without: Callable[[str], None]
-) -> None:
+def test_wrong_options_are_found_before_a_model_is_loaded(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     data = saved(tmp_path / "data", train=[{"text": "a"}])
-
-    def error(**changes: Any) -> str:
-        return trained(cli, tiny, tmp_path / "run", **changes).error
-
-    both = error(dataset_name=data, train_text=tiny.text)
-    assert "got both of --train_text and --dataset_name;" in both
-    assert "--dataset_config_name cannot be combined with --train_text" in error(
-        train_text=tiny.text, dataset_config_name="x"
-    )
-    assert "--validation_text cannot be combined with --dataset_name" in error(
-        dataset_name=data, validation_text=tiny.text
-    )
-    assert "--train_on_question is for questions" in error(dataset_name=data, train_on_question=True)
-    without("datasets")
-    assert error(dataset_name=data) == 'a dataset by name needs datasets: pip install "torch-otloss[data]"'
+    for changes, said in (
+        ({"train_text": tiny.text}, "got both of --train_text and --dataset_name;"),
+        ({"validation_text": tiny.text}, "--validation_text cannot be combined with --dataset_name"),
+        ({"train_on_question": True}, "--train_on_question is for questions"),
+    ):
+        assert said in trained(cli, tiny, tmp_path / "run", dataset_name=data, **changes).error
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -185,5 +171,3 @@ def test_the_trainer_takes_datasets_as_they_are(tiny: Tiny, tmp_path: Path) -> N
     weighted = data.add_column("token_weight", [[1.0]] * len(data))
     with pytest.raises(ValueError, match="the dataset is text and has a column token_weight"):
         ObjectiveTrainer(model, args, objective="mle", train_dataset=weighted, processing_class=tokenizer)
-
-

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from otloss_llm.data.blocks import train_bpe_tokenizer
-from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions, prompt_text, read_questions, spread
+from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions, prompt_text, read_questions
 from otloss_llm.evaluation import sample_texts
 
 DATA = Path(__file__).parents[4] / "shared/data"
@@ -44,27 +44,17 @@ def test_read_what_was_written(tmp_path: Path) -> None:
     assert read_questions(str(named), **columns) == [Question("c", "2"), Question("d", "3", "t")]
 
 
-GOOD = {"question": "q", "answer": "1"}
-BAD_FILES: dict[str, tuple[tuple[object, ...], str]] = {
-    "no JSON": ((GOOD, "{not"), r"line 2 is not JSON .*one object per line"),
-    "no column": (
-        (GOOD, {"question": "q", "reply": "1"}),
-        r"line 2 has no column 'answer', found \['question', 'reply'\]",
-    ),
-    "blank answer": (({"question": "q", "answer": " \n"},), r"line 1: column 'answer' is ' \\n', expected a string"),
-    "kind no text": ((GOOD | {"module": 3},), r"line 1: column 'module' is 3"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_a_bad_line_is_named(tmp_path: Path, case: str) -> None:
-    lines, message = BAD_FILES[case]
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not", r"line 2 is not JSON .*one object per line"),
+        ({"question": "q", "reply": "1"}, r"line 2 has no column 'answer', found \['question', 'reply'\]"),
+        ({"question": "q", "answer": " \n"}, r"line 2: column 'answer' is ' \\n', expected a string"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_questions(write(tmp_path / "bad.jsonl", *lines))
-
-
-
-
+        read_questions(write(tmp_path / "bad.jsonl", {"question": "q", "answer": "1"}, line))
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

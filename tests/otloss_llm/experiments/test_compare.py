@@ -20,7 +20,6 @@ from tests.otloss_llm.training.test_runs import interrupted_at
 @pytest.mark.parametrize(
     ("text", "arm", "name"),
     [
-        ("mle", Arm("mle"), "mle"),
         (" EMO ", Arm("emo"), "emo"),
         ("gem:0.7+smoothing:0.1/T=0.8", Arm("gem:0.7+smoothing:0.1", temperature=0.8), "gem:0.7+smoothing:0.1/T=0.8"),
         ("mixce:0.8/T=0.70", Arm("mixce:0.8", temperature=0.7), "mixce:0.8/T=0.7"),
@@ -30,7 +29,6 @@ from tests.otloss_llm.training.test_runs import interrupted_at
         ("number_token/shuffled", Arm("number_token", control="shuffled"), "number_token/shuffled"),
         ("number_token/shuffled-values", Arm("number_token", control="shuffled"), "number_token/shuffled"),
         ("number_token/log/equal", Arm("number_token", scaling="log", control="equal"), "number_token/equal/log"),
-        ("emo+number/shuffled", Arm("emo+number", "shuffled"), "emo+number/shuffled"),
         ("emo+number/shuffled-values", Arm("emo+number", control="shuffled"), "emo+number/shuffled-values"),
     ],
 )
@@ -45,10 +43,8 @@ test_invalid_arms_raise = raising(
     ("emo/T=-1", "'T=-1' is unknown; expected objective"),
     ("mle/random", "'random' is an embedding, and mle uses no cost"),
     ("emo/log", "'log' is a distance of numbers, which only number_token"),
-    ("emo/random/shuffled", "'shuffled' is a second embedding"),
     ("emo/equal", "'equal' is a control of numbers, which only number_token"),
     ("expected_value/shuffled-values", "'shuffled-values' is a control of numbers"),
-    ("number_token/equal/shuffled", "'shuffled' is a second control"),
     ("number_token/random", "'random' is an embedding, and number_token uses no embedding"),
     call=parse_arm,
 )
@@ -165,15 +161,9 @@ def test_a_failed_arm_is_reported_and_the_others_continue(cli: Cli, tiny: Tiny, 
 
 
 def test_another_judge_under_the_same_path_raises(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    judge = tmp_path / "judge"
-    shutil.copytree(tiny.gpt2, judge)
+    judge = shutil.copytree(tiny.gpt2, tmp_path / "judge")
     asked = compare_options(tiny, tmp_path / "run", judge=judge, objectives=["mle"], seeds=[0])
     assert cli(*asked).code == 0
-    unjudged = compare_options(tiny, tmp_path / "unjudged", objectives=["mle"], seeds=[0], max_new_tokens=1)
-    at = unjudged.index("--judge")
-    ended = cli(*unjudged[:at], *unjudged[at + 2 :])
-    assert ended.code == 0
-    assert not any(word in ended.out for word in ("judge", "distinct", "±")), "too short, one seed"
     other = load_model(str(judge))
     with torch.no_grad():
         next(other.parameters()).mul_(2.0)

@@ -1,6 +1,5 @@
 """The demo at a hundredth of its length, with fewer documents, and what it says of differences."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,6 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import emo_demo as demo
-
-from otloss_llm.experiments.frontier import Difference
 
 CORNERS = ("scipy.special", "sklearn.linear_model")
 
@@ -33,14 +30,3 @@ def test_the_demo_leaves_table_report_and_figure(tmp_path: Path, capsys: pytest.
         assert f"| {arm} |" in report
     assert (tmp_path / "compare/frontier.png").stat().st_size > 10_000
     assert (tmp_path / "compare/report.json").is_file()
-
-
-def test_the_sentences_say_what_came_out() -> None:
-    real, chance = Difference(-0.03, -0.05, -0.01, 3), Difference(0.02, -0.01, 0.05, 3)
-    assert demo.sentence("a", "b", real) == (
-        "a is 0.030 nats per token nearer to the source than b (difference -0.030, 95 % interval -0.050 to -0.010)."
-    )
-    assert "0.020 nats per token farther" in demo.sentence("a", "b", chance)
-    assert demo.sentence("a", "b", chance).endswith("the interval holds 0, so this may be chance.")
-    assert "one seed" in demo.sentence("a", "b", Difference(-0.03, -math.inf, math.inf, 1))
-    assert demo.sentence("a", "b", None) == "a against b: one of them does not reach this recall."

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from otloss_llm.experiments.frontier import Frontier, at_equal_recall, over_range
-from otloss_llm.experiments.frontier_report import conclusions
 
 
 def _frontier(forward: list[float], reverse: list[float]) -> Frontier:
@@ -70,5 +69,3 @@ def test_curves_that_do_not_meet_are_not_compared() -> None:
     assert not half.is_real  # one seed
     with pytest.raises(ValueError, match="1 and 2 seeds"):
         over_range(low, high * 2)
-
-

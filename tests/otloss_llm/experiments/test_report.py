@@ -90,20 +90,13 @@ def test_a_measure_that_a_seed_lacks_is_not_given() -> None:
     assert summary["seconds_per_step"] == Mean(50.0, 0.0, count=2)
 
 
-MANY = [f"mixce:{i / 20}" for i in range(11)] + ["emo", "emo/random", "mle/T=0.8"]
-
-
-@pytest.mark.parametrize("case", ["many", "one", "outlier", "no number"])
-def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: str) -> None:
-    """Without a warning, also with values that differ by a large factor."""
+def test_the_figure_is_drawn_without_a_warning(tmp_path: Path) -> None:
+    """Of many arms, some without a number, and of values that differ by a large factor."""
     pytest.importorskip("matplotlib")
-    arms = MANY if case == "many" else ["emo"] if case == "one" else ["mle", "tailr", "emo"]
-    results = made_up(arms, [0] if case == "one" else [0, 1], judged=case != "one")
-    if case == "outlier":
-        results["runs"][1] |= {"test_perplexity": 1596.0, "judge_perplexity": 2.0}
-    if case == "no number":
-        for run in (*results["runs"][::3], results["runs"][1]):  # the first arm, and a seed of the second
-            run |= {"test_perplexity": math.nan, "judge_perplexity": math.nan}
+    results = made_up([f"mixce:{i / 20}" for i in range(11)] + ["emo", "emo/random", "mle/T=0.8"], [0, 1])
+    results["runs"][1] |= {"test_perplexity": 1596.0, "judge_perplexity": 2.0}
+    for run in results["runs"][::3]:
+        run |= {"test_perplexity": math.nan, "judge_perplexity": math.nan}
     table = write_report(results, tmp_path)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert table.splitlines()[2].startswith(f"| {START} | 100.00 |")
@@ -115,9 +108,3 @@ def test_without_matplotlib_the_report_says_so(tmp_path: Path, without: Callable
     write_report(made_up(["mle"], [0]), tmp_path)
     assert "torch-otloss[plot]" in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert not (tmp_path / "figure.png").exists()
-
-
-
-
-
-

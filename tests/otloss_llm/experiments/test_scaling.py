@@ -20,5 +20,3 @@ def test_each_size_and_share_is_a_comparison_of_its_own(cli: Cli, tiny: Tiny, tm
     assert last == ["gpt2", f"{actual[1]['parameters']:,}", "1", "emo", f"{emo['test_perplexity']:.2f}"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     assert cli(*compare_options(tiny, tmp_path, **sizes)).out == ended.out  # read from the folders
-
-
