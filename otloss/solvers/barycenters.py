@@ -59,9 +59,10 @@ from otloss.solvers.problem import DEFAULT_TOLERANCE, MASS_TOLERANCE
 
 _MOST_ENTRIES = 2**26  # of the plans of all problems together, which the gradient holds
 _NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method is for at most so many
-_START, _STEPS = 40, 25  # iterations before Newton's method; its steps at each tau
+_START, _STEPS = 40, 60  # iterations before Newton's method; its steps at each tau
 # Rounding stops Newton's method: after so many small steps that do not halve, and so many values of tau without gain.
 _MOST_STALLED, _MOST_FRUITLESS, _SMALL_CHANGE = 3, 2, 1e-3
+_FALL_OF_TAU = 32.0  # smaller falls take more steps, and end at a larger tau, as rounding adds up
 _UNKNOWN, _SLOWEST = 1.0, 0.95  # the error where nothing is known, and the ratio of convergence in tau where it is slow
 _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
@@ -387,10 +388,10 @@ def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_S
         at_larger_tau, moved_before = state, moved
         state, change, stalled, steps = _settle(problem, matrix, state, tolerance, min(_STEPS, left))
         left -= steps
-        # With tau / 4 the error falls to a quarter at the end, and hardly as long as tau exceeds small eigenvalues.
+        # The error falls as tau does at the end, and hardly as long as tau exceeds small eigenvalues.
         a = state.log_a.exp()
         moved = (a - at_larger_tau.log_a.exp()).abs().sum(-1) / mass
-        ratios = [*ratios[1:], (moved / moved_before).nan_to_num(torch.inf).clamp(0.25, _SLOWEST)]
+        ratios = [*ratios[1:], (moved / moved_before).nan_to_num(torch.inf).clamp(1 / _FALL_OF_TAU, _SLOWEST)]
         slowest = torch.stack(ratios).amax(0)
         error = change + (a.sum(-1) / mass - 1).abs() + moved * slowest / (1 - slowest)
         error = error.nan_to_num(torch.inf)
@@ -401,9 +402,11 @@ def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_S
         is_final = stalled & (least < _SMALL_CHANGE) | (least <= tolerance / 2)
         fruitless = fruitless + 1 if bool(is_final.all()) and not bool(is_better.any()) else 0
         is_last = float(state.tau.max()) <= _LEAST_TAU or fruitless == _MOST_FRUITLESS
+        # Where rounding makes a tau diverge, smaller ones do too.
+        is_last = is_last or bool((~stalled & (change >= _SMALL_CHANGE) & (least < _UNKNOWN)).all())
         if bool((least <= tolerance / 2).all()) or bool((error > 1e3 * least).all()) or is_last:
             break
-        state = dataclasses.replace(state, tau=state.tau / 4)
+        state = dataclasses.replace(state, tau=state.tau / _FALL_OF_TAU)
     failed = least == _UNKNOWN
     if left > 0 and bool(failed.any()):
         best = _chosen(failed, problem.iterate(tolerance, most)[0], best)
