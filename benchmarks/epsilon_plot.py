@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import otloss
+from benchmarks.charts import line, panels, save
 from benchmarks.measure import hardware, timed_rounds
 from otloss.costs import PointCost
 
@@ -70,16 +69,14 @@ def measured(epsilons: list[float], *, batch: int, n: int, rounds: int) -> dict[
 
 
 def _plot(ax: Axes, x: list[float], y: Any, style: tuple[str, str], name: str, hollow: list[bool]) -> None:
-    ax.plot(x, y, color=style[0], marker=style[1], markersize=4.5, linewidth=1.5, label=name)
+    line(ax, x, y, name, *style)
     at = [i for i, is_hollow in enumerate(hollow) if is_hollow]
     ax.plot([x[i] for i in at], [y[i] for i in at], style[1], color=style[0], markerfacecolor="white", markersize=4.5)
 
 
 def draw(file: Path, epsilons: list[float], results: dict[str, Any], *, title: str) -> None:
     """Write the figure: errors on the left, times on the right."""
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharex=True)
+    figure, ((left, right),) = panels(10, 4.4, 1, 2, sharex=True)
     hollow = [count < results["errors"]["value"].shape[-1] for count in results["converged"]]
     for name, (label, style) in NAMES.items():
         errors = results["errors"][name]
@@ -88,20 +85,15 @@ def draw(file: Path, epsilons: list[float], results: dict[str, Any], *, title: s
     left.set_ylabel("|value - exact| / exact\nmedian and middle 80 % of the problems")
     for name, seconds in results["seconds"].items():
         _plot(right, epsilons, [1000 * s for s in seconds], NAMES[name][1], NAMES[name][0], hollow)
-    exact = right.axhline(1000 * results["exact"], color=EXACT[0], linestyle="--", linewidth=1.5, label="exact, emd")
+    for ax, level in ((left, []), (right, [1000 * results["exact"]])):  # on the left for the legend alone
+        ax.hlines(level, epsilons[0], epsilons[-1], color=EXACT[0], linestyle="--", linewidth=1.5, label="exact, emd")
     right.set_ylabel("time for the whole batch, values only (ms)")
     for ax in (left, right):
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.set_xlabel("epsilon / largest cost")
-        ax.grid(color="0.9", linewidth=0.7)
-        ax.spines[["top", "right"]].set_visible(False)
     right.set_ylim(bottom=1)
-    handles, labels = left.get_legend_handles_labels()
-    handles.append(exact)
-    figure.legend(handles, [*labels, "exact, emd"], loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(file, dpi=130)
+    save(figure, file, title=title, legend_of=left)
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ learning rate and seed. The most useful runs come first, so that an interrupted 
 4. where another rate has a lower KL(source || student) on validation text, that rate with all seeds and temperatures,
    and other regularisers: weight decay, dropout and fewer steps;
 5. likelihood and EMO on more texts, and with a source that was trained for longer, in the same way;
-6. the other seeds at the other rates, at temperature 1.
+6. the other seeds at the other rates, at temperature 1;
+7. two variants of EMO (`objective_tries`), in the same way.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from benchmarks.measure import FOLDER, Settings, hardware, say
+from benchmarks.objective_tries import TRIES, add_tries
 from otloss_llm import MLE
 from otloss_llm.cli.arguments import ObjectiveTrainingArguments
 from otloss_llm.data import PackedBlocks
@@ -142,7 +144,8 @@ class Job:
 
     @property
     def oracle_arm(self) -> str:
-        return "emo/all-but-the-top" if self.arm == "emo" and not self.experiment.pretrained else self.arm
+        takes_rows = self.arm in ("emo", *TRIES) and not self.experiment.pretrained
+        return f"{self.arm}/all-but-the-top" if takes_rows else self.arm
 
 
 class Bench:
@@ -156,6 +159,8 @@ class Bench:
         self.experiments = EXPERIMENTS[:2] if small else EXPERIMENTS
         self.controls = CONTROLS[::10] if small else CONTROLS
         self.more = MORE[:2] if small else MORE
+        self.tries = TRIES[:1] if small else TRIES
+        add_tries(self.steps(FINE_TUNING["steps"]))
 
     def steps(self, count: int) -> int:
         return 2 if self.small else count
@@ -278,6 +283,7 @@ class Bench:
         for seed in self.seeds[1:]:
             for rate in RATES[1:]:
                 yield from (Job(e, arm, rate, seed, short=True) for arm in self.arms for e in self.experiments)
+        yield from self.compared(self.experiments, self.tries)
 
     def compared(self, experiments: Sequence[Experiment], arms: Sequence[str]) -> Iterator[Job]:
         """Every objective at every rate with one seed, and at 1e-3 and its best rate with all."""
@@ -293,12 +299,14 @@ class Bench:
                 yield Job(experiment, arm, BEYOND[best], 0, short=True)
         for seed in self.seeds:
             for cell in cells:
-                if (best := self.best_rate(*cell)) not in (None, first):
-                    yield Job(*cell, best, seed)
+                for rates in ((*RATES, *BEYOND.values()), RATES):
+                    if (best := self.best_rate(*cell, rates)) not in (None, first):
+                        yield Job(*cell, best, seed)
 
-    def best_rate(self, experiment: Experiment, arm: str) -> float | None:
+    def best_rate(
+        self, experiment: Experiment, arm: str, rates: Sequence[float] = (*RATES, *BEYOND.values())
+    ) -> float | None:
         """The rate of the least divergence on validation text with the first seed; None until `RATES` are measured."""
-        rates = (*RATES, *BEYOND.values())
         values = {rate: self.measures(Job(experiment, arm, rate, 0)).get("validation") for rate in rates}
         known = {rate: value for rate, value in values.items() if value is not None}
         return min(known, key=lambda rate: known[rate]) if set(RATES) <= set(known) else None
@@ -336,7 +344,7 @@ class Bench:
             return
         rows = []
         for experiment in (*self.experiments, *(experiment for experiment, _ in self.controls), *self.more):
-            for arm in self.arms:
+            for arm in (*self.arms, *self.tries):
                 for rate in (*RATES, *BEYOND.values()):
                     for seed in self.seeds:
                         if values := self.measures(Job(experiment, arm, rate, seed)):

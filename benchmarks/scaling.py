@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.charts import line, panels, save
 from benchmarks.contestants import DENSE, EMO_OURS, HAS_TORCH, MLE_OURS, TORCH, Problem, steps, torch_name
 from benchmarks.labels import Labels, labels_for, share_distinct, uniform
 from benchmarks.measure import MIB, Row, Settings, append, hardware, say, timed_rounds
@@ -152,8 +153,7 @@ def _lines(above: Axes, below: Axes, rows: list[Row], axis: str) -> None:
         memory = [max(float(row["mebibytes"]), LEAST_MIB) for row in mine]
         color, marker = next((style for start, style in STYLES.items() if name.startswith(start)), ("#888888", "x"))
         for ax, quantity in ((above, per_logit), (below, memory)):
-            ax.plot(x, quantity, color=color, marker=marker, markersize=4.5, linewidth=1.5,
-                    label=name.replace(" c=", ", chunks of "))  # fmt: skip
+            line(ax, x, quantity, name.replace(" c=", ", chunks of "), color, marker)
 
 
 def _label_axes(above: Axes, below: Axes, rows: list[Row], axis: str) -> None:
@@ -174,8 +174,6 @@ def _label_axes(above: Axes, below: Axes, rows: list[Row], axis: str) -> None:
     below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for ax in (above, below):
         ax.minorticks_off()
-        ax.grid(color="0.9", linewidth=0.7)
-        ax.spines[["top", "right"]].set_visible(False)
     skipped = [row for row in mine if row["note"]]
     if skipped:
         places_skipped = ", ".join(_short(float(row[COLUMN[axis]])) for row in skipped)
@@ -185,20 +183,13 @@ def _label_axes(above: Axes, below: Axes, rows: list[Row], axis: str) -> None:
 
 def draw(rows: list[Row], file: Path) -> None:
     """Write the figure of these rows of scaling.csv."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, len(AXES), sharex="col", sharey="row")
+    figure, grid = panels(10, 6.2, 2, len(AXES), sharex="col", sharey="row")
     for (above, below), axis in zip(zip(*grid, strict=True), AXES, strict=True):
         _lines(above, below, rows, axis)
         _label_axes(above, below, rows, axis)
     grid[0][0].set_ylim(bottom=0)
     grid[0][0].set_ylabel("forward + backward,\ntime per logit (ns)")
     grid[1][0].set_ylabel("peak memory beyond inputs\nand gradients (MiB)")
-    handles, names = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
     title = f"Token losses from hidden states of width {rows[0]['width']}, float32"
-    figure.suptitle(f"{title}\n{rows[0]['hardware']}, torch {rows[0]['torch']}", fontsize=10)
-    figure.savefig(file, dpi=130)
+    machine = f"{rows[0]['hardware']}, torch {rows[0]['torch']}"
+    save(figure, file, title=f"{title}\n{machine}", legend_of=grid[0][0])

@@ -21,6 +21,7 @@ import torch
 
 import otloss
 from benchmarks.bench import OURS
+from benchmarks.charts import line, panels, save
 from benchmarks.measure import MIB, Settings, heading, keep, say
 from benchmarks.memory import MALLOC, peak_growth
 from benchmarks.solver_clouds import BLUR, HAS_KEOPS, Clouds, geomloss_answer, our_answer
@@ -144,12 +145,7 @@ def _row(name: str, own: dict[str, float], ours: dict[str, float]) -> Row:
 
 def draw(rows: list[Row], file: Path) -> None:
     """Time above and memory below, exact transport on the left and the divergence on the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, 2, sharex=True, sharey="row")
+    figure, grid = panels(9, 6.4, 2, 2, sharex=True, sharey="row")
     for column, work, title in (
         (0, EXACT, "exact, ours with gradients"),
         (1, DIVERGENCE, "divergence, with gradients"),
@@ -160,18 +156,15 @@ def draw(rows: list[Row], file: Path) -> None:
             for name, marker in zip(names, MARKERS, strict=False):
                 mine = [row for row in rows if row["name"] == name and row["work"] == work]
                 x, y = [int(row["n"]) for row in mine], [max(float(row[quantity]), least) for row in mine]
-                ax.plot(x, y, marker=marker, label=name, color=COLORS.get(name, "0.55"), markersize=4.5)
+                line(ax, x, y, name, COLORS.get(name, "0.55"), marker)
             ax.set_xscale("log")
             ax.set_yscale("log")
-            ax.grid(color="0.9", linewidth=0.7)
-            ax.spines[["top", "right"]].set_visible(False)
         grid[0][column].set_title(title, fontsize=10)
         grid[0][column].legend(frameon=False, fontsize=8)
         grid[1][column].set_xlabel("points in each cloud")
     grid[0][0].set_ylabel("processor time (s), one thread")
     grid[1][0].set_ylabel("peak memory beyond the inputs (MiB)")
-    figure.suptitle("Between large clouds otloss takes the least time at every size")
-    figure.savefig(file, dpi=150)
+    save(figure, file, title="Between large clouds otloss takes the least time at every size")
 
 
 if __name__ == "__main__":
