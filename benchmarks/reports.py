@@ -217,14 +217,6 @@ def sources() -> list[tuple[str, str]]:
     return list(dict.fromkeys((row["kind"], row["experiment"]) for row in rows_of("evidence") if row["kind"] in kinds))
 
 
-def costs_table() -> str:
-    rows = []
-    for kind, experiment in sources():
-        cells = [costs_of(kind, experiment, arms) for arms in COSTS.values()]
-        rows.append([f"{kind}: {experiment}", *("-" if cell is None else signed(*cell) for cell in cells)])
-    return markdown(["experiment", *COSTS], rows)
-
-
 PUBLISHED = {
     "emo:clip=none/source": "as published: no clip, all rows", "emo:clip=none/all-but-the-top": "no clip",
     "emo:clip=3/source": "clip of 3, all rows", "emo:clip=3/random": "clip of 3, random rows",
@@ -673,7 +665,7 @@ def number_times_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "objectives": objectives_table, "one_rate": one_rate_table, "more": more_table,
     "regularisers": regularisers_table,
-    "recall": recall_table, "costs": costs_table, "published": published_table, "demo": demo_table,
+    "recall": recall_table, "published": published_table, "demo": demo_table,
     "regression": regression_table, "ratings": ratings_table, "digits": digits_table,
     "mathematics": mathematics_table, "word_problems": word_problems_table, "number_times": number_times_table,
     "ranks": ranks_table, "losses": losses_table, "decisions": decisions_table, "grades": grades_table,
