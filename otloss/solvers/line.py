@@ -24,7 +24,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._autograd import eager
-from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_last_axis, check_number, check_tensor
+from otloss._checks import (
+    broadcast_shape,
+    check_broadcast,
+    check_finite,
+    check_last_axis,
+    check_not_recorded,
+    check_number,
+    check_tensor,
+)
 from otloss._foreign import explains_calls, takes_arrays
 from otloss._kernels import may_run_on
 from otloss.solvers.problem import MASS_TOLERANCE, histogram_pair
@@ -71,6 +79,7 @@ def cdf_distance(
         >>> cdf_distance(p, q, torch.tensor([0.0, 1.0, 3.0]), power=1)
         tensor(2.)
     """
+    check_not_recorded()
     _check_exponent("power", power)
     p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x, p)))
     return _closed_form(_cdf_distance, (p, q, x), power)
@@ -137,6 +146,7 @@ def wasserstein_1d(
         >>> wasserstein_1d(p, torch.tensor([1.0]), torch.tensor([0.0, 4.0]), torch.tensor([1.0]), order=2)
         tensor(5.)
     """
+    check_not_recorded()
     _check_exponent("order", order)
     _check_weights_first(p, q, x, y)
     p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))

@@ -7,6 +7,7 @@ gradients count; q is shared by the problems, so that sums over broadcast axes c
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,41 +100,28 @@ def quartic(x: Tensor, y: Tensor) -> Tensor:
     return (x.unsqueeze(-2) - y.unsqueeze(-3)).pow(4).sum(-1)
 
 
-# Name -> inputs of the cost, the cost, and its range.
+def _points(metric: Any, x: tuple[int, ...], y: tuple[int, ...], shift: float, size: float) -> tuple[Any, ...]:
+    def inputs() -> Inputs:
+        return {"x": draw(*x) - shift, "y": draw(*y, seed=1) - shift}
+
+    return 5, inputs, lambda t: PointCost(t["x"], t["y"], metric=metric), size
+
+
+# Name -> bins of q, inputs of the cost, the cost, and its range.
 COSTS: dict[str, tuple[int, Callable[[], Inputs], Callable[[Inputs], Any], float]] = {
     "matrix": (5, lambda: {"matrix": draw(2, 4, 5)}, lambda t: t["matrix"], 1.0),
     "one matrix": (4, lambda: {"matrix": draw(4, 4)}, lambda t: DenseCost(t["matrix"]), 1.0),
-    "sqeuclidean": (5, lambda: {"x": draw(2, 4, 3), "y": draw(5, 3, seed=1)}, lambda t: PointCost(t["x"], t["y"]), 1.5),
-    "euclidean": (
-        5,
-        lambda: {"x": draw(4, 3), "y": draw(2, 5, 3, seed=1)},
-        lambda t: PointCost(t["x"], t["y"], metric="euclidean"),
-        1.2,
-    ),
-    "l1": (
-        5,
-        lambda: {"x": draw(4, 3), "y": draw(5, 3, seed=1)},
-        lambda t: PointCost(t["x"], t["y"], metric="l1"),
-        2.0,
-    ),
-    "cosine points": (
-        5,
-        lambda: {"x": draw(4, 3) - 0.5, "y": draw(5, 3, seed=1) - 0.5},
-        lambda t: PointCost(t["x"], t["y"], metric="cosine"),
-        2.0,
-    ),
+    "sqeuclidean": _points("sqeuclidean", (2, 4, 3), (5, 3), 0.0, 1.5),
+    "euclidean": _points("euclidean", (4, 3), (2, 5, 3), 0.0, 1.2),
+    "l1": _points("l1", (4, 3), (5, 3), 0.0, 2.0),
+    "cosine points": _points("cosine", (4, 3), (5, 3), 0.5, 2.0),
     "one cloud": (4, lambda: {"x": draw(2, 4, 3)}, lambda t: PointCost(t["x"]), 1.5),
     "cosine": (4, lambda: {"embedding": draw(4, 3) - 0.5}, lambda t: CosineCost(t["embedding"]), 2.0),
     "line": (4, lambda: {"place": draw(4)}, lambda t: LineCost(t["place"]), 1.0),
     "line squared": (4, lambda: {"place": draw(4)}, lambda t: LineCost(t["place"], power=2), 1.0),
     "grid": (4, dict, lambda t: GridCost((2, 2), spacing=(1.0, 0.7)), 1.5),
     "graph": (4, lambda: {"adjacency": draw(4, 4) + 0.5}, lambda t: graph_cost(t["adjacency"]), 1.5),
-    "callable": (
-        5,
-        lambda: {"x": draw(4, 3), "y": draw(5, 3, seed=1)},
-        lambda t: PointCost(t["x"], t["y"], metric=quartic),
-        1.0,
-    ),
+    "callable": _points(quartic, (4, 3), (5, 3), 0.0, 1.0),
 }
 SQUARE = [name for name, (m, *_) in COSTS.items() if m == 4]
 
@@ -191,30 +179,32 @@ def _line(n: int, m: int, *, shared: bool) -> Inputs:
     return {**weights(n, m), **places}
 
 
+def _cloud() -> Inputs:
+    return {**weights(4, 5), "x": draw(2, 4, 3), "y": draw(5, 3, seed=1)}
+
+
+def _slices(order: float, t: Inputs) -> Tensor:
+    return otloss.sliced_wasserstein(t["x"], t["y"], t["p"], t["q"], order=order, projections=DIRECTIONS)
+
+
 PARENT = torch.tensor([2, 0, 2, 0, 1, 2])
 DIRECTIONS = draw(7, 3, seed=2) - 0.5
 CLOSED_FORMS: dict[str, tuple[Callable[[], Inputs], Callable[[Inputs], Tensor]]] = {
-    "cdf 1": (lambda: _line(6, 6, shared=True), lambda t: otloss.cdf_distance(**t, power=1)),
-    "cdf 2": (lambda: _line(6, 6, shared=True), lambda t: otloss.cdf_distance(**t)),
-    "cdf 1.5": (lambda: _line(6, 6, shared=True), lambda t: otloss.cdf_distance(**t, power=1.5)),
-    "quantiles 1": (lambda: _line(4, 5, shared=False), lambda t: otloss.wasserstein_1d(**t)),
-    "quantiles 2": (lambda: _line(4, 5, shared=False), lambda t: otloss.wasserstein_1d(**t, order=2)),
-    "quantiles 3": (lambda: _line(4, 5, shared=False), lambda t: otloss.wasserstein_1d(**t, order=3)),
+    **{
+        f"cdf {power}": (lambda: _line(6, 6, shared=True), lambda t, k=power: otloss.cdf_distance(**t, power=k))
+        for power in (1, 2, 1.5)
+    },
+    **{
+        f"quantiles {k}": (lambda: _line(4, 5, shared=False), lambda t, k=k: otloss.wasserstein_1d(**t, order=k))
+        for k in (1, 2, 3)
+    },
     "quantiles of one place": (lambda: _line(5, 5, shared=True), lambda t: otloss.wasserstein_1d(**t, order=2)),
     "circle": (lambda: _line(6, 6, shared=True), lambda t: otloss.wasserstein_circular(**t, period=1.0)),
     "tree": (
         lambda: {**weights(6, 6), "length": draw(6)},
         lambda t: otloss.wasserstein_tree(t["p"], t["q"], PARENT, t["length"]),
     ),
-    **{
-        f"sliced {order}": (
-            lambda: {**weights(4, 5), "x": draw(2, 4, 3), "y": draw(5, 3, seed=1)},
-            lambda t, order=order: otloss.sliced_wasserstein(
-                t["x"], t["y"], t["p"], t["q"], order=order, projections=DIRECTIONS
-            ),
-        )
-        for order in (1, 2)
-    },
+    **{f"sliced {order}": (_cloud, partial(_slices, order)) for order in (1, 2)},
 }
 
 

@@ -16,35 +16,28 @@ THEIRS = "Metadata-Version: 2.4\nName: otloss\nVersion: 0.1.0\nAuthor: Somebody 
 THEIR_INIT = "from .losses import WassersteinLoss\nfrom .distributions import empirical_distribution\n"
 
 
-def installed(folder: Path, metadata: str | None, init: str | None = None) -> Path:
+def installed(folder: Path, init: str | None = None) -> Path:
     """A folder with links to our packages, metadata of a package otloss, and perhaps its `__init__.py`."""
-    for package in ("otloss", "otloss_llm"):
-        (folder / package).mkdir(parents=True)
-        for source in (ROOT / package).iterdir():
-            (folder / package / source.name).symlink_to(source)
-    copied = folder / "otloss" / "_distribution.py"
-    text = copied.read_text(encoding="utf-8")
-    copied.unlink()
-    copied.write_text(text, encoding="utf-8")
-    if metadata is not None:
-        (folder / "otloss-0.1.0.dist-info").mkdir()
-        (folder / "otloss-0.1.0.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
-    if init is not None:
-        (folder / "otloss" / "__init__.py").unlink()
-        (folder / "otloss" / "__init__.py").write_text(init, encoding="utf-8")
+    copies = {"otloss/_distribution.py": (ROOT / "otloss/_distribution.py").read_text(encoding="utf-8")}
+    copies |= {"otloss-0.1.0.dist-info/METADATA": THEIRS} | ({"otloss/__init__.py": init} if init else {})
+    for source in (path for package in ("otloss", "otloss_llm") for path in (ROOT / package).iterdir()):
+        if (name := str(source.relative_to(ROOT))) not in copies:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).symlink_to(source)
+    (folder / "otloss-0.1.0.dist-info").mkdir()
+    for name, text in copies.items():
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
-def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run code with the folder before all others."""
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    return subprocess.run(
-        [sys.executable, *options, "-c", code], env=environment, cwd=folder, capture_output=True, text=True, check=False
-    )
+    given = {"env": os.environ | {"PYTHONPATH": str(folder)}, "cwd": folder, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, "-c", code], check=False, **given)  # type: ignore[call-overload]
 
 
 def test_another_package_in_our_folder_warns_while_our_files_are_used(tmp_path: Path) -> None:
-    done = run(installed(tmp_path, THEIRS), "import otloss; print(otloss.emd.__name__)")
+    done = run(installed(tmp_path), "import otloss; print(otloss.emd.__name__)")
     assert done.stdout == "emd\n"
     assert "UserWarning: another package, whose name is otloss" in done.stderr
     assert "pip uninstall otloss" in done.stderr
@@ -53,7 +46,7 @@ def test_another_package_in_our_folder_warns_while_our_files_are_used(tmp_path: 
 
 @pytest.mark.parametrize("package", ["otloss", "otloss_llm"])
 def test_another_package_that_has_overwritten_our_files_raises(tmp_path: Path, package: str) -> None:
-    done = run(installed(tmp_path, THEIRS, THEIR_INIT), f"import {package}")
+    done = run(installed(tmp_path, THEIR_INIT), f"import {package}")
     assert re.search(r"ImportError: another package, .*pip uninstall otloss", done.stderr), done.stderr
 
 

@@ -18,15 +18,11 @@ USERS: tuple[Callable[..., Any], ...] = (
     lambda x: OrdinalClassifier(values=x).fit(FEATURES, LABELS),
     lambda x: metrics.ordinal_mae(LABELS, LABELS, values=x),
 )
-
-
 COST_USERS: tuple[Callable[..., Any], ...] = (
     lambda cost: ordinal_loss(torch.zeros(1, 3), torch.tensor([0]), cost=torch.as_tensor(cost)),
     lambda cost: xgboost_objective(3, cost=cost),
     lambda cost: OrdinalClassifier(cost=cost).fit(FEATURES, LABELS),
 )
-
-
 test_class_values = raising(
     *((user, [0.0, 2.0, 2.0], r"\[1\] is 2 and (x|values)\[2\] is 2, expected strictly increasing") for user in USERS),
     *((user, [0.0, 1.0], r"has shape \(2,\), expected \(3,\): one number a class, in rank order") for user in USERS),

@@ -1,4 +1,4 @@
-"""Moving clouds against GeomLoss, linear programs, loops over the clouds, and finite differences."""
+"""Moving clouds against GeomLoss, linear programs and loops, and rigid registration against motions that are known."""
 
 import re
 from typing import Any
@@ -7,10 +7,11 @@ import pytest
 import torch
 from geomloss import SamplesLoss
 from scipy.optimize import linear_sum_assignment
+from torch import Tensor
 from torch.autograd import gradcheck
 
 import otloss
-from otloss import cloud_loss
+from otloss import cloud_loss, register
 from tests.errors import raising
 from tests.otloss.draws import draw, weights
 
@@ -23,11 +24,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("metric", "p", "reach", "rtol"),
-    # GeomLoss takes 1e-4 for the distance of a point from itself, and its unbalanced gradients are scaled wrongly.
-    [("sqeuclidean", 2, None, 1e-6), ("euclidean", 1, None, 3e-4), ("sqeuclidean", 2, 0.6, 3e-3)],
-)
+# GeomLoss takes 1e-4 for the distance of a point from itself, and its unbalanced gradients are scaled wrongly.
+BLURS = [("sqeuclidean", 2, None, 1e-6), ("euclidean", 1, None, 3e-4), ("sqeuclidean", 2, 0.6, 3e-3)]
+
+
+@pytest.mark.parametrize(("metric", "p", "reach", "rtol"), BLURS)
 def test_blur_is_that_of_geomloss(metric: str, p: int, reach: float | None, rtol: float) -> None:
     x, y, a, b = draw(20, 3).requires_grad_(), draw(25, 3, seed=1) + 0.2, weights(20), weights(25, seed=6)
     loss = SamplesLoss("sinkhorn", p=p, blur=1.0, reach=reach, scaling=0.99, diameter=4.0, backend="tensorized")
@@ -42,41 +43,21 @@ def test_blur_is_that_of_geomloss(metric: str, p: int, reach: float | None, rtol
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
-def test_the_default_blur_is_that_of_geomloss() -> None:
+def test_the_default_blur_is_that_of_geomloss_and_one_too_small_for_the_clouds_is_named() -> None:
     x, y = draw(20, 3), draw(25, 3, seed=1) + 0.2
     for metric, p in (("sqeuclidean", 2), ("euclidean", 1)):
         theirs = SamplesLoss("sinkhorn", p=p, scaling=0.99, backend="tensorized")(x, y).squeeze()
         torch.testing.assert_close(cloud_loss(x, y, metric=metric), theirs, rtol=2e-3, atol=0)
-
-
-def test_a_blur_too_small_for_the_clouds_is_named() -> None:
-    x, y = 1e12 * draw(4, 2), 1e12 * draw(4, 2, seed=1)
-    for options, told in (
-        ({}, "blur is 0.05 by default"),
-        ({"blur": 0.1}, "blur is 0.1,"),
-        ({"blur": 0.1, "metric": "euclidean"}, "blur is 0.1,"),
-        ({"blur": 1e-200}, "blur is 1e-200,"),
-    ):
+    for options, told in (({}, "blur is 0.05 by default"), ({"blur": 0.1, "metric": "euclidean"}, "blur is 0.1,")):
         with pytest.raises(ValueError, match=rf"{told}.* expected at least \S+ for clouds of this size") as error:
-            cloud_loss(x, y, **options)
-        assert "epsilon" not in str(error.value)
+            cloud_loss(1e12 * x, 1e12 * y, **options)
         least = float(re.findall(r"at least (\S+)", str(error.value))[0])
-        assert cloud_loss(x, y, **{**options, "blur": 1e3 * least}).isfinite()
-    with pytest.raises(ValueError, match=r"epsilon is 0\.01 where potentials"):
-        cloud_loss(x, y, epsilon=0.01)
+        assert cloud_loss(1e12 * x, 1e12 * y, **{**options, "blur": 1e3 * least}).isfinite()
     with pytest.warns(otloss.ConvergenceWarning, match=r"Raise epsilon \(blur, for cloud_loss\)"):
         cloud_loss(100 * draw(200, 2), 100 * draw(200, 2, seed=1), blur=0.01, tolerance=1e-18)
 
 
-def test_equal_weights_have_the_precision_of_the_points() -> None:
-    x, y = draw(7, 3), draw(6, 3, seed=1)
-    equal = [torch.full((n,), 1 / n, dtype=torch.float64) for n in (7, 6)]
-    expected = otloss.emd(*equal, torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square())
-    for given in ((x, y), (x[None], y[None]), ([x], [y])):
-        torch.testing.assert_close(cloud_loss(*given, kind="emd").squeeze(), expected, rtol=1e-12, atol=0)
-
-
-def test_large_assignments_start_from_sinkhorn() -> None:
+def test_assignments_have_the_precision_of_the_points_and_large_ones_start_from_sinkhorn() -> None:
     # Mixed, apart, and in clusters whose shares differ.
     x, y = draw(3, 300, 3, seed=3), draw(3, 300, 3, seed=4)
     y[1] += 20
@@ -88,7 +69,7 @@ def test_large_assignments_start_from_sinkhorn() -> None:
     for k in range(3):
         rows, columns = linear_sum_assignment(torch.cdist(x[k], y[k]).square().numpy())
         apart = x[k] - y[k][columns]
-        torch.testing.assert_close(value[k], apart[rows].square().sum() / 300)
+        torch.testing.assert_close(value[k], apart[rows].square().sum() / 300, rtol=1e-12, atol=0)
         torch.testing.assert_close(gradient[k], 2 * apart / 300)
     cost = otloss.costs.PointCost(x[1], y[1])
     assert 2 * otloss.solve(None, None, cost).iterations < otloss.solve(None, None, cost.dense()).iterations
@@ -131,21 +112,72 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
     assert cloud_loss(torch.zeros(0, 4, 2).double(), y, **options).shape == (0,)
 
 
+TWO = [torch.zeros(2, 2)]
 test_bad_input = raising(
-    ({"epsilon": None, "metric": "l1"}, ValueError, "metric='l1' has no default blur; give epsilon"),
-    ({"blur": 0.1}, ValueError, "both epsilon and blur are given"),
-    ({"kind": "emd"}, ValueError, 'epsilon given for kind="emd"'),
-    ({"projections": 8}, ValueError, 'projections given for kind="divergence"'),
-    ({"metric": "l1", "epsilon": None, "blur": 0.1}, ValueError, "blur is defined for the metrics"),
+    ({"epsilon": None, "metric": "l1"}, "metric='l1' has no default blur; give epsilon"),
+    ({"blur": 0.1}, "both epsilon and blur are given"),
+    ({"kind": "emd"}, 'epsilon given for kind="emd"'),
+    ({"metric": "l1", "epsilon": None, "blur": 0.1}, "blur is defined for the metrics"),
     ({"mask_x": torch.ones(4)}, TypeError, "mask_x has dtype torch.float32, expected torch.bool"),
-    ({"a": torch.ones(4)}, ValueError, "a and b hold different masses.*a / a.sum.*keepdim=True\\)\\.$"),
-    ({"a": torch.ones(4) / 4, "mask_x": torch.arange(4) < 3}, ValueError, "0.75 and 1.*Weights where mask_x is"),
-    ({"x": [torch.zeros(2, 2), torch.zeros(2, 3)]}, ValueError, r"x\[1\] has shape \(2, 3\), expected"),
-    ({"x": [torch.zeros(2, 2)], "a": torch.ones(2)}, ValueError, "a has shapes Tensor, expected a list"),
-    (
-        {"x": [torch.zeros(2, 2)], "y": 2 * [torch.zeros(2, 2)]},
-        ValueError,
-        "list of 1 clouds and y of 2, expected as",
-    ),
+    ({"a": torch.ones(4)}, "a and b hold different masses.*a / a.sum.*keepdim=True\\)\\.$"),
+    ({"a": torch.ones(4) / 4, "mask_x": torch.arange(4) < 3}, "0.75 and 1.*Weights where mask_x is"),
+    ({"x": [torch.zeros(2, 2), torch.zeros(2, 3)]}, r"x\[1\] has shape \(2, 3\), expected"),
+    ({"x": TWO, "y": 2 * TWO}, "list of 1 clouds and y of 2, expected as"),
     call=lambda change: otloss.cloud_loss(**({"x": torch.zeros(4, 2), "y": torch.ones(3, 2), "epsilon": 0.1} | change)),
+)
+
+
+def shape(n: int, d: int = 3, seed: int = 0) -> Tensor:
+    """A bent cloud, unlike any rotation of itself."""
+    t = torch.rand(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    t[:, 0] = 3 * t[:, 0].square()
+    t[:, 1] = t[:, 1] + t[:, 0].square() / 3
+    return t
+
+
+def motion(d: int, angle: float) -> tuple[Tensor, Tensor]:
+    turn = torch.zeros(d, d, dtype=torch.float64)
+    turn[0, 1], turn[1, 0] = -angle, angle
+    return torch.linalg.matrix_exp(turn), torch.full((d,), 7.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("d", "angle", "restarts"), [(2, 0.6, 0), (3, 0.6, 0), (3, 2.4, 12)])
+def test_known_motions_are_found(d: int, angle: float, restarts: int) -> None:
+    x, (rotation, translation) = shape(120, d), motion(d, angle)
+    order = torch.randperm(120, generator=torch.Generator().manual_seed(1))
+    y = (x @ rotation.mT + translation)[order]
+    a = torch.rand(120, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.1
+    actual = register(
+        x, y, a / a.sum(), (a / a.sum())[order], epsilon=1e-3, restarts=restarts,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    torch.testing.assert_close(actual.rotation, rotation, atol=1e-3, rtol=0)
+    torch.testing.assert_close(actual.translation, translation, atol=1e-2, rtol=0)
+    torch.testing.assert_close(actual.apply(x)[order], y, atol=1e-2, rtol=0)
+    assert torch.linalg.det(actual.rotation) > 0.99
+    assert actual.transport.plan().shape == (120, 120)
+
+
+@pytest.mark.parametrize(("angle", "restarts"), [(0.3, 0), (2.0, 30)])
+def test_parts_without_a_partner_drop_out(angle: float, restarts: int) -> None:
+    x, (rotation, translation) = shape(200), motion(3, angle)
+    y = x @ rotation.mT + translation
+    along = x[:, 0].argsort()
+    left, right = x[along[20:]], y[along[:-20]]  # a tenth is missing on each side, at either end
+    errors = []
+    for penalty in (0.02, None):
+        actual = register(
+            left, right, epsilon=2e-3, marginal_penalty=penalty, steps=60, restarts=restarts,
+            generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        errors.append((actual.rotation - rotation).norm())
+    assert errors[0] < 0.05
+    assert errors[0] < 0.3 * errors[1]
+
+
+test_bad_registration = raising(
+    ({"x": torch.zeros(2, 4, 3)}, r"x has shape \(2, 4, 3\), expected \(n, d\)"),
+    ({"y": torch.zeros(4, 2)}, "x has 3 coordinates"),
+    ({"steps": 0}, "steps is 0, expected a whole number of at least 1"),
+    call=lambda change: register(**({"x": torch.rand(4, 3), "y": torch.rand(5, 3), "epsilon": 0.1} | change)),
 )

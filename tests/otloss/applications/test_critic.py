@@ -16,24 +16,20 @@ REAL, FAKE = (torch.randn(6, 2, 3, dtype=torch.float64, generator=DRAW) for _ in
 class Quadratic(nn.Module):
     """x^T A x / 2 - b.x, whose gradient is A x - b."""
 
-    def __init__(self, A: Tensor, b: Tensor) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.A, self.b = nn.Parameter(A), nn.Parameter(b)
+        A = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.A, self.b = nn.Parameter(A + A.T), nn.Parameter(torch.arange(6.0, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
         return (x * (x @ self.A)).sum(1, keepdim=True) / 2 - (x @ self.b).unsqueeze(1)
 
 
-def quadratic() -> Quadratic:
-    A = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return Quadratic(A + A.T, torch.arange(6.0, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("one_sided", [False, True])
 def test_penalty_at_known_points(one_sided: bool) -> None:
     """Real and fake in one place leave the factors no influence."""
-    critic = quadratic()
+    critic = Quadratic()
     target = 8.0
     norms = torch.stack([(critic.A @ x.flatten() - critic.b).norm() for x in REAL])
     assert (norms < target).any()
@@ -69,28 +65,27 @@ def test_a_critic_without_any_gradient_gets_finite_derivatives() -> None:
 
 def test_the_best_critic_on_a_line_gives_the_distance() -> None:
     fake, real = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2.5, 3.0, 2.0])
-    expected = otloss.wasserstein_1d(torch.ones(3) / 3, torch.ones(3) / 3, real, fake)
+    expected = otloss.wasserstein_1d(None, None, real, fake)
     torch.testing.assert_close(-critic_loss(real, fake), expected)  # the identity, for all mass moves one way
-    torch.testing.assert_close(generator_loss(fake) - critic_loss(real, fake), real.mean() - 2 * fake.mean())
+    torch.testing.assert_close(generator_loss(fake), -fake.mean())
 
 
 def test_surroundings() -> None:
-    critic = quadratic()
-    first, second = (gradient_penalty(critic, REAL, FAKE, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    critic, leaf = Quadratic(), FAKE.clone().requires_grad_()
+    first, second = (gradient_penalty(critic, REAL, leaf, generator=torch.Generator().manual_seed(3)) for _ in range(2))
     assert torch.equal(first, second)
+    first.backward()
+    assert leaf.grad is None
     with torch.no_grad():
         assert not gradient_penalty(critic, REAL, FAKE).requires_grad
-    leaf = FAKE.clone().requires_grad_()
-    gradient_penalty(critic, REAL, leaf).backward()
-    assert leaf.grad is None
-    half = nn.Linear(3, 1, dtype=torch.bfloat16)
-    assert gradient_penalty(half, torch.ones(2, 3).bfloat16(), torch.ones(2, 3).bfloat16()).dtype == torch.float32
+    half, ones = nn.Linear(3, 1, dtype=torch.bfloat16), torch.ones(2, 3).bfloat16()
+    assert gradient_penalty(half, ones, ones).dtype == torch.float32
 
 
 test_bad_input = raising(
-    (lambda: critic_loss(torch.tensor([]), torch.ones(1)), ValueError, "real has shape"),
-    (lambda: gradient_penalty(quadratic(), REAL, FAKE[:3]), ValueError, "one shape"),
-    (lambda: gradient_penalty(lambda x: x.detach(), REAL, FAKE), ValueError, "no graph"),
-    (lambda: gradient_penalty(lambda x: nn.Parameter(torch.ones(6)), REAL, FAKE), ValueError, "do not depend"),
-    (lambda: gradient_penalty(lambda x: 1 / (x.sum((1, 2)) * 0), REAL, FAKE), ValueError, "the penalty"),
+    (lambda: critic_loss(torch.tensor([]), torch.ones(1)), "real has shape"),
+    (lambda: gradient_penalty(Quadratic(), REAL, FAKE[:3]), "one shape"),
+    (lambda: gradient_penalty(lambda x: x.detach(), REAL, FAKE), "no graph"),
+    (lambda: gradient_penalty(lambda x: nn.Parameter(torch.ones(6)), REAL, FAKE), "do not depend"),
+    (lambda: gradient_penalty(lambda x: 1 / (x.sum((1, 2)) * 0), REAL, FAKE), "the penalty"),
 )

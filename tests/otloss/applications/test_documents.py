@@ -1,4 +1,4 @@
-"""Word mover's distance against linear programs, and pruned searches against all pairs."""
+"""Distances of documents and of n-grams against linear programs, and pruned searches against all pairs."""
 
 import numpy as np
 import pytest
@@ -8,18 +8,15 @@ from scipy.sparse import csr_array
 from otloss import document_search
 from otloss.applications.documents import _bags, _lower_bounds, _word_costs
 from otloss.costs import PointCost
-from otloss.losses import document_distance
+from otloss.losses import document_distance, ngram_distance
 from tests.errors import raising
-from tests.otloss.oracles import linprog_value
+from tests.otloss.draws import normal
+from tests.otloss.oracles import as_double, linprog_value
 
 IDS_P = torch.tensor([[0, 3, 3, -1], [5, -100, 2, 1]])
 IDS_Q = torch.tensor([[4, 1, -1, -1, -1], [2, 5, 0, 4, -1]])
 WEIGHTS_P = torch.tensor([[0.5, 0.19, 0.31, 0.0], [0.13, 0.0, 0.56, 0.31]], dtype=torch.float64)
 WEIGHTS_Q = torch.tensor([[0.7, 0.3, 0.0, 0.0, 0.0], [0.41, 0.27, 0.21, 0.11, 0.0]], dtype=torch.float64)
-
-
-def vectors(count: int = 6, axes: int = 3, seed: int = 0) -> torch.Tensor:
-    return torch.randn(count, axes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def solved(p: np.ndarray, q: np.ndarray, embedding: np.ndarray) -> float:
@@ -33,7 +30,7 @@ def spread(weights: torch.Tensor, ids: torch.Tensor, size: int = 6) -> np.ndarra
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_against_linear_programs(dtype: torch.dtype) -> None:
-    embedding = vectors()
+    embedding = normal(6, 3)
     p, q = spread(WEIGHTS_P, IDS_P), spread(WEIGHTS_Q, IDS_Q)
     expected = [solved(p[k], q[k], embedding.numpy()) for k in range(2)]
     padded = document_distance(WEIGHTS_P.to(dtype), WEIGHTS_Q.to(dtype), embedding.to(dtype), ids_p=IDS_P, ids_q=IDS_Q)
@@ -50,7 +47,7 @@ def test_values_against_linear_programs(dtype: torch.dtype) -> None:
 def test_kernels_against_their_reference_implementations() -> None:
     ids_p, ids_q = torch.randint(-1, 50, (40, 1, 7)), torch.randint(-1, 50, (30, 9))
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
-        embedding = vectors(50, 20).to(dtype)
+        embedding = normal(50, 20, dtype=dtype)
         expected = PointCost(embedding[ids_p.clamp(min=0)], embedding[ids_q.clamp(min=0)], metric="euclidean").dense()
         inside = (ids_p >= 0).unsqueeze(-1) & (ids_q >= 0).unsqueeze(-2)
         actual = _word_costs(embedding, ids_p, ids_q)
@@ -62,8 +59,7 @@ def test_kernels_against_their_reference_implementations() -> None:
         words, masses = (torch.from_numpy(part) for part in documents.row(k))
         costs = table[:, words]
         f, g = costs.amin(1), costs.amin(0)
-        from_p = p @ f + masses @ (costs - f[:, None]).amin(0)
-        from_q = masses @ g + p @ (costs - g).amin(1)
+        from_p, from_q = p @ f + masses @ (costs - f[:, None]).amin(0), masses @ g + p @ (costs - g).amin(1)
         assert bounds[k] == pytest.approx(float(torch.maximum(from_p, from_q)), rel=1e-12)
 
 
@@ -74,7 +70,7 @@ def test_a_pruned_search_finds_what_all_pairs_find() -> None:
     corpus[[11, 12]] = corpus[10]  # ties
     corpus[30:, 0] += 1
     queries = np.concatenate([corpus[10:11], generator.poisson(0.2, (2, 30)) + np.eye(30, dtype=int)[:2]])
-    embedding = vectors(30, 5)
+    embedding = normal(30, 5)
     distances = np.full((3, 40), np.inf)
     for row, column in np.ndindex(3, 40):
         if column != 7:
@@ -93,18 +89,73 @@ def test_a_pruned_search_finds_what_all_pairs_find() -> None:
     assert one.share_solved.shape == ()
 
 
-DOCUMENTS = {"p": WEIGHTS_P, "q": WEIGHTS_Q, "embedding": vectors(), "ids_p": IDS_P, "ids_q": IDS_Q}
-SEARCH = {"query": torch.ones(6), "corpus": torch.eye(6)[:3], "embedding": vectors(), "k": 2}
-
-
+DOCUMENTS = {"p": WEIGHTS_P, "q": WEIGHTS_Q, "embedding": normal(6, 3), "ids_p": IDS_P, "ids_q": IDS_Q}
+SEARCH = {"query": torch.ones(6), "corpus": torch.eye(6)[:3], "embedding": normal(6, 3), "k": 2}
 test_bad_input = raising(
     (document_distance, {"ids_p": IDS_P + 3}, "ids_p holds 8, expected ids below 6"),
     (document_distance, {"ids_p": IDS_P.roll(1, 1)}, "p has weight 0.5 at .0, 0., where ids_p is negative, which"),
     (document_distance, {"p": None, "ids_p": None}, "p and ids_p are both None"),
-    (document_distance, {"p": None, "ids_p": torch.full((2, 3), -1)}, "mass"),
     (document_search, {"k": 0}, "k is 0 and the corpus has shape .3, 6., 3 documents with words"),
     (document_search, {"query": torch.zeros(2, 6)}, "query 0 has no words"),
-    (document_search, {"corpus": csr_array(np.ones((3, 5)))}, "corpus has shape .3, 5., expected a last axis of 6"),
     (document_search, {"corpus": -torch.ones(3, 6)}, "corpus holds -1.0, expected weights >= 0"),
     call=lambda f, change: f(**((DOCUMENTS if f is document_distance else SEARCH) | change)),
+)
+
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(3, 6, 4)), RNG.normal(size=(3, 5, 4))
+WORDS = [6, 3, 5], [4, 5, 3]  # of each text; the rest is padding
+
+
+def by_hand(x: np.ndarray, y: np.ndarray, n: int, order_weight: float) -> float:
+    """Squared distances between concatenated n-grams over n, and between their places."""
+    a, b = (np.stack([t[i : i + n].ravel() for i in range(len(t) - n + 1)]) for t in (x, y))
+    cost = ((a[:, None] - b[None]) ** 2).sum(-1) / n
+    places = [(np.arange(len(t)) + 0.5) / len(t) for t in (a, b)]
+    cost += order_weight * np.abs(np.subtract.outer(*places))
+    return linprog_value(np.full(len(a), 1 / len(a)), np.full(len(b), 1 / len(b)), cost)
+
+
+@pytest.mark.parametrize(("n", "order_weight"), [(1, 0.0), (1, 3.0), (2, 0.0), (3, 3.0)])
+def test_against_linear_programs_over_concatenated_ngrams(n: int, order_weight: float) -> None:
+    x, y = torch.full((3, 6, 4), torch.nan).double(), torch.full((3, 5, 4), torch.nan).double()
+    masks = []
+    for padded, texts, words in ((x, X, WORDS[0]), (y, Y, WORDS[1])):
+        for k, count in enumerate(words):
+            first = k % 2  # padding on either side
+            padded[k, first : first + count] = as_double(texts[k, :count])[: padded.shape[1] - first]
+        masks.append(~padded.isnan().any(-1))
+    settings = {"n": n, "order_weight": order_weight, "metric": "sqeuclidean"}
+    actual = ngram_distance(x, y, mask_x=masks[0], mask_y=masks[1], **settings)  # type: ignore[arg-type]
+    for k in range(3):
+        a, b = x[k, masks[0][k]], y[k, masks[1][k]]
+        expected = by_hand(a.numpy(), b.numpy(), n, order_weight)
+        assert actual[k].item() == pytest.approx(expected, rel=1e-6)
+        assert ngram_distance(a, b, **settings).item() == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]
+
+
+def test_single_words_are_blind_to_the_order_and_ngrams_are_not() -> None:
+    x = torch.randn(4, 8, 5, generator=torch.Generator().manual_seed(0))
+    shuffled = x[:, torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])]
+    torch.testing.assert_close(ngram_distance(x, shuffled, n=1), torch.zeros(4), atol=1e-6, rtol=0)
+    for options in ({"n": 1, "order_weight": 0.5}, {"n": 2}, {"n": 3}):
+        assert (ngram_distance(x, shuffled, **options) > 0.05).all()
+        torch.testing.assert_close(ngram_distance(x, x, **options), torch.zeros(4), atol=1e-6, rtol=0)
+
+
+def test_leading_axes_broadcast() -> None:
+    x, y = as_double(X).unsqueeze(1), as_double(Y)
+    actual = ngram_distance(x, y, n=2)
+    assert actual.shape == (3, 3)
+    torch.testing.assert_close(actual.diagonal(), ngram_distance(x[:, 0], y, n=2))
+    assert ngram_distance(x.bfloat16(), y.bfloat16(), n=2).dtype == torch.bfloat16
+
+
+A, B = torch.ones(2, 4, 3), torch.ones(2, 4, 3)
+SHORT = torch.tensor([[True] * 4, [True, False, True, True]])
+test_bad_ngrams = raising(
+    (lambda: ngram_distance(A, B, n=5), "x has 4 words, expected at least n = 5"),
+    (lambda: ngram_distance(A, B, n=3, mask_y=SHORT), r"text \(1,\) of y has no 3 neighbouring"),
+    (lambda: ngram_distance(A, B, n=1, mask_x=SHORT.float()), TypeError, "mask_x has dtype torch.float32"),
+    (lambda: ngram_distance(A, B[..., :2], n=1), "x has 3 coordinates"),
 )

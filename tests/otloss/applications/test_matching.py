@@ -1,25 +1,25 @@
-"""Batches of assignments against scipy's, one by one."""
+"""Batches of assignments against scipy's, pairs of minibatches, and losses of sets."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linear_sum_assignment
+from scipy.optimize import linear_sum_assignment, linprog
 
+import otloss
 from otloss.applications.matching import match
+from otloss.losses import set_loss
 from tests.errors import raising
+from tests.otloss.draws import normal
 
 
-@given(
-    st.integers(1, 7), st.integers(1, 7), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]),
-    st.sampled_from([0.0, 0.3, 0.6]),
-)  # fmt: skip
+@given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 0.6]))
 @settings(max_examples=80, deadline=None)
-def test_each_is_as_cheap_as_that_of_scipy(n: int, m: int, seed: int, dtype: torch.dtype, forbidden: float) -> None:
+def test_each_is_as_cheap_as_that_of_scipy(n: int, m: int, seed: int, forbidden: float) -> None:
     # Whole numbers with ties and both signs, so that totals are exact.
     generator = torch.Generator().manual_seed(seed)
-    costs = torch.randint(-5, 6, (3, n, m), generator=generator).to(dtype)
+    costs = torch.randint(-5, 6, (3, n, m), generator=generator).to((torch.float32, torch.float64)[seed % 2])
     costs[torch.rand(costs.shape, generator=generator) < forbidden] = torch.inf
     try:
         best = [linear_sum_assignment(cost.numpy()) for cost in costs]
@@ -65,18 +65,105 @@ def test_forbidden_pairs_and_large_problems() -> None:
 good = torch.zeros(2, 3, 3)
 forbidden = good.masked_fill(torch.tensor([[[False]], [[True]]]) & (torch.arange(3) > 0), torch.inf)
 one = torch.eye(18).reshape(18, 2, 3, 3)[15]  # problem 1, row 2, column 0
-
-
 test_bad_input = raising(
-    (forbidden, None, "problem 1 has no complete matching"),
     (forbidden.unsqueeze(1), None, r"problem \(1, 0\) has no complete matching"),
     (good.masked_fill(one > 0, torch.nan), None, "problem 1 hold NaN or -inf"),
     (good.masked_fill(one > 0, -torch.inf), None, "problem 1 hold NaN or -inf"),
     ([good[0]], torch.tensor([[3, 3]]), "sizes are given for a list"),
-    (good, "nonsense", TypeError, "sizes is a str"),
     (iter(good), None, TypeError, "or a list of matrices"),
-    (5, None, TypeError, "cost is a int"),
-    (good[0, 0], None, "rows are matched with columns"),
     (good, torch.tensor([[3, 3], [3, 4]]), "rows up to 3 and columns to 3"),
     call=lambda cost, sizes: match(cost, sizes=sizes),
+)
+
+
+@pytest.mark.parametrize(("n", "m"), [(30, 30), (20, 31)])
+def test_exact_pairs_are_the_nearest_permutation(n: int, m: int) -> None:
+    x0, x1 = normal(n, 2, 3, seed=0) + 100, normal(m, 2, 3, seed=1) + 100
+    cost = (x0.flatten(1)[:, None] - x1.flatten(1)).double().square().sum(-1)
+    actual = otloss.pair(x0, x1)
+    assert actual.unique().numel() == n
+    best = linear_sum_assignment(cost.numpy())
+    assert cost[torch.arange(n), actual].sum().item() == pytest.approx(cost[best].sum().item(), rel=1e-6)
+
+
+def test_conditions_agree_as_often_as_possible_and_then_the_nearest_is_taken() -> None:
+    x0, x1 = normal(40, 2, seed=2), normal(40, 2, seed=3)
+    labels = torch.arange(40) % 4, (torch.arange(40) % 5).clamp(max=3)  # 10 each; 8, 8, 8 and 16
+    actual = otloss.pair(x0, x1, condition=labels)
+    assert int((labels[0] == labels[1][actual]).sum()) == 34
+    assert actual.unique().numel() == 40
+    equal = labels[0], labels[0].flip(0)
+    actual = otloss.pair(x0, x1, condition=equal)
+    for label in range(4):
+        of0, of1 = (torch.nonzero(side == label).squeeze(-1) for side in equal)
+        assert torch.equal(actual[of0], of1[otloss.pair(x0[of0], x1[of1])])
+    drawn_pairs = otloss.pair(x0, x1, condition=equal, epsilon=0.5)
+    assert torch.equal(equal[0], equal[1][drawn_pairs])
+
+
+def test_draws_follow_the_entropic_plan() -> None:
+    x0, x1 = normal(5, 3, seed=4), normal(4, 3, seed=5)
+    cost = (x0[:, None] - x1).square().sum(-1)
+    rows = 5 * otloss.solve(None, None, cost, epsilon=1.0).plan()
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([otloss.pair(x0, x1, epsilon=1.0, generator=generator) for _ in range(800)])
+    actual = torch.nn.functional.one_hot(draws, 4).double().mean(0)
+    assert (actual - rows).abs().max() < 0.07  # four standard errors of a share
+
+
+x = normal(4, 2, seed=6)
+test_bad_pairs = raising(
+    (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
+    (lambda: otloss.pair(x, x, condition=(torch.arange(3), torch.arange(4))), r"condition\[0\] has shape \(3,\)"),
+    (lambda: otloss.pair(x, x, condition=(torch.arange(4),)), TypeError, "is a tuple of 1, expected a pair"),  # type: ignore[arg-type]
+)
+
+
+SIZES = torch.tensor([[5, 3], [4, 4], [5, 0], [0, 0]])
+
+
+def set_problems() -> tuple[torch.Tensor, torch.Tensor]:
+    cost, unmatched = normal(4, 5, 4, seed=4), normal(4, 5, seed=5)
+    for k, (n, m) in enumerate(SIZES.tolist()):
+        cost[k, n:], cost[k, :, m:], unmatched[k, n:] = torch.nan, torch.nan, torch.nan
+    return cost.requires_grad_(), unmatched.requires_grad_()
+
+
+def test_sets_against_scipy_and_a_linear_program() -> None:
+    cost, unmatched = set_problems()
+    hard, soft = (set_loss(cost, unmatched, sizes=SIZES, epsilon=e, reduction="none") for e in (None, 1e-3))
+    for k, (n, m) in enumerate(SIZES.tolist()):
+        c, u = cost[k, :n, :m].detach().numpy(), unmatched[k, :n].detach().numpy()
+        i, j = linear_sum_assignment(c - u[:, None])
+        assert hard[k].item() == pytest.approx(c[i, j].sum() + u.sum() - u[i].sum())
+        if n > 0:  # the transport to the targets and to nothing
+            full = np.c_[c, u]
+            rows, columns = np.kron(np.eye(n), np.ones(m + 1)), np.kron(np.ones(n), np.eye(m + 1))
+            best = linprog(full.ravel(), A_eq=np.r_[rows, columns], b_eq=np.r_[np.ones(n + m), n - m]).fun
+            assert soft[k].item() == pytest.approx(best, abs=1e-3 * n * np.log(20))
+    for value in (hard, soft):
+        by_cost, by_unmatched = torch.autograd.grad(value.sum(), (cost, unmatched))
+        sums = by_cost.sum(-1) + by_unmatched
+        assert torch.allclose(sums, (torch.arange(5) < SIZES[:, :1]).double(), atol=1e-4)
+        assert torch.allclose(by_cost.sum(-2), (torch.arange(4) < SIZES[:, 1:]).double(), atol=1e-4)
+
+
+def test_large_losses_of_unmatched_predictions_cost_no_digits() -> None:
+    cost = torch.tensor([[0.3, 0.2], [0.1, 0.4]])
+    for epsilon, tolerance in ((None, 1e-7), (1e-3, 2e-6)):
+        for size in (1e4, 1e8):
+            actual = set_loss(cost, torch.full((2,), size), epsilon=epsilon)
+            assert float(actual) == pytest.approx(
+                0.3 if epsilon is None else float(set_loss(cost, epsilon=epsilon)), abs=tolerance
+            )
+        assert float(set_loss(torch.zeros(0, 0), epsilon=epsilon)) == 0
+        # 99 of 100 are matched; the sum over all would be beyond float16.
+        actual = set_loss(torch.ones(100, 99).half(), torch.full((100,), 1000.0).half(), epsilon=epsilon)
+        assert actual.dtype == torch.float16
+        assert float(actual) == pytest.approx(1099, abs=2)
+
+
+test_bad_sets = raising(
+    (lambda: set_loss(normal(2, 3)), "expected n >= m"),
+    (lambda: set_loss(normal(3, 2), normal(2)), r"unmatched has shape \(2,\), expected \(3,\)"),
 )

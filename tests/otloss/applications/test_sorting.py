@@ -1,13 +1,15 @@
-"""Soft sorting against the operators in the limit, generic root finding, and finite differences with their size."""
+"""Soft sorting against root finding, isotonic regression, quadratic programs and finite differences."""
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import brentq, root
+from scipy.optimize import brentq, isotonic_regression, minimize, root
 from scipy.special import expit, logsumexp, softmax
 from scipy.stats import rankdata
 from torch import Tensor
@@ -25,7 +27,7 @@ def third_of(x: Tensor, **options: float) -> Tensor:
 
 
 OPERATORS: dict[str, Callable[..., Tensor]] = {"sort": soft_sort, "rank": soft_rank, "top": third_of}
-every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+every_operator = pytest.mark.parametrize("name", OPERATORS)
 
 
 def plan_by_roots(x: np.ndarray, epsilon: float, places: np.ndarray, share: np.ndarray) -> np.ndarray:
@@ -46,59 +48,41 @@ def plan_by_roots(x: np.ndarray, epsilon: float, places: np.ndarray, share: np.n
     return plan(actual.x)
 
 
-def sort_oracle(x: np.ndarray, epsilon: float) -> np.ndarray:
-    n = x.size
-    return n * plan_by_roots(x, epsilon, np.linspace(0, 1, n), np.full(n, 1 / n)).T @ x
+def by_plan(name: str, x: np.ndarray, epsilon: float) -> np.ndarray:
+    """The operator by its plan, whose places for sorting are those of ranks, and for the top two."""
+    n, k = x.size, (x.size + 2) // 3
+    if name == "top":
+        return n * plan_by_roots(x, epsilon, np.array([0.0, 1.0]), np.array([n - k, k]) / n)[:, 1]
+    plan = n * plan_by_roots(x, epsilon, np.linspace(0, 1, n), np.full(n, 1 / n))
+    return plan.T @ x if name == "sort" else plan @ np.arange(1, n + 1)
 
 
-def rank_oracle(x: np.ndarray, epsilon: float) -> np.ndarray:
-    n = x.size
-    return n * plan_by_roots(x, epsilon, np.linspace(0, 1, n), np.full(n, 1 / n)) @ np.arange(1, n + 1)
-
-
-def top_oracle(x: np.ndarray, epsilon: float) -> np.ndarray:
-    n = x.size
-    k = (n + 2) // 3
-    return n * plan_by_roots(x, epsilon, np.array([0.0, 1.0]), np.array([n - k, k]) / n)[:, 1]
-
-
-ORACLES = {"sort": sort_oracle, "rank": rank_oracle, "top": top_oracle}
-
-
+@every_operator
 @pytest.mark.parametrize(("n", "epsilon"), [(2, 0.1), (8, 0.02), (8, 100.0)])
-@pytest.mark.parametrize("name", OPERATORS)
-def test_values_and_gradients_are_those_of_the_transport_plan(name: str, n: int, epsilon: float) -> None:
+def test_values_and_derivatives_are_those_of_the_transport_plan(name: str, n: int, epsilon: float) -> None:
     x = normal(n, seed=n) * 3 + 1
-    leaf = x.clone().requires_grad_()
+    leaf, weights = x.clone().requires_grad_(), normal(n, seed=n + 1)
     value = OPERATORS[name](leaf, epsilon=epsilon)
-    np.testing.assert_allclose(value.detach(), ORACLES[name](x.numpy(), epsilon), rtol=1e-9, atol=1e-9)
-    weights = normal(n, seed=n + 1)
+    np.testing.assert_allclose(value.detach(), by_plan(name, x.numpy(), epsilon), rtol=1e-9, atol=1e-9)
     (actual,) = torch.autograd.grad((value * weights).sum(), leaf)
-    expected_gradient = central_gradients(lambda t: float(ORACLES[name](t, epsilon) @ weights.numpy()), x.numpy(), 1e-5)
-    np.testing.assert_allclose(actual, expected_gradient, rtol=1e-6, atol=1e-7)
+    expected = central_gradients(lambda t: float(by_plan(name, t, epsilon) @ weights.numpy()), x.numpy(), 1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+    rows = normal(2, 5, seed=1).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda t: OPERATORS[name](t, epsilon=epsilon), rows, atol=1e-4, rtol=1e-4)
 
 
 @every_operator
-def test_second_derivatives(operator: Callable[..., Tensor]) -> None:
-    x = normal(2, 5, seed=1).requires_grad_()
-    for epsilon in (1e-2, 1.0):
-        assert torch.autograd.gradgradcheck(lambda t, e=epsilon: operator(t, epsilon=e), x, atol=1e-4, rtol=1e-4)
-
-
-@every_operator
-def test_gradients_at_ties_and_at_small_epsilon(operator: Callable[..., Tensor]) -> None:
+def test_gradients_at_ties_and_at_small_epsilon(name: str) -> None:
     tied = torch.tensor([0.3, -1.0, 0.3, 2.0, 0.3, 0.5], dtype=F64)
     for x, epsilon in ((tied, 0.1), (tied, 1e-3), (normal(40, seed=2), 1e-3), (normal(12, seed=3), 1e-4)):
         leaf, weights = x.clone().requires_grad_(), normal(x.numel(), seed=4)
-        (actual,) = torch.autograd.grad((operator(leaf, epsilon=epsilon) * weights).sum(), leaf)
 
-        def value(t: np.ndarray, weights: Tensor = weights, epsilon: float = epsilon) -> float:
-            return float((operator(torch.tensor(t), epsilon=epsilon) * weights).sum())
+        def value(t: Any, weights: Tensor = weights, epsilon: float = epsilon) -> Tensor:
+            return (OPERATORS[name](torch.as_tensor(t), epsilon=epsilon) * weights).sum()
 
-        expected_gradient = central_gradients(value, x.numpy(), 1e-7)
-        np.testing.assert_allclose(
-            actual, expected_gradient, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(expected_gradient).max()))
-        )
+        (actual,) = torch.autograd.grad(value(leaf), leaf)
+        expected = central_gradients(lambda t: float(value(t)), x.numpy(), 1e-7)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
 
 
 @settings(max_examples=40, deadline=None)
@@ -149,60 +133,122 @@ def test_hard_rows_are_solved_and_keep_their_order() -> None:
             assert (actual.gather(-1, hard.argsort(-1)).diff(dim=-1) >= -1e-6).all()
 
 
-def test_descending() -> None:
-    x = normal(3, 6, seed=12)
-    torch.testing.assert_close(soft_sort(x, descending=True), -soft_sort(-x))
-    torch.testing.assert_close(soft_rank(x, descending=True), soft_rank(-x))
-
-
 @every_operator
-def test_batches_equal_a_loop_whatever_the_layout(operator: Callable[..., Tensor]) -> None:
-    x = normal(6, 3, 4, seed=8).permute(1, 2, 0)
-    assert not x.is_contiguous()
-    leaf = x.clone().requires_grad_()
-    value = operator(x)
+def test_batches_equal_a_loop_whatever_the_layout(name: str) -> None:
+    """And descending is that of the negatives."""
+    leaf = normal(6, 3, 4, seed=8).permute(1, 2, 0).requires_grad_()
+    assert not leaf.is_contiguous()
+    operator, weights = OPERATORS[name], normal(3, 4, 6, seed=9)
     looped = torch.stack([torch.stack([operator(row) for row in block]) for block in leaf])
-    torch.testing.assert_close(value, looped)
-    weights = normal(3, 4, 6, seed=9)
-    again = x.clone().requires_grad_()
-    (by_batch,) = torch.autograd.grad((operator(again) * weights).sum(), again)
-    (by_loop,) = torch.autograd.grad((looped * weights).sum(), leaf)
+    torch.testing.assert_close(operator(leaf), looped)
+    by_batch, by_loop = (torch.autograd.grad((v * weights).sum(), leaf)[0] for v in (operator(leaf), looped))
     torch.testing.assert_close(by_batch, by_loop)
     for shape in ((0, 5), (2, 0, 3), (0, 1)):
         empty = torch.zeros(shape, requires_grad=True)
-        actual = operator(empty)
-        assert actual.shape == shape
-        assert torch.autograd.grad(actual.sum(), empty)[0].shape == shape
+        assert torch.autograd.grad(operator(empty).sum(), empty)[0].shape == shape
+    if name != "top":
+        expected = -operator(-leaf) if name == "sort" else operator(-leaf)
+        torch.testing.assert_close(operator(leaf, descending=True), expected)
 
 
 def test_rows_of_equal_entries_and_none_or_all_of_a_row() -> None:
     x = torch.full((2, 5), 7.0, requires_grad=True)
     assert torch.equal(soft_sort(x), x)
-    (expected_gradient,) = torch.autograd.grad(soft_sort(x)[0, 1], x)
-    torch.testing.assert_close(expected_gradient, torch.tensor([[0.2] * 5, [0.0] * 5]))
-    torch.testing.assert_close(soft_rank(x), torch.full((2, 5), 3.0))
-    torch.testing.assert_close(soft_top_k(x, 2), torch.full((2, 5), 0.4))
-    for value in (soft_rank(x), soft_top_k(x, 2)):
+    torch.testing.assert_close(torch.autograd.grad(soft_sort(x)[0, 1], x)[0], torch.tensor([[0.2] * 5, [0.0] * 5]))
+    for value, expected in ((soft_rank(x), 3.0), (soft_top_k(x, 2), 0.4)):
+        torch.testing.assert_close(value, torch.full((2, 5), expected))
         assert torch.equal(torch.autograd.grad(value[0, 1], x)[0], torch.zeros(2, 5))
     for k, share in ((0, 0.0), (5, 1.0)):
         assert torch.equal(soft_top_k(normal(2, 5), k), torch.full((2, 5), share, dtype=F64))
-    single = torch.tensor([3.0], requires_grad=True)
-    assert (soft_sort(single).item(), soft_rank(single).item(), soft_top_k(single, 1).item()) == (3.0, 1.0, 1.0)
-    assert torch.autograd.grad(soft_sort(single).sum(), single)[0].item() == 1.0
 
 
 ramp = torch.arange(4.0)
-
-
 test_bad_input = raising(
-    (lambda: soft_rank(ramp[0]), ValueError, r"x has shape \(\), expected \(..., n\)"),
-    (lambda: soft_sort(torch.zeros(5000)), ValueError, "5000 entries in a row, expected at most 4096: soft_sort"),
-    (lambda: soft_sort(ramp, epsilon=1e-8), ValueError, "epsilon is 1e-08, expected at least 1e-07"),
-    (lambda: soft_top_k(ramp, 5), ValueError, "k is 5, expected 0 to 4"),
-    (lambda: soft_top_k(ramp, 2.0), TypeError, "k is a float, expected a whole number"),  # type: ignore[arg-type]
-    (
-        lambda: soft_sort(torch.tensor([-1.7e308, 1.7e308], dtype=F64)),
-        ValueError,
-        "the range of a row of x is beyond float64",
-    ),
+    (lambda: soft_rank(ramp[0]), r"x has shape \(\), expected \(..., n\)"),
+    (lambda: soft_sort(torch.zeros(5000)), "5000 entries in a row, expected at most 4096: soft_sort"),
+    (lambda: soft_sort(ramp, epsilon=1e-8), "epsilon is 1e-08, expected at least 1e-07"),
+    (lambda: soft_top_k(ramp, 5), "k is 5, expected 0 to 4"),
+    (lambda: soft_sort(torch.tensor([-1.7e308, 1.7e308], dtype=F64)), "the range of a row of x is beyond float64"),
 )
+
+
+def rank(x: Tensor, epsilon: float) -> Tensor:
+    return soft_rank(x, epsilon=epsilon, regularization="quadratic")
+
+
+def sort(x: Tensor, epsilon: float) -> Tensor:
+    return soft_sort(x, epsilon=epsilon, regularization="quadratic", descending=True)
+
+
+def top_two(x: Tensor, epsilon: float) -> Tensor:
+    return soft_top_k(x, min(2, x.shape[-1]), epsilon=epsilon, regularization="quadratic")
+
+
+every_quadratic_operator = pytest.mark.parametrize("operator", [rank, sort, top_two])
+
+
+def nearest(z: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """The convex combination of the permutations of w nearest to z."""
+    corners = np.array(list(itertools.permutations(w)))
+    best = minimize(
+        lambda a: np.sum((a @ corners - z) ** 2), np.full(len(corners), 1 / len(corners)), method="SLSQP",
+        bounds=[(0, 1)] * len(corners), constraints={"type": "eq", "fun": lambda a: a.sum() - 1},
+        options={"ftol": 1e-14, "maxiter": 1000},
+    )  # fmt: skip
+    actual: np.ndarray = best.x @ corners
+    return actual
+
+
+@pytest.mark.parametrize("epsilon", [0.4, 1.3, 4.0])
+def test_projections_are_the_nearest_combinations_of_permutations(epsilon: float) -> None:
+    for x in np.random.default_rng(0).normal(size=(3, 4)):
+        u, places = (x - x.min()) / np.ptp(x), np.arange(4.0, 0.0, -1.0)
+        row = torch.from_numpy(x)
+        np.testing.assert_allclose(rank(row, epsilon), nearest(3 * u / epsilon, places), atol=1e-4)
+        np.testing.assert_allclose(top_two(row, epsilon), nearest(u / epsilon, np.array([1.0, 1, 0, 0])), atol=1e-4)
+        expected = nearest(places / (3 * epsilon), -np.sort(-x) / np.ptp(x)) * np.ptp(x)
+        np.testing.assert_allclose(sort(row, epsilon), expected, atol=1e-4)
+
+
+@given(
+    st.lists(st.lists(st.integers(-4, 4), min_size=5, max_size=5), min_size=1, max_size=40),
+    st.sampled_from([1e-7, 0.3, 1.0, 7.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_rows_with_ties_are_those_of_the_isotonic_regression_of_scipy(entries: list[list[int]], epsilon: float) -> None:
+    x = torch.tensor(entries, dtype=torch.float32)
+    for row, ranks, ordered in zip(x.double().numpy(), rank(x, epsilon), sort(x, epsilon), strict=True):
+        falling, places = -np.sort(-row), np.arange(5.0, 0.0, -1.0)
+        spread = np.ptp(row)
+        z = (falling - row.min()) * 4 / (spread or 1.0) / epsilon
+        expected = z - isotonic_regression(z - places, increasing=False).x
+        np.testing.assert_allclose(ranks, expected[rankdata(-row, "ordinal").astype(int) - 1], rtol=1e-6)
+        z = places / 4 / epsilon * spread
+        np.testing.assert_allclose(ordered, z - isotonic_regression(z - falling, increasing=False).x, atol=1e-5)
+        if epsilon < 1e-6:
+            np.testing.assert_array_equal(ranks, rankdata(row))
+            np.testing.assert_array_equal(ordered, falling)
+
+
+@every_quadratic_operator
+def test_derivatives(operator: Callable[[Tensor, float], Tensor]) -> None:
+    leaf = normal(3, 7).requires_grad_()
+    for epsilon in (0.05, 3.0):
+        assert torch.autograd.gradcheck(lambda t, e=epsilon: operator(t, e), leaf)
+    (actual,) = torch.autograd.grad(operator(leaf, 0.7).square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="a second derivative"):
+        actual.sum().backward()
+    # Entries that tie and share no places have no gradient, and neither have rows of equal ones.
+    tied = torch.tensor([[5.0, 5.0, 1.0, 0.0], [2.0, 2.0, 2.0, 2.0]], requires_grad=True)
+    for value in (top_two(tied, 0.1)[:, 0].sum(), rank(tied, 1.0)[1, 0]):
+        assert not torch.autograd.grad(value, tied)[0].any()
+
+
+@every_quadratic_operator
+@pytest.mark.parametrize("n", [1, 2, 1_000_000])
+def test_sizes_and_scale(n: int, operator: Callable[[Tensor, float], Tensor]) -> None:
+    x = normal(n, seed=1).requires_grad_()
+    actual, scaled = operator(x, 1e-3), operator(4 * x + 1, 1e-3)
+    torch.testing.assert_close(scaled, 4 * actual + 1 if operator is sort else actual)
+    assert torch.autograd.grad(actual.square().sum(), x)[0].isfinite().all()
+    assert operator(torch.zeros(2, 0, 3), 1.0).shape == (2, 0, 3)

@@ -1,24 +1,13 @@
 """Boosting objectives: derivatives by differences and autograd, bounds by eigenvalues, kernels by their reference."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from otloss.boosting import lightgbm_metric, lightgbm_objective, xgboost_metric, xgboost_objective
 from otloss.boosting.derivatives import Curvature, curvature, gradients_in_numpy, values_in_numpy
-from tests.otloss.boosting.boosting_cases import (
-    COST,
-    LOSSES,
-    NONE,
-    VALUES,
-    K,
-    make,
-    scores_and_labels,
-    spec,
-    torch_loss,
-)
+from tests.otloss.boosting import boosting_cases as cases
+from tests.otloss.boosting.boosting_cases import LOSSES, NONE, K, make, scores_and_labels, spec, torch_loss
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -61,7 +50,7 @@ def test_the_bound_holds_without_its_clamp_for_any_cost(seed: int) -> None:
     assert 0.5 <= max(ratios) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("x", [None, VALUES])
+@pytest.mark.parametrize("x", [None, cases.VALUES])
 def test_at_power_2_the_hessian_is_twice_the_diagonal_of_gauss_newton(x: np.ndarray | None) -> None:
     loss = make(x=x)
     z, y = scores_and_labels()
@@ -78,7 +67,7 @@ def test_at_power_2_the_hessian_is_twice_the_diagonal_of_gauss_newton(x: np.ndar
 def test_one_score_for_two_classes(name: str) -> None:
     settings = dict(LOSSES[name])
     if "cost" in settings:
-        settings["cost"] = COST[:2, :2]
+        settings["cost"] = cases.COST[:2, :2]
     margins, y = np.linspace(-6, 6, 25), np.tile([0.0, 1.0], 13)[:25]
     for library in (xgboost_objective, lightgbm_objective):
         objective = library(2, interface="sklearn", **settings)
@@ -102,47 +91,36 @@ def test_one_score_for_two_classes(name: str) -> None:
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_kernels_equal_their_reference(name: str, library: str) -> None:
+def test_kernels_equal_their_reference_for_any_number_of_rows_in_any_layout(name: str, library: str) -> None:
     objective = {"xgboost": xgboost_objective, "lightgbm": lightgbm_objective}[library]
-    z, y = scores_and_labels(333)
-    z = z.astype(np.float32) if library == "xgboost" else np.asfortranarray(z)
-    weights = np.random.default_rng(2).uniform(size=333)
     loss = make(**LOSSES[name])
-    reference = gradients_in_numpy(z, y, weights, loss=loss, curvature=curvature(loss, library=library, single=False))
-    for ours, theirs in zip(objective(K, interface="sklearn", **LOSSES[name])(y, z, weights), reference, strict=True):
-        assert ours.dtype == np.float32
-        assert ours.flags.f_contiguous == (library == "lightgbm")
-        np.testing.assert_allclose(ours, theirs.astype(np.float32), rtol=3e-7, atol=1e-12)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 65, 1000])
-def test_any_number_of_rows_in_any_layout(rows: int) -> None:
-    z, y = scores_and_labels(rows)
-    objective = xgboost_objective(K, interface="sklearn", cross_entropy=0.2)
-    expected = np.stack([np.concatenate(objective(y[i : i + 1], z[i : i + 1]), 1) for i in range(rows)] or [NONE])
-    whole = np.zeros((rows, 2 * K))
-    whole[:, ::2] = z
-    whole.flags.writeable = False
-    got = np.concatenate(objective(y, whole[:, ::2]), axis=1)
-    np.testing.assert_allclose(got, expected.reshape(got.shape), rtol=3e-7, atol=1e-12)
+    shape = {"loss": loss, "curvature": curvature(loss, library=library, single=False)}
+    for rows in (0, 1, 65, 333):
+        z, y = scores_and_labels(rows)
+        whole = np.zeros((rows, 2 * K), np.float32 if library == "xgboost" else float)
+        whole[:, ::2] = z
+        whole.flags.writeable = False
+        weights = np.random.default_rng(2).uniform(size=rows)
+        for given in (whole[:, ::2], np.asfortranarray(whole[:, ::2])):
+            ours = objective(K, interface="sklearn", **LOSSES[name])(y, given, weights)
+            for actual, expected in zip(ours, gradients_in_numpy(given, y, weights, **shape), strict=True):
+                assert actual.dtype == np.float32
+                assert rows < 2 or actual.flags.f_contiguous == (library == "lightgbm")
+                np.testing.assert_allclose(actual, expected.astype(np.float32), rtol=3e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e2, 1e30])
 @pytest.mark.parametrize("name", LOSSES)
-def test_large_scores_give_finite_derivatives(name: str, scale: float) -> None:
+def test_large_scores_give_finite_derivatives_and_keep_the_logarithm(name: str, scale: float) -> None:
     z, y = scores_and_labels()
     gradient, hessian = lightgbm_objective(K, interface="sklearn", **LOSSES[name])(y, z * scale)
     assert np.isfinite(gradient).all()
     assert np.isfinite(hessian).all()
-    weights = make(**LOSSES[name]).class_weights[y.astype(int)]
-    assert (hessian[weights > 0] > 0).all()
-
-
-@pytest.mark.parametrize("rows", [1, 40])
-def test_cross_entropy_of_large_scores_keeps_the_logarithm(rows: int) -> None:
+    assert (hessian[make(**LOSSES[name]).class_weights[y.astype(int)] > 0] > 0).all()
     metric = xgboost_metric(3, transport=0, cross_entropy=1, interface="sklearn")
-    assert metric(np.zeros(rows), np.tile([1e17, 1e17, 0], (rows, 1))) == pytest.approx(np.log(2), rel=1e-12)
-    assert metric(np.zeros(rows), np.tile([0, 1e17, 1e17], (rows, 1))) == 1e17
+    for rows in (1, 40):
+        assert metric(np.zeros(rows), np.tile([1e17, 1e17, 0], (rows, 1))) == pytest.approx(np.log(2), rel=1e-12)
+        assert metric(np.zeros(rows), np.tile([0, 1e17, 1e17], (rows, 1))) == 1e17
 
 
 def test_the_metric_is_the_mean_loss_with_weights() -> None:
@@ -157,11 +135,11 @@ def test_the_metric_is_the_mean_loss_with_weights() -> None:
         assert by_probabilities(y, P, weights)[1] == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1)])
-def test_one_probability_for_two_classes_is_that_of_the_second(shape: tuple[int, ...]) -> None:
-    def mean(**settings: Any) -> float:
+def test_one_probability_for_two_classes_is_that_of_the_second() -> None:
+    for settings, expected in (
+        ({}, (0.2**2 + 0.4**2) / 2),
+        ({"transport": 0, "cross_entropy": 1}, -(np.log(0.8) + np.log(0.6)) / 2),
+    ):
         metric = xgboost_metric(2, predictions="probabilities", interface="sklearn", **settings)
-        return float(metric([0, 1], np.array([0.2, 0.6]).reshape(shape)))
-
-    assert mean() == pytest.approx((0.2**2 + 0.4**2) / 2, rel=1e-12)
-    assert mean(transport=0, cross_entropy=1) == pytest.approx(-(np.log(0.8) + np.log(0.6)) / 2, rel=1e-12)
+        for shape in ((2,), (2, 1)):
+            assert metric([0, 1], np.array([0.2, 0.6]).reshape(shape)) == pytest.approx(expected, rel=1e-12)

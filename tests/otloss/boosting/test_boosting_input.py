@@ -14,10 +14,15 @@ from tests.otloss.boosting.boosting_cases import VALUES, K, scores_and_labels
 
 
 @pytest.mark.parametrize("make_one", [xgboost_objective, lightgbm_metric])
-def test_callables_are_pickled(make_one: Any) -> None:
+def test_callables_are_pickled_and_tell_catboost_what_they_are_for(make_one: Any) -> None:
+    """CatBoost sets attributes of a function without `no_jit`, and these are immutable."""
     one = make_one(3, x=[0, 1, 3], cross_entropy=0.5, interface="sklearn")
     z, y = scores_and_labels(4, 3)
     np.testing.assert_equal(pickle.loads(pickle.dumps(one))(y, z), one(y, z))
+    assert one.no_jit is True
+    for method in (one.calc_ders_multi, one.calc_ders_range, one.evaluate, one.is_max_optimal):
+        with pytest.raises(TypeError, match=r"CatBoost was given a function that .*Use XGBoost or LightGBM"):
+            method([0.0, 0.0, 0.0], 1.0, 1.0)
 
 
 test_bad_settings = raising(
@@ -50,11 +55,9 @@ def on_bad_rows(labels: Any, scores: Any, weights: Any) -> None:
 
 test_bad_rows = raising(
     ([0, 3], TWO, None, "label of row 1 is 3, expected whole numbers 0 to 2"),
-    ([0, np.nan], TWO, None, "label of row 1 is nan"),
     (["low", "high"], TWO, None, TypeError, "labels cannot be read: .*'low'; .*number the classes"),
     ([0, 1], np.zeros((2, 4)), None, r"shape \(\d+, 4\) beside labels of shape .*, expected 3 scores"),
     ([0, 1], TWO, [1, -1], "weight of row 1 is -1"),
-    ([0, 1], TWO, [1, 1e300], r"weight of row 1 is 1e\+300, expected weights from 0 to"),
     ([0, 1], TWO, [1, 1, 1], r"weights have shape \(\d+,\), expected \(\d+,\)"),
     ([0, 1], np.array([[0, 0, 0], [0, np.nan, 0]]), None, "scores of row 1"),
     call=on_bad_rows,
@@ -110,21 +113,6 @@ def test_starts_are_least_in_mean_loss() -> None:
 test_bad_starts = raising(
     ([0, 3], {}, "label of row 1 is 3"),
     ([], {}, r"labels have shape \(0,\)"),
-    ([0, 1], {"sample_weight": [1]}, "sample_weight has shape"),
     ([0, 1], {"sample_weight": [0, 0]}, "some weight above 0"),
-    (["low", "high"], {}, TypeError, "labels cannot be read: .*OrdinalEncoder"),
     call=lambda labels, settings: start_scores(labels, 3, **settings),
 )
-
-
-CATBOOST = "CatBoost was given a function that .*Use XGBoost or LightGBM"
-
-
-@pytest.mark.parametrize("make_one", [xgboost_objective, lightgbm_metric])
-def test_catboost_is_told_what_the_function_is_for(make_one: Any) -> None:
-    """CatBoost sets attributes of a function without `no_jit`, and these are immutable."""
-    one = make_one(3)
-    assert one.no_jit is True
-    for method in (one.calc_ders_multi, one.calc_ders_range, one.evaluate, one.is_max_optimal):
-        with pytest.raises(TypeError, match=CATBOOST):
-            method([0.0, 0.0, 0.0], 1.0, 1.0)

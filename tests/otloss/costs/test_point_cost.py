@@ -1,24 +1,25 @@
-"""Costs between clouds against loops over pairs in float64; gradient at coincident points and far from the origin."""
+"""Costs between clouds against loops in float64: few dimensions and many, coincident points, far from the origin."""
 
 import math
-from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from otloss import lower_bound
 from otloss.costs import CosineCost, DenseCost, GridCost, LineCost, PointCost, costs_within
 from tests.errors import raising
+from tests.otloss.draws import normal
+from tests.otloss.gradient_cases import quartic
 from tests.otloss.operations import Operations
 from tests.otloss.oracles import check_questions
 
 METRICS = ["sqeuclidean", "euclidean", "l1", "cosine"]
-
-
-def quartic(x: Tensor, y: Tensor) -> Tensor:
-    return (x.unsqueeze(-2) - y.unsqueeze(-3)).pow(4).sum(-1)
+EVERY: list[Any] = [*METRICS, quartic]
 
 
 def pair_cost(a: list[float], b: list[float], metric: str) -> float:
@@ -57,11 +58,7 @@ def test_costs_are_the_definition(n: int, m: int, d: int, tied: bool, metric: st
         torch.testing.assert_close(own.apply(torch.ones(own.shape[0]).double()), own.dense().sum(-1))
 
 
-def every_metric() -> list[str | Callable[[Tensor, Tensor], Tensor]]:
-    return [*METRICS, quartic]
-
-
-@pytest.mark.parametrize("metric", every_metric())
+@pytest.mark.parametrize("metric", EVERY)
 def test_a_cloud_per_problem(metric: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 1, 6, 3, generator=generator, dtype=torch.float64)
@@ -84,29 +81,6 @@ def test_a_cloud_per_problem(metric: str) -> None:
     assert PointCost(x[:0], y, metric=metric).softmin(v, 0.1).shape == (0, 4, 6)
 
 
-@pytest.mark.parametrize("metric", every_metric())
-def test_gradient_of_every_question(metric: str) -> None:
-    x, y = clouds()
-    y[1] += 0.1  # the gradient at a coincident pair has a test of its own
-    index = torch.tensor([4, 0])
-    square = y.repeat(2, 1)[:6] + 0.01
-    with torch.no_grad():
-        v = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for question in (
-        lambda x, y: PointCost(x, y, metric=metric).dense(),
-        lambda x, y: PointCost(x, y, metric=metric).rows(index),
-        lambda x, y: PointCost(x, y, metric=metric).apply(v),
-        lambda x, y: PointCost(x, y, metric=metric).softmin(v, 0.3),
-    ):
-        leaves = (x.clone().requires_grad_(), y.clone().requires_grad_())
-        assert torch.autograd.gradcheck(question, leaves)
-        if metric in ("sqeuclidean", quartic):
-            assert torch.autograd.gradgradcheck(question, leaves)
-    leaves = (x.clone().requires_grad_(), square.clone().requires_grad_())
-    assert torch.autograd.gradcheck(lambda x, y: PointCost(x, y, metric=metric).diagonal(), leaves)
-    assert torch.autograd.gradcheck(lambda x: PointCost(x, metric=metric).apply(v.repeat(1, 2)[:, :6]), leaves[0])
-
-
 @pytest.mark.parametrize("metric", METRICS)
 def test_coincident_points_have_gradient(metric: str) -> None:
     """POT's euclidean distances give NaN here."""
@@ -125,83 +99,70 @@ def test_coincident_points_have_gradient(metric: str) -> None:
     assert gradient.abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("metric", EVERY)
+def test_gradient_of_every_question(metric: str) -> None:
+    """The one at a coincident pair has a test of its own."""
+    x, y = (t.requires_grad_() for t in (clouds()[0], clouds()[1] + 0.1))
+    v = normal(2, 5, seed=1)
+    for question in (
+        lambda cost: cost.dense(),
+        lambda cost: cost.rows(torch.tensor([4, 0])),
+        lambda cost: cost.apply(v),
+        lambda cost: cost.softmin(v, 0.3),
+    ):
+        ask = lambda x, y, question=question: question(PointCost(x, y, metric=metric))  # noqa: E731
+        assert torch.autograd.gradcheck(ask, (x, y))
+        if metric in ("sqeuclidean", quartic):
+            assert torch.autograd.gradgradcheck(ask, (x, y))
+    assert torch.autograd.gradcheck(lambda x, y: PointCost(x[:5], y, metric=metric).diagonal(), (x, y))
+    assert torch.autograd.gradcheck(lambda y: PointCost(y, metric=metric).apply(v), y)
+
+
 @pytest.mark.parametrize("metric", METRICS[:3])
 def test_far_from_the_origin_in_float32(metric: str) -> None:
-    x, y = clouds(40, 30, 3, torch.float32)
-    x, y = (x + 1e4).requires_grad_(), (y + 1e4).requires_grad_()
+    x, y = ((t + 1e4).requires_grad_() for t in clouds(40, 30, 3, torch.float32))
     wide = [t.detach().double().requires_grad_() for t in (x, y)]
     v = torch.rand(30)
     near, exact = PointCost(x, y, metric=metric), PointCost(*wide, metric=metric)
     torch.testing.assert_close(near.dense().double(), exact.dense(), rtol=1e-6, atol=1e-30)
     torch.testing.assert_close(near.apply(v).double(), exact.apply(v), rtol=1e-5, atol=0)
-    actual = torch.autograd.grad(near.softmin(v, 0.2).sum(), [x, y])
-    expected = torch.autograd.grad(exact.softmin(v, 0.2).sum(), wide)
-    for got, right in zip(actual, expected, strict=True):
+    for got, right in zip(*(torch.autograd.grad(cost.softmin(v, 0.2).sum(), leaves)
+                            for cost, leaves in ((near, (x, y)), (exact, wide))), strict=True):  # fmt: skip
         torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-4)
 
 
-def test_a_metric_with_parameters(request: pytest.FixtureRequest) -> None:
-    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    x, y = clouds()
-    cost = PointCost(x, y, metric=lambda x, y: weight * quartic(x, y))
-    (gradient,) = torch.autograd.grad(cost.dense().sum(), weight)
-    assert gradient > 0
-    (whole,) = torch.autograd.grad(cost.softmin(torch.zeros(5), 0.3).sum(), weight)
-    request.getfixturevalue("small_blocks")
-    (in_blocks,) = torch.autograd.grad(cost.softmin(torch.zeros(5), 0.3).sum(), weight)
-    assert in_blocks.item() == pytest.approx(whole.item())
-    with pytest.raises(ValueError, match="the metric has parameters of its own"):
-        cost.parameters()
-
-
-def test_metrics_of_the_user() -> None:
+def test_metrics_of_the_user_directed_and_with_parameters(request: pytest.FixtureRequest) -> None:
     x, y = clouds()
 
     def directed(x: Tensor, y: Tensor) -> Tensor:
         return (x[:, None, 0] - y[None, :, 0]).relu()
 
-    cost = PointCost(x, y, metric=directed)
-    expected = (x[:, None, 0] - y[None, :, 0]).relu()
-    torch.testing.assert_close(cost.dense(), expected)
-    torch.testing.assert_close(cost.T.dense(), expected.T)
-    torch.testing.assert_close(cost.T.T.dense(), expected)
+    cost, expected = PointCost(x, y, metric=directed), directed(x, y)
+    for actual in (cost.dense(), cost.T.dense().T, cost.T.T.dense()):
+        torch.testing.assert_close(actual, expected)
     assert cost.largest() == expected.max()
-    torch.testing.assert_close(costs_within(cost)[1].dense(), (y[:, None, 0] - y[None, :, 0]).relu())
+    torch.testing.assert_close(costs_within(cost)[1].dense(), directed(y, y))
+    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    cost = PointCost(x, y, metric=lambda x, y: weight * quartic(x, y))
+    (whole,) = torch.autograd.grad(cost.softmin(torch.zeros(5), 0.3).sum(), weight)
+    request.getfixturevalue("small_blocks")
+    (in_blocks,) = torch.autograd.grad(cost.softmin(torch.zeros(5), 0.3).sum(), weight)
+    assert in_blocks.item() == pytest.approx(whole.item())
+    assert whole > 0
+    with pytest.raises(ValueError, match="the metric has parameters of its own"):
+        cost.parameters()
 
 
 def test_no_matrix_is_formed() -> None:
-    x = torch.randn(30_000, 2).requires_grad_()
-    y = torch.randn(2_000, 2)
-    cost = PointCost(x, y)
-    zero = torch.zeros(30_000)
+    x, y = torch.randn(30_000, 2).requires_grad_(), torch.randn(2_000, 2)
+    cost, zero = PointCost(x, y), torch.zeros(30_000)
     with Operations() as ran:
         cost.apply(torch.ones(2_000)).sum().backward()
         cost.largest()
         with torch.no_grad():
-            f = cost.softmin(torch.zeros(2_000), 0.1)
+            f = cost.softmin(zero[:2_000], 0.1)
         cost.plan_gradients(f, zero[:2_000], zero, zero[:2_000], epsilon=0.1, upstream=torch.tensor(1.0))
     assert ran.largest < 10 * x.numel()
-
-
-pairs = torch.zeros(3, 2)
-
-
-test_bad_input = raising(
-    (lambda: PointCost(torch.ones(3)), ValueError, r"x has shape \(3,\).*pass x\[:, None\], or use LineCost"),
-    (lambda: PointCost(pairs, torch.ones(3, 4)), ValueError, "x has 2 coordinates on cpu, y 4"),
-    (lambda: PointCost(torch.ones(2, 3, 2), torch.ones(4, 3, 2)), ValueError, r"x \(2,\), y \(4,\)"),
-    (lambda: PointCost(pairs, metric=lambda x, y: x).dense(), ValueError, r"gave costs of shape \(3, 2\)"),
-    (lambda: PointCost(pairs, metric=lambda x, y: x @ y.mT - 1).dense(), ValueError, "costs from -1.0 to -1.0"),
-    (lambda: PointCost(pairs).softmin(torch.ones(2, 3), torch.ones(4)), ValueError, r"potential \(2,\).*epsilon"),
-    (
-        lambda: PointCost(pairs).softmin(torch.ones(3), torch.tensor(1.0, requires_grad=True)),
-        ValueError,
-        "epsilon requires a gradient",
-    ),
-    (lambda: costs_within(DenseCost(torch.ones(2, 3))), ValueError, r"shape=\(2, 3\).*which is not square and"),
-    (lambda: costs_within(DenseCost(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))), ValueError, "cost_p= and cost_q="),
-    (lambda: costs_within(DenseCost(torch.tensor([[3.0]]))), ValueError, "diagonal of zeros"),
-)
 
 
 def test_costs_within() -> None:
@@ -212,3 +173,102 @@ def test_costs_within() -> None:
     among_p, among_q = costs_within(PointCost(x, y))
     assert among_p.parameters() == (x,)
     assert among_q.x is among_q.y is y
+
+
+pairs, wide = torch.zeros(3, 2), torch.tensor(1.0, requires_grad=True)
+test_bad_input = raising(
+    (lambda: PointCost(torch.ones(3)), r"x has shape \(3,\).*pass x\[:, None\], or use LineCost"),
+    (lambda: PointCost(pairs, torch.ones(3, 4)), "x has 2 coordinates on cpu, y 4"),
+    (lambda: PointCost(torch.ones(2, 3, 2), torch.ones(4, 3, 2)), r"x \(2,\), y \(4,\)"),
+    (lambda: PointCost(pairs, metric=lambda x, y: x).dense(), r"gave costs of shape \(3, 2\)"),
+    (lambda: PointCost(pairs, metric=lambda x, y: x @ y.mT - 1).dense(), "costs from -1.0 to -1.0"),
+    (lambda: PointCost(pairs).softmin(torch.ones(3), wide), "epsilon requires a gradient"),
+    (lambda: costs_within(DenseCost(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))), "cost_p= and cost_q="),
+    (lambda: costs_within(DenseCost(torch.tensor([[3.0]]))), "diagonal of zeros"),
+)
+
+
+def cloud(kind: str, seed: int, *, n: int = 90, d: int = 300) -> Tensor:
+    """In float64, of numbers that float32 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.randn(2, n, d, generator=generator)[1]
+    if kind == "far from the origin":
+        points = points + 1e4
+    if kind == "one tight cluster":
+        points = 3 + 1e-4 * points
+    if kind == "two tight clusters":
+        points = 1e-3 * points + (torch.arange(n) % 2).unsqueeze(-1)
+    if kind == "some points near":
+        points[10:20] = 1.0 + 1e-3 * points[10:20]
+        points[20] = 1.0
+    return points.double()
+
+
+def exact_squares(x: Tensor, y: Tensor) -> np.ndarray:
+    x, y = (t.numpy().astype(np.longdouble) for t in (x, y))
+    return ((x[..., :, None, :] - y[..., None, :, :]) ** 2).sum(-1)
+
+
+CLOUDS = ["apart", "far from the origin", "one tight cluster", "two tight clusters", "some points near"]
+
+
+@pytest.mark.parametrize("kind", CLOUDS)
+def test_errors_are_those_of_differences(kind: str) -> None:
+    x, y = cloud(kind, 0), cloud(kind, 1)
+    y[7] = x[3]
+    for first, second in ((x, y), (x, x), (torch.stack([x, y]), torch.stack([y, x]))):
+        expected = exact_squares(first, second)
+        for dtype, tolerance in ((torch.float32, 1.3e-6), (torch.float64, 2e-14)):
+            actual = PointCost(first.to(dtype), second.to(dtype)).dense().numpy()
+            assert (actual[expected == 0] == 0).all()
+            assert (abs(actual - expected) <= tolerance * expected).all()
+            roots = PointCost(first.to(dtype), second.to(dtype), metric="euclidean").dense().numpy()
+            assert (abs(roots - np.sqrt(expected)) <= tolerance * np.sqrt(expected)).all()
+
+
+def test_many_dimensions_take_products() -> None:
+    for kind in ("apart", "some points near"):
+        x, y = cloud(kind, 0), cloud(kind, 1)
+        with Operations() as ran:
+            PointCost(x, y).dense()
+            PointCost(x.float(), y.float(), metric="euclidean").dense()
+        assert "addmm" in ran.names
+        assert not [name for name in ran.names if "cdist" in name]
+
+
+def test_squares_beyond_float32_leave_distances() -> None:
+    x, y = 1e25 * cloud("apart", 0).float(), 1e25 * cloud("apart", 1).float()
+    expected = np.sqrt(exact_squares(x.double(), y.double())).astype(np.float64)
+    np.testing.assert_allclose(PointCost(x, y, metric="euclidean").dense(), expected, rtol=1e-6)
+    assert (PointCost(x.double() * 1e200, y.double() * 1e200).dense() == torch.inf).all()
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_blocks_of_rows_and_of_problems_make_the_whole(batch: tuple[int, ...], request: Any) -> None:
+    x = torch.stack([cloud("apart", seed) for seed in range(3)]).float().requires_grad_()
+    y = cloud("some points near", 3).float().expand(*batch, 90, 300)
+    p, q = (torch.rand(3, 90, generator=torch.Generator().manual_seed(seed)).softmax(-1) for seed in (0, 1))
+
+    def results() -> tuple[torch.Tensor, ...]:
+        cost = PointCost(x, y, metric="euclidean")
+        matrix, bound = cost.dense(), lower_bound(p, q, cost)
+        return matrix, bound, *torch.autograd.grad(matrix.sqrt().sum(), x), *torch.autograd.grad(bound.sum(), x)
+
+    whole = results()
+    request.getfixturevalue("small_blocks")
+    for part, expected in zip(results(), whole, strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CLOUDS)
+def test_gradients_of_float32_distances(kind: str) -> None:
+    x, y = cloud(kind, 0), cloud(kind, 1)
+    y[7] = x[3]
+    upstream = torch.rand(90, 90, generator=torch.Generator().manual_seed(5), dtype=torch.float64) - 0.5
+    actual = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, y)]
+        actual.append(torch.autograd.grad(PointCost(*leaves, metric="euclidean").dense(), leaves, upstream.to(dtype)))
+    for narrow, wide in zip(*actual, strict=True):
+        assert wide.abs().max() > 0.1
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=1e-5)

@@ -2,18 +2,15 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.special import softmax
-from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 
 from otloss.boosting import start_scores
 from otloss.estimators import OrdinalBoostingClassifier
-from otloss.estimators.boosters import Part, train_trees
 from tests.errors import raising
 from tests.otloss.estimators.test_estimators import NAMES, ordered_rows
 
@@ -60,45 +57,6 @@ def test_features_without_meaning_leave_the_weighted_frequencies(library: str) -
 
 
 @LIBRARIES
-def test_a_weight_is_a_repetition_and_zero_is_absence(library: str) -> None:
-    X, y = ordered_rows(80)
-    X = X.round(1)
-    weight = np.random.default_rng(0).integers(0, 4, size=80)
-    settings = {"n_estimators": 10, "learning_rate": 0.3, "early_stopping": False}
-    weighted = boosted(library, **settings).fit(X, y, weight)
-    repeated = boosted(library, **settings).fit(X.repeat(weight, 0), y.repeat(weight))
-    shuffled = np.random.default_rng(1).permutation(80)
-    moved = boosted(library, **settings).fit(X[shuffled], y[shuffled], weight[shuffled])
-    for other in (repeated, moved):
-        np.testing.assert_array_equal(weighted.predict_proba(X), other.predict_proba(X))
-
-
-@LIBRARIES
-def test_missing_values_are_learnt_from(library: str) -> None:
-    X, y = ordered_rows(200)
-    X[y == 2, 0] = np.nan
-    model = boosted(library, n_estimators=30, learning_rate=0.3).fit(X, y)
-    assert (model.predict(X) == 2)[y == 2].mean() > 0.9
-    with pytest.raises(ValueError, match="infinity"):
-        model.predict(np.full((1, 3), np.inf))
-
-
-@LIBRARIES
-def test_a_library_that_is_not_there_is_named(library: str, without: Callable[[str], None]) -> None:
-    X, y = ordered_rows(30)
-    without(library)
-    with pytest.raises(ImportError, match=r'pip install "torch-otloss\[boost\]"'):
-        OrdinalBoostingClassifier(booster=library).fit(X, y)
-
-
-@LIBRARIES
-def test_by_default_a_few_rows_are_enough_for_a_leaf(library: str) -> None:
-    """The curvature of a row of weight 1 is small: between two classes at most a quarter, at a rare class far less."""
-    X, y = np.arange(24.0)[:, None], np.repeat([0, 1, 2], [16, 4, 4])
-    assert boosted(library, n_estimators=100).fit(X, y).score(X, y) == 1.0
-
-
-@LIBRARIES
 def test_rounds_that_end_before_early_stopping_are_warned_of(library: str) -> None:
     X, y = ordered_rows(200)
     settings = {"learning_rate": 0.3, "early_stopping": "auto", "n_iter_no_change": 5}
@@ -133,48 +91,6 @@ def test_the_last_part_of_eval_set_stops_training_on_all_rows(library: str) -> N
     assert (len(watched.evals_result_["validation_0"]["rps"]), watched.n_estimators_) == (9, 9)
 
 
-def test_one_part_to_evaluate_needs_no_list() -> None:
-    X, y = ordered_rows(60)
-    weight = np.ones(60)
-    expected = boosted("lightgbm", n_estimators=3).fit(X, y, eval_set=[(X, y)]).evals_result_
-    for alone in ((X, y), (X, y, weight), (X.tolist(), y.tolist()), ([X, y],)):
-        assert boosted("lightgbm", n_estimators=3).fit(X, y, eval_set=alone).evals_result_ == expected
-    expectation = r"expected \(X, y\) or \(X, y, sample_weight\), or a list of them"
-    for wrong, got in ((X, "eval_set is a ndarray"), ([X, y], r"eval_set\[0\] is a ndarray"), ([(X,)], "a tuple of 1")):
-        with pytest.raises(TypeError, match=f"{got}, {expectation}"):
-            boosted("lightgbm", n_estimators=3).fit(X, y, eval_set=wrong)
-    for part, name in (((X, y + 7), "eval_set"), ([(X, y + 7)], r"eval_set\[0\]")):
-        with pytest.raises(ValueError, match=f"{name}: y holds the label 9, expected the labels"):
-            boosted("lightgbm", n_estimators=2).fit(X, y, eval_set=part)
-
-
-@LIBRARIES
-def test_columns_of_categories_are_split_by_sets_and_looked_up_by_label(library: str) -> None:
-    pandas = pytest.importorskip("pandas")
-    random = np.random.default_rng(0)
-    letters = random.choice(list("uvwxyz"), 120)
-    y = np.where(np.isin(letters, ["v", "x", "z"]), 2, 0)  # every second one: one split by a set, five by codes
-    X = pandas.DataFrame({"letter": pandas.Categorical(letters, [*"uvwxyz", "new"])})
-    X["width"] = pandas.cut(random.normal(size=120), 4)  # ordered
-    params = {"max_cat_to_onehot": 1}
-    model = boosted(library, n_estimators=30, learning_rate=0.3, max_depth=1, booster_params=params)
-    model = model.fit(X, y, eval_set=[(X, y)])
-    expected = model.predict_proba(X)
-    assert model.score(X, y) == 1.0
-    assert model.feature_names_in_.tolist() == ["letter", "width"]
-    assert model._trees.categorical == (0,)
-    for same in (X.assign(letter=letters), X.assign(letter=pandas.Categorical(letters, list("zyxwvu")))):
-        np.testing.assert_array_equal(model.predict_proba(same), expected)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict_proba(X), expected)
-    np.testing.assert_array_equal(clone(model).fit(X, y).predict_proba(X), expected)
-    assert np.isfinite(model.predict_proba(X.assign(letter="new"))).all()  # declared, though in no row
-    assert np.isfinite(model.predict_proba(X.assign(letter=None))).all()
-    with pytest.raises(ValueError, match="column 'letter' of X holds 'other', expected one of the 7 categories"):
-        model.predict(X.assign(letter="other"))
-    with pytest.raises(ValueError, match="same order"):
-        model.predict(X[["width", "letter"]])
-
-
 @LIBRARIES
 def test_the_booster_and_its_importances_are_public(library: str) -> None:
     X, y = ordered_rows(120)
@@ -194,52 +110,68 @@ def test_the_booster_and_its_importances_are_public(library: str) -> None:
     assert not hasattr(boosted(library), "booster_")
 
 
-def proba(library: str, given: dict[str, Any] | None = None, **settings: Any) -> np.ndarray:
-    model = boosted(library, n_estimators=8, booster_params=given or {}, **{"learning_rate": 0.3, **settings})
-    return model.fit(X, Y).predict_proba(X)
+@LIBRARIES
+def test_settings_by_any_name_take_precedence_and_seeds_and_few_rows_count(library: str) -> None:
+    """The curvature of a row of weight 1 is small: by default a few rows are enough for a leaf."""
 
+    def proba(given: dict[str, Any], **settings: Any) -> np.ndarray:
+        model = boosted(library, n_estimators=8, booster_params=given, **{"learning_rate": 0.3, **settings})
+        return model.fit(X, Y).predict_proba(X)
 
-@pytest.mark.parametrize(("library", "alias", "value", "settings"), [
-    ("lightgbm", "eta", 0.02, {"learning_rate": 0.02}), ("lightgbm", "reg_lambda", 30.0, {}),
-    ("lightgbm", "min_child_weight", 9.0, {}), ("xgboost", "eta", 0.02, {"learning_rate": 0.02}),
-    ("xgboost", "min_child_weight", 9.0, {}),
-])  # fmt: skip
-def test_settings_by_any_name_take_precedence(library: str, alias: str, value: Any, settings: dict[str, Any]) -> None:
-    actual = proba(library, {alias: value})
-    assert np.abs(actual - proba(library)).max() > 1e-3
-    if settings:
-        np.testing.assert_array_equal(actual, proba(library, **settings))
+    np.testing.assert_array_equal(proba({"eta": 0.02}), proba({}, learning_rate=0.02))
+    for given in ({"eta": 0.02}, {"min_child_weight": 9.0}, {"reg_lambda": 30.0}):
+        assert np.abs(proba(given) - proba({})).max() > 1e-3
+    first, second = (proba({"subsample": 0.5}, random_state=seed) for seed in (1, 2))
+    assert np.abs(first - second).max() > 1e-3
+    rows, y = np.arange(24.0)[:, None], np.repeat([0, 1, 2], [16, 4, 4])
+    assert boosted(library, n_estimators=100).fit(rows, y).score(rows, y) == 1.0
 
 
 test_settings_that_cannot_be_are_named = raising(
     ("lightgbm", {"num_trees": 7}, "holds 'num_trees', which follows from the estimator's arguments"),
-    ("lightgbm", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
     ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),
     ("lightgbm", {"boosting_type": "rf"}, "asks for 'rf', expected gradient boosting"),
-    ("xgboost", {"n_estimators": 7}, "holds 'n_estimators', which follows"),
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
-    ("xgboost", {"booster": "dart"}, "asks for 'dart', expected gradient boosting"),
     call=lambda library, given: boosted(library, booster_params=given, early_stopping="auto").fit(X, Y),
 )
 
 
-@LIBRARIES
-def test_the_seed_is_that_of_random_state(library: str) -> None:
-    first, second = (proba(library, {"subsample": 0.5}, random_state=seed) for seed in (1, 2))
-    assert np.abs(first - second).max() > 1e-3
+def test_one_part_to_evaluate_needs_no_list_and_a_library_that_is_not_there_is_named(
+    without: Callable[[str], None],
+) -> None:
+    expected = boosted("lightgbm", n_estimators=3).fit(X, Y, eval_set=[(X, Y)]).evals_result_
+    for alone in ((X, Y), (X.tolist(), Y.tolist()), ([X, Y],)):
+        assert boosted("lightgbm", n_estimators=3).fit(X, Y, eval_set=alone).evals_result_ == expected
+    with pytest.raises(TypeError, match=r"eval_set\[0\] is a ndarray, expected \(X, y\) or \(X, y, sample_weight\)"):
+        boosted("lightgbm").fit(X, Y, eval_set=[X, Y])
+    with pytest.raises(ValueError, match="eval_set: y holds the label 8, expected the labels"):
+        boosted("lightgbm").fit(X, Y, eval_set=(X, Y + 7))
+    without("lightgbm")
+    with pytest.raises(ImportError, match=r'pip install "torch-otloss\[boost\]"'):
+        OrdinalBoostingClassifier(booster="lightgbm").fit(X, Y)
 
 
 @LIBRARIES
-def test_rows_held_out_stop_by_their_weight(library: str) -> None:
-    pytest.importorskip(library)
-    settings = boosted(library, n_estimators=60).fit(X, Y)._tree_settings(seed=0)
-    settings = replace(settings, patience=60)
-    noise = np.random.default_rng(0).permutation(Y)  # wrong labels, which no round serves
-    features, labels = np.concatenate([X, X]), np.concatenate([Y, noise])
-    rounds = []
-    for good in (1.0, 1e-3):
-        weight = np.repeat([good, 1.001 - good], 120)
-        rounds.append(train_trees(library, settings, Part(X, Y, np.ones(120)), [Part(features, labels, weight)]).rounds)
-    assert rounds[0] > rounds[1] + 5
-    start = train_trees(library, settings, Part(X, Y, np.ones(120))).start
-    np.testing.assert_allclose(start, start_scores(Y, 3))
+def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
+    """Columns of categories are split by sets, and looked up by label."""
+    pandas = pytest.importorskip("pandas")
+    missing = np.where((Y == 2)[:, None] & [True, False, False], np.nan, X)
+    model = boosted(library, n_estimators=30, learning_rate=0.3).fit(missing, Y)
+    assert (model.predict(missing) == 2)[Y == 2].mean() > 0.9
+    random = np.random.default_rng(0)
+    letters = random.choice(list("uvwxyz"), 120)
+    y = np.where(np.isin(letters, ["v", "x", "z"]), 2, 0)  # every second one: one split by a set, five by codes
+    table = pandas.DataFrame({"letter": pandas.Categorical(letters, [*"uvwxyz", "new"])})
+    table["width"] = pandas.cut(random.normal(size=120), 4)  # ordered
+    params = {"max_cat_to_onehot": 1}
+    model = boosted(library, n_estimators=30, learning_rate=0.3, max_depth=1, booster_params=params).fit(table, y)
+    assert model.score(table, y) == 1.0
+    expected = model.predict_proba(table)
+    for same in (table.assign(letter=letters), table.assign(letter=pandas.Categorical(letters, list("zyxwvu")))):
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict_proba(same), expected)
+    for rare in ("new", None):  # declared, though in no row
+        assert np.isfinite(model.predict_proba(table.assign(letter=rare))).all()
+    with pytest.raises(ValueError, match="column 'letter' of X holds 'other', expected one of the 7 categories"):
+        model.predict(table.assign(letter="other"))
+    with pytest.raises(ValueError, match="same order"):
+        model.predict(table[["width", "letter"]])

@@ -12,6 +12,7 @@ from sklearn.datasets import load_diabetes
 from sklearn.exceptions import ConvergenceWarning
 
 from otloss.estimators import OrdinalClassifier
+from tests.errors import raising
 
 X, progression = load_diabetes(return_X_y=True)
 X = X[:, [2, 3, 8]] * 10
@@ -54,33 +55,29 @@ def test_a_weight_counts_rows_and_units_change_nothing_else() -> None:
     assert weighted.rows == repeated.rows == weight.sum()
 
 
-def test_where_there_are_no_standard_errors() -> None:
-    model = OrdinalClassifier(**LIKELIHOOD).fit(X, y)
-    with pytest.raises(ValueError, match="not the maximum of the likelihood of these rows"):
-        model.summary(X[:300], y[:300])
-    twice = np.column_stack([X, X[:, 0]])
-    with pytest.raises(ValueError, match="Hessian of the likelihood is singular"):
-        OrdinalClassifier(**LIKELIHOOD).fit(twice, y).summary(twice, y)
-    with pytest.raises(ValueError, match="expected transport=0, and it is 1"):
-        OrdinalClassifier(model="cumulative", alpha=0).fit(X, y).summary(X, y)
-    with pytest.raises(ValueError, match="link='probit' is of model='cumulative'"):
-        OrdinalClassifier(link="probit").fit(X, y)
-    with pytest.raises(ValueError, match="loss='all_threshold' has no class values"):
-        OrdinalClassifier(loss="all_threshold", values=[0, 1, 2, 4]).fit(X, y)
-
-
-@pytest.mark.parametrize(
-    ("loss", "coefficients", "thresholds"),
-    [
-        ("immediate_threshold", [1.095076, 0.518350, 1.120292], [-0.561032, -0.141570, 0.575886]),  # LogisticIT
-        ("all_threshold", [1.689881, 0.836516, 1.866567], [-1.634543, -0.037178, 1.620684]),  # LogisticAT
-    ],
+TWICE = np.column_stack([X, X[:, 0]])
+test_where_there_are_no_standard_errors_and_settings_that_cannot_be = raising(
+    (LIKELIHOOD, X, X[:300], "not the maximum of the likelihood of these rows"),
+    (LIKELIHOOD, TWICE, TWICE, "Hessian of the likelihood is singular"),
+    ({"model": "cumulative", "alpha": 0}, X, X, "expected transport=0, and it is 1"),
+    ({"link": "probit"}, X, X, "link='probit' is of model='cumulative'"),
+    ({"loss": "all_threshold", "values": [0, 1, 2, 4]}, X, X, "loss='all_threshold' has no class values"),
+    call=lambda given, rows, of: OrdinalClassifier(**given).fit(rows, y).summary(of, y[: len(of)]),
 )
-def test_threshold_losses_are_those_of_mord(loss: str, coefficients: list[float], thresholds: list[float]) -> None:
+
+
+OF_MORD = {  # LogisticIT and LogisticAT
+    "immediate_threshold": ([1.095076, 0.518350, 1.120292], [-0.561032, -0.141570, 0.575886]),
+    "all_threshold": ([1.689881, 0.836516, 1.866567], [-1.634543, -0.037178, 1.620684]),
+}
+
+
+@pytest.mark.parametrize("loss", OF_MORD)
+def test_threshold_losses_are_those_of_mord(loss: str) -> None:
     settings: dict[str, Any] = {"cross_entropy": 0, "alpha": 1, "standardize": False, "tol": 1e-9}
     model = OrdinalClassifier(model="cumulative", loss=loss, **settings).fit(X, y)
-    np.testing.assert_allclose(model.coef_[0], coefficients, atol=3e-6)
-    np.testing.assert_allclose(model.thresholds_, thresholds, atol=3e-6)
+    np.testing.assert_allclose(model.coef_[0], OF_MORD[loss][0], atol=3e-6)
+    np.testing.assert_allclose(model.thresholds_, OF_MORD[loss][1], atol=3e-6)
 
 
 def test_warm_start() -> None:

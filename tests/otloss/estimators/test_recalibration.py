@@ -5,13 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize_scalar
+from scipy.optimize import linprog, minimize_scalar
 from scipy.special import expit, softmax
+from sklearn.base import clone
 
-from otloss.estimators import OrdinalRecalibration, Temperature
-from otloss.metrics import ranked_probability_score
+from otloss.estimators import EnsembleRecalibration, OrdinalRecalibration, Temperature
+from otloss.losses import crps
+from otloss.metrics import pit_histogram, ranked_probability_score
 from tests.errors import raising
 
 
@@ -61,24 +64,19 @@ def test_score_on_the_own_data_is_never_worse(data: Any, shrinkage: float) -> No
         assert rps(y, corrected, values=values, sample_weight=weight) <= before * (1 + 1e-12) + 1e-15
 
 
-@pytest.mark.parametrize(("temperature", "criterion"), [(0.4, "nll"), (3.0, "rps")])
-def test_temperature_is_recovered(temperature: float, criterion: str) -> None:
-    proba, y = draw(0, 20_000, lambda p: p**temperature)
-    fitted = Temperature(criterion=criterion).fit(proba, y)
-    assert fitted.temperature_ == pytest.approx(temperature, rel=0.05)
-
-
-def test_temperature_is_the_minimum_of_the_score() -> None:
+def test_temperature_is_recovered_and_the_minimum_of_the_score() -> None:
+    for temperature, criterion in ((0.4, "nll"), (3.0, "rps")):
+        proba, y = draw(0, 20_000, lambda p, t=temperature: p**t)
+        assert Temperature(criterion=criterion).fit(proba, y).temperature_ == pytest.approx(temperature, rel=0.05)
     proba, y = draw(1, 300, leaning)
-    weight, values = np.random.default_rng(0).random(300), [0.0, 1.0, 2.0, 5.0, 9.0]
+    given = {"values": [0.0, 1.0, 2.0, 5.0, 9.0], "sample_weight": np.random.default_rng(0).random(300)}
 
     def score(t: float) -> float:
-        return rps(y, softmax(np.log(proba) / t, axis=1), values=values, sample_weight=weight)
+        return rps(y, softmax(np.log(proba) / t, axis=1), **given)
 
     best = minimize_scalar(score, bounds=(0.2, 5), method="bounded", options={"xatol": 1e-8})
-    fitted = Temperature(values=values, shrinkage=0).fit(proba, y, weight)
+    fitted = Temperature(values=given["values"], shrinkage=0).fit(proba, y, given["sample_weight"])
     assert fitted.temperature_ == pytest.approx(best.x, rel=1e-4)
-    assert score(fitted.temperature_) <= best.fun + 1e-10
 
 
 def test_the_deepest_of_several_valleys() -> None:
@@ -106,31 +104,18 @@ def test_maps_of_thresholds_are_recovered() -> None:
 
 
 def test_certain_and_wrong_forecasts_are_corrected() -> None:
+    """All but certain ones too, where the score is flat; the least float is a probability."""
     rng = np.random.default_rng(8)
     y = rng.integers(0, 3, 600)
     seen = np.where(rng.random(600) < 0.7, y, rng.integers(0, 3, 600))
-    corrected = OrdinalRecalibration().fit(np.eye(3)[seen], y).predict(np.eye(3))
-    np.testing.assert_allclose(np.diag(corrected), 0.8, atol=0.06)
-    assert (corrected > 0).all()
-    # All but certain: the score is flat where the descent would start.
-    nearly = softmax(12 * np.eye(3), axis=1)
-    corrected = OrdinalRecalibration().fit(nearly[seen], y).predict(nearly)
-    np.testing.assert_allclose(np.diag(corrected), 0.8, atol=0.06)
-
-
-def test_least_floats_are_probabilities() -> None:
+    for forecasts in (np.eye(3), softmax(12 * np.eye(3), axis=1)):
+        corrected = OrdinalRecalibration().fit(forecasts[seen], y).predict(forecasts)
+        np.testing.assert_allclose(np.diag(corrected), 0.8, atol=0.06)
+        assert (corrected > 0).all()
     proba = np.array([[1.0, 5e-324], [1.0, 0.0], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
-    for y in ([0, 0, 1, 0, 1], [1, 0, 1, 0, 1]):
-        corrected = OrdinalRecalibration().fit(proba, y).predict(proba)
-        assert np.isfinite(corrected).all()
-        np.testing.assert_allclose(corrected.sum(1), 1)
-        assert rps(y, corrected) < rps(y, proba)
-
-
-def test_no_class_of_positive_probability_ends_with_none() -> None:
-    proba, y = draw(9, 50, lambda p: p**4)
-    corrected = OrdinalRecalibration(shrinkage=0).fit(proba, y).predict(proba)
-    assert (corrected >= proba * 0.9e-3).all()
+    corrected = OrdinalRecalibration().fit(proba, [1, 0, 1, 0, 1]).predict(proba)
+    np.testing.assert_allclose(corrected.sum(1), 1)
+    assert rps([1, 0, 1, 0, 1], corrected) < rps([1, 0, 1, 0, 1], proba)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,22 +130,97 @@ def test_rows_without_weight_and_the_unit_of_weights_do_not_count(family: Any) -
 
 
 def test_identity_is_exact() -> None:
-    proba = np.array([[0.5, 0.3, 0.2]])
+    proba, certain = np.array([[0.5, 0.3, 0.2]]), np.eye(3)
     for family in FAMILIES[:2]:
         np.testing.assert_array_equal(family(shrinkage=1e9).fit(proba, [0]).predict(proba).round(6), proba)
-    certain = np.eye(3)
-    np.testing.assert_array_equal(OrdinalRecalibration().fit(certain, [0, 1, 2]).predict(proba), proba)
-    np.testing.assert_array_equal(Temperature().fit(certain, [0, 1, 2]).predict(proba), proba)
+        np.testing.assert_array_equal(family().fit(certain, [0, 1, 2]).predict(proba), proba)
 
 
-two = [[0.5, 0.5]]
+# ---- ensembles ---------------------------------------------------------------------------------------------------
 
 
+def crps_of(ensemble: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
+    scores = crps(torch.as_tensor(ensemble), torch.as_tensor(y)).numpy()
+    return float(np.average(scores, weights=weight))
+
+
+def calibrated(seed: int, n: int, members: int) -> tuple[np.ndarray, np.ndarray]:
+    """Calibrated ensembles of different spread."""
+    rng = np.random.default_rng(seed)
+    level, spread = rng.normal(5, 3, n), rng.uniform(0.5, 2, n)
+    return level[:, None] + spread[:, None] * rng.normal(size=(n, members)), level + spread * rng.normal(size=n)
+
+
+def best_score(ensemble: np.ndarray, y: np.ndarray, weight: np.ndarray) -> float:
+    """The least weighted score of any map, by a linear program in the four numbers and all absolute errors."""
+    n, m = ensemble.shape
+    mean = ensemble.mean(1)
+    residual = ensemble - mean[:, None]
+    spread = np.abs(ensemble[:, :, None] - ensemble[:, None]).mean((1, 2)) / 2
+    columns = np.stack([np.ones((n, m)), np.tile(mean[:, None], m), residual, residual / spread[:, None]], -1)
+    A, b = columns.reshape(n * m, 4), np.repeat(y, m)
+    weight = weight / weight.sum()
+    goal = np.concatenate([[0, 0, -weight @ spread, -weight.sum()], np.repeat(weight, m) / m])
+    rows = np.block([[A, -np.eye(n * m)], [-A, -np.eye(n * m)]])
+    free = [(None, None)] * 2 + [(0, None)] * (2 + n * m)
+    return float(linprog(goal, rows, np.concatenate([b, -b]), bounds=free, method="highs").fun)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ensembles_have_the_optimum_of_a_linear_program(seed: int) -> None:
+    ensemble, y = calibrated(seed, 9, 4)
+    ensemble = 0.6 * ensemble + np.linspace(3, 4, 9)[:, None]
+    weight = np.random.default_rng(seed).random(9)
+    fitted = EnsembleRecalibration(shrinkage=0).fit(ensemble, y, weight)
+    assert crps_of(fitted.predict(ensemble), y, weight) == pytest.approx(best_score(ensemble, y, weight), rel=2e-4)
+
+
+def test_a_planted_map_is_recovered() -> None:
+    ensemble, y = calibrated(0, 4000, 100)
+    mean = ensemble.mean(1, keepdims=True)
+    wrong = (mean + 4) / 0.8 + 0.5 * (ensemble - mean)  # factor 0.8, offset -4, scale 2
+    fitted = EnsembleRecalibration(shrinkage=0).fit(wrong, y)
+    actual = [fitted.offset_, fitted.factor_, fitted.scale_, fitted.added_]
+    np.testing.assert_allclose(actual, [-4, 0.8, 2, 0], atol=0.1)
+    assert crps_of(fitted.predict(wrong), y) < 1.01 * crps_of(ensemble, y)
+    assert np.abs(pit_histogram(y, fitted.predict(wrong)) - 0.1).max() < 0.02
+
+
+@pytest.mark.parametrize("shrinkage", [0.0, 4.0, 1e9])
+def test_ensembles_are_never_worse_on_their_own_data_in_any_unit(shrinkage: float) -> None:
+    for n in (1, 2, 7):
+        ensemble, y = calibrated(n, n, 3)
+        ensemble[0] = 2.0 if n == 7 else ensemble[0]
+        fitted = EnsembleRecalibration(shrinkage=shrinkage).fit(ensemble, y)
+        after = fitted.predict(ensemble)
+        assert crps_of(after, y) <= crps_of(ensemble, y) + 1e-12
+        if shrinkage == 1e9:
+            np.testing.assert_allclose(after, ensemble, atol=1e-6)
+        for unit in (7.0, 1e-9, 1e6):
+            moved = clone(fitted).fit(unit * (15 + ensemble), unit * (15 + y)).predict(unit * (15 + ensemble))
+            np.testing.assert_allclose(moved / unit, 15 + after, atol=0.02 * np.ptp(after) + 1e-6)
+
+
+def test_pit_of_calibrated_ensembles_is_flat_and_ties_are_shared() -> None:
+    ensemble, y = calibrated(1, 20_000, 7)
+    assert np.abs(pit_histogram(y, ensemble, bins=8) - 1 / 8).max() < 0.01
+    ensemble, y = np.round(ensemble), np.round(y)  # ties are the rule
+    weight = np.random.default_rng(0).random(len(y))
+    rng = np.random.default_rng(1)
+    low, high = (ensemble < y[:, None]).sum(1), (ensemble <= y[:, None]).sum(1) + 1
+    pit = rng.uniform(low, high) / 8
+    expected = np.histogram(pit, np.linspace(0, 1, 6), weights=weight / weight.sum())[0]
+    np.testing.assert_allclose(pit_histogram(y, ensemble, bins=5, sample_weight=weight), expected, atol=0.01)
+
+
+two, TWO = [[0.5, 0.5]], np.ones((2, 3))
 test_bad_input = raising(
     (lambda: Temperature(criterion="nll").fit([[1.0, 0.0]], [1]), 'probability 0, so "nll" is infinite'),
-    (lambda: OrdinalRecalibration().fit(two, [2]), r"y\[0\] is 2, expected 0 to 1, the column of proba"),
     (lambda: Temperature().fit(two, ["low"]), r"y\[0\] is 'low', expected 0 to 1, .* \[order.index\(label\)"),
     (lambda: Temperature().fit(two, [0.5]), r"y\[0\] is 0.5, expected 0 to 1"),
     (lambda: OrdinalRecalibration().fit(two, [0, 1]), "y has 2 classes and proba 1 rows"),
     (lambda: OrdinalRecalibration().fit(two, [0]).predict([[1.0]]), "proba has 1 columns, expected 2"),
+    (lambda: EnsembleRecalibration().fit(TWO[0], [1.0]), r"ensemble has shape \(3,\)"),
+    (lambda: EnsembleRecalibration().fit(TWO * np.inf, [1.0, 2.0]), r"ensemble holds inf at \(0, 0\)"),
+    (lambda: EnsembleRecalibration().predict(TWO), "not fitted"),
 )

@@ -12,7 +12,7 @@ import torch
 from otloss import _progress
 from otloss.extending import eager
 
-# Each would take far longer than the test waits: two never end, the third takes minutes on any processor.
+# Each would take far longer than the test waits, on any processor.
 LONG_CALLS = {
     "an endless kernel": """
 from otloss._kernels._compile import compiled

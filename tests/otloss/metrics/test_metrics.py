@@ -19,13 +19,8 @@ from otloss import metrics
 from tests.errors import raising
 
 NAMES = ["low", "mid", "high", "top", "best"]  # not in the order of the alphabet
-OF_LABELS = [
-    metrics.ordinal_mae,
-    metrics.macro_mae,
-    metrics.maximum_mae,
-    metrics.minimum_sensitivity,
-    metrics.off_by_one_accuracy,
-]
+OF_LABELS = [metrics.ordinal_mae, metrics.macro_mae, metrics.maximum_mae]
+OF_LABELS += [metrics.minimum_sensitivity, metrics.off_by_one_accuracy]
 OF_PROBABILITIES = [
     metrics.ranked_probability_score,
     metrics.ordinal_emd,
@@ -189,45 +184,30 @@ def test_columns_of_a_model_that_has_not_seen_every_class() -> None:
     assert metrics.ordinal_emd([3, 1], proba, columns=[3, 1]) == metrics.ordinal_emd([3, 1], proba[:, ::-1])
 
 
-def test_float32_and_torch_probabilities() -> None:
+def test_narrow_and_torch_probabilities_whose_sum_is_one_but_for_rounding() -> None:
     y, _, proba = draw(5)
     exact = metrics.ranked_probability_score(y, proba, labels=range(5))
-    logits = torch.tensor(proba, dtype=torch.float32, requires_grad=True).log()  # with a graph
-    soft = logits.softmax(-1)
+    soft = torch.tensor(proba, dtype=torch.float32, requires_grad=True).log().softmax(-1)  # with a graph
     for rounded, tolerance in ((soft, 1e-6), (soft.half(), 1e-3), (soft.bfloat16(), 1e-2)):
-        assert metrics.ranked_probability_score(torch.tensor(y), rounded, labels=range(5)) == pytest.approx(
-            exact, rel=tolerance
-        )
-
-
-# ---- what comes in -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("dtype", "off", "fine"), [
-    ("float64", 1e-3, 9e-5), ("float32", 1e-3, 9e-5), ("float16", 2e-2, 6e-3),
-])  # fmt: skip
-def test_sums_of_probabilities_are_one_but_for_rounding(dtype: str, off: float, fine: float) -> None:
-    for error in (off, -off):
+        actual = metrics.ranked_probability_score(torch.tensor(y), rounded, labels=range(5))
+        assert actual == pytest.approx(exact, rel=tolerance)
+    for dtype, off, fine in (("float64", 1e-3, 9e-5), ("float32", -1e-3, 9e-5), ("float16", 2e-2, 6e-3)):
         with pytest.raises(ValueError, match="expected probabilities >= 0 of sum 1"):
-            metrics.ordinal_emd([0], np.array([[0.5, 0.5 + error]], dtype), labels=[0, 1])
-    assert metrics.ordinal_emd([0], np.array([[0.5, 0.5 + fine]], dtype), labels=[0, 1]) == pytest.approx(0.5, abs=fine)
+            metrics.ordinal_emd([0], np.array([[0.5, 0.5 + off]], dtype), labels=[0, 1])
+        assert metrics.ordinal_emd([0], np.array([[0.5, 0.5 + fine]], dtype)[:, ::-1], labels=[0, 1]) < 0.51
 
 
 LOW, MID = (pd.Categorical(["a"], categories=c, ordered=True) for c in (["a", "b"], ["b", "a"]))
 half = [[0.5, 0.5]]
-
-
 test_bad_input = raising(
     (lambda: metrics.ordinal_mae([0, 1], [0]), "y_true has 2 labels and y_pred 1"),
     (lambda: metrics.ordinal_mae([[0, 1]], [0]), r"y_true is of shape \(1, 2\); expected a list"),
-    (lambda: metrics.ordinal_mae("a", "a"), "y_true is 'a', a str; expected a list"),
     (lambda: metrics.ordinal_mae([0, np.nan], [0, 1]), r"y_true\[1\] is missing"),
     (lambda: metrics.ordinal_mae(["a", 1], ["a", "a"]), TypeError, "y_true mixes strings with other types"),
     (lambda: metrics.ordinal_mae([0, 1], ["0", "1"]), TypeError, "y_true holds numbers and y_pred holds strings"),
     (lambda: metrics.ordinal_mae(pd.cut([1], [0, 2]), [1]), TypeError, "expected labels that are .*Categorical"),
     (lambda: metrics.ordinal_mae([0, 5], [0, 1], labels=[1, 0]), r"y_true\[1\] is 5, .*\[1, 0\]"),
     (lambda: metrics.ordinal_mae([0, 1, 2], [0.5, 1, 2]), "hold 0.5, which is no whole number"),
-    (lambda: metrics.ordinal_mae([0], [10**9]), "go from 0 to 1000000000"),
     (lambda: metrics.ordinal_mae(LOW, MID), r"\['a', 'b'\] and \['b', 'a'\].*labels="),
     (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), r"sample_weight\[0\] is -1"),
     (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[-1e308, 1e308]), "expected finite"),
@@ -236,6 +216,4 @@ test_bad_input = raising(
     (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 2]), r"columns\[1\] is 2"),
     (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), r"proba\[0\] .* softmax"),
     (lambda: metrics.threshold_calibration_error([0], [[1.0]]), "at least two classes"),
-    (lambda: metrics.threshold_calibration_error([0, 1], half * 2, bins=0), "bins is 0"),
-    (lambda: metrics.threshold_calibration_error([0, 1], half * 2, strategy="x"), "strategy is 'x'"),
 )

@@ -13,8 +13,6 @@ from otloss import metrics, plotting
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("agg")
 from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.collections import LineCollection  # noqa: E402
-from matplotlib.colors import to_rgb  # noqa: E402
 
 from tests.errors import raising  # noqa: E402
 
@@ -28,13 +26,11 @@ def draw(seed: int = 0, n: int = 200, classes: int = 4) -> tuple[np.ndarray, np.
 
 
 CALLS: dict[str, Callable[..., Any]] = {
-    "cdfs": lambda proba, y, **given: plotting.plot_cdfs(y, proba, labels=range(proba.shape[1]), **given),
-    "confusion": lambda proba, y, **given: plotting.plot_confusion_matrix(
-        y, proba.argmax(1), labels=range(proba.shape[1]), **given
-    ),
-    "reliability": lambda proba, y, **given: plotting.plot_reliability(y, proba, labels=range(proba.shape[1]), **given),
-    "pit": lambda proba, y, **given: plotting.plot_pit(y, proba, **given),
-    "plan": lambda proba, y, **given: plotting.plot_transport_plan(proba, **given),
+    "cdfs": lambda proba, y, **given: plotting.plot_cdfs(y, proba, **given),
+    "confusion": lambda proba, y, **given: plotting.plot_confusion_matrix(y, proba.argmax(1), **given),
+    "reliability": lambda proba, y, **given: plotting.plot_reliability(y, proba, **given),
+    "pit": lambda proba, y, labels, **given: plotting.plot_pit(y, proba, **given),
+    "plan": lambda proba, y, labels, **given: plotting.plot_transport_plan(proba, **given),
 }
 
 
@@ -43,28 +39,13 @@ CALLS: dict[str, Callable[..., Any]] = {
 def test_draws_on_the_axes_that_is_given_and_returns_it(name: str, n: int, classes: int) -> None:
     data = draw(0, n, classes)
     figure, (left, right) = plt.subplots(1, 2, layout="constrained")
-    assert CALLS[name](*data, ax=right) is right
+    assert CALLS[name](*data, labels=range(classes), ax=right) is right
     assert not left.has_data()
     assert right.has_data()
     figure.canvas.draw()  # ticks, legends and colour bars are laid out without a warning
-    fresh = CALLS[name](*data)
+    fresh = CALLS[name](*data, labels=range(classes))
     assert fresh.figure is not figure
-    assert fresh.get_title()
-    assert fresh.get_xlabel()
-    assert fresh.get_ylabel()
-    fresh.figure.canvas.draw()
-
-
-def test_bins_of_few_examples_look_uncertain() -> None:
-    proba = np.repeat([[0.9, 0.1], [0.1, 0.9]], [3, 200], axis=0)
-    y = np.array([0, 0, 1] + [0] * 30 + [1] * 170)
-    ax = plotting.plot_reliability(y, proba)
-    lines = next(part for part in ax.collections if isinstance(part, LineCollection))
-    actual = {round(segment[0, 0], 6): segment[:, 1] for segment in lines.get_segments()}
-    (curve,) = metrics.threshold_reliability(y, proba)
-    for forecast, *interval in zip(curve.forecast, *curve.interval, strict=True):
-        np.testing.assert_allclose(actual[round(forecast, 6)], interval)
-    assert np.ptp(actual[0.9]) > 5 * np.ptp(actual[0.1])
+    assert all((fresh.get_title(), fresh.get_xlabel(), fresh.get_ylabel()))
 
 
 def test_cumulative_distributions() -> None:
@@ -82,27 +63,15 @@ def test_cumulative_distributions() -> None:
     assert f"area: {emd:.3g}\n(earth mover's distance)" in [text.get_text() for text in one.get_legend().get_texts()]
 
 
-def test_a_distribution_is_drawn_by_its_labels() -> None:
-    sure = metrics.Distribution([[1.0, 0.0, 0.0]], labels=["poor", "fair", "good"])  # not the order of the alphabet
-    assert plotting.plot_cdfs(["poor"], sure).lines[0].get_ydata()[0] == 1.0
-
-
-def test_confusion_matrix_shows_counts_and_distances() -> None:
+def test_confusion_matrix_and_reliability_show_the_numbers_of_the_metrics() -> None:
     y, predicted = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 2, 1, 2, 2, 1])
     ax = plotting.plot_confusion_matrix(np.array(NAMES)[y], np.array(NAMES)[predicted], labels=NAMES)
     texts = {text.get_position(): text.get_text() for text in ax.texts}
     assert texts == {(0, 0): "1\n50%", (2, 0): "1\n50%", (1, 1): "1\n100%", (2, 2): "2\n67%", (1, 2): "1\n33%"}
     image = ax.images[0].get_array()
-    np.testing.assert_allclose(image[1, 1], to_rgb("#0072B2"), atol=1e-6)
-    assert (image[3] == 1).all(), "a class that nobody has is an empty row"
     blueness = image[..., 2] - image[..., 0]
     assert blueness[0, 0] > 0 > blueness[0, 2], "right is blue, wrong is not"
     assert [text.get_text() for text in ax.get_yticklabels()] == NAMES
-    weighted = plotting.plot_confusion_matrix([0, 0, 1], [0, 1, 1], sample_weight=[192000.0, 0.00123, 2.5])
-    assert [text.get_text().split()[0] for text in weighted.texts] == ["192000", "0.00123", "2.5"]
-
-
-def test_reliability_shows_the_curves_of_the_metric() -> None:
     proba, y = draw()
     ax = plotting.plot_reliability(y, proba, bins=5, strategy="quantile")
     curves = metrics.threshold_reliability(y, proba, bins=5, strategy="quantile")
@@ -135,9 +104,7 @@ def test_without_matplotlib_the_message_says_what_to_install(without: Callable[[
 
 test_bad_input = raising(
     (lambda: plotting.plot_transport_plan(np.ones((2, 3, 3))), r"plan has shape \(2, 3, 3\), expected \(n, m\)"),
-    (lambda: plotting.plot_transport_plan([[0.0]]), "masses from 0.0 to 0.0"),
     (lambda: plotting.plot_transport_plan([[-1.0, 1.0]]), "masses from -1.0"),
-    (lambda: plotting.plot_transport_plan([[1.0]], x=[0, 1]), r"x has shape \(2,\), expected \(1,\)"),
     (lambda: plotting.plot_transport_plan([[1.0, 1.0]], y=[2, 2]), "y holds a position twice"),
     (lambda: plotting.plot_cdfs(["a"], [[0.5, 0.5]]), "Pass labels="),
 )

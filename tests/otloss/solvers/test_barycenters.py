@@ -105,58 +105,39 @@ def test_products_agree_with_logarithms(debiased: bool, request: pytest.FixtureR
     torch.testing.assert_close(by_matrix, in_logs, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("debiased", [False, True])
+def test_no_problems_no_second_derivatives_and_masses_that_agree_up_to_rounding(debiased: bool) -> None:
+    leaf = drawn(2, 3, 12).requires_grad_()
+    assert barycenter(leaf[:0], LINE, epsilon=0.1, debiased=debiased).shape == (0, 12)
+    value = barycenter(leaf, LINE, WEIGHTS, epsilon=0.02, debiased=debiased)[:, 0].sum()
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(value, leaf, create_graph=True)
+    half = draw(2, 12).softmax(-1).half()  # a ConvergenceWarning would be an error
+    answer = barycenter(half, LINE, epsilon=0.1, debiased=debiased)
+    torch.testing.assert_close(answer.double().sum(), half.double().sum() / 2, rtol=1e-3, atol=0)
+
+
+def test_debiased_barycenters_that_do_not_converge_say_so_and_keep_the_mass() -> None:
+    cost = LineCost(torch.linspace(0, 1, 30, dtype=torch.float64), power=2)
+    gap = draw(2, 30)
+    gap[:, 10:20] = 0.0
+    below_the_blur = draw(1, 30, seed=1).expand(2, -1)
+    for weights, epsilon, most in ((below_the_blur, 0.1, 10_000), (gap, 1e-3, 300), (gap, 0.01, 40)):
+        with pytest.warns(ConvergenceWarning, match="did not converge"):
+            actual = barycenter(
+                weights / weights.sum(-1, keepdim=True), cost, epsilon=epsilon, debiased=True, max_iterations=most
+            )
+        torch.testing.assert_close(actual.sum(), torch.ones_like(actual[0]), rtol=0.05, atol=0.0)
+
+
 test_bad_input = raising(
     ({"p": torch.ones(5)}, r"p has shape \(5,\), expected \(..., k, bins\)"),
     ({"p": torch.tensor([[1.0, 0, 0, 0, 0], [2.0, 0, 0, 0, 0]])}, "masses from 1 to 2, expected weights >= 0 and"),
     ({"p": torch.zeros(2, 5)}, "without mass"),
     ({"weights": torch.ones(2)}, r"weights have sums of 2.0, expected"),
-    ({"cost": torch.ones(3, 5), "debiased": True}, r"same bins, but the cost has shape \(3, 5\)"),
     ({"cost": torch.rand(5, 5).triu(), "debiased": True}, r"C\[i, j\] and C\[j, i\] differ"),
     ({"cost": torch.ones(2, 5, 5)}, r"the cost has leading axes \(2,\), expected one matrix"),
     call=lambda change: barycenter(
         **({"p": torch.full((2, 5), 0.2), "cost": torch.ones(5, 5), "epsilon": 0.1} | change)
     ),
 )
-
-
-def test_no_problems() -> None:
-    p = torch.ones(0, 2, 5, requires_grad=True)
-    for debiased in (True, False):
-        answer = barycenter(p, torch.ones(5, 5), epsilon=0.1, debiased=debiased)
-        assert answer.shape == (0, 5)
-        answer.sum().backward()
-
-
-@pytest.mark.parametrize("debiased", [False, True])
-def test_second_derivatives_raise(debiased: bool) -> None:
-    leaf = drawn(2, 3, 12).requires_grad_()
-    value = barycenter(leaf, LINE, WEIGHTS, epsilon=0.02, debiased=debiased)[:, 0].sum()
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.autograd.grad(value, leaf, create_graph=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_masses_that_agree_up_to_the_rounding_of_a_narrower_dtype(dtype: torch.dtype) -> None:
-    p = torch.rand(2, 5, generator=torch.Generator().manual_seed(0)).softmax(-1).to(dtype)
-    p = p if dtype == torch.float16 else p.double() * torch.tensor([[1.0], [1 + 5e-7]], dtype=torch.float64)
-    cost = LineCost(torch.linspace(0, 1, 5, dtype=p.dtype), power=2)
-    answer = barycenter(p, cost, epsilon=0.1)  # a ConvergenceWarning would be an error
-    torch.testing.assert_close(
-        answer.double().sum(), p.double().sum() / 2, rtol=1e-3 if dtype == torch.float16 else 1e-8, atol=0
-    )
-
-
-def test_debiased_barycenters_that_do_not_converge_say_so_and_keep_the_mass() -> None:
-    x = torch.linspace(0, 1, 30, dtype=torch.float64)
-    cost = LineCost(x, power=2)
-    single = torch.rand(30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with pytest.warns(ConvergenceWarning, match="did not converge"):  # details below the blur
-        actual = barycenter((single / single.sum()).expand(2, -1), cost, epsilon=0.1, debiased=True, tolerance=1e-3)
-    torch.testing.assert_close(actual.sum(), torch.ones_like(actual[0]), rtol=0.05, atol=0.0)
-    gap = torch.rand(2, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    gap[:, 10:20] = 0.0
-    gap = gap / gap.sum(-1, keepdim=True)
-    for epsilon, most in ((1e-3, 300), (5e-4, 300), (0.01, 40)):
-        with pytest.warns(ConvergenceWarning, match="an error of 1 where"):
-            actual = barycenter(gap, cost, epsilon=epsilon, debiased=True, max_iterations=most)
-        torch.testing.assert_close(actual.sum(), torch.ones_like(actual[0]), rtol=0.01, atol=0.0)

@@ -107,24 +107,16 @@ def test_a_transport_between_clouds_answers_as_others_do() -> None:
     torch.testing.assert_close(again.value, answer.value, rtol=1e-12, atol=0)
 
 
-def test_second_derivatives_raise() -> None:
+def test_what_has_no_answer_raises() -> None:
     _, _, x, y = _clouds(N, N, 3)
     target = y.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(emd(None, None, PointCost(x, target)), target, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         gradient.sum().backward()
-
-
-def test_costs_beyond_float64_raise() -> None:
-    _, _, x, y = _clouds(N, N, 2)
     with pytest.raises((ValueError, RuntimeError), match=r"finite|rescale"):
         emd(None, None, PointCost(1e200 * x, y))
-
-
-def test_potentials_notice_points_that_were_changed() -> None:
-    p, q, x, y = _clouds(N, N, 3)
-    p[0], q[1] = 0.0, 0.0
-    answer = solve(p / p.sum(), q / q.sum(), PointCost(x, y))
+    p = torch.cat([torch.zeros(1), torch.ones(N - 1)]).double() / (N - 1)
+    answer = solve(p, p, PointCost(x, y))
     x.mul_(3.0)
     with pytest.raises(RuntimeError, match="changed in place"):
         _ = answer.potentials

@@ -1,14 +1,13 @@
-"""Costs of +inf and negative costs, against linear programming over the allowed pairs."""
-
-import pickle
+"""Costs of +inf, negative costs, and a part of the mass, against linear programming and POT."""
 
 import numpy as np
+import ot
 import pytest
 import torch
 from scipy.optimize import linprog
+from torch import Tensor
 
 import otloss
-from otloss.nn import Emd, Sinkhorn
 from tests.errors import raising
 from tests.otloss.draws import weights
 
@@ -74,32 +73,13 @@ def test_one_plan_only(n, dtype):
     torch.testing.assert_close(actual.value, stays + 0.05 * np.log(n), atol=1e-5, rtol=1e-5)
 
 
-def test_unbalanced_and_modules():
+def test_unbalanced():
     torch.manual_seed(0)
     p, q, cost = weights(2, 4), 2 * weights(2, 5), random_cost(2, 4, 5, share=0.3, least=0.0)
     cost[0] = INF  # no pair at all: all mass vanishes and appears
     actual = otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=1.0)
     far = otloss.sinkhorn(p, q, cost.clamp(max=1e3), epsilon=0.1, marginal_penalty=1.0)
     torch.testing.assert_close(actual, far, atol=1e-9, rtol=0)
-    one = cost[1] - 1.0
-    for module, function in (
-        (Emd(cost=one, reduction="none"), lambda: otloss.emd(p, q / 2, one)),
-        (Sinkhorn(cost=one, epsilon=0.3, reduction="none"), lambda: otloss.sinkhorn(p, q / 2, one, epsilon=0.3)),
-    ):
-        copied = pickle.loads(pickle.dumps(module))
-        torch.testing.assert_close(copied(p, q / 2), function())
-
-
-half, diagonal = torch.tensor([0.5, 0.5]), torch.tensor([[-1.0, INF], [INF, 2.0]])
-test_invalid = raising(
-    (lambda: otloss.emd(half, half, -diagonal), r"holds -inf at index \(0, 1\), expected finite costs, or \+inf"),
-    (lambda: otloss.emd(half, half, diagonal * torch.nan), r"holds nan at index \(0, 0\)"),
-    (lambda: otloss.emd(half, half, torch.tensor([-1.0])), r"shape \(1,\), expected \(\.\.\., n, m\)"),
-    (lambda: otloss.sinkhorn(half, half, diagonal, epsilon=1.0, marginal_penalty=1.0), "-1.0 in an unbalanced problem"),
-    (lambda: otloss.sinkhorn(half, half, diagonal, epsilon=1.0, epsilon_relative_to="mean_cost"), "is no scale"),
-    (lambda: otloss.sinkhorn_divergence(half, half, diagonal, epsilon=1.0), "cost matrix holds 2 NaN or infinite"),
-    (lambda: otloss.solve(None, None, diagonal, epsilon=1.0, start=5), TypeError, "start is a int"),
-)
 
 
 def test_entries_far_from_the_others():
@@ -109,25 +89,86 @@ def test_entries_far_from_the_others():
     cost[0, 0] = torch.finfo(torch.float32).max
     cost[2, 0] = INF
     torch.testing.assert_close(otloss.emd(p, q, cost), torch.tensor(0.2))
+    with pytest.raises(ValueError, match="which overflows; rescale them"):
+        otloss.emd(p, q, cost.double() * 5e269)
     cross = torch.tensor([[INF, 1.0], [1.0, INF]])
     actual = otloss.sinkhorn(None, None, cross, epsilon=1e6)
     torch.testing.assert_close(actual, torch.tensor(1 + 1e6 * np.log(2), dtype=torch.float32))
-    with pytest.raises(ValueError, match="which overflows; rescale them"):
-        otloss.emd(p, q, cost.double() * 5e269)
-    assert otloss.emd(half, half, diagonal) == 0.5
-    assert otloss.emd(half.bfloat16(), half.bfloat16(), diagonal.bfloat16()) == 0.5
 
 
 def test_dtypes_and_potentials_of_a_part():
     torch.manual_seed(0)
     p, q, cost = weights(4), weights(5), random_cost(4, 5, share=0.1)
-    for dtype in (torch.bfloat16, torch.float32):
-        given = (p.to(dtype), (q / q.sum() * p.to(dtype).sum()).to(dtype), cost.to(dtype))
-        if dtype == torch.float32:
-            actual = otloss.solve(*given, epsilon=0.5)
-            assert {actual.value.dtype, actual.linear_cost.dtype, actual.plan().dtype, actual.potentials[0].dtype} == {
-                dtype
-            }
-        assert otloss.emd(None, None, given[2].clamp(max=9)).dtype == dtype
+    actual = otloss.solve(p.float(), q.float(), cost.float(), epsilon=0.5)
+    assert actual.value.dtype == actual.linear_cost.dtype == actual.plan().dtype == torch.float32
+    assert otloss.emd(half, half, diagonal) == 0.5
     part = otloss.solve(p.requires_grad_(), q, cost, mass=0.4)
     torch.testing.assert_close(part.potentials[0].detach(), torch.autograd.grad(part.value, p)[0])
+
+
+half, diagonal = torch.tensor([0.5, 0.5]).bfloat16(), torch.tensor([[-1.0, INF], [INF, 2.0]]).bfloat16()
+test_invalid = raising(
+    (otloss.emd, -diagonal, {}, r"holds -inf at index \(0, 1\), expected finite costs, or \+inf"),
+    (otloss.emd, diagonal * torch.nan, {}, r"holds nan at index \(0, 0\)"),
+    (otloss.sinkhorn, diagonal, {"marginal_penalty": 1.0}, "-1.0 in an unbalanced problem"),
+    (otloss.sinkhorn, diagonal, {"epsilon_relative_to": "mean_cost"}, "is no scale"),
+    (otloss.sinkhorn_divergence, diagonal, {}, "cost matrix holds 2 NaN or infinite"),
+    call=lambda f, cost, given: f(half, half, cost, **({} if f is otloss.emd else {"epsilon": 1.0}), **given),
+)
+
+
+def problem(batch: int = 3) -> list[Tensor]:
+    """Non-uniform weights of different masses, costs, and the mass to move, which differs by problem."""
+    generator = torch.Generator().manual_seed(4)
+    p, q, cost = (torch.rand(batch, *s, generator=generator, dtype=torch.float64) for s in ((5,), (6,), (5, 6)))
+    q = 0.7 * q
+    shares = torch.tensor([0.3, 0.6, 0.95], dtype=torch.float64)[:batch]
+    return [p, q, cost, shares * torch.minimum(p.sum(-1), q.sum(-1))]
+
+
+def test_exact_is_that_of_pot_at_every_mass() -> None:
+    p, q, cost, mass = problem()
+    answer = otloss.solve(p, q, cost, mass=mass)
+    for k in range(3):
+        theirs = ot.partial.partial_wasserstein(p[k].numpy(), q[k].numpy(), cost[k].numpy(), m=float(mass[k]))
+        np.testing.assert_allclose(float(answer.value[k]), (theirs * cost[k].numpy()).sum(), rtol=1e-9)
+    torch.testing.assert_close(answer.value, otloss.emd(p, q, cost, mass=mass))
+    plan = answer.plan()
+    torch.testing.assert_close(plan.sum((-2, -1)), mass)
+    assert (plan.sum(-1) <= p + 1e-12).all()
+    assert (plan.sum(-2) <= q + 1e-12).all()
+    assert (otloss.emd(p, q, cost, mass=0.0) == 0).all()
+    as_tensor = otloss.emd(p, q, cost, mass=torch.tensor(0.3, dtype=torch.float64))
+    torch.testing.assert_close(otloss.emd(p, q, cost, mass=0.3), as_tensor, rtol=1e-12, atol=0)
+    same = p * (q.sum(-1) / p.sum(-1)).unsqueeze(-1)
+    torch.testing.assert_close(otloss.emd(same, q, cost, mass=q.sum(-1)), otloss.emd(same, q, cost))
+
+
+def test_entropic_tends_to_exact_and_moves_the_mass() -> None:
+    p, q, cost, mass = problem()
+    for dtype, rtol in ((torch.float64, 1e-4), (torch.float32, 1e-3)):
+        given = [t.to(dtype) for t in (p, q, cost)]
+        answer = otloss.solve(*given, epsilon=1e-3, mass=mass.to(dtype))
+        torch.testing.assert_close(answer.linear_cost.double(), otloss.emd(p, q, cost, mass=mass), rtol=rtol, atol=1e-3)
+        torch.testing.assert_close(answer.plan().sum((-2, -1)).double(), mass, rtol=1e-5, atol=0.0)
+
+
+p0, q0, cost0, mass0 = problem()
+
+
+test_bad_masses = raising(
+    (lambda: otloss.emd(p0, q0, cost0, mass=mass0 * torch.tensor([1, 1, 2])), "the lesser of the masses"),
+    (lambda: otloss.emd(p0, q0, cost0, mass=-0.1), "mass"),
+    (lambda: otloss.emd(p0, q0, cost0, mass=mass0[:2]), r"mass \(2,\)"),
+    (lambda: otloss.sinkhorn(p0, q0, cost0, epsilon=0.1, mass=mass0, marginal_penalty=1.0), "expected one"),
+    (lambda: otloss.emd(p0, q0, cost0, mass="half"), TypeError, "expected a number"),  # type: ignore[arg-type]
+)
+
+
+def test_a_part_of_the_mass_of_large_images_is_slow() -> None:
+    cost = otloss.costs.GridCost((64, 64))
+    with (
+        pytest.warns(otloss.ConvergenceWarning, match="did not converge"),
+        pytest.warns(UserWarning, match="needs a matrix of 4096 x 4096 costs"),
+    ):
+        otloss.sinkhorn(None, None, cost, mass=0.5, epsilon=1.0, max_iterations=1)
