@@ -44,7 +44,7 @@ MODULES = {
         f"tests/otloss/solvers/test_{name}.py" for name in ("exact", "plain", "solve", "every_distance")
     ],
     "otloss/solvers/derivatives.py": [
-        f"tests/otloss/solvers/test_{name}.py" for name in ("second_derivatives", "solve", "unbalanced")
+        f"tests/otloss/solvers/test_{name}.py" for name in ("gradient_matrix", "solve", "unbalanced")
     ],
     "otloss_llm/costs/embedding.py": [
         f"tests/otloss_llm/costs/test_{name}.py" for name in ("few_columns", "near_duplicates", "hubs", "vocab_costs")

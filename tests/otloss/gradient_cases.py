@@ -77,9 +77,6 @@ def gradients(case: Case, dtype: torch.dtype, *, skip: tuple[str, ...] = ()) -> 
     return dict(zip(leaves, actual, strict=True))
 
 
-# ---- problems ----------------------------------------------------------------------------------------------------
-
-
 def weights(n: int, m: int, *, empty: bool = True) -> Inputs:
     """p (2, n) and q (m,), non-uniform and (if empty) with bins without mass."""
     generator = torch.Generator().manual_seed(n + 10 * m)
@@ -161,8 +158,6 @@ def matrices(cost: Callable[[Inputs], Any], name: str, data: Tensor) -> Tensor:
         return cost({name: data}).dense()
     return torch.stack([matrices(cost, name, one) for one in data])
 
-
-# ---- functions ---------------------------------------------------------------------------------------------------
 
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "emd": otloss.emd,

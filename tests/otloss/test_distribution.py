@@ -51,7 +51,6 @@ def test_another_package_that_has_overwritten_our_files_raises(tmp_path: Path, p
 
 
 def test_another_package_that_comes_before_ours_raises(tmp_path: Path) -> None:
-    """As where ours is editable: its folder comes after that of installed packages."""
     (tmp_path / "first" / "otloss").mkdir(parents=True)
     (tmp_path / "first" / "otloss" / "__init__.py").write_text("", encoding="utf-8")
     code = f"import sys; sys.path.insert(1, {str(ROOT)!r}); import otloss_llm"

@@ -154,7 +154,6 @@ def test_tensors_that_are_not_plain_numbers_are_named(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # of the compilers
 @pytest.mark.parametrize("name", sorted(ONCE))
 def test_compiled_functions_give_the_same_and_recording_them_raises_one_sentence(name: str) -> None:
-    """Numbers would be constants of a recorded program."""
     entry, inputs = ONCE[name], {**ONCE[name].inputs, **ONCE[name].fixed}
 
     class Recorded(torch.nn.Module):

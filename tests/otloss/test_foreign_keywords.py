@@ -1,6 +1,5 @@
 """Calls as other packages take them: each raises an error that names ours, and arrays of numpy are tensors."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 import otloss
 from otloss import nn
-from otloss.costs import GridCost, PointCost
+from otloss.costs import PointCost
 from otloss_llm import emo_loss
 from tests.errors import raising
 
@@ -47,14 +46,11 @@ test_what_a_call_says = raising(
         TypeError,
         r"takes 3 arguments .*, and got 4; .*: epsilon=0.05",
     ),
-    (lambda: CALLS["sinkhorn"](eps=0.1), TypeError, "did you mean epsilon="),
     (lambda: nn.CloudLoss(blurr=0.1), TypeError, "CloudLoss has no option 'blurr'; did you mean blur="),
     (lambda: otloss.ordinal_loss(C, LABELS, weight=P), TypeError, "class_weight=weight"),
-    (lambda: otloss.ordinal_loss(C, LABELS, label_smoothing=0.1), TypeError, "soft_labels"),
     (lambda: emo_loss(C, LABELS, C.T, mode=2), TypeError, 'weighting="transport"'),
     (lambda: W1(GRID, GRID, P, P.flip(0)), r"do not sum to 1, .*expected wasserstein_1d\(p, q, x, y\)"),
     (lambda: W1(GRID, GRID, P, P, p=2), TypeError, "got p=2, a number, .*order="),
-    (lambda: otloss.sliced_wasserstein(X, X, p=2), TypeError, "POT's; give order="),
     (lambda: otloss.fused_gromov(D, D, P, P), r"weights stand third, .*fused_gromov\(C1, C2, p=p, q=q\)"),
     (lambda: otloss.fused_gromov(C, D, torch.cdist(Y, Y)), r"feature cost stands first, .*\(C1, C2, M, p, q\)"),
 )
@@ -90,13 +86,3 @@ def test_the_cost_in_front_is_named(arguments: tuple[Any, Any, Any]) -> None:
     for function in (otloss.emd, otloss.lower_bound, otloss.upper_bound, *entropic):
         with pytest.raises(ValueError, match=r"the cost stands first, .* expected the order \(p, q, C\), as in emd\(p"):
             function(*arguments, **({"epsilon": 0.1} if function in entropic else {}))  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("cells", [(4, 4), (2, 3, 4)])
-def test_images_with_axes_of_their_own(cells: tuple[int, ...]) -> None:
-    images = torch.full((2, *cells), 1 / math.prod(cells))
-    advice = rf"p has shape .*, expected \(..., {math.prod(cells)}\)\.*.*images.flatten\(-{len(cells)}\)"
-    for cost in (GridCost(cells), GridCost(cells).dense()):
-        for call in (lambda c: otloss.sinkhorn(*images, c, epsilon=1.0), lambda c: otloss.emd(images, None, c)):
-            with pytest.raises(ValueError, match=advice):
-                call(cost)

@@ -115,14 +115,11 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
 TWO = [torch.zeros(2, 2)]
 test_bad_input = raising(
     ({"epsilon": None, "metric": "l1"}, "metric='l1' has no default blur; give epsilon"),
-    ({"blur": 0.1}, "both epsilon and blur are given"),
     ({"kind": "emd"}, 'epsilon given for kind="emd"'),
-    ({"metric": "l1", "epsilon": None, "blur": 0.1}, "blur is defined for the metrics"),
     ({"mask_x": torch.ones(4)}, TypeError, "mask_x has dtype torch.float32, expected torch.bool"),
     ({"a": torch.ones(4)}, "a and b hold different masses.*a / a.sum.*keepdim=True\\)\\.$"),
     ({"a": torch.ones(4) / 4, "mask_x": torch.arange(4) < 3}, "0.75 and 1.*Weights where mask_x is"),
     ({"x": [torch.zeros(2, 2), torch.zeros(2, 3)]}, r"x\[1\] has shape \(2, 3\), expected"),
-    ({"x": TWO, "y": 2 * TWO}, "list of 1 clouds and y of 2, expected as"),
     call=lambda change: otloss.cloud_loss(**({"x": torch.zeros(4, 2), "y": torch.ones(3, 2), "epsilon": 0.1} | change)),
 )
 
@@ -176,8 +173,6 @@ def test_parts_without_a_partner_drop_out(angle: float, restarts: int) -> None:
 
 
 test_bad_registration = raising(
-    ({"x": torch.zeros(2, 4, 3)}, r"x has shape \(2, 4, 3\), expected \(n, d\)"),
     ({"y": torch.zeros(4, 2)}, "x has 3 coordinates"),
-    ({"steps": 0}, "steps is 0, expected a whole number of at least 1"),
     call=lambda change: register(**({"x": torch.rand(4, 3), "y": torch.rand(5, 3), "epsilon": 0.1} | change)),
 )

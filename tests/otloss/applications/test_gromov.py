@@ -5,9 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss import ConvergenceWarning
-from otloss.applications.gromov import _descend, _descend_by_kernel, fused_gromov
-from otloss.applications.gromov import _Energy as Energy
+from otloss import ConvergenceWarning, fused_gromov
 from tests.errors import raising
 
 
@@ -27,6 +25,8 @@ def _energy(C: Tensor, D: Tensor, M: Tensor, plan: Tensor, alpha: float) -> Tens
 def test_never_worse_than_pot_and_its_value_is_the_formula(alpha: float) -> None:
     for seed in range(4):
         C, D, M, p, q = _pair(seed)
+        p[seed], q[0], q[2 * seed - 1] = 0.0, 0.0, 0.0
+        p, q = p / p.sum(), q / q.sum()
         actual = fused_gromov(C, D, M, p, q, alpha=alpha, starts=6, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(actual.value, _energy(C, D, M, actual.plan, alpha))
         torch.testing.assert_close(actual.plan.sum(-1), p)
@@ -35,14 +35,6 @@ def test_never_worse_than_pot_and_its_value_is_the_formula(alpha: float) -> None
             M.numpy(), C.numpy(), D.numpy(), p.numpy(), q.numpy(), loss_fun="square_loss", alpha=alpha
         )
         assert float(actual.value) <= float(theirs) + 1e-9
-
-
-def test_isomorphic_graphs_of_asymmetric_distances() -> None:
-    generator = torch.Generator().manual_seed(0)
-    C = torch.rand(5, 5, dtype=torch.float64, generator=generator)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    actual = fused_gromov(C, C[order][:, order], alpha=1.0, starts=30, generator=generator)
-    assert float(actual.value) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_padding_and_batches_change_nothing() -> None:
@@ -88,28 +80,11 @@ def test_a_second_derivative_and_what_has_not_converged_are_told(epsilon: float 
         assert not fused_gromov(C, D, M, p, q, epsilon=epsilon, max_iterations=1).converged
 
 
-def test_the_kernel_goes_where_the_reference_implementation_goes() -> None:
-    generator = torch.Generator().manual_seed(0)
-    C, D, M = (torch.rand(6, n, m, dtype=torch.float64, generator=generator) for n, m in ((5, 5), (7, 7), (5, 7)))
-    p, q = (torch.rand(6, n, dtype=torch.float64, generator=generator) + 0.1 for n in (5, 7))
-    p[1, 2], q[2, 0], q[2, 5] = 0.0, 0.0, 0.0
-    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    plan = p.unsqueeze(-1) * q.unsqueeze(-2)
-    for energy in (Energy(C, D, M, 0.6), Energy(C[0], D, M[0], 0.9)):
-        actual = _descend_by_kernel(energy, plan, p, q, 100, 1e-12)
-        expected = _descend(energy, plan, p, q, None, 100, 1e-12)
-        for ours, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        assert not _descend_by_kernel(energy, plan, p, q, 1, 1e-12)[2].all()
-
-
 NAMES = ("C_x", "C_y", "feature_cost", "p", "q")
 test_bad_input = raising(
     ({"feature_cost": None, "alpha": 0.5}, "without a feature_cost"),
-    ({"feature_cost": torch.ones(6, 5)}, r"expected \(\.\.\., 5, 6\)"),
     ({"C_x": torch.ones(5, 6)}, "distances within a space"),
     ({"C_x": 1e200 * torch.ones(5, 5).double()}, "overflow float64. Rescale"),
     ({"C_y": torch.ones(6, 6) * torch.inf, "alpha": 0.0}, "C_y holds 36 NaN"),
-    ({"alpha": 1.5}, "alpha is 1"),
     call=lambda changed: fused_gromov(**(dict(zip(NAMES, _pair(0), strict=True)) | changed)),
 )

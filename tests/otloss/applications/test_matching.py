@@ -53,24 +53,12 @@ def test_ragged_batches_and_lists() -> None:
         assert columns[k].tolist() == [*j.tolist(), *[-1] * (4 - len(j))]
 
 
-def test_forbidden_pairs_and_large_problems() -> None:
-    rng = np.random.default_rng(0)
-    cost = rng.normal(size=(200, 230))
-    cost[rng.random(cost.shape) < 0.7] = np.inf
-    rows, columns = match(torch.from_numpy(cost))
-    best = linear_sum_assignment(cost)
-    assert float(cost[rows, columns].sum()) == pytest.approx(cost[best].sum(), rel=1e-12)
-
-
 good = torch.zeros(2, 3, 3)
 forbidden = good.masked_fill(torch.tensor([[[False]], [[True]]]) & (torch.arange(3) > 0), torch.inf)
 one = torch.eye(18).reshape(18, 2, 3, 3)[15]  # problem 1, row 2, column 0
 test_bad_input = raising(
     (forbidden.unsqueeze(1), None, r"problem \(1, 0\) has no complete matching"),
     (good.masked_fill(one > 0, torch.nan), None, "problem 1 hold NaN or -inf"),
-    (good.masked_fill(one > 0, -torch.inf), None, "problem 1 hold NaN or -inf"),
-    ([good[0]], torch.tensor([[3, 3]]), "sizes are given for a list"),
-    (iter(good), None, TypeError, "or a list of matrices"),
     (good, torch.tensor([[3, 3], [3, 4]]), "rows up to 3 and columns to 3"),
     call=lambda cost, sizes: match(cost, sizes=sizes),
 )
@@ -115,7 +103,6 @@ x = normal(4, 2, seed=6)
 test_bad_pairs = raising(
     (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
     (lambda: otloss.pair(x, x, condition=(torch.arange(3), torch.arange(4))), r"condition\[0\] has shape \(3,\)"),
-    (lambda: otloss.pair(x, x, condition=(torch.arange(4),)), TypeError, "is a tuple of 1, expected a pair"),  # type: ignore[arg-type]
 )
 
 
@@ -165,5 +152,4 @@ def test_large_losses_of_unmatched_predictions_cost_no_digits() -> None:
 
 test_bad_sets = raising(
     (lambda: set_loss(normal(2, 3)), "expected n >= m"),
-    (lambda: set_loss(normal(3, 2), normal(2)), r"unmatched has shape \(2,\), expected \(3,\)"),
 )

@@ -139,21 +139,3 @@ def test_the_classifier_of_xgboost_is_its_native_training(rows: Any) -> None:
     native = xgb.train({**XGB, "base_score": start}, data, model.best_iteration + 1, obj=xgboost_objective(K))
     np.testing.assert_allclose(model.predict_proba(X), native.predict(xgb.DMatrix(X)), atol=1e-6)
     assert (pickle.loads(pickle.dumps(model)).predict(X) == model.predict(X)).all()
-
-
-def test_the_classifier_of_lightgbm_stops_early_by_our_metric_alone(rows: Any) -> None:
-    X, y, _ = rows
-    start = np.tile(start_scores(y[:400], K), (600, 1))
-    model = lgb.LGBMClassifier(
-        objective=lightgbm_objective(K, interface="sklearn"), n_estimators=300, num_leaves=7, n_jobs=1, verbose=-1,
-        deterministic=True, force_row_wise=True, metric="None",
-    )  # fmt: skip
-    model.fit(
-        X[:400], y[:400], init_score=start[:400], eval_set=[(X[400:], y[400:])], eval_init_score=[start[400:]],
-        eval_metric=lightgbm_metric(K, interface="sklearn"), callbacks=[lgb.early_stopping(10, verbose=False)],
-    )  # fmt: skip
-    history = next(iter(model.evals_result_.values()))
-    assert list(history) == ["rps"]
-    assert model.best_iteration_ == np.argmin(history["rps"]) + 1 > 20
-    proba = softmax(model.predict(X)[400:] + start[400:], axis=1)
-    assert min(history["rps"]) == pytest.approx(rps(proba, y[400:]), rel=1e-6)

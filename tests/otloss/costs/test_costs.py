@@ -58,7 +58,6 @@ def test_norms_of_any_size(scale: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_zero_rows_duplicates_and_precision(dtype: torch.dtype) -> None:
-    """Of rows in low precision the costs are in float32."""
     rows, v = embedding(dtype), torch.rand(40)
     cost, exact = CosineCost(rows), cosine_matrix(rows)
     dense = cost.dense()
@@ -72,13 +71,6 @@ def test_zero_rows_duplicates_and_precision(dtype: torch.dtype) -> None:
         assert (cost.apply(v) - exact @ v.double()).abs().max() < 1e-6 * v.sum()
     assert cost.apply(v.to(dtype)).dtype == cost.dtype
     assert DenseCost(torch.ones(2, 2, dtype=dtype)).dtype == LineCost(torch.ones(2, dtype=dtype)).dtype == cost.dtype
-
-
-def test_rounding_of_duplicates_stays_at_or_above_zero() -> None:
-    rows = torch.randn(100, 17, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
-    unit = CosineCost(rows).unit
-    assert (1 - unit @ unit.T).min() < 0  # what the clamp is there for
-    assert CosineCost(rows).dense().min() == 0
 
 
 def test_gradients_at_kinks_are_finite() -> None:
@@ -97,12 +89,8 @@ def test_gradients_at_kinks_are_finite() -> None:
 three = LineCost(torch.arange(3.0))
 test_bad_input = raising(
     (lambda: DenseCost(torch.tensor([[0.0, -0.25]])), r"holds -0.25 at index \(0, 1\).*clamp rounding"),
-    (lambda: CosineCost(torch.ones(3)), r"shape \(3,\), expected \(V, d\)"),
     (lambda: CosineCost(torch.tensor([[1.0], [torch.inf], [torch.nan]])), "embedding row 1 holds"),
-    (lambda: three.to(torch.bfloat16), "asked for in torch.bfloat16, expected float32 or float64"),
     (lambda: three.rows(torch.tensor([-100])), r"index\[0\] is -100.*drop ignored labels"),
-    (lambda: three.apply(torch.ones(4)), r"v has shape \(4,\), expected a last axis of 3"),
     (lambda: as_cost(np.eye(2)), TypeError, r"cost is a ndarray, .*torch.as_tensor\(cost\)"),  # type: ignore[arg-type]
     (lambda: three.softmin(torch.ones(3), torch.tensor([0.0, torch.nan])), "epsilon holds 1 NaN"),
-    (lambda: three.softmin(torch.ones(2), 1.0), r"potential has shape \(2,\)"),
 )

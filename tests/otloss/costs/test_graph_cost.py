@@ -65,8 +65,6 @@ def test_stored_zeros_of_a_sparse_matrix_are_edges() -> None:
 
 
 test_bad_input = raising(
-    (lambda: graph_cost(torch.ones(2, 3)), ValueError, r"adjacency has shape \(2, 3\), expected \(n, n\)"),
-    (lambda: graph_cost(torch.ones(2, 2).long()), TypeError, "adjacency has dtype torch.int64"),
     (lambda: graph_cost(np.ones((2, 2))), TypeError, "adjacency is a ndarray"),
     (lambda: graph_cost(torch.tensor([[0.0, -1.0], [1.0, 0.0]])), ValueError, r"holds -1.0 at \(0, 1\)"),
     (lambda: graph_cost(torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])), ValueError, r"holds nan at \(1, 0\)"),

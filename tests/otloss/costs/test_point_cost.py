@@ -1,5 +1,6 @@
 """Costs between clouds against loops in float64: few dimensions and many, coincident points, far from the origin."""
 
+import itertools
 import math
 from typing import Any
 
@@ -60,25 +61,20 @@ def test_costs_are_the_definition(n: int, m: int, d: int, tied: bool, metric: st
 
 @pytest.mark.parametrize("metric", EVERY)
 def test_a_cloud_per_problem(metric: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1, 6, 3, generator=generator, dtype=torch.float64)
-    y = torch.randn(4, 5, 3, generator=generator, dtype=torch.float64)
+    x, y, v = normal(2, 1, 6, 3), normal(4, 5, 3, seed=1), normal(4, 5, seed=2)
     cost = PointCost(x, y, metric=metric)
     assert (cost.shape, cost.batch_shape, cost.dense().shape) == ((6, 5), (2, 4), (2, 4, 6, 5))
-    v = torch.randn(4, 5, generator=generator, dtype=torch.float64)
-    for i in range(2):
-        for j in range(4):
-            one = PointCost(x[i, 0], y[j], metric=metric)
-            torch.testing.assert_close(cost.dense()[i, j], one.dense())
-            torch.testing.assert_close(cost.apply(v)[i, j], one.apply(v[j]))
-            torch.testing.assert_close(cost.largest().expand(2, 4)[i, j], one.largest())
+    for i, j in itertools.product(range(2), range(4)):
+        one = PointCost(x[i, 0], y[j], metric=metric)
+        torch.testing.assert_close(cost.dense()[i, j], one.dense())
+        torch.testing.assert_close(cost.apply(v)[i, j], one.apply(v[j]))
+        torch.testing.assert_close(cost.largest().expand(2, 4)[i, j], one.largest())
     assert cost.T.batch_shape == (2, 4)
     assert [own.batch_shape for own in costs_within(cost)] == [(2, 1), (4,)]
     square = PointCost(x[..., :5, :], y, metric=metric)
     torch.testing.assert_close(square.diagonal(), square.dense().diagonal(dim1=-2, dim2=-1))
     with pytest.raises(ValueError, match=r"batch axes \(2, 4\) are ambiguous"):
         cost.rows(torch.tensor([0]))
-    assert PointCost(x[:0], y, metric=metric).softmin(v, 0.1).shape == (0, 4, 6)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -101,7 +97,6 @@ def test_coincident_points_have_gradient(metric: str) -> None:
 
 @pytest.mark.parametrize("metric", EVERY)
 def test_gradient_of_every_question(metric: str) -> None:
-    """The one at a coincident pair has a test of its own."""
     x, y = (t.requires_grad_() for t in (clouds()[0], clouds()[1] + 0.1))
     v = normal(2, 5, seed=1)
     for question in (
@@ -179,12 +174,9 @@ pairs, wide = torch.zeros(3, 2), torch.tensor(1.0, requires_grad=True)
 test_bad_input = raising(
     (lambda: PointCost(torch.ones(3)), r"x has shape \(3,\).*pass x\[:, None\], or use LineCost"),
     (lambda: PointCost(pairs, torch.ones(3, 4)), "x has 2 coordinates on cpu, y 4"),
-    (lambda: PointCost(torch.ones(2, 3, 2), torch.ones(4, 3, 2)), r"x \(2,\), y \(4,\)"),
-    (lambda: PointCost(pairs, metric=lambda x, y: x).dense(), r"gave costs of shape \(3, 2\)"),
     (lambda: PointCost(pairs, metric=lambda x, y: x @ y.mT - 1).dense(), "costs from -1.0 to -1.0"),
     (lambda: PointCost(pairs).softmin(torch.ones(3), wide), "epsilon requires a gradient"),
     (lambda: costs_within(DenseCost(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))), "cost_p= and cost_q="),
-    (lambda: costs_within(DenseCost(torch.tensor([[3.0]]))), "diagonal of zeros"),
 )
 
 
@@ -224,23 +216,6 @@ def test_errors_are_those_of_differences(kind: str) -> None:
             assert (abs(actual - expected) <= tolerance * expected).all()
             roots = PointCost(first.to(dtype), second.to(dtype), metric="euclidean").dense().numpy()
             assert (abs(roots - np.sqrt(expected)) <= tolerance * np.sqrt(expected)).all()
-
-
-def test_many_dimensions_take_products() -> None:
-    for kind in ("apart", "some points near"):
-        x, y = cloud(kind, 0), cloud(kind, 1)
-        with Operations() as ran:
-            PointCost(x, y).dense()
-            PointCost(x.float(), y.float(), metric="euclidean").dense()
-        assert "addmm" in ran.names
-        assert not [name for name in ran.names if "cdist" in name]
-
-
-def test_squares_beyond_float32_leave_distances() -> None:
-    x, y = 1e25 * cloud("apart", 0).float(), 1e25 * cloud("apart", 1).float()
-    expected = np.sqrt(exact_squares(x.double(), y.double())).astype(np.float64)
-    np.testing.assert_allclose(PointCost(x, y, metric="euclidean").dense(), expected, rtol=1e-6)
-    assert (PointCost(x.double() * 1e200, y.double() * 1e200).dense() == torch.inf).all()
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])

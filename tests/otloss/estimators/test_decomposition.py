@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 from scipy.sparse import coo_array, csr_array
 from sklearn.base import clone
-from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_diabetes
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder
 from sklearn.tree import DecisionTreeClassifier
 
 from otloss.estimators import OrdinalDecomposition
@@ -56,19 +54,14 @@ def test_order_and_weights() -> None:
 
 
 def test_the_inner_estimator_alone_checks_features() -> None:
-    pandas = pytest.importorskip("pandas")
-    holes = np.where(X > 0.12, np.nan, X)
-    filled = SimpleImputer().fit(holes[::2])
-    imputing = OrdinalDecomposition(make_pipeline(SimpleImputer(), LogisticRegression())).fit(holes[::2], y[::2])
-    expected = OrdinalDecomposition().fit(filled.transform(holes[::2]), y[::2]).predict_proba(filled.transform(holes))
-    np.testing.assert_allclose(imputing.predict_proba(holes), expected)
     words = np.array(["none", "some", "much", "most", "all"])
-    table = pandas.DataFrame({"word": words[y], "number": X[:, 0]})
-    encoder = ColumnTransformer([("word", OneHotEncoder(), ["word"])], remainder="passthrough")
-    for first, rows in ((encoder, table), (CountVectorizer(), words[y].tolist())):
-        inner = make_pipeline(first, DecisionTreeClassifier())
-        model = OrdinalDecomposition(inner, categories=words).fit(rows, words[y])
-        np.testing.assert_array_equal(model.predict(rows), words[y])
+    reader = OrdinalDecomposition(make_pipeline(CountVectorizer(), DecisionTreeClassifier()), categories=words)
+    np.testing.assert_array_equal(reader.fit(words[y].tolist(), words[y]).predict(words[y].tolist()), words[y])
+    holes = np.where(X > 0.12, np.nan, X)
+    filled = SimpleImputer().fit_transform(holes)
+    imputing = OrdinalDecomposition(make_pipeline(SimpleImputer(), LogisticRegression())).fit(holes, y)
+    expected = OrdinalDecomposition().fit(filled, y).predict_proba(filled)
+    np.testing.assert_allclose(imputing.predict_proba(holes), expected)
     tree = OrdinalDecomposition(DecisionTreeClassifier(max_depth=2)).fit(X, y)
     for rows in (X.tolist(), csr_array(X), coo_array(X)):
         np.testing.assert_array_equal(clone(tree).fit(rows, y).predict_proba(X), tree.predict_proba(X))

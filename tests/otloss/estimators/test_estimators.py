@@ -60,8 +60,6 @@ X, RANK = ordered_rows()
 Y = np.array(NAMES)[RANK]
 
 
-# ---- scikit-learn's own checks -------------------------------------------------------------------------------------
-
 QUICK = {"n_jobs": 1, "n_estimators": 8, "learning_rate": 0.4}
 NETWORK: dict[str, Any] = {"hidden_layer_sizes": (10,), "learning_rate": 0.03, "max_iter": 40}
 CHECKED = [
@@ -105,38 +103,41 @@ def test_scikit_learns_checks_of_more_settings(estimator: Any, check: Any) -> No
     check(estimator)
 
 
-# ---- labels --------------------------------------------------------------------------------------------------------
+LETTERS, FAR = list("abcde"), [0, 1, 2, 5, 10]
+# Settings, the labels of the three ranks, all categories, and settings that are the same for the ranks themselves. The
+# mean gap of the classes that are there is the unit in training.
+PLACES: dict[str, tuple[dict[str, Any], Any, list[Any], dict[str, Any]]] = {
+    "names": ({"categories": NAMES}, NAMES, NAMES, {}),
+    "classes missing": (
+        {"categories": LETTERS, "values": [0, 1, 2, 5, 10]},
+        list("abd"),
+        LETTERS,
+        {"values": [0, 1, 5]},
+    ),
+    "by default 1 apart": ({"categories": LETTERS}, list("ace"), LETTERS, {"values": [0, 1, 2], "transport": 2.0}),
+    "whole numbers": ({}, [1, 2, 5], [1, 2, 3, 4, 5], {"values": [0, 0.5, 2]}),
+    "eight bits": ({}, np.array([10, 20, 30], np.uint8), list(range(10, 31)), {}),
+    "fractions": ({}, [0, 0.5, 1], [0, 0.5, 1], {}),
+}
 
 
 @BOTH
-def test_columns_are_sorted_and_ranks_kept_apart(index: int) -> None:
-    X, rank = ordered_rows()
-    named = both(categories=NAMES)[index].fit(X, np.array(NAMES)[rank])
-    plain = both()[index].fit(X, rank)
-    assert named.classes_.tolist() == ["high", "low", "medium"]
-    assert named.categories_.tolist() == NAMES
-    np.testing.assert_array_equal(named.predict_distribution(X), plain.predict_proba(X))
-    np.testing.assert_array_equal(named.predict_proba(X), plain.predict_proba(X)[:, [2, 0, 1]])
-    np.testing.assert_array_equal(named.predict(X), np.array(NAMES)[plain.predict(X)])
-    np.testing.assert_allclose(named.expected_value(X), plain.predict_proba(X) @ [0, 1, 2])
-
-
-@BOTH
-def test_a_class_missing_from_training_keeps_its_place_and_distance(index: int) -> None:
-    X, rank = ordered_rows()
-    labels = np.array(["a", "b", "d"])[rank]
-    # Both of mean gap 2.5, the unit in training.
-    model = both(categories=list("abcde"), values=[0, 1, 2, 5, 10])[index].fit(X, labels)
-    same = both(values=[0, 1, 5])[index].fit(X, rank)
-    assert model.classes_.tolist() == ["a", "b", "d"]
-    everything = model.predict_distribution(X)
-    assert everything.shape == (len(X), 5)
-    assert not everything[:, [2, 4]].any()
-    np.testing.assert_array_equal(everything[:, [0, 1, 3]], same.predict_proba(X))
-    np.testing.assert_allclose(model.expected_value(X), everything @ [0, 1, 2, 5, 10])
-    by_default = both(categories=list("abcde"))[index].fit(X, np.array(["a", "c", "e"])[rank])
-    twice = both(values=[0, 1, 2], transport=2.0)[index].fit(X, rank)
-    np.testing.assert_array_equal(by_default.predict_proba(X), twice.predict_proba(X))
+@pytest.mark.parametrize("name", PLACES)
+def test_classes_have_their_places_and_columns_are_sorted(name: str, index: int) -> None:
+    settings, labels, categories, same = PLACES[name]
+    model, plain = both(**settings)[index].fit(X, np.array(labels)[RANK]), both(**same)[index].fit(X, RANK)
+    assert model.categories_.tolist() == categories
+    assert model.categories_.dtype == np.array(labels).dtype or name == "classes missing"
+    assert model.classes_.tolist() == sorted(labels)
+    distribution, places = model.predict_distribution(X), [categories.index(label) for label in labels]
+    np.testing.assert_allclose(distribution[:, places], plain.predict_proba(X), atol=1e-6)
+    assert not np.delete(distribution, places, 1).any()
+    np.testing.assert_array_equal(
+        model.predict_proba(X), distribution[:, [categories.index(c) for c in sorted(labels)]]
+    )
+    np.testing.assert_array_equal(model.predict(X), np.array(labels)[plain.predict(X)])
+    values = settings.get("values", np.arange(len(categories)))
+    np.testing.assert_allclose(model.expected_value(X), np.asarray(distribution) @ values)
 
 
 @BOTH
@@ -151,25 +152,10 @@ def test_text_without_an_order_warns_once_per_fit_where_it_was_called(index: int
 
 
 @BOTH
-def test_whole_numbers_keep_their_distances_and_their_unit_is_the_mean_gap(index: int) -> None:
-    with_gaps = both()[index].fit(X, np.array([1, 2, 5])[RANK])
-    same = both(values=[0, 0.5, 2])[index].fit(X, RANK)  # the mean gap of the labels, 2, is 1 in training
-    assert with_gaps.categories_.tolist() == [1, 2, 3, 4, 5]
-    np.testing.assert_allclose(with_gaps.predict_proba(X), same.predict_proba(X), atol=1e-6)
-    tens = both()[index].fit(X, np.array([10, 20, 30], dtype=np.uint8)[RANK])
-    assert tens.categories_.dtype == np.uint8
-    np.testing.assert_allclose(tens.predict_proba(X), both()[index].fit(X, RANK).predict_proba(X), atol=1e-6)
-
-
-@BOTH
-def test_one_class_alone_and_fractions(index: int) -> None:
-    """Fractions that repeat are classes, in their order and 1 apart; the target of a regression raises."""
+def test_one_class_alone_and_the_target_of_a_regression(index: int) -> None:
     one = both(categories=NAMES, calibration="ordinal")[index].fit(X, ["medium"] * len(X))
     assert one.predict(X[:2]).tolist() == ["medium"] * 2
     assert one.predict_distribution(X[:1]).tolist() == [[0, 1, 0]]
-    model, plain = both()[index].fit(X, RANK / 2), both()[index].fit(X, RANK)
-    assert model.categories_.tolist() == model.classes_.tolist() == [0, 0.5, 1]
-    np.testing.assert_array_equal(model.predict_proba(X), plain.predict_proba(X))
     for y in (X[:, 0], np.repeat(X[:46, 0], 2)[:90] + np.r_[np.zeros(89), 1]):
         with pytest.raises(ValueError, match=r"Unknown label type: continuous. y holds \d+ different numbers"):
             both()[index].fit(X, y)
@@ -218,11 +204,7 @@ def test_a_distribution_is_read_by_its_labels(index: int) -> None:
         metrics.ranked_probability_score(pandas.Categorical(Y, NAMES[::-1], ordered=True), distribution)
 
 
-# ---- meta-estimators -----------------------------------------------------------------------------------------------
-
-
 def test_meta_estimators_pass_codes_and_get_right_columns() -> None:
-    """A wrong order of the codes would mistake the middle class for an end, and lose accuracy."""
     X, rank = ordered_rows(150)
     labels = np.array(NAMES)[rank]
     model = OrdinalClassifier(categories=NAMES, values=[0, 1, 2.5])
@@ -241,26 +223,19 @@ def test_meta_estimators_pass_codes_and_get_right_columns() -> None:
 @pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_meta_estimators_that_lose_gaps_are_named(workers: int | None) -> None:
     values = np.array([0, 5, 10])
-    y, gaps = values[RANK], OrdinalClassifier(categories=range(11), values=np.arange(11.0))
-    for fit, name in (
-        (lambda model, y: VotingClassifier([("a", model)], n_jobs=workers).fit(X, y), "VotingClassifier"),
-        (lambda model, y: cross_val_predict(model, X, y, cv=3, method="predict_proba", n_jobs=workers), "cross_val_"),
+    voting = lambda model, y: VotingClassifier([("a", model)], n_jobs=workers).fit(X, y)  # noqa: E731
+    for model, y, told in (
+        (OrdinalClassifier(categories=range(11)), values[RANK], "passes the index of each label"),
+        (OrdinalClassifier(categories=[1, 2, 3]), RANK + 1, r"categories=range\(3\)"),
     ):
-        with pytest.raises(ValueError, match=rf"{name}.* passes the index of each label"):
-            fit(gaps, y)
-        with pytest.raises(ValueError, match=rf"{name}.*categories=range\(3\)"):
-            fit(OrdinalClassifier(categories=[1, 2, 3]), RANK + 1)
-        fit(OrdinalClassifier(categories=range(3), values=values), RANK)  # the advice
-        if workers is None:
-            with pytest.warns(LabelOrderWarning, match="passes the index .*categories="):
-                fit(OrdinalClassifier(), Y)
-        else:
-            with pytest.raises(LabelOrderWarning, match="not known in a worker process"):  # an error in tests
-                fit(OrdinalClassifier(), RANK + 1)
-    assert cross_val_predict(gaps, X, y, cv=3).max() <= 10  # of labels, not of indices
-
-
-# ---- weights, units, decoding, calibration -------------------------------------------------------------------------
+        with pytest.raises(ValueError, match=f"VotingClassifier.*{told}"):
+            voting(model, y)
+        with pytest.raises(ValueError, match=f"cross_val_predict.*{told}"):
+            cross_val_predict(model, X, y, cv=3, method="predict_proba", n_jobs=workers)
+    voting(OrdinalClassifier(categories=range(3), values=values), RANK)  # the advice
+    told = "passes the index .*categories=" if workers is None else "not known in a worker process"
+    with pytest.raises(LabelOrderWarning, match=told):  # an error in tests
+        voting(OrdinalClassifier(), Y if workers is None else RANK + 1)
 
 
 @BOTH
@@ -281,7 +256,6 @@ def test_the_unit_of_values_and_costs_is_no_matter(index: int) -> None:
     ("index", "kind", "method"), [(0, "temperature", Temperature), (1, "ordinal", OrdinalRecalibration)]
 )
 def test_calibration_is_that_of_the_rows_held_out(index: int, kind: str, method: Any) -> None:
-    """By weight and class values, on rows that training did not see; and predictions follow it."""
     X, y = ordered_rows(160, 4)
     weight, values = np.random.default_rng(0).exponential(size=160), np.array([0.0, 1.0, 8.0, 9.0])
     model = both(calibration=kind, values=values, power=1, decode="mean")[index]
@@ -319,7 +293,6 @@ def test_decoding_is_the_best_answer_by_enumeration(counts: list[list[int]]) -> 
 
 
 def test_weights_of_rows_and_classes() -> None:
-    """Rows without weight are rows left out, those held out too; class weights are sample weights."""
     X, y = ordered_rows(150)
     weight = np.random.default_rng(0).exponential(size=150)
     weight[::3] = 0
@@ -342,16 +315,11 @@ def test_weights_of_rows_and_classes() -> None:
     np.testing.assert_allclose(named.predict_distribution(X), by_rows.predict_proba(X), rtol=1e-6)
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------
-
 NAMED = {"categories": NAMES}
 DIGITS = ["1", "2", "3", "4", "5"]
 test_bad_settings_and_labels_are_named = raising(
     (OrdinalClassifier, {"cost": -np.ones((3, 3))}, RANK, r"cost\[0, 0\] is -1, expected finite numbers"),
-    (OrdinalClassifier, {"cost": np.ones((3, 3)), "values": [0, 1, 2]}, RANK, "values and cost are both given"),
-    (OrdinalClassifier, {"transport": 0.0, "cross_entropy": 0.0}, RANK, "transport and cross_entropy are both 0"),
     (OrdinalClassifier, {"decode": "cost"}, RANK, "decode is 'cost' without a cost matrix"),
-    (OrdinalClassifier, {"alpha": -1.0}, RANK, "alpha"),
     (OrdinalClassifier, {"class_weight": {"tall": 2.0}}, RANK, "class_weight names the label 'tall'"),
     (OrdinalClassifier, {"class_weight": {1: -2.0}}, RANK, r"class_weight\[1\] is \-2\.0"),
     (OrdinalClassifier, {"categories": ["low", "high", "low"]}, Y, "expected each label once"),
@@ -360,7 +328,5 @@ test_bad_settings_and_labels_are_named = raising(
     (OrdinalClassifier, NAMED, np.minimum(RANK, 1), "or all their indices"),
     # The label 1 of these is no index 1, the place of "2".
     (OrdinalClassifier, {"categories": DIGITS}, RANK + 1, "each integer may be the label of that name or the index"),
-    (OrdinalBoostingClassifier, {"booster": "catboost"}, RANK, "booster"),
-    (OrdinalBoostingClassifier, {"booster_params": [1]}, RANK, TypeError, "booster_params"),
     call=lambda estimator, settings, y: estimator(**settings).fit(X, y),
 )

@@ -61,7 +61,6 @@ test_where_there_are_no_standard_errors_and_settings_that_cannot_be = raising(
     (LIKELIHOOD, TWICE, TWICE, "Hessian of the likelihood is singular"),
     ({"model": "cumulative", "alpha": 0}, X, X, "expected transport=0, and it is 1"),
     ({"link": "probit"}, X, X, "link='probit' is of model='cumulative'"),
-    ({"loss": "all_threshold", "values": [0, 1, 2, 4]}, X, X, "loss='all_threshold' has no class values"),
     call=lambda given, rows, of: OrdinalClassifier(**given).fit(rows, y).summary(of, y[: len(of)]),
 )
 

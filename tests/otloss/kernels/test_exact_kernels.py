@@ -105,31 +105,12 @@ def test_assignments_are_optimal(kind: str) -> None:
 
 
 def test_hard_assignments_are_left_to_the_simplex() -> None:
-    """Before the first path where many rows are left for paths, and on the way where these visit too many columns."""
     for n, kinds in ((300, ("general", "products", "points", "clouds apart")), (800, ("shifted",))):
         matrices = torch.stack([as_double(costs(kind, np.random.default_rng(0), n, n)) for kind in kinds])
         actual = solve_exact(uniform(len(kinds), n), uniform(len(kinds), n), matrices)
         for value, gap, matrix in zip(actual.value, actual.gap, matrices, strict=True):
             assert float(value) == pytest.approx(by_scipy(matrix), rel=1e-12)
             assert abs(float(gap)) <= 1e-12 * float(matrix.max())
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_threads_and_batches_change_nothing(own: bool, small_blocks: None) -> None:
-    p, q = (normal(3, 4, k, seed=k).softmax(-1) for k in (15, 11))
-    matrix = torch.rand(*((4,) if own else ()), 15, 11, generator=torch.Generator().manual_seed(5))
-    threads, actual = torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            actual.append(solve_exact(p, q, matrix))
-    finally:
-        torch.set_num_threads(threads)
-    assert actual[0].plan().shape == (3, 4, 15, 11)
-    single = solve_exact(p[1, 2], q[1, 2], matrix[2] if own else matrix)
-    for name in ("value", "f", "g", "rows", "columns", "flows", "gap", "iterations"):
-        assert torch.equal(getattr(actual[0], name), getattr(actual[1], name))
-        assert torch.equal(getattr(actual[0], name)[1, 2], getattr(single, name))
 
 
 @pytest.mark.parametrize("kind", ["general", "uniform", "zeros"])

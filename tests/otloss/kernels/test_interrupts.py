@@ -49,13 +49,9 @@ print(float(otloss.emd(None, None, torch.rand(700, 700))) > 0, flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG_CALLS)
 def test_an_interrupt_ends_a_kernel(name: str) -> None:
-    """The log line comes before the interrupt, and the next call works."""
     program = PROGRAM.format(call=LONG_CALLS[name])
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]
         try:
             assert process.stdout.readline() == "begins\n"
             lines = []
@@ -73,23 +69,18 @@ def test_an_interrupt_ends_a_kernel(name: str) -> None:
 def test_a_long_call_says_once_how_long_it_will_take(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From 1 at 6 s to 0.01 at 11 s: three more powers of ten take 7.5 s."""
     clock = iter([0.0, 1.0, 6.0, 9.0, 11.0, 12.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
 
     @eager
-    def inner() -> None:
+    def solves_slowly() -> None:
         for off in (1.0, 1.0, 0.1, 0.01, 1e-3):
             _progress.report("iterations", torch.tensor([off, off / 2]), tolerance=1e-5)
 
-    @eager
-    def solves_slowly() -> None:
-        inner()
-
     with caplog.at_level(logging.WARNING, "otloss"):
         _progress.report("outside of calls")
-        solves_slowly()
-    assert len(caplog.records) == 1
-    message = caplog.records[0].getMessage()
+        eager(solves_slowly)()
+    (message,) = caplog.messages
     assert message.startswith("solves_slowly runs for 11 s: iterations, error 0.01 (to fall to 1e-05)")
-    # From 1 at 6 s to 0.01 at 11 s: three more powers of ten take 7.5 s.
     assert message.endswith("about 7.5 s left")

@@ -44,17 +44,15 @@ def compilations(folder: Path) -> Callable[[], int]:
     return count
 
 
-def test_damaged_files_are_compiled_again_and_replaced(folder: Path, compilations: Callable[[], int]) -> None:
+def test_damaged_files_and_those_of_other_sources_are_compiled_again(
+    folder: Path, compilations: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [compilations(), compilations()] == [2, 0]
     damages: list[Callable[[bytes], bytes]] = [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + b"?"]
     for damage in damages:
         for path in folder.rglob("*.nb?"):
             path.write_bytes(damage(path.read_bytes()))
         assert [compilations(), compilations()] == [2, 0]
-
-
-def test_files_of_other_sources_are_not_taken(compilations: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [compilations(), compilations()] == [2, 0]
     monkeypatch.setattr(_cache, "_digest_of_sources", lambda folder: "another")
     assert [compilations(), compilations()] == [2, 0]
 
@@ -88,11 +86,9 @@ def compile(k):
     assert is_right(kernel, DTYPES[:: 1 if k % 2 else -1])
 
 processes = [context.Process(target=compile, args=(k,)) for k in range(8)]
-for process in processes:
-    process.start()
-for process in processes:
-    process.join()
-    assert process.exitcode == 0
+[process.start() for process in processes]
+[process.join() for process in processes]
+sys.exit(max(process.exitcode for process in processes))
 """
 
 

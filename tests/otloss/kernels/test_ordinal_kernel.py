@@ -85,38 +85,14 @@ def test_reductions_and_second_derivatives_are_those_of_the_reference(kind: str,
     torch.testing.assert_close(quick, derivatives(x=by_reference(values)))
 
 
-def test_nearly_right_predictions_keep_their_relative_accuracy() -> None:
-    z, y, x = problem(1000, 9, torch.float64, scale=0.3)
-    one_hot = torch.nn.functional.one_hot(y, 9)
-    z = (z + 20 * one_hot).float()
-    actual = value_and_gradient(z, y, x=x.float(), cross_entropy=0.5)
-    expected = value_and_gradient(z.double(), y, x=by_reference(x.float().double()))
-    by_one_hot = value_and_gradient(z, one_hot.float(), x=by_reference(x.float()))
-    torch.testing.assert_close(by_one_hot[0].double(), expected[0], rtol=1e-5, atol=0)
-    # The cross-entropy of torch cancels, even in float64.
-    leaf = z.double().requires_grad_()
-    nll = ((leaf - leaf.gather(1, y[:, None])).exp() * (1 - one_hot)).sum(1).log1p()
-    (gradient,) = torch.autograd.grad(nll, leaf, torch.linspace(-1, 2, 1000, dtype=torch.float64))
-    torch.testing.assert_close(actual[0].double(), expected[0] + 0.5 * nll.detach(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(actual[1].double(), expected[1] + 0.5 * gradient, rtol=3e-5, atol=1e-14)
-
-
-def test_layouts_threads_repeated_passes_and_frozen_logits() -> None:
+def test_layouts_repeated_passes_and_frozen_logits() -> None:
     z, y, x = problem(1000, 9, torch.float32)
     expected = value_and_gradient(z, y, x=x)
-    strided = value_and_gradient(z.T.contiguous().T, y.int(), x=x)
-    torch.testing.assert_close(strided, expected)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        assert all(torch.equal(a, b) for a, b in zip(value_and_gradient(z, y, x=x), expected, strict=True))
-    finally:
-        torch.set_num_threads(before)
+    torch.testing.assert_close(value_and_gradient(z.T.contiguous().T, y.int(), x=x), expected)
     leaf = z.clone().requires_grad_()
     value = ordinal_loss(leaf, y, x=x)
     first, again = (torch.autograd.grad(value, leaf, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, again)
-    assert not ordinal_loss(z, y, x=x).requires_grad
     with torch.no_grad():
         assert not ordinal_loss(leaf, y, x=x).requires_grad
 

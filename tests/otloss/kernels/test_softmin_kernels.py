@@ -74,35 +74,20 @@ def test_any_size(n: int, m: int, d: int, metric: str) -> None:
     torch.testing.assert_close(DenseCost(cost.dense()).softmin(potential, 0.2), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_batches_and_an_epsilon_per_problem() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.rand(2, 1, 9, 3, generator=generator), torch.rand(3, 7, 3, generator=generator)
-    potential = torch.randn(3, 7, generator=generator)
-    potential[1, 2:] = -torch.inf
-    epsilon = torch.tensor([[0.0], [0.5]])
-    cost = PointCost(x, y, metric="l1")
-    for one in (cost, DenseCost(cost.dense())):
-        for leaf in (potential, potential.clone().requires_grad_()):
-            got = one.softmin(leaf, epsilon).detach()
-            torch.testing.assert_close(got.double(), truth(cost.dense(), potential, epsilon), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", range(11))
 def test_degenerate_potentials(kind: int) -> None:
     cost = every_cost(torch.float32)[kind]
     nothing = torch.full((2, 37), -torch.inf)
-    one = nothing.clone()
-    one[:, 4] = 2.0
+    one = nothing.index_fill(1, torch.tensor(4), 2.0)
     for epsilon in (0.0, 0.1, torch.tensor([0.0, 3.0])):
         for grad in (False, True):
             assert (cost.softmin(nothing.clone().requires_grad_(grad), epsilon) == torch.inf).all()
-            got = cost.softmin(one.clone().requires_grad_(grad), epsilon)
-            torch.testing.assert_close(got.detach(), (cost.dense()[:, 4] - 2).expand(2, 37), rtol=1e-6, atol=1e-6)
+            got = cost.softmin(one.clone().requires_grad_(grad), epsilon).detach()
+            torch.testing.assert_close(got, (cost.dense()[:, 4] - 2).expand(2, 37), rtol=1e-6, atol=1e-6)
     assert cost.softmin(torch.zeros(0, 3, 37), 0.1).shape == (0, 3, 37)
     spread = torch.randn(2, 37, 2)[..., 0]
-    assert not spread.is_contiguous()
     torch.testing.assert_close(cost.softmin(spread, 0.1), cost.softmin(spread.contiguous(), 0.1))
-    assert cost.softmin(torch.zeros(37, dtype=torch.bfloat16), 0.1).dtype == torch.float32
+    assert cost.softmin(spread.bfloat16(), 0.1).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", range(11))
@@ -126,27 +111,3 @@ def test_gradients_in_the_potential(kind: int, request: pytest.FixtureRequest) -
         (gradient,) = torch.autograd.grad(cost.softmin(whole, width).sum(), whole)
         assert gradient[~taking_part].abs().sum() == 0
         assert gradient.sum().item() == pytest.approx(-37)
-
-
-@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1"])
-def test_gradients_at_a_plan_agree_with_torch_in_float32(metric: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(3, 1, 70, 3, generator=generator) + 100).requires_grad_()
-    y = (torch.randn(2, 1100, 3, generator=generator) + 100).requires_grad_()
-    cost = PointCost(x, y, metric=metric)
-    epsilon, upstream = torch.tensor([0.5, 4.0]), torch.tensor([[1.0, -2.0]] * 3)
-    g, log_p, log_q = (torch.randn(3, 2, k, generator=generator, dtype=torch.float64) for k in (1100, 70, 1100))
-    log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
-    log_p[..., 1], log_q[..., 0] = -torch.inf, -torch.inf
-    f = cost.softmin(g + epsilon[:, None] * log_q, epsilon).detach()
-    arguments = (f, g, log_p, log_q)
-    actual = cost.plan_gradients(*arguments, epsilon=epsilon, upstream=upstream)
-    wide = [t.detach().double().requires_grad_() for t in (x, y)]
-    norms = {"sqeuclidean": lambda t: t.square().sum(-1), "euclidean": lambda t: t.norm(dim=-1)}
-    norm = norms.get(metric, lambda t: t.abs().sum(-1))  # as a user would write it: no kernel has these
-    wide = PointCost(*wide, metric=lambda x, y: norm(x.unsqueeze(-2) - y.unsqueeze(-3)))
-    f = wide.softmin(g + epsilon[:, None] * log_q, epsilon).detach()
-    expected = wide.plan_gradients(f, *arguments[1:], epsilon=epsilon.double(), upstream=upstream.double())
-    for got, right, points in zip(actual, expected, (x, y), strict=True):
-        assert (got.shape, got.dtype) == (points.shape, torch.float32)
-        assert (got - right).abs().max() <= 2e-5 * right.abs().max()

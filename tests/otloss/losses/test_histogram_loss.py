@@ -117,11 +117,9 @@ def test_dtypes_shapes_and_weights() -> None:
 Z, V, B = torch.zeros(2, 3), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0])
 test_bad_input = raising(
     ({"bins": B.flip(0)}, r"bins\[0\] is 2 and bins\[1\] is 1, expected strictly increasing"),
-    ({"bins": B[:2]}, r"bins has shape \(2,\), expected \(3,\) or \(4,\)"),
     ({"bins": B.clone().requires_grad_()}, "bins require a gradient"),
     ({"target": V[:, None]}, r"target has shape \(2, 1\), expected values \(2,\).*squeeze\(-1\)"),
     ({"target": torch.ones(2, 3)}, "soft labels of row 0 sum to 3"),
-    ({"sigma": 1.0}, "sigma=1.0 is given with encoding='two_hot'"),
     ({"encoding": "gaussian", "sigma": 1e9}, r"sigma is 1000000000.0, so wide .* from -0.5 to 2.5"),
     ({"target": V.clone().requires_grad_(), "encoding": "one_hot"}, "target requires a gradient"),
     call=lambda change: histogram_loss(**({"logits": Z, "target": V, "bins": B} | change)),

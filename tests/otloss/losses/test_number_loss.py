@@ -173,32 +173,18 @@ def test_positions_alone_in_pieces_and_left_out(options: dict[str, Any], request
             torch.testing.assert_close(again, gradient, rtol=1e-12, atol=1e-12)
 
 
-def naive(z: Tensor, y: Tensor, values: Tensor) -> Tensor:
-    """What one would write down, in the dtype of the logits."""
-    number = ~values.isnan()
-    v = values[number].to(z.dtype)
-    row = torch.full_like(z, 1.01 * float(v.max() - v.min()))
-    row[:, number] = (v - values[y].to(z.dtype).unsqueeze(-1)).abs()
-    return (z.softmax(-1) * row).sum(-1)
-
-
-@pytest.mark.parametrize("lift", [-12.0, 0.0, 12.0])
+@pytest.mark.parametrize("lift", [-20.0, 0.0, 20.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_at_most_that_of_the_naive_formula(dtype: torch.dtype, lift: float) -> None:
-    """Of the loss and of its gradient, at the logits as rounded; a tenth is the noise of the last digit."""
-    values = torch.cat([torch.arange(10.0), torch.full((300,), NAN)])
-    y = torch.arange(400) % 10
-    z = normal(400, 310, seed=5, scale=3.0)
-    z[:, :10] += lift
-    truth, ours, theirs = (z.to(dtype).to(d).requires_grad_() for d in (torch.float64, dtype, dtype))
-    exact = number_token_loss(truth, y, values.double(), reduction="none")
-    actual, rival = number_token_loss(ours, y, values, reduction="none"), naive(theirs, y, values)
+def test_narrow_logits_where_numbers_or_text_have_hardly_any_mass(dtype: torch.dtype, lift: float) -> None:
+    """The loss is in float32, as exact as the logits as rounded allow; the gradient keeps its digits."""
+    leaf = (Z + lift * ~VALUES.isnan()).to(dtype).requires_grad_()
+    wide = leaf.detach().double().requires_grad_()
+    actual, expected = (number_token_loss(z, Y, v, reduction="none") for z, v in ((leaf, VALUES), (wide, WIDE)))
     assert actual.dtype == torch.float32
-    gradients = [grad(v.sum(), leaf)[0] for v, leaf in ((exact, truth), (actual, ours), (rival, theirs))]
-    assert gradients[1].dtype == dtype
-    for exact_t, found_t, rival_t in ((exact, actual, rival), gradients):
-        off, rival_off = ((t.detach().double() - exact_t.detach()).abs() for t in (found_t, rival_t))
-        assert off.mean() <= 1.1 * rival_off.mean()
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-9)
+    by_hand, true = grad(actual.sum(), leaf)[0], grad(expected.sum(), wide)[0]
+    assert by_hand.dtype == dtype
+    torch.testing.assert_close(by_hand.double(), true, rtol=max(2e-4, torch.finfo(dtype).eps), atol=1e-7)
 
 
 def test_what_is_not_read_and_labels_of_narrow_dtypes() -> None:
@@ -220,7 +206,6 @@ def test_what_is_not_read_and_labels_of_narrow_dtypes() -> None:
 
 
 def test_no_copy_of_the_number_positions() -> None:
-    """The one tensor as large as the logits is their gradient; beside it, a few pieces."""
     values = torch.full((5000,), NAN)
     values[:10] = torch.arange(10.0)
     leaf = torch.zeros(2000, 5000, requires_grad=True)
@@ -265,12 +250,9 @@ test_bad_input = raising(
     ({"labels": torch.tensor([0, 5])}, r"1 values out of range, the first at \(1,\): 5; expected 0 to 4 or"),
     ({"labels": Y5 - 100, "ignore_index": None}, r"the first at \(0,\): -100; expected 0 to 4"),
     ({"values": -V5 / 0}, "values hold -inf at token 0, expected finite values, or NaN"),
-    ({"values": V5 * NAN}, r"all 5 values are NaN \(text\)"),
     ({"values": V5.clone().requires_grad_()}, r"values require a gradient.*pass values.detach\(\)"),
     ({"values": V5 * 1e19, "form": "mse", "scaling": "absolute"}, 'values range from 1e.19 .*use scaling="symlog"'),
-    ({"squash": 5.0, "scaling": "symlog"}, 'squash=5.0 and scaling="symlog" each bound the distances'),
     ({"scaling": "squash", "form": "mse"}, 'squash=9.0 maps distances.*form="mse" uses the mean'),
-    ({"text": 3.0, "over": "numbers"}, 'text=3.0 is given with over="numbers"'),
     ({"sample_weight": torch.full((2,), 3e38), "reduction": "sum"}, "loss exceeds 3.4.*torch.float32"),
     ({"logits": Z5 - INF}, r"position \(0,\) are -inf for all tokens that count, expected a finite one"),
     call=lambda change: number_token_loss(**({"logits": Z5, "labels": Y5, "values": V5} | change)),

@@ -99,7 +99,6 @@ def test_reliability_against_scikit_learn(strategy: str, bins: int) -> None:
 
 
 def test_intervals_are_those_of_wilson_and_uneven_weights_count_less() -> None:
-    """Of ten bins by default: 0.1 and 0.19 share one."""
     proba = np.repeat([[0.1, 0.9], [0.19, 0.81], [0.95, 0.05]], [100, 100, 3], axis=0)
     y = np.repeat([0, 1, 0, 1], [30, 170, 2, 1])
     weight = np.r_[np.full(200, 3.0), 1.0, 2.0, 3.0]
@@ -120,7 +119,6 @@ def test_calibrated_and_miscalibrated_forecasts() -> None:
     sharp = proba**3 / (proba**3).sum(1, keepdims=True)
     assert metrics.threshold_calibration_error(y, proba) < 0.01
     assert metrics.threshold_calibration_error(y, sharp) > 0.04
-    assert metrics.ranked_probability_score(y, proba) < metrics.ranked_probability_score(y, sharp)
     # Bins take their own lower edge, sums of thirds and tenths included.
     (curve,) = metrics.threshold_reliability([0, 1, 1], [[0.1 + 0.2, 0.7]] * 3, bins=10)
     assert curve.share.tolist() == [1.0]
@@ -149,39 +147,26 @@ def test_weights_are_copies_and_names_do_not_matter(metric: Callable[..., float]
     assert named == pytest.approx([plain] * len(named))
 
 
-@pytest.mark.parametrize("metric", OF_LABELS)
-def test_absent_class_keeps_its_rank(metric: Callable[..., float]) -> None:
-    y, predicted = np.array([0, 0, 3, 4, 4]), np.array([0, 3, 3, 4, 0])
-    whole = metric(y, predicted, labels=range(5))
-    assert metric(y, predicted) == whole
-    assert metric(y + 1.0, predicted + 1) == whole
-    ordered = [pd.Categorical(np.array(NAMES)[labels], categories=NAMES, ordered=True) for labels in (y, predicted)]
-    assert metric(ordered[0], ordered[1]) == whole
-    assert metric(pd.Series(ordered[0]), list(ordered[1])) == whole
-    assert metric(pd.DataFrame({"grade": ordered[0]}), ordered[1]) == whole
-
-
 @pytest.mark.parametrize("metric", OF_LABELS + OF_PROBABILITIES)
-def test_labels_without_an_order_are_numbers_or_raise(metric: Callable[..., float]) -> None:
+def test_classes_have_the_place_of_their_number_or_their_order(metric: Callable[..., float]) -> None:
+    """Whole numbers have their distances, absent ones in between too; text without an order raises."""
     y, predicted, proba = draw(3, classes=3)
-    numbers = np.array([1, 2, 10])
-    given = numbers[predicted] if metric in OF_LABELS else proba
-    columns: dict[str, Any] = {} if metric in OF_LABELS else {"columns": numbers}
-    assert metric(numbers[y], given) == pytest.approx(metric(numbers[y], given, labels=range(1, 11), **columns))
-    for texts in (np.array(NAMES[:3]), np.array(["1", "2", "10"])):
-        for y_true in (texts[y], pd.Series(pd.Categorical(texts[y]))):
-            with pytest.raises(ValueError, match=r"are text, whose rank order is not known.* Pass labels="):
-                metric(y_true, texts[predicted] if metric in OF_LABELS else proba)
-
-
-def test_columns_of_a_model_that_has_not_seen_every_class() -> None:
-    proba = np.array([[0.25, 0.75], [0.5, 0.5]])
-    full = np.array([[0.75, 0.0, 0.25], [0.5, 0.0, 0.5]])
-    classes = np.array(["high", "low"])
-    for metric in OF_PROBABILITIES:
-        partial = metric(["mid", "low"], proba, labels=NAMES[:3], columns=classes)
-        assert partial == metric(["mid", "low"], full, labels=NAMES[:3], columns="rank")
-    assert metrics.ordinal_emd([3, 1], proba, columns=[3, 1]) == metrics.ordinal_emd([3, 1], proba[:, ::-1])
+    numbers, texts = np.array([1, 2, 10]), np.array(NAMES[:3])
+    of_labels = metric in OF_LABELS
+    given, columns = (numbers[predicted], {}) if of_labels else (proba, {"columns": numbers})
+    whole = metric(numbers[y], given, labels=range(1, 11), **columns)
+    assert metric(numbers[y], given) == metric(numbers[y] * 1.0, given) == pytest.approx(whole)
+    for unordered in (texts, np.array(["1", "2", "10"])):
+        with pytest.raises(ValueError, match=r"are text, whose rank order is not known.* Pass labels="):
+            metric(pd.Series(pd.Categorical(unordered[y])), unordered[predicted] if of_labels else proba)
+    if of_labels:
+        ordered = [pd.Categorical(texts[k], categories=NAMES, ordered=True) for k in (y, predicted)]
+        for same in ((*ordered,), (pd.DataFrame({"grade": ordered[0]}), list(ordered[1]))):
+            assert metric(*same) == pytest.approx(metric(y, predicted, labels=range(5)))
+    else:  # of a model that has not seen every class
+        seen = proba[:2, :2] / proba[:2, :2].sum(1, keepdims=True)
+        partial = metric(["mid", "low"], seen, labels=NAMES[:3], columns=["high", "low"])
+        assert partial == metric(["mid", "low"], np.insert(seen[:, ::-1], 1, 0, 1), labels=NAMES[:3], columns="rank")
 
 
 def test_narrow_and_torch_probabilities_whose_sum_is_one_but_for_rounding() -> None:
@@ -200,20 +185,13 @@ def test_narrow_and_torch_probabilities_whose_sum_is_one_but_for_rounding() -> N
 LOW, MID = (pd.Categorical(["a"], categories=c, ordered=True) for c in (["a", "b"], ["b", "a"]))
 half = [[0.5, 0.5]]
 test_bad_input = raising(
-    (lambda: metrics.ordinal_mae([0, 1], [0]), "y_true has 2 labels and y_pred 1"),
-    (lambda: metrics.ordinal_mae([[0, 1]], [0]), r"y_true is of shape \(1, 2\); expected a list"),
     (lambda: metrics.ordinal_mae([0, np.nan], [0, 1]), r"y_true\[1\] is missing"),
-    (lambda: metrics.ordinal_mae(["a", 1], ["a", "a"]), TypeError, "y_true mixes strings with other types"),
     (lambda: metrics.ordinal_mae([0, 1], ["0", "1"]), TypeError, "y_true holds numbers and y_pred holds strings"),
-    (lambda: metrics.ordinal_mae(pd.cut([1], [0, 2]), [1]), TypeError, "expected labels that are .*Categorical"),
     (lambda: metrics.ordinal_mae([0, 5], [0, 1], labels=[1, 0]), r"y_true\[1\] is 5, .*\[1, 0\]"),
     (lambda: metrics.ordinal_mae([0, 1, 2], [0.5, 1, 2]), "hold 0.5, which is no whole number"),
     (lambda: metrics.ordinal_mae(LOW, MID), r"\['a', 'b'\] and \['b', 'a'\].*labels="),
     (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), r"sample_weight\[0\] is -1"),
-    (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[-1e308, 1e308]), "expected finite"),
     (lambda: metrics.ordinal_emd([0], half), "2 columns but y_true holds 1 classes.*Pass labels="),
     (lambda: metrics.ordinal_emd([0], half, labels=[0, 1, 2]), "2 columns, expected 3.*model.classes_"),
-    (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 2]), r"columns\[1\] is 2"),
     (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), r"proba\[0\] .* softmax"),
-    (lambda: metrics.threshold_calibration_error([0], [[1.0]]), "at least two classes"),
 )

@@ -44,7 +44,6 @@ def test_is_the_minimum_and_equals_pot(debiased: bool) -> None:
 
 @pytest.mark.parametrize("epsilon", [0.05, 0.02, 0.002])
 def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
-    """Without a warning, in float32 too; derivatives, and the barycenter of equal histograms."""
     x = torch.linspace(0, 1, 20, dtype=torch.float64)
     cost, v = (x[:, None] - x) ** 2, torch.linspace(-1, 2, 20, dtype=torch.float64).square()
     bumps = torch.stack([torch.exp(-((x - c) ** 2) / 0.01) for c in (0.2, 0.5, 0.8)])
@@ -70,23 +69,9 @@ def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
     assert (barycenter(narrow, cost, epsilon=0.002, debiased=True) - narrow[0]).abs().sum() < 1e-7
 
 
-def test_images_and_closed_forms() -> None:
-    y, x = torch.meshgrid(torch.linspace(0, 1, 32), torch.linspace(0, 1, 32), indexing="ij")
-    blobs = torch.stack([torch.exp(-((x - c) ** 2 + (y - 0.5) ** 2) / 0.02) for c in (0.3, 0.7)]).reshape(2, -1)
-    p, cost = blobs / blobs.sum(-1, keepdim=True), GridCost((32, 32), spacing=1 / 31)
-    middle = torch.exp(-((x - 0.5) ** 2 + (y - 0.5) ** 2) / 0.02).flatten()
-    actual = barycenter(p, cost, epsilon=0.01, debiased=True)
-    assert actual.dtype == torch.float32
-    assert (actual - middle / middle.sum()).abs().sum() < 2e-2  # of normal distributions, the normal one between
-    torch.testing.assert_close(
-        barycenter(p[:1].expand(3, -1), cost, epsilon=0.01, debiased=True), p[0], atol=1e-5, rtol=0
-    )
-
-
 @pytest.mark.filterwarnings("ignore:the barycenter did not converge")
 @pytest.mark.parametrize("debiased", [False, True])
 def test_products_agree_with_logarithms(debiased: bool, request: pytest.FixtureRequest) -> None:
-    """The same iterations with one matrix, axis by axis, and in logarithms, which take what does not fit."""
     images = drawn(2, 3, 20 * 15) + 1e-5
     p, grid = images / images.sum(-1, keepdim=True), GridCost((20, 15), spacing=0.05)
 
@@ -131,12 +116,10 @@ def test_debiased_barycenters_that_do_not_converge_say_so_and_keep_the_mass() ->
 
 
 test_bad_input = raising(
-    ({"p": torch.ones(5)}, r"p has shape \(5,\), expected \(..., k, bins\)"),
     ({"p": torch.tensor([[1.0, 0, 0, 0, 0], [2.0, 0, 0, 0, 0]])}, "masses from 1 to 2, expected weights >= 0 and"),
     ({"p": torch.zeros(2, 5)}, "without mass"),
     ({"weights": torch.ones(2)}, r"weights have sums of 2.0, expected"),
     ({"cost": torch.rand(5, 5).triu(), "debiased": True}, r"C\[i, j\] and C\[j, i\] differ"),
-    ({"cost": torch.ones(2, 5, 5)}, r"the cost has leading axes \(2,\), expected one matrix"),
     call=lambda change: barycenter(
         **({"p": torch.full((2, 5), 0.2), "cost": torch.ones(5, 5), "epsilon": 0.1} | change)
     ),

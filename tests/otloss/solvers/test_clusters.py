@@ -1,16 +1,21 @@
-"""Large clouds in low dimension: pairs that are left out of soft minima, and the search from clusters to points."""
+"""Large clouds: pairs that are left out of soft minima, and exact transport, as by the dense solvers."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from otloss import sinkhorn, solve
+from otloss import emd, sinkhorn, solve
 from otloss._kernels.points import can_leave_out
 from otloss.costs import PointCost
 from otloss.costs.cost import softmin_in_torch
+from otloss.solvers import exact_clouds
+from otloss.solvers.exact import solve_exactly
+from otloss.solvers.exact_clouds import LEAST_PAIRS, solve_between_clouds
+from otloss.solvers.problem import Settings, pose
 
 N, M = 1600, 2700  # just above the size from which clusters are used
 
@@ -104,10 +109,110 @@ def _value_and_gradients(
     return value.detach(), *torch.autograd.grad(value, given)
 
 
-def test_few_iterations_at_any_epsilon() -> None:
-    # One by one, Sinkhorn's iterations are hundreds here, and were.
-    x, y = (t.float() for t in _square(2))
-    for epsilon, most in ((0.02, 8), (2e-3, 20), (5e-4, 60)):
-        actual = solve(torch.full((N,), 1 / N), torch.full((M,), 1 / M), PointCost(x, y), epsilon=epsilon)
-        assert int(actual.iterations) <= most
-        assert float(actual.gap) <= 1e-4 * float(actual.value)
+LEAST = 1500  # just above the size from which the dense solver is left
+
+
+def _clouds(n: int, m: int, axes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two clouds, and weights that are far from uniform; a seventh of p and a fifth of q is zero."""
+    generator = torch.Generator().manual_seed(n + axes)
+    x, y = (torch.rand(k, axes, generator=generator, dtype=torch.float64) for k in (n, m))
+    p, q = (torch.rand(k, generator=generator, dtype=torch.float64) ** 2 for k in (n, m))
+    p[::7], q[::5] = 0.0, 0.0
+    return p / p.sum(), q / q.sum(), x, 0.8 * y + 0.3
+
+
+def _cases() -> dict[str, tuple[Tensor | None, Tensor | None, PointCost]]:
+    p, q, x, y = _clouds(500, 330, 3)
+    _, _, line_x, line_y = _clouds(500, 330, 1)
+    _, _, many, others = _clouds(400, 400, 12)
+    grid = torch.cartesian_prod(torch.arange(20.0), torch.arange(20.0)).double()
+    groups = torch.randn(330, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-9
+    groups[::3] += 1.0
+    return {
+        "squares in 3-D": (p, q, PointCost(x, y)),
+        "squares, uniform": (None, None, PointCost(x, y)),
+        "lengths": (p, q, PointCost(x, y, metric="euclidean")),
+        "l1 on a line": (p, q, PointCost(line_x, line_y, metric="l1")),
+        "squares on a line": (p, q, PointCost(line_x, line_y)),
+        "ties of a grid": (None, None, PointCost(grid, grid + 3.0, metric="l1")),
+        "ties of a grid, squares": (None, None, PointCost(grid, grid[torch.randperm(400)] + 0.5)),
+        "equal points": (p, q, PointCost(x[torch.arange(500) % 9], y[torch.arange(330) % 5])),
+        "one point": (p, q, PointCost(x[:1].expand(500, 3), y)),
+        "all points equal": (p, q, PointCost(x[:1].expand(500, 3), x[:1].expand(330, 3))),
+        "two tiny groups": (p, q, PointCost(torch.cat([groups, groups[:170]]), groups)),
+        "one cloud": (None, torch.roll(p, 1), PointCost(x)),
+        "twelve dimensions": (None, None, PointCost(many, others)),
+        "small": (p, q, PointCost(1e-6 * x, 1e-6 * y)),
+        "large": (p, q, PointCost(1e6 * x, 1e6 * y, metric="euclidean")),
+        "far from the origin": (p, q, PointCost(x + 1e4, y + 1e4)),
+        "float32": (p.float(), q.float(), PointCost(x.float(), y.float())),
+        "heavy tails": (p, q, PointCost((3 * x).sinh().sinh(), -(3 * y).sinh().sinh())),
+        "masses of all sizes": (torch.linspace(-28, 0, 500).double().softmax(0), None, PointCost(x, y)),
+    }
+
+
+@pytest.mark.parametrize("name", _cases())
+def test_the_optimum_is_that_of_the_dense_solver(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(exact_clouds, "CLUSTERS", 32)  # clusters of clusters
+    p, q, cost = _cases()[name]
+    wide = PointCost(cost.x.double(), cost.y.double(), metric=cost.metric)  # rounds no cost
+    problem = pose(p, q, cost, epsilon=None, settings=Settings())
+    same = replace(problem, p=problem.p.double(), q=problem.q.double(), cost=wide)
+    solution, expected, matrix = solve_between_clouds(problem), solve_exactly(same), wide.dense()
+    rounding = 1e-12 * float(matrix.max())
+    assert float((solution.optimum.value - expected.optimum.value).abs()) <= rounding
+    assert abs(float(solution.optimum.gap)) <= rounding
+    f, g = solution.potentials
+    assert float((f[:, None] + g - matrix).max()) <= rounding
+    plan = torch.cat([block for _, block in solution.plan_blocks()])
+    torch.testing.assert_close(plan, solution.optimum.plan())
+    assert float((plan * matrix).sum() - solution.optimum.value) == pytest.approx(0, abs=rounding)
+    assert float((plan.sum(1) - problem.p).abs().sum() + (plan.sum(0) - problem.q).abs().sum()) < 1e-6
+    assert float(solution.marginal_error) < 1e-6
+
+
+@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1"])
+def test_gradients_are_those_of_the_matrix(metric: str) -> None:
+    p, q, x, y = _clouds(LEAST, LEAST, 2)
+    p = torch.where(p > 0, p, 1e-4)
+    p = p / p.sum()
+    assert LEAST * LEAST >= LEAST_PAIRS
+    inputs = [t.clone().requires_grad_() for t in (p, q, x, y)]
+    value = emd(inputs[0], inputs[1], PointCost(inputs[2], inputs[3], metric=metric))
+    got = torch.autograd.grad(3 * value, inputs)
+    same = emd(inputs[0], inputs[1], PointCost(inputs[2], inputs[3], metric=metric).dense())
+    expected = torch.autograd.grad(3 * same, inputs)
+    torch.testing.assert_close(value, same, rtol=1e-10, atol=0)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_a_transport_between_clouds_answers_as_others_do() -> None:
+    p, q, x, y = _clouds(LEAST, LEAST, 3)
+    cost = PointCost(x, y)
+    answer, dense = solve(p[None], q, cost), solve(p[None], q, cost.dense())
+    assert answer.value.shape == answer.iterations.shape == (1,)
+    torch.testing.assert_close(answer.plan(), dense.plan(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(answer.apply(y), dense.apply(y), rtol=0, atol=1e-10)
+    assert float(answer.gap) <= 1e-12
+    f, g = answer.potentials
+    assert float((f[0][:, None] + g[0] - cost.dense()).max()) <= 1e-12
+    # From its own potentials the search makes few pivots.
+    again = solve(p[None], q, cost, start=(f, g))
+    assert int(again.iterations) < int(answer.iterations) / 4
+    torch.testing.assert_close(again.value, answer.value, rtol=1e-12, atol=0)
+
+
+def test_what_has_no_answer_raises() -> None:
+    _, _, x, y = _clouds(LEAST, LEAST, 3)
+    target = y.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(emd(None, None, PointCost(x, target)), target, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        gradient.sum().backward()
+    with pytest.raises((ValueError, RuntimeError), match=r"finite|rescale"):
+        emd(None, None, PointCost(1e200 * x, y))
+    p = torch.cat([torch.zeros(1), torch.ones(LEAST - 1)]).double() / (LEAST - 1)
+    answer = solve(p, p, PointCost(x, y))
+    x.mul_(3.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        _ = answer.potentials

@@ -81,18 +81,6 @@ def test_bounds_hold_or_epsilon_is_out_of_range(dtype: torch.dtype) -> None:
         assert float(answer.certificate.lower) <= 0.25 <= float(answer.certificate.upper) + 1e-8
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_gradients_at_light_bins(impl: str) -> None:
-    x = torch.arange(5.0) / 4
-    cost = (x[:, None] - x).abs()
-    p, q = torch.tensor([0.0, 0, 1, 0, 0]), torch.tensor([1e-6, 1e-6, 1 - 4e-6, 1e-6, 1e-6], requires_grad=True)
-    value = otloss.sinkhorn(p, q, cost, epsilon=0.1, impl=impl)
-    value.backward()
-    # All mass of p is in one bin, so that the plan is that of the bounds: sum_j q_j C_2j, without an entropy.
-    assert value.item() == pytest.approx(float((q.detach() * cost[2]).sum()), rel=1e-2)  # of 1 in float32
-    torch.testing.assert_close(q.grad, torch.tensor([0.2, -0.05, -0.3, -0.05, 0.2]), rtol=0, atol=1e-5)
-
-
 def test_light_bins_of_a_divergence_are_settled() -> None:
     x = torch.arange(5.0)
     cost = (x[:, None] - x).abs()

@@ -1,13 +1,15 @@
-"""Every gradient of every function, against finite differences with their size (see `gradient_cases`).
+"""Every gradient of every function, against finite differences with their size, and second derivatives.
 
 Errors are relative to the largest gradient of that input (of at least 1e-3, costs being about 1): at most 2e-5 in
-float64 and 2e-3 in float32.
+float64 and 2e-3 in float32. Second derivatives are right, or an error, never with a term left out.
 """
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.otloss.gradient_cases import (
     CLOSED_FORMS,
@@ -21,14 +23,19 @@ from tests.otloss.gradient_cases import (
     entropic_case,
     finite_differences,
     gradients,
+    loss,
     transport_case,
 )
 
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-3}
 
 
-def check(case: Case) -> None:
-    truth = {name: finite_differences(case, name) for name in case.inputs}
+def truth_of(case: Case) -> Inputs:
+    return {name: finite_differences(case, name) for name in case.inputs}
+
+
+def check(case: Case, truth: Inputs | None = None) -> None:
+    truth = truth or truth_of(case)
     for dtype in TOLERANCE:
         compare(case, truth, dtype)
 
@@ -64,9 +71,11 @@ def test_closed_forms(name: str, compiled: bool, request: pytest.FixtureRequest)
     if compiled and name in ("circle", "tree"):
         pytest.skip("has no compiled form")
     make, value = CLOSED_FORMS[name]
+    case = Case(make(), value, value)
+    truth = truth_of(case)
     if compiled:
         request.getfixturevalue("small_blocks")
-    check(Case(make(), value, value))
+    check(case, truth)
 
 
 # Pairwise: every two of function, cost, penalty, share and grad meet, and every function meets every cost.
@@ -112,7 +121,58 @@ def test_implicit_gradients_of_weights_that_rounding_decides_raise(name: str) ->
     ],
 )
 def test_epsilon(function: str, name: str, marginal_penalty: float | None, grad: str, per: str) -> None:
-    """As a tensor it has a gradient of its own; as a share of the mean cost it is part of the gradient in the cost."""
     case = entropic_case(function, name, 0.3, marginal_penalty, grad, per=per)
     assert ("epsilon" in case.inputs) == (per == "tensor")
     check(case)
+
+
+def second_derivatives_are_right(case: Case) -> None:
+    """The derivatives of `sum of gradient * direction` against central differences of the gradients."""
+    generator = torch.Generator().manual_seed(9)
+    directions = {k: torch.rand(t.shape, generator=generator, dtype=t.dtype) for k, t in case.inputs.items()}
+
+    def derivatives(inputs: Inputs, create_graph: bool) -> tuple[Inputs, Tensor]:
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
+        actual = torch.autograd.grad(loss(case.value(leaves)), list(leaves.values()), create_graph=create_graph)
+        return leaves, torch.stack([(g * directions[k]).sum() for k, g in zip(leaves, actual, strict=True)]).sum()
+
+    leaves, along = derivatives(case.inputs, True)
+    actual = torch.autograd.grad(along, list(leaves.values()), allow_unused=True)
+    for (name, point), gradient in zip(case.inputs.items(), actual, strict=True):
+        way = torch.rand(point.shape, generator=generator, dtype=point.dtype) * (point > 0 if name in WEIGHTS else 1)
+        if name in WEIGHTS and case.held:
+            way = way - (point > 0) * way.sum(-1, keepdim=True) / (point > 0).sum(-1, keepdim=True)
+        ahead, behind = (float(derivatives({**case.inputs, name: point + h * way}, False)[1]) for h in (1e-5, -1e-5))
+        expected = (ahead - behind) / 2e-5
+        analytic = 0.0 if gradient is None else float((gradient * way).sum())
+        np.testing.assert_allclose(analytic, expected, rtol=1e-4, atol=1e-4, err_msg=f"second derivative in {name}")
+
+
+# Pairwise over function, cost and penalty; "one cloud" twice in a cost has no unambiguous direction.
+_COSTS = [name for name in COSTS if name != "one cloud"]
+_IMPLICIT = [
+    (function, name, (None, 0.5)[(i + j) % 2]) for i, function in enumerate(ENTROPIC) for j, name in enumerate(_COSTS)
+]
+
+
+@pytest.mark.parametrize(("function", "name", "marginal_penalty"), _IMPLICIT)
+def test_entropic_second_derivatives(function: str, name: str, marginal_penalty: float | None) -> None:
+    second_derivatives_are_right(entropic_case(function, name, 0.3, marginal_penalty, "implicit"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_second_derivatives_of_closed_forms(name: str, compiled: bool, request: pytest.FixtureRequest) -> None:
+    if compiled:
+        request.getfixturevalue("small_blocks")
+    make, value = CLOSED_FORMS[name]
+    second_derivatives_are_right(Case(make(), value, value))
+
+
+BOUNDS = [("independent", "matrix"), ("independent", "euclidean"), ("residual", "cosine"), ("residual", "line")]
+
+
+@pytest.mark.parametrize(("function", "name"), [*BOUNDS, ("best", "l1"), ("emd", "sqeuclidean")])
+def test_second_derivatives_of_bounds_and_none_of_exact_transport(function: str, name: str) -> None:
+    with pytest.raises(RuntimeError, match="second derivative") if function == "emd" else nullcontext():
+        second_derivatives_are_right(transport_case(PLAIN[function], name))

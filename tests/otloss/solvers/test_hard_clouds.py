@@ -67,7 +67,6 @@ def test_converges(kind: str, penalty: float | None) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_clouds_converge(kind: str) -> None:
-    """The value is between the bounds of exact transport: the entropy adds at most epsilon log n."""
     x, y = (cloud(kind, 1, 2100, seed)[0] for seed in (1, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error", otloss.ConvergenceWarning)
@@ -99,7 +98,6 @@ def test_barycenters_converge(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_in_float32(kind: str) -> None:
-    """Costs of far points, computed in float32, are off by more than epsilon."""
     gradients = []
     for dtype in (torch.float32, torch.float64):
         x, y = (cloud(kind, 3, 96, seed).to(dtype) for seed in (1, 2))

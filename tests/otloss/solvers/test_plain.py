@@ -159,16 +159,5 @@ p0, q0, cost0, mass0 = problem()
 test_bad_masses = raising(
     (lambda: otloss.emd(p0, q0, cost0, mass=mass0 * torch.tensor([1, 1, 2])), "the lesser of the masses"),
     (lambda: otloss.emd(p0, q0, cost0, mass=-0.1), "mass"),
-    (lambda: otloss.emd(p0, q0, cost0, mass=mass0[:2]), r"mass \(2,\)"),
     (lambda: otloss.sinkhorn(p0, q0, cost0, epsilon=0.1, mass=mass0, marginal_penalty=1.0), "expected one"),
-    (lambda: otloss.emd(p0, q0, cost0, mass="half"), TypeError, "expected a number"),  # type: ignore[arg-type]
 )
-
-
-def test_a_part_of_the_mass_of_large_images_is_slow() -> None:
-    cost = otloss.costs.GridCost((64, 64))
-    with (
-        pytest.warns(otloss.ConvergenceWarning, match="did not converge"),
-        pytest.warns(UserWarning, match="needs a matrix of 4096 x 4096 costs"),
-    ):
-        otloss.sinkhorn(None, None, cost, mass=0.5, epsilon=1.0, max_iterations=1)

@@ -41,9 +41,6 @@ def pot_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, epsilon: float) 
     return float((block * plan).sum() + epsilon * (plan[kept] * np.log((plan / (a[:, None] * b))[kept])).sum())
 
 
-# ---- values ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("impl", "epsilon"), [("compiled", 0.02), ("compiled", 1.0), ("torch", 0.02), ("torch", 0.1)])
 def test_equals_pot(impl: str, epsilon: float) -> None:
     p, q, matrix = case(batch=(3,))
@@ -66,9 +63,6 @@ GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.rand(4, 3, generator=GENERATOR, dtype=torch.float64), torch.rand(5, 3, generator=GENERATOR).double()
 
 
-# ---- gradients ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_kernel_equals_the_log_domain(dtype: torch.dtype) -> None:
     """Many problems, costs with a large constant, masses that differ by rounding, light and empty bins."""
@@ -86,9 +80,6 @@ def test_the_kernel_equals_the_log_domain(dtype: torch.dtype) -> None:
         results.append((value.detach(), *torch.autograd.grad((value * weights).sum(), inputs)))
     for from_kernel, from_logs in zip(*results, strict=True):
         torch.testing.assert_close(from_kernel, from_logs, rtol=rtol, atol=atol)
-
-
-# ---- the divergence ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("marginal_penalty", [None, 0.5])
@@ -116,9 +107,6 @@ def test_divergence_takes_the_costs_among_the_bins() -> None:
     among = {"cost_p": PointCost(X), "cost_q": PointCost(Y).dense()}
     actual = sinkhorn_divergence(p, q, DenseCost(PointCost(X, Y).dense()), epsilon=0.1, **among)
     np.testing.assert_allclose(float(actual), float(sinkhorn_divergence(p, q, PointCost(X, Y), epsilon=0.1)))
-
-
-# ---- convergence and starts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -169,7 +157,6 @@ def test_what_does_not_converge_says_so_at_the_line_of_the_caller(impl: str) -> 
     ("impl", "epsilon", "n"), [("compiled", 1e-3, 3), ("compiled", 1e-4, 20), ("torch", 1e-2, 20), ("torch", 1e-4, 3)]
 )
 def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> None:
-    """Equal weights, points that match: after 10 000 iterations Sinkhorn is not there; Newton's method ends it."""
     x = torch.rand(4, n, 1, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     places = torch.linspace(0, 1, n, dtype=torch.float64)
     cost = (x - places).square()
@@ -181,27 +168,13 @@ def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> No
     assert (answer.iterations < 1100).all()
 
 
-def test_inputs_changed_in_place_are_noticed() -> None:
-    p, q, matrix = case()
-    y, width = Y.clone(), torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
-    by_points = sinkhorn(p, q, PointCost(X.clone().requires_grad_(), y), epsilon=0.05)
-    by_width = sinkhorn(p, q, matrix, epsilon=width)
-    y.add_(5), matrix.mul_(2)
-    for value in (by_points, by_width):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            value.backward()
-
-
 p0, q0, matrix0 = case()
 ZEROS = {"cost_q": torch.zeros(5, 5)}
 test_bad_input = raising(
     (sinkhorn, {"epsilon": torch.tensor([0.1, torch.inf])}, "epsilon holds"),
     (sinkhorn, {"epsilon": None}, TypeError, "epsilon is None.*emd"),
-    (sinkhorn, {"grad": "unrolled"}, "grad is 'unrolled', expected one of"),
-    (sinkhorn, {"start": (torch.zeros(4), torch.zeros(4))}, "start g has shape"),
     (sinkhorn, {"q": 1.1 * q0}, "different masses"),
     (sinkhorn_divergence, {}, "cost_p"),
-    (sinkhorn_divergence, ZEROS, "only one"),
     (sinkhorn_divergence, {"cost_p": torch.rand(4, 4), **ZEROS}, "not symmetric"),
     call=lambda function, change: function(**({"p": p0, "q": q0, "cost": matrix0, "epsilon": 0.1} | change)),
 )

@@ -51,9 +51,6 @@ def close(a: Any, b: Any, tolerance: float = 1e-9) -> None:
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
-# ---- exact -------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=25, deadline=None)
 @given(problems())
 def test_exact_solution(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
@@ -76,7 +73,6 @@ def test_exact_solution(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> N
 
 
 def test_what_has_no_derivative_or_no_answer_raises() -> None:
-    """Exact plans are constant but at kinks; with the envelope the value alone has gradients."""
     exact = otloss.solve(*(t.requires_grad_() for t in case()))
     products = exact.apply(torch.ones(5, 1)), exact.apply_transpose(torch.ones(4, 1))
     for actual in (exact.plan(), *products, *exact.potentials):
@@ -94,9 +90,6 @@ def test_what_has_no_derivative_or_no_answer_raises() -> None:
         otloss.solve(*case(), tolerance=1e-3)
     with pytest.raises(ValueError, match="unbalanced"):
         _ = otloss.solve(*case(), epsilon=0.1, marginal_penalty=0.4).certificate
-
-
-# ---- entropic ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -187,9 +180,6 @@ def test_products_with_the_plan_and_the_plan_in_blocks(cost: Any, options: Any, 
         whole.apply(v[0, :, 0])
 
 
-# ---- gradients ---------------------------------------------------------------------------------------------------
-
-
 PARTS = ("linear_cost", "plan", "apply", "apply_transpose", "f", "g")
 
 
@@ -218,9 +208,6 @@ def test_gradients_through_the_plan(part: str, marginal_penalty: float | None) -
         close(gradient, expected, 2e-4)
 
 
-# ---- dtypes, changes in place, masses -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("epsilon", [None, 0.1])
 def test_answers_have_the_dtype_of_the_inputs_and_bounds_float64(epsilon: float | None) -> None:
     wide = case()
@@ -232,7 +219,6 @@ def test_answers_have_the_dtype_of_the_inputs_and_bounds_float64(epsilon: float 
 
 
 def test_answers_after_a_change_in_place_raise() -> None:
-    """An optimizer's step changes its parameters in place; the answer is that of the problem before."""
     p, q, matrix = case()
     exact, read, late = (otloss.solve(p, q, matrix, epsilon=epsilon) for epsilon in (None, 0.1, 0.1))
     gap = read.gap.clone()
@@ -245,7 +231,6 @@ def test_answers_after_a_change_in_place_raise() -> None:
 
 
 def test_barycentric_maps_divide_by_the_mass_that_is_moved() -> None:
-    """Unbalanced and partial plans hold less than p."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(2, 5, 3, generator=generator, dtype=torch.float64) for _ in range(2))
     p = torch.rand(2, 5, generator=generator, dtype=torch.float64)
@@ -264,22 +249,6 @@ def test_barycentric_maps_divide_by_the_mass_that_is_moved() -> None:
     assert torch.autograd.grad(mapped[p > 0].sum(), leaf)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("mass", [0.5, 2.0])
-def test_values_of_any_mass_at_an_epsilon_beyond_reason(mass: float) -> None:
-    p, q, matrix = case(())
-    product = mass * p[:, None] * q
-    for size in (1e6, 1e10):
-        epsilon = torch.tensor(size, dtype=torch.float64, requires_grad=True)
-        answer = otloss.solve(mass * p, mass * q, matrix, epsilon=epsilon)
-        (by_epsilon,) = torch.autograd.grad(answer.value, epsilon)
-        torch.testing.assert_close(by_epsilon, torch.zeros_like(epsilon), rtol=0, atol=1e-9)
-        torch.testing.assert_close(answer.value.detach(), (matrix * product).sum(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(answer.dual_value, answer.value.detach(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(answer.linear_cost.detach(), (matrix * product).sum(), rtol=1e-5, atol=0)
-        f, g = (t.detach() for t in answer.potentials)
-        torch.testing.assert_close(mass * (f @ p + g @ q), answer.value.detach(), rtol=1e-5, atol=0)
-
-
 def test_masses_that_are_one_up_to_rounding_add_nothing() -> None:
     p, q, matrix = (t.float() for t in case((), n=100, m=100))
     wide = [w.double() / w.double().sum() for w in (p, q)]
@@ -289,8 +258,6 @@ def test_masses_that_are_one_up_to_rounding_add_nothing() -> None:
         assert answer.gap < 1e-4
         torch.testing.assert_close(otloss.sinkhorn(p, q, matrix, epsilon=epsilon), answer.value, rtol=1e-5, atol=0)
 
-
-# ---- the path ----------------------------------------------------------------------------------------------------
 
 REDUCTIONS = ("__init__", "plain_costs", "partial_mass", "empty_sides", "large_epsilon")
 BRIEFLY = {f"solvers/reductions/{name}.py" for name in REDUCTIONS} | {
