@@ -18,3 +18,13 @@ def weights(*shape: int, seed: int = 5) -> Tensor:
     """Of mass one, none near zero."""
     numbers = draw(*shape, seed=seed) + 0.1
     return numbers / numbers.sum(-1, keepdim=True)
+
+
+def transport_problem(
+    batch: tuple[int, ...] = (), *, n: int = 4, m: int = 5, zeros: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights p and q, with an empty bin each, and costs."""
+    p, q = weights(*batch, n), weights(*batch, m, seed=6)
+    if zeros:
+        p[..., 1], q[..., -2] = 0.0, 0.0
+    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), draw(*batch, n, m)

@@ -14,18 +14,9 @@ from torch import Tensor
 
 import otloss
 from otloss import losses
+from tests.otloss import gradient_cases
 from tests.otloss.draws import draw
-from tests.otloss.gradient_cases import (
-    CLOSED_FORMS,
-    COSTS,
-    ENTROPIC,
-    PLAIN,
-    SQUARE,
-    Inputs,
-    entropic_case,
-    transport_case,
-    weights,
-)
+from tests.otloss.gradient_cases import COSTS, ENTROPIC, PLAIN, SQUARE, Inputs, entropic_case, transport_case, weights
 
 LABELS = torch.tensor([0, 3, 1])
 
@@ -60,9 +51,7 @@ def _on_every_cost() -> dict[str, Entry]:
     exact = [("emd", "emd", name) for name in COSTS] + [("lower_bound", "lower", name) for name in COSTS]
     exact += [("solve", "solve", name) for name in list(COSTS)[::4]]
     exact += [("upper_bound", "best", name) for name in SQUARE[::2]]
-    cases = {
-        f"{function} of {name}": transport_case(PLAIN[short], name, empty=False) for function, short, name in exact
-    }
+    cases = {f"{f} of {name}": transport_case(PLAIN[short], name, empty=False) for f, short, name in exact}
     for k, name in enumerate(COSTS):
         short = ENTROPIC[k % 3]
         function = {"divergence": "sinkhorn_divergence", "linear_cost": "solve"}.get(short, short)
@@ -120,7 +109,8 @@ def _transport() -> dict[str, Entry]:
 def _closed_forms() -> dict[str, Entry]:
     names = {"cdf": "cdf_distance", "quantiles": "wasserstein_1d", "circle": "wasserstein_circular"}
     names |= {"tree": "wasserstein_tree", "sliced": "sliced_wasserstein"}
-    actual = {f"{names[name.split()[0]]}, {name}": Entry(make(), value) for name, (make, value) in CLOSED_FORMS.items()}
+    cases = gradient_cases.CLOSED_FORMS
+    actual = {f"{names[name.split()[0]]}, {name}": Entry(make(), value) for name, (make, value) in cases.items()}
     places = {"x": draw(4), "y": draw(2, 5, seed=1)}
     actual["wasserstein_1d, uniform"] = of(otloss.wasserstein_1d, places, p=None, q=None)
     actual["wasserstein_circular, equal steps"] = of(otloss.wasserstein_circular, weights(4, 4, empty=False))

@@ -1,21 +1,27 @@
-"""The public face: every name resolves, and importing the package stays light."""
+"""The public face: names, signatures, warm_up, and the other package of the name otloss."""
 
 import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 import otloss
 import otloss.boosting
 import otloss.losses
+import otloss_llm
+from otloss.extending import DISTRIBUTION
 from otloss.solvers.problem import Settings
+from tests.errors import raising
 
 
 def test_all_lists_every_public_name() -> None:
-    public = {
-        name
-        for name, value in vars(otloss).items()
-        if not name.startswith("_") and (callable(value) or name in ("costs", "nn"))
-    }
+    own = [name for name, value in vars(otloss).items() if callable(value) or name in ("costs", "nn")]
+    public = {name for name in own if not name.startswith("_")}
     assert public | {"__version__"} == set(otloss.__all__)
     assert list(otloss.__all__) == sorted(otloss.__all__)
 
@@ -33,3 +39,78 @@ def test_signatures_show_every_option() -> None:
     for name in ("sinkhorn", "sinkhorn_divergence", "solve", "Sinkhorn", "SinkhornDivergence"):
         actual = [p for p in shown[name].values() if p.name in {option.name for option in options}]
         assert [(p.name, p.default) for p in actual] == [(p.name, p.default) for p in options], name
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {"capture_output": True, "text": True, "check": True, "timeout": 300, "env": {**os.environ, **environment}}
+    return subprocess.run([sys.executable, "-c", code], **given)  # type: ignore[call-overload]
+
+
+def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
+    call = "import torch, otloss; torch.set_num_threads(2); otloss.warm_up('cdf_distance')"
+    lines = run(call, NUMBA_CACHE_DIR=str(tmp_path)).stderr.splitlines()
+    assert all("takes about 1 s, once; kept in" in line and str(tmp_path) in line for line in lines)
+    for kernel in ("cdf_values for float32", "cdf_gradients for float32", "cdf_values for float64"):
+        assert sum(kernel in line for line in lines) == 1
+    assert run(call, NUMBA_CACHE_DIR=str(tmp_path)).stderr == ""
+
+
+test_names_and_dtypes_are_checked = raising(
+    (["emdd"], [torch.float32], "no kernels are known for .'emdd'.; expected some of"),
+    ([], [torch.float16], "dtypes are .torch.float16.; expected torch.float32, torch.float64 or both"),
+    call=lambda names, dtypes: otloss.warm_up(*names, dtypes=dtypes),
+)
+
+
+def test_every_name_runs_also_where_gradients_are_off() -> None:
+    otloss.warm_up()
+    with torch.inference_mode():
+        otloss.warm_up("emd")
+        otloss_llm.warm_up()
+
+
+ROOT = Path(__file__).parents[2]
+THEIRS = "Metadata-Version: 2.4\nName: otloss\nVersion: 0.1.0\nAuthor: Somebody Else\n"
+THEIR_INIT = "from .losses import WassersteinLoss\nfrom .distributions import empirical_distribution\n"
+
+
+def installed(folder: Path, init: str | None = None) -> Path:
+    """A folder with links to our packages, metadata of a package otloss, and perhaps its `__init__.py`."""
+    copies = {"otloss/_distribution.py": (ROOT / "otloss/_distribution.py").read_text(encoding="utf-8")}
+    copies |= {"otloss-0.1.0.dist-info/METADATA": THEIRS} | ({"otloss/__init__.py": init} if init else {})
+    for source in (path for package in ("otloss", "otloss_llm") for path in (ROOT / package).iterdir()):
+        if (name := str(source.relative_to(ROOT))) not in copies:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).symlink_to(source)
+    (folder / "otloss-0.1.0.dist-info").mkdir()
+    for name, text in copies.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code with the folder before all others."""
+    given = {"env": os.environ | {"PYTHONPATH": str(folder)}, "cwd": folder, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, "-c", code], check=False, **given)  # type: ignore[call-overload]
+
+
+def test_another_package_in_our_folder_warns_while_our_files_are_used(tmp_path: Path) -> None:
+    done = run_in(installed(tmp_path), "import otloss; print(otloss.emd.__name__)")
+    assert done.stdout == "emd\n"
+    assert "UserWarning: another package, whose name is otloss" in done.stderr
+    assert "pip uninstall otloss" in done.stderr
+    assert f"pip install --force-reinstall --no-deps {DISTRIBUTION}" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["otloss", "otloss_llm"])
+def test_another_package_that_has_overwritten_our_files_raises(tmp_path: Path, package: str) -> None:
+    done = run_in(installed(tmp_path, THEIR_INIT), f"import {package}")
+    assert re.search(r"ImportError: another package, .*pip uninstall otloss", done.stderr), done.stderr
+
+
+def test_another_package_that_comes_before_ours_raises(tmp_path: Path) -> None:
+    (tmp_path / "first" / "otloss").mkdir(parents=True)
+    (tmp_path / "first" / "otloss" / "__init__.py").write_text("", encoding="utf-8")
+    code = f"import sys; sys.path.insert(1, {str(ROOT)!r}); import otloss_llm"
+    done = run_in(tmp_path / "first", code)
+    assert re.search(r"ImportError: import otloss finds .*first.*pip uninstall otloss", done.stderr), done.stderr

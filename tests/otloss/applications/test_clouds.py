@@ -112,7 +112,6 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
     assert cloud_loss(torch.zeros(0, 4, 2).double(), y, **options).shape == (0,)
 
 
-TWO = [torch.zeros(2, 2)]
 test_bad_input = raising(
     ({"epsilon": None, "metric": "l1"}, "metric='l1' has no default blur; give epsilon"),
     ({"kind": "emd"}, 'epsilon given for kind="emd"'),

@@ -71,13 +71,11 @@ def test_the_best_critic_on_a_line_gives_the_distance() -> None:
 
 
 def test_surroundings() -> None:
-    critic, leaf = Quadratic(), FAKE.clone().requires_grad_()
-    first, second = (gradient_penalty(critic, REAL, leaf, generator=torch.Generator().manual_seed(3)) for _ in range(2))
-    assert torch.equal(first, second)
-    first.backward()
+    leaf = FAKE.clone().requires_grad_()
+    gradient_penalty(Quadratic(), REAL, leaf).backward()
     assert leaf.grad is None
     with torch.no_grad():
-        assert not gradient_penalty(critic, REAL, FAKE).requires_grad
+        assert not gradient_penalty(Quadratic(), REAL, FAKE).requires_grad
     half, ones = nn.Linear(3, 1, dtype=torch.bfloat16), torch.ones(2, 3).bfloat16()
     assert gradient_penalty(half, ones, ones).dtype == torch.float32
 

@@ -85,15 +85,9 @@ def test_gradients_at_ties_and_at_small_epsilon(name: str) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.integers(-20, 20), min_size=1, max_size=12),
-    st.sampled_from([torch.float32, F64]),
-    st.sampled_from([1e-5, 1e-6, 1e-7]),
-    st.data(),
-)
-def test_the_limit_is_the_operator_itself(
-    entries: list[int], dtype: torch.dtype, epsilon: float, data: st.DataObject
-) -> None:
+@given(st.lists(st.integers(-20, 20), min_size=1, max_size=12), st.sampled_from([1e-5, 1e-6, 1e-7]), st.data())
+def test_the_limit_is_the_operator_itself(entries: list[int], epsilon: float, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, F64]))
     x = torch.tensor(entries, dtype=dtype, requires_grad=True)
     spread = max(entries) - min(entries)
     # Whole numbers in a range of 40 for 12 places: a swap costs at least 2 / (40 * 11), or 450 epsilon.
@@ -120,16 +114,6 @@ def test_top_k_of_long_rows_against_a_root_finder(k: int, epsilon: float) -> Non
     actual = soft_top_k(torch.tensor(x), k, epsilon=epsilon)
     np.testing.assert_allclose(actual, expit((2 * u - theta) / epsilon), atol=1e-9 + 1e-15 / epsilon)
     assert float(actual.sum()) == pytest.approx(k, rel=1e-12)
-
-
-def test_hard_rows_are_solved_and_keep_their_order() -> None:
-    x, far = normal(3, 60, seed=6), normal(3, 60, seed=6)
-    far[:, 0] = 1e9
-    for hard in (x.round() + 1e-7 * x, x / normal(3, 60, seed=7).abs(), far, torch.arange(60, dtype=F64)):
-        for epsilon in (1e-7, 1e-5, 1e-3, 1.0):
-            actual = soft_rank(hard, epsilon=epsilon)
-            torch.testing.assert_close(actual.sum(-1), torch.full_like(actual.sum(-1), 60 * 61 / 2))
-            assert (actual.gather(-1, hard.argsort(-1)).diff(dim=-1) >= -1e-6).all()
 
 
 @every_operator
@@ -192,12 +176,9 @@ def projected(z: np.ndarray, w: np.ndarray) -> np.ndarray:
     return actual
 
 
-@given(
-    st.lists(st.lists(st.integers(-4, 4), min_size=5, max_size=5), min_size=1, max_size=40),
-    st.sampled_from([1e-7, 0.3, 1.0, 7.0]),
-)
+@given(st.lists(st.tuples(*[st.integers(-4, 4)] * 5), min_size=1, max_size=40), st.sampled_from([1e-7, 0.3, 1.0, 7.0]))
 @settings(max_examples=40, deadline=None)
-def test_quadratic_operators_are_projections_of_rows_with_ties(entries: list[list[int]], epsilon: float) -> None:
+def test_quadratic_operators_are_projections_of_rows_with_ties(entries: list[tuple[int, ...]], epsilon: float) -> None:
     x, places = torch.tensor(entries, dtype=torch.float32), np.arange(5.0, 0.0, -1.0)
     for row, *actual in zip(x.double().numpy(), rank(x, epsilon), sort(x, epsilon), top_two(x, epsilon), strict=True):
         falling, spread = -np.sort(-row), np.ptp(row)

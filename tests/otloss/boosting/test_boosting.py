@@ -90,9 +90,8 @@ def test_the_bound_holds_without_its_clamp_for_any_cost(seed: int) -> None:
     _, bound = gradients_in_numpy(z, y, NONE, loss=loss, curvature=Curvature(1.0, 2.0, 0.0))
     ratios = []
     for row, label, diagonal in zip(z, y, bound, strict=True):
-        exact = torch.autograd.functional.hessian(
-            lambda s, y=int(label): torch_loss(s, y, settings), torch.tensor(row)
-        ).numpy()
+        of_row = lambda s, y=int(label): torch_loss(s, y, settings)  # noqa: E731
+        exact = torch.autograd.functional.hessian(of_row, torch.tensor(row)).numpy()
         assert np.linalg.eigvalsh(np.diag(diagonal) - exact).min() >= -1e-12 * np.abs(exact).max() - 1e-15
         if np.abs(row).max() < 5:  # what is left of certain rows is rounding
             root = np.diag(1 / np.sqrt(diagonal))
@@ -186,10 +185,8 @@ def test_the_metric_is_the_mean_loss_with_weights() -> None:
 
 
 def test_one_probability_for_two_classes_is_that_of_the_second() -> None:
-    for settings, expected in (
-        ({}, (0.2**2 + 0.4**2) / 2),
-        ({"transport": 0, "cross_entropy": 1}, -(np.log(0.8) + np.log(0.6)) / 2),
-    ):
+    nll = -(np.log(0.8) + np.log(0.6)) / 2
+    for settings, expected in (({}, (0.2**2 + 0.4**2) / 2), ({"transport": 0, "cross_entropy": 1}, nll)):
         metric = xgboost_metric(2, predictions="probabilities", interface="sklearn", **settings)
         for shape in ((2,), (2, 1)):
             assert metric([0, 1], np.array([0.2, 0.6]).reshape(shape)) == pytest.approx(expected, rel=1e-12)

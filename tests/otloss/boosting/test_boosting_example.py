@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 pytest.importorskip("xgboost")
+pytest.importorskip("lightgbm")
 
 EXAMPLE = Path(__file__).parents[3] / "examples/boosting.py"
 
 
 def test_all_arms_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_data: Path) -> None:
-    pytest.importorskip("lightgbm")
     pytest.importorskip("matplotlib").use("agg")
     example = runpy.run_path(str(EXAMPLE))
     with pytest.raises(SystemExit, match=r"missing\.csv lacks ordinal/gagolews/skill\.csv"):
@@ -31,8 +31,7 @@ def test_all_arms_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_d
     assert (tmp_path / "boosting.png").stat().st_size > 10_000
 
 
-def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("lightgbm")
+def test_the_benchmark_runs(tmp_path: Path) -> None:
     from benchmarks import boosting
     from benchmarks.measure import Settings
 
@@ -41,4 +40,3 @@ def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         rows = list(csv.DictReader(stream))
     assert len(rows) == 10
     assert all(float(row["ratio"]) > 0 for row in rows)
-    assert "at most" not in capsys.readouterr().out, "toy sizes get no verdict"

@@ -1,12 +1,16 @@
-"""Costs against loops in float64: rows, products, soft minima, degenerate rows, dtypes, messages."""
+"""Costs against loops in float64: rows, products, soft minima, degenerate rows, dtypes; shortest paths."""
+
+import math
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from otloss.costs import CosineCost, Cost, DenseCost, LineCost, as_cost
+from otloss.costs import CosineCost, Cost, DenseCost, LineCost, as_cost, graph_cost
 from tests.errors import raising
 from tests.otloss.oracles import as_double, check_questions, cosine_matrix
 from tests.otloss.strategies import square_problems
@@ -47,15 +51,6 @@ def test_cosine_rows_are_the_definition(problem: tuple[np.ndarray, np.ndarray, n
     assert dense.max() <= 2
 
 
-@pytest.mark.parametrize("scale", [1e-45, 1e-30, 3e37])
-def test_norms_of_any_size(scale: float) -> None:
-    rows = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.0, 0.0]])
-    scaled = rows.clone()
-    scaled[2] *= scale
-    dense = CosineCost(scaled).dense()
-    torch.testing.assert_close(dense, cosine_matrix(rows).float(), atol=3e-7, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_zero_rows_duplicates_and_precision(dtype: torch.dtype) -> None:
     rows, v = embedding(dtype), torch.rand(40)
@@ -93,4 +88,59 @@ test_bad_input = raising(
     (lambda: three.rows(torch.tensor([-100])), r"index\[0\] is -100.*drop ignored labels"),
     (lambda: as_cost(np.eye(2)), TypeError, r"cost is a ndarray, .*torch.as_tensor\(cost\)"),  # type: ignore[arg-type]
     (lambda: three.softmin(torch.ones(3), torch.tensor([0.0, torch.nan])), "epsilon holds 1 NaN"),
+)
+
+
+def floyd_warshall(lengths: np.ndarray) -> np.ndarray:
+    n = len(lengths)
+    best = np.where((lengths == 0) | np.isinf(lengths), math.inf, lengths)
+    np.fill_diagonal(best, 0.0)
+    for k in range(n):
+        for i in range(n):
+            for j in range(n):
+                best[i, j] = min(best[i, j], best[i, k] + best[k, j])
+    return best
+
+
+def random_graph(n: int, seed: int, *, directed: bool) -> np.ndarray:
+    """A ring, which connects it, and some chords."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.uniform(0.5, 2.0, (n, n)) * (rng.random((n, n)) < 0.3)
+    lengths[np.arange(n), (np.arange(n) + 1) % n] = rng.uniform(0.5, 2.0, n)
+    return lengths if directed else np.maximum(lengths, lengths.T)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 9), st.integers(0, 1000), st.booleans())
+def test_lengths_are_those_of_the_shortest_paths(n: int, seed: int, directed: bool) -> None:
+    lengths = random_graph(n, seed, directed=directed)
+    expected = torch.from_numpy(floyd_warshall(lengths))
+    torch.testing.assert_close(graph_cost(torch.from_numpy(lengths)).dense(), expected)
+    torch.testing.assert_close(graph_cost(scipy.sparse.csr_array(lengths)).dense(), expected)
+    infinite = torch.from_numpy(np.where(lengths == 0, np.inf, lengths))
+    torch.testing.assert_close(graph_cost(infinite).dense(), expected)
+    assert graph_cost(torch.from_numpy(lengths).float()).dtype == torch.float32
+    assert graph_cost(torch.from_numpy(lengths).bfloat16()).dtype == torch.float32
+
+
+def test_a_long_path_and_edges_that_rounding_swallows() -> None:
+    lengths = torch.ones(299, dtype=torch.float64).index_fill(0, torch.tensor(3), 1e-30).diag(1)
+    leaf = (lengths + lengths.T).requires_grad_()
+    length = graph_cost(leaf).dense()[0, -1]
+    assert length == 298
+    assert torch.equal(torch.autograd.grad(length, leaf)[0], torch.ones(299).double().diag(1))
+
+
+def test_stored_zeros_of_a_sparse_matrix_are_edges() -> None:
+    edges = scipy.sparse.csr_array((np.array([0.0, 2.0, 0.0, 2.0]), ([0, 1, 1, 2], [1, 2, 0, 1])), shape=(3, 3))
+    assert graph_cost(edges).dense().tolist() == [[0, 0, 2], [0, 0, 2], [2, 2, 0]]
+    assert graph_cost(edges.astype(np.float32)).dtype == torch.float32
+    assert graph_cost(torch.zeros(1, 1)).dense().tolist() == [[0.0]]
+
+
+test_bad_graphs = raising(
+    (lambda: graph_cost(np.ones((2, 2))), TypeError, "adjacency is a ndarray"),
+    (lambda: graph_cost(torch.tensor([[0.0, -1.0], [1.0, 0.0]])), r"holds -1.0 at \(0, 1\)"),
+    (lambda: graph_cost(torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])), r"holds nan at \(1, 0\)"),
+    (lambda: graph_cost(torch.tensor([[0.0, 1.0], [0.0, 0.0]])), "no path leads from node 1 to node 0"),
 )

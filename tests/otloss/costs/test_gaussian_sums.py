@@ -33,11 +33,10 @@ def _square(x: Tensor, y: Tensor) -> Tensor:
     return (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "axes"),
-    [("a cube", 1), ("a cube", 3), ("a sphere", 2), ("tight clusters", 1), ("tight clusters", 3),
-     ("far from each other", 2)],
-)  # fmt: skip
+KINDS = [("a cube", 1), ("a cube", 3), ("a sphere", 2), ("tight clusters", 1), ("tight clusters", 3)]
+
+
+@pytest.mark.parametrize(("kind", "axes"), [*KINDS, ("far from each other", 2)])
 def test_sums_through_a_grid_are_off_by_the_stated_share(kind: str, axes: int) -> None:
     x, y, p, q = _clouds(kind, axes)
     cost, epsilon = PointCost(x, y), 2 * BLUR[axes] ** 2
@@ -47,9 +46,8 @@ def test_sums_through_a_grid_are_off_by_the_stated_share(kind: str, axes: int) -
     sums = cost.sums_near(f, g, epsilon=epsilon, share=SHARE)
     assert sums is not None
     scores = (f.unsqueeze(-1) + g - cost.dense()) / epsilon
-    torch.testing.assert_close(
-        sums.softmin(b), f - epsilon * (scores + q.log()).logsumexp(-1), rtol=0, atol=SHARE * epsilon
-    )
+    rows = f - epsilon * (scores + q.log()).logsumexp(-1)
+    torch.testing.assert_close(sums.softmin(b), rows, rtol=0, atol=SHARE * epsilon)
     columns = g - epsilon * (scores + p.log().unsqueeze(-1)).logsumexp(0)
     torch.testing.assert_close(sums.T.softmin(a), columns, rtol=0, atol=SHARE * epsilon)
     plan = (scores + p.log().unsqueeze(-1) + q.log()).exp()

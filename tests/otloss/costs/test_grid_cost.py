@@ -20,10 +20,9 @@ from tests.otloss.oracles import check_questions
 
 def loop(cells: tuple[int, ...], power: float, spacing: tuple[float, ...]) -> Tensor:
     where = list(itertools.product(*map(range, cells)))
-    rows = [
-        [sum((s * abs(i - j)) ** power for s, i, j in zip(spacing, a, b, strict=True)) for b in where] for a in where
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
+    pairs = [list(zip(spacing, a, b, strict=True)) for a in where for b in where]
+    rows = torch.tensor([sum((s * abs(i - j)) ** power for s, i, j in pair) for pair in pairs], dtype=torch.float64)
+    return rows.reshape(len(where), len(where))
 
 
 @pytest.mark.parametrize(("cells", "power"), [((5,), 1), ((3, 4), 0.5), ((1, 6), 2), ((2, 3, 4), 1.7), ((1,), 2)])
@@ -118,9 +117,7 @@ def test_implicit_derivatives_of_images_form_no_matrix() -> None:
 
 @pytest.mark.filterwarnings("ignore::otloss.ConvergenceWarning")
 @pytest.mark.parametrize("by_products", [False, True])
-def test_implicit_derivatives_raise_where_parts_hardly_exchange_mass(
-    by_products: bool, request: pytest.FixtureRequest
-) -> None:
+def test_implicit_derivatives_raise_where_parts_hardly_exchange_mass(by_products: bool, request: Any) -> None:
     """The condition is 3e5 at epsilon 0.1 and above 1e15 at 0.02, however far the search got; rounding is no matter."""
     if by_products:
         request.getfixturevalue("small_blocks")
@@ -131,14 +128,14 @@ def test_implicit_derivatives_raise_where_parts_hardly_exchange_mass(
         part /= 2 * part.sum((1, 2), keepdim=True)
     cost = GridCost((9, 9), spacing=1 / 8).to(torch.float64)
     gradients = []
-    for units in (0, 1, -3, 8):
+    for units in (0, 8):
         p, q = corners.flatten(1) * (1 + torch.randint(-1, 2, (2, 81), generator=generator) * units * 2.0**-52)
         value = otloss.sinkhorn(p.requires_grad_(), q, cost, epsilon=0.1, grad="implicit", tolerance=1e-9)
         gradients.append(torch.autograd.grad(value, p)[0])
-        torch.testing.assert_close(gradients[-1], gradients[0], atol=1e-8, rtol=0)
         for options in ({}, {"max_iterations": 10}):
             with pytest.raises(RuntimeError, match='"implicit" has no answer here'):
                 otloss.sinkhorn(p, q, cost, epsilon=0.02, grad="implicit", **options)
+    torch.testing.assert_close(*gradients, atol=1e-8, rtol=0)
 
 
 def test_slow_problems_warn() -> None:

@@ -1,7 +1,5 @@
 """What the linear and multi-layer models learn, against closed forms, other packages and finite differences."""
 
-import warnings
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -57,28 +55,22 @@ def test_no_small_step_lowers_the_objective(model: str, power: int) -> None:
     assert all(naive(best + step) >= least - 1e-12 for step in steps)
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 @pytest.mark.parametrize("model", ["softmax", "cumulative"])
 def test_hidden_layers_learn_what_no_linear_model_can(model: str) -> None:
     random = np.random.default_rng(0)
     X = random.uniform(-2, 2, size=(400, 2))
     y = np.digitize(np.hypot(*X.T), [0.8, 1.4])
     mlp = OrdinalClassifier(model=model, hidden_layer_sizes=(30,), learning_rate=0.02, random_state=0, max_iter=150)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        mlp.fit(X[:300], y[:300])
-    assert mlp.score(X[300:], y[300:]) > 0.9
+    assert mlp.fit(X[:300], y[:300]).score(X[300:], y[300:]) > 0.9
     assert OrdinalClassifier(model=model).fit(X[:300], y[:300]).score(X[300:], y[300:]) < 0.7
 
 
-def network_and_rows(alpha: float = 0.6) -> tuple[OrdinalNetwork, PenalisedLoss, Rows]:
+def test_batches_count_by_their_weight() -> None:
     weight = np.random.default_rng(0).exponential(size=60) ** 3
     rows = Rows.of(X[:60], Y[:60], weight)
-    objective = PenalisedLoss(Criterion(np.arange(3.0), 2, None, 1.0, 0.2), alpha, float(weight.sum()))
-    return OrdinalNetwork((3, 4), np.full(3, 1 / 3), "softmax", np.random.RandomState(0)), objective, rows
-
-
-def test_batches_count_by_their_weight() -> None:
-    network, objective, rows = network_and_rows()
+    objective = PenalisedLoss(Criterion(np.arange(3.0), 2, None, 1.0, 0.2), 0.6, float(weight.sum()))
+    network = OrdinalNetwork((3, 4), np.full(3, 1 / 3), "softmax", np.random.RandomState(0))
     met: list[np.ndarray] = []
 
     def before_step(*_: Any) -> None:
@@ -91,22 +83,6 @@ def test_batches_count_by_their_weight() -> None:
     assert len(met) == 5
     whole = torch.autograd.grad(objective.of_batch(network, rows, repeated=1.0), list(network.parameters()))
     np.testing.assert_allclose(np.mean(met, 0), parameters_to_vector(whole).numpy(), atol=1e-12)
-
-
-def test_adam_returns_the_best_epoch_and_not_the_last() -> None:
-    network, objective, rows = network_and_rows(alpha=0.0)
-    noise = Rows(rows.features[:20], rows.target[20:40], rows.weight[:20])
-    settings: dict[str, Any] = {"learning_rate": 0.3, "batch_size": 60, "patience": 99, "held_out": noise}
-
-    def held_out_loss(epochs: int) -> tuple[int, float]:
-        trained, random = deepcopy(network), np.random.RandomState(0)
-        actual, _ = train_adam(trained, objective, rows[np.arange(20, 60)], epochs=epochs, random=random, **settings)
-        return actual, objective.data_loss(trained(noise.features), noise).item()
-
-    best, loss = held_out_loss(30)
-    assert best < 30
-    assert (best, loss) == held_out_loss(best)
-    assert loss <= min(held_out_loss(epochs)[1] for epochs in (1, 3, best + 5))
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -129,9 +105,8 @@ def test_early_stopping_trains_on_all_rows_and_touches_no_global_state() -> None
 def test_linear_models_show_their_coefficients() -> None:
     X, y = ordered_rows()
     X, labels = X * [1, 3, 0.5] + [5, 0, 9], np.array(NAMES)[y]
-    plain, shared = (
-        OrdinalClassifier(categories=NAMES, model=model).fit(X, labels) for model in ("softmax", "cumulative")
-    )
+    models = (OrdinalClassifier(categories=NAMES, model=model) for model in ("softmax", "cumulative"))
+    plain, shared = (model.fit(X, labels) for model in models)
     np.testing.assert_allclose(softmax(X @ plain.coef_.T + plain.intercept_, 1), plain.predict_proba(X), rtol=1e-9)
     at_most = expit(shared.thresholds_ - X @ shared.coef_.T)
     np.testing.assert_allclose(at_most, shared.predict_distribution(X).cumsum(1)[:, :-1], rtol=1e-9)

@@ -108,12 +108,7 @@ LETTERS, FAR = list("abcde"), [0, 1, 2, 5, 10]
 # mean gap of the classes that are there is the unit in training.
 PLACES: dict[str, tuple[dict[str, Any], Any, list[Any], dict[str, Any]]] = {
     "names": ({"categories": NAMES}, NAMES, NAMES, {}),
-    "classes missing": (
-        {"categories": LETTERS, "values": [0, 1, 2, 5, 10]},
-        list("abd"),
-        LETTERS,
-        {"values": [0, 1, 5]},
-    ),
+    "classes missing": ({"categories": LETTERS, "values": FAR}, list("abd"), LETTERS, {"values": [0, 1, 5]}),
     "by default 1 apart": ({"categories": LETTERS}, list("ace"), LETTERS, {"values": [0, 1, 2], "transport": 2.0}),
     "whole numbers": ({}, [1, 2, 5], [1, 2, 3, 4, 5], {"values": [0, 0.5, 2]}),
     "eight bits": ({}, np.array([10, 20, 30], np.uint8), list(range(10, 31)), {}),
@@ -132,9 +127,8 @@ def test_classes_have_their_places_and_columns_are_sorted(name: str, index: int)
     distribution, places = model.predict_distribution(X), [categories.index(label) for label in labels]
     np.testing.assert_allclose(distribution[:, places], plain.predict_proba(X), atol=1e-6)
     assert not np.delete(distribution, places, 1).any()
-    np.testing.assert_array_equal(
-        model.predict_proba(X), distribution[:, [categories.index(c) for c in sorted(labels)]]
-    )
+    columns = [categories.index(label) for label in sorted(labels)]
+    np.testing.assert_array_equal(model.predict_proba(X), distribution[:, columns])
     np.testing.assert_array_equal(model.predict(X), np.array(labels)[plain.predict(X)])
     values = settings.get("values", np.arange(len(categories)))
     np.testing.assert_allclose(model.expected_value(X), np.asarray(distribution) @ values)
@@ -252,9 +246,10 @@ def test_the_unit_of_values_and_costs_is_no_matter(index: int) -> None:
             np.testing.assert_allclose(other.expected_value(X), scale * plain.expected_value(X))
 
 
-@pytest.mark.parametrize(
-    ("index", "kind", "method"), [(0, "temperature", Temperature), (1, "ordinal", OrdinalRecalibration)]
-)
+METHODS = [(0, "temperature", Temperature), (1, "ordinal", OrdinalRecalibration)]
+
+
+@pytest.mark.parametrize(("index", "kind", "method"), METHODS)
 def test_calibration_is_that_of_the_rows_held_out(index: int, kind: str, method: Any) -> None:
     X, y = ordered_rows(160, 4)
     weight, values = np.random.default_rng(0).exponential(size=160), np.array([0.0, 1.0, 8.0, 9.0])
@@ -281,12 +276,8 @@ def test_decoding_is_the_best_answer_by_enumeration(counts: list[list[int]]) -> 
     P = np.array(counts) / np.sum(counts, 1, keepdims=True)
     values, ranks = np.array([0.0, 1, 3, 7]), np.arange(4)
     cost = np.random.default_rng(0).uniform(size=(4, 4))
-    best = {
-        "median": P @ np.abs(ranks[:, None] - ranks),
-        "mean": P @ (values[:, None] - values) ** 2,
-        "cost": P @ cost,
-        "argmax": 1 - P,
-    }
+    best = {"median": P @ np.abs(ranks[:, None] - ranks), "cost": P @ cost, "argmax": 1 - P}
+    best["mean"] = P @ (values[:, None] - values) ** 2
     for rule, expected in best.items():
         chosen = decode(P, rule, values=values, cost=cost)
         np.testing.assert_allclose(expected[np.arange(len(P)), chosen], expected.min(1), atol=1e-12)

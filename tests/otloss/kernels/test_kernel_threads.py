@@ -1,19 +1,28 @@
-"""How kernels are distributed over threads, in the process itself and in forked ones."""
+"""How kernels run: on threads, in forked processes, until Ctrl-C, and from files that may be damaged."""
 
+import errno
+import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 import otloss
-from otloss._kernels import _threads
+from otloss import _progress
+from otloss._kernels import _cache, _threads
 from otloss._kernels._compile import compiled
 from otloss._kernels._threads import next_task, run_on_threads
+from otloss.extending import eager
 from tests.otloss.draws import draw, normal
 
 
@@ -123,3 +132,112 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_kernels_run_in_a_forked_process() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "0"
+
+
+DTYPES = (np.float32, np.float64)
+
+
+def doubled(x: np.ndarray) -> float:
+    return x.itemsize * 2 * x[0]
+
+
+def is_right(kernel: Any, dtypes: Any = DTYPES) -> bool:
+    return all(kernel(np.full(3, 1.5, dtype)) == 3 * np.dtype(dtype).itemsize for dtype in dtypes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def compilations(folder: Path) -> Callable[[], int]:
+    """Call the kernel as a new process does, for two dtypes; return how often it was compiled."""
+
+    def count() -> int:
+        kernel = compiled()(doubled)
+        assert is_right(kernel)
+        return sum(kernel.stats.cache_misses.values())
+
+    return count
+
+
+def test_damaged_files_and_other_sources_are_compiled_again(folder: Path, compilations: Any, monkeypatch: Any) -> None:
+    assert [compilations(), compilations()] == [2, 0]
+    damages: list[Callable[[bytes], bytes]] = [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + b"?"]
+    for damage in damages:
+        for path in folder.rglob("*.nb?"):
+            path.write_bytes(damage(path.read_bytes()))
+        assert [compilations(), compilations()] == [2, 0]
+    monkeypatch.setattr(_cache, "_digest_of_sources", lambda folder: "another")
+    assert [compilations(), compilations()] == [2, 0]
+
+
+def test_a_full_disk_stops_no_call(folder: Path, compilations: Any, caplog: Any, monkeypatch: Any) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_cache.KernelCache, "_reported", False)
+    monkeypatch.setattr(os, "replace", fails)
+    assert [compilations(), compilations()] == [2, 2]
+    assert sum("cannot be written to" in line for line in caplog.messages) == 1
+    assert not any(path.is_file() for path in folder.rglob("*"))
+
+
+# Both would take far longer than the test waits, on any processor.
+LONG_CALLS = [
+    "otloss.emd(p, q, cost)",
+    "otloss.sinkhorn(None, None, x, epsilon=1e-3, tolerance=1e-300, max_iterations=10**9)",
+]
+PROGRAM = """
+import torch, otloss
+from otloss import _progress
+_progress.SECONDS = 1.0
+p, q, cost = torch.rand(8000).softmax(0), torch.rand(8000).softmax(0), torch.rand(8000, 8000)
+x = otloss.costs.PointCost(torch.randn(1000, 3), torch.randn(1000, 3))
+try:
+    print("begins", flush=True)
+    {call}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print(float(otloss.emd(None, None, torch.rand(700, 700))) > 0, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", LONG_CALLS)
+def test_an_interrupt_ends_a_kernel(call: str) -> None:
+    program = PROGRAM.format(call=call)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == "begins\n"
+            lines = []
+            while not lines or " runs for " not in lines[-1]:
+                lines.append(process.stderr.readline())
+                assert lines[-1], lines
+            assert " left" in lines[-1] or "not known" in lines[-1]
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert out == "interrupted\nTrue\n"
+
+
+def test_a_long_call_says_once_how_long_it_will_take(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 at 6 s to 0.01 at 11 s: three more powers of ten take 7.5 s."""
+    clock = iter([0.0, 1.0, 6.0, 9.0, 11.0, 12.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+
+    @eager
+    def solves_slowly() -> None:
+        for off in (1.0, 1.0, 0.1, 0.01, 1e-3):
+            _progress.report("iterations", torch.tensor([off, off / 2]), tolerance=1e-5)
+
+    with caplog.at_level(logging.WARNING, "otloss"):
+        _progress.report("outside of calls")
+        eager(solves_slowly)()
+    (message,) = caplog.messages
+    assert message.startswith("solves_slowly runs for 11 s: iterations, error 0.01 (to fall to 1e-05)")
+    assert message.endswith("about 7.5 s left")

@@ -18,7 +18,6 @@ from tests.otloss.draws import normal
 NAN, INF = float("nan"), float("inf")
 # Two tokens of one value, one below 0, fractions, a wide gap, text between and beside them.
 VALUES = torch.tensor([NAN, 3.0, 0.0, NAN, 7.0, 3.0, -2.0, 0.5, 40.0, NAN])
-NUMBERS = [1, 2, 4, 5, 6, 7, 8]
 Y = torch.tensor([[1, 2, 0, 4], [-100, 6, 8, 3], [5, 7, 9, 1]])
 FORMS = ("wasserstein", "mse")
 SETTINGS: list[dict[str, Any]] = [
@@ -232,14 +231,13 @@ def test_it_is_that_of_ntloss_where_tokens_are_digits(form: str, over: str) -> N
     theirs = make(tokenizer, reweigh=over == "vocabulary", **({"squash_factor": 2.5} if form == "squashed" else {}))
     labels = torch.randint(len(vocab), (6, 9), generator=torch.Generator().manual_seed(1))
     labels[0, :4] = -100
-    weights, leaf = normal(6, 9, seed=2).abs(), normal(6, 9, len(vocab), seed=3).requires_grad_()
-    for reduction, weight in (("mean", None), ("mean", weights), ("none", weights)):
-        given: dict[str, Any] = {"over": over, "scaling": "absolute", "sample_weight": weight, "reduction": reduction}
+    weight, leaf = normal(6, 9, seed=2).abs(), normal(6, 9, len(vocab), seed=3).requires_grad_()
+    for reduction in ("mean", "none"):
         expected = theirs(leaf, labels, loss_weights=weight, reduction=reduction)
-        actual = number_token_loss(leaf, labels, values, **given, **options)
+        given: dict[str, Any] = {"over": over, "scaling": "absolute", "sample_weight": weight, **options}
+        actual = number_token_loss(leaf, labels, values, reduction=reduction, **given)
         assert expected.abs().sum() > 0
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(grad(actual.sum(), leaf), grad(expected.sum(), leaf), rtol=1e-6, atol=1e-9)
 
 
 V5 = torch.tensor([1.0, 2.0, 4.0, NAN, NAN])

@@ -1,6 +1,8 @@
-"""Ordinal metrics against scikit-learn, scipy, sums over pairs of examples, and the same data with copied examples."""
+"""Ordinal metrics against scikit-learn, scipy and sums over pairs, and scorers within model selection."""
 
+import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,16 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.stats import wasserstein_distance
 from sklearn.calibration import calibration_curve
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import mean_absolute_error
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 import otloss
 from otloss import metrics
+from otloss.estimators import OrdinalClassifier
+from otloss.metrics import scorer
 from tests.errors import raising
 
 NAMES = ["low", "mid", "high", "top", "best"]  # not in the order of the alphabet
@@ -36,15 +44,13 @@ def draw(seed: int, n: int = 40, classes: int = 5) -> tuple[np.ndarray, np.ndarr
     return y, np.clip(y + rng.integers(-1, 3, n), 0, classes - 1), proba
 
 
-decisions = st.integers(1, 30).flatmap(
-    lambda n: st.tuples(*[st.lists(st.integers(0, 4), min_size=n, max_size=n) for _ in range(3)])
-)
+rows = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=30)
 
 
 @settings(deadline=None, max_examples=60)
-@given(decisions)
+@given(rows)
 def test_against_peers_on_weighted_examples_with_absent_classes(drawn: Any) -> None:
-    y, predicted, weight = map(np.array, drawn)
+    y, predicted, weight = np.array(drawn).T
     if weight.sum() == 0:
         weight[0] = 1
     given: dict[str, Any] = {"labels": range(5), "sample_weight": weight}
@@ -110,8 +116,6 @@ def test_intervals_are_those_of_wilson_and_uneven_weights_count_less() -> None:
     np.testing.assert_allclose(plain.interval, np.transpose([(e.low, e.high) for e in exact]), rtol=1e-6)
     (sure,) = metrics.threshold_reliability([0, 0, 1], [[1.0, 0.0]] * 2 + [[0.0, 1.0]])
     np.testing.assert_allclose(sure.interval, [[0.0, 0.342380], [0.793451, 1.0]], atol=1e-6)
-    assert metrics.ranked_probability_score([0], [[1.0]], labels=[0], normalize=True) == 0
-    assert metrics.threshold_calibration_error(y, proba) == pytest.approx(plain.error)
 
 
 def test_calibrated_and_miscalibrated_forecasts() -> None:
@@ -195,3 +199,71 @@ test_bad_input = raising(
     (lambda: metrics.ordinal_emd([0], half, labels=[0, 1, 2]), "2 columns, expected 3.*model.classes_"),
     (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), r"proba\[0\] .* softmax"),
 )
+
+
+GRADES = ["low", "mid", "high"]
+ALL = [
+    "off_by_one_accuracy", "minimum_sensitivity", "ordinal_mae", "macro_mae", "maximum_mae",
+    "ranked_probability_score", "ordinal_emd", "threshold_calibration_error",
+]  # fmt: skip
+LESS_IS_BETTER = ALL[2:]
+
+
+def data(seed: int = 0, n: int = 90) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(n, 2))
+    return X, np.array(GRADES)[np.digitize(X[:, 0] + 0.5 * rng.normal(size=n), [-0.5, 0.7])]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_is_the_metric_of_the_predictions(name: str) -> None:
+    X, y = data()
+    model = LogisticRegression().fit(X[:60], y[:60])
+    predictions: Any = model.predict(X) if name in ALL[:5] else model.predict_proba(X)
+    value = getattr(metrics, name)(y, predictions, labels=GRADES)
+    sign = -1 if name in LESS_IS_BETTER else 1
+    score = scorer(name, labels=GRADES)
+    assert score(model, X, y) == sign * value
+    again = pickle.loads(pickle.dumps(score))
+    assert again(model, X, y) == sign * value
+    weight = np.arange(len(y))
+    weighted = getattr(metrics, name)(y, predictions, labels=GRADES, sample_weight=weight)
+    assert score(model, X, y, sample_weight=weight) == sign * weighted
+
+
+def test_folds_without_some_class_and_predictors_without_classes() -> None:
+    X, y = data()
+    model = LogisticRegression().fit(X[y != "mid"], y[y != "mid"])
+    proba = np.insert(model.predict_proba(X), 2, 0, axis=1)  # sorted: high, low, mid
+    score = scorer("ranked_probability_score", labels=GRADES, normalize=True)
+    assert score(model, X, y) == -metrics.ranked_probability_score(y, proba, labels=GRADES, normalize=True)
+    rounded = SimpleNamespace(predict=lambda X: np.full(len(X), 3))
+    assert scorer("ordinal_mae")(rounded, np.zeros(2), np.array([1, 3])) == -1.0
+
+
+test_bad_scorers = raising(
+    (lambda: scorer("ordinal_emd", labels=GRADES)(StandardScaler(), *data()), TypeError, "StandardScaler has no"),
+    (lambda: scorer("ordinal_mae", vlues=[1, 2]), TypeError, "'vlues' is not an argument of ordinal_mae"),
+    (lambda: scorer("ordinal_mae")(LogisticRegression().fit(*data()), *data()), "are text, .* Pass labels="),
+)
+
+
+def test_the_order_that_a_model_was_told_is_the_default() -> None:
+    X, y = data()
+    model = OrdinalClassifier(categories=GRADES)
+    search = GridSearchCV(make_pipeline(model), {"ordinalclassifier__alpha": [1.0]}, cv=2)
+    for fitted in (make_pipeline(StandardScaler(), model).fit(X, y), search.fit(X, y)):
+        for name in ("ordinal_mae", "ranked_probability_score"):
+            by_default, ordered, other = (scorer(name, labels=k)(fitted, X, y) for k in (None, GRADES, sorted(GRADES)))
+            assert by_default == ordered != other
+
+
+def test_whole_numbers_that_only_the_fold_has_extend_the_range() -> None:
+    X, y = data()
+    ranks = np.array([2, 3, 7])[np.searchsorted(sorted(GRADES), y)]
+    for model in (OrdinalClassifier(), LogisticRegression()):
+        model.fit(X[ranks < 7], ranks[ranks < 7])
+        for name in ("ordinal_mae", "ranked_probability_score"):
+            assert scorer(name)(model, X, ranks) == scorer(name, labels=range(2, 8))(model, X, ranks)
+    with pytest.raises(ValueError, match="expected one of the labels"):
+        scorer("ordinal_mae")(OrdinalClassifier(categories=[2, 3]).fit(X[ranks < 7], ranks[ranks < 7]), X, ranks)

@@ -14,8 +14,6 @@ matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-from tests.errors import raising  # noqa: E402
-
 NAMES = ["poor", "fair", "good", "excellent"]
 
 
@@ -74,9 +72,3 @@ def test_without_matplotlib_the_message_says_what_to_install(without: Callable[[
     without("matplotlib")
     with pytest.raises(ImportError, match=r'^figures need matplotlib: pip install "torch-otloss\[plot\]"$'):
         plotting.plot_transport_plan([[1.0]])
-
-
-test_bad_input = raising(
-    (lambda: plotting.plot_transport_plan(np.ones((2, 3, 3))), r"plan has shape \(2, 3, 3\), expected \(n, m\)"),
-    (lambda: plotting.plot_cdfs(["a"], [[0.5, 0.5]]), "Pass labels="),
-)

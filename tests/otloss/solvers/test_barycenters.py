@@ -54,9 +54,8 @@ def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
         leaf = p.clone().requires_grad_()
         tolerance = 2e-3 if epsilon == 0.05 else None  # answers at falling tau differ by up to 7e-4 there, by rounding
         actual = barycenter(leaf, cost, shares, epsilon=epsilon, debiased=True, tolerance=tolerance)
-        single = barycenter(
-            p.float(), cost.float(), shares.float(), epsilon=epsilon, debiased=True, tolerance=tolerance
-        )
+        narrow = (p.float(), cost.float(), shares.float())
+        single = barycenter(*narrow, epsilon=epsilon, debiased=True, tolerance=tolerance)
         assert (single - actual).abs().sum() < 0.01  # at 0.05 what rounding the inputs to float32 changes
         (gradient,) = torch.autograd.grad(actual @ v, leaf)
         assert torch.isfinite(gradient).all()
@@ -108,10 +107,9 @@ def test_debiased_barycenters_that_do_not_converge_say_so_and_keep_the_mass() ->
     gap[:, 10:20] = 0.0
     below_the_blur = draw(1, 30, seed=1).expand(2, -1)
     for weights, epsilon, most in ((below_the_blur, 0.1, 10_000), (gap, 1e-3, 300), (gap, 0.01, 40)):
+        weights = weights / weights.sum(-1, keepdim=True)
         with pytest.warns(ConvergenceWarning, match="did not converge"):
-            actual = barycenter(
-                weights / weights.sum(-1, keepdim=True), cost, epsilon=epsilon, debiased=True, max_iterations=most
-            )
+            actual = barycenter(weights, cost, epsilon=epsilon, debiased=True, max_iterations=most)
         torch.testing.assert_close(actual.sum(), torch.ones_like(actual[0]), rtol=0.05, atol=0.0)
 
 

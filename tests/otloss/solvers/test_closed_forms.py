@@ -4,6 +4,7 @@ More of their gradients is in test_gradient_matrix.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from torch import Tensor
 import otloss
 from otloss import cdf_distance, sliced_wasserstein, wasserstein_1d, wasserstein_circular, wasserstein_tree
 from tests.errors import raising
-from tests.otloss.linear_programs import check_subgradients, sparse_weights
-from tests.otloss.oracles import as_double, linprog_value
+from tests.otloss.oracles import as_double, check_subgradients, linprog_value, sparse_weights
 from tests.otloss.strategies import line_problems, positions, weights
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -65,9 +65,8 @@ def test_float32_is_as_good_as_its_inputs() -> None:
     for shift in (0.0, 1e6):
         wide = [(w.double() / w.double().sum(-1, keepdim=True)) for w in (p, q)]
         exact = wasserstein_1d(*wide, (x + shift).double(), (y + shift).double(), order=2)
-        torch.testing.assert_close(
-            wasserstein_1d(p, q, x + shift, y + shift, order=2), exact.float(), rtol=1e-6, atol=1e-7
-        )
+        actual = wasserstein_1d(p, q, x + shift, y + shift, order=2)
+        torch.testing.assert_close(actual, exact.float(), rtol=1e-6, atol=1e-7)
     p, q = (torch.rand(50_000, generator=torch.Generator().manual_seed(s)).softmax(-1) for s in (0, 1))
     exact = cdf_distance(p.double() / p.double().sum(), q.double() / q.double().sum(), power=1)
     assert cdf_distance(p, q, power=1).item() == pytest.approx(exact.item(), rel=1e-4)
@@ -138,13 +137,8 @@ def test_a_path_is_a_line(n: int) -> None:
 def clouds(seed: int, n: int, m: int, d: int) -> tuple[np.ndarray, ...]:
     """Points and weights, some of them zero, and three directions."""
     rng = np.random.default_rng(seed)
-    return (
-        rng.normal(size=(n, d)),
-        rng.normal(size=(m, d)),
-        sparse_weights(rng, n),
-        sparse_weights(rng, m),
-        rng.normal(size=(3, d)),
-    )
+    x, y, along = (rng.normal(size=(k, d)) for k in (n, m, 3))
+    return x, y, sparse_weights(rng, n), sparse_weights(rng, m), along
 
 
 @pytest.mark.parametrize(("n", "m", "d", "order"), [(5, 5, 2, 2), (4, 6, 3, 1), (4, 3, 2, 1.5), (1, 3, 1, 2)])
@@ -162,12 +156,8 @@ def test_drawn_directions_are_uniform_and_of_the_generator() -> None:
     shift = torch.tensor([3.0, 0.0, -1.0, 2.0], dtype=torch.float64)
     mean = math.gamma(2) / (math.sqrt(math.pi) * math.gamma(2.5))
     for order, expected in ((2, float(shift @ shift) / 4), (1, float(shift.norm()) * mean)):
-        values = [
-            sliced_wasserstein(
-                x, x + shift, order=order, projections=20_000, generator=torch.Generator().manual_seed(seed)
-            ).item()
-            for seed in (1, 1, 2)
-        ]
+        drawn = partial(sliced_wasserstein, x, x + shift, order=order, projections=20_000)
+        values = [float(drawn(generator=torch.Generator().manual_seed(seed))) for seed in (1, 1, 2)]
         assert values[0] == values[1] != values[2]
         assert values[0] == pytest.approx(expected, rel=0.02)
 

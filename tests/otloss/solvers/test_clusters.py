@@ -1,7 +1,6 @@
 """Large clouds: pairs that are left out of soft minima, and exact transport, as by the dense solvers."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from otloss.solvers.exact import solve_exactly
 from otloss.solvers.exact_clouds import LEAST_PAIRS, solve_between_clouds
 from otloss.solvers.problem import Settings, pose
 
+F64 = torch.float64
 N, M = 1600, 2700  # just above the size from which clusters are used
 
 
@@ -24,32 +24,17 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
-def _square(axes: int) -> tuple[Tensor, Tensor]:
+def cloud(kind: str) -> tuple[Tensor, Tensor]:
+    axes = {"line": 1, "outlier in 3-D": 3}.get(kind, 2)
     generator = _generator()
     rand = {"generator": generator, "dtype": torch.float64}
-    return torch.rand(N, axes, **rand), 0.2 + 0.7 * torch.rand(M, axes, **rand)
-
-
-def _equal_points() -> tuple[Tensor, Tensor]:
-    x, y = _square(2)
-    return x[torch.randint(30, (N,), generator=_generator())], y[torch.randint(40, (M,), generator=_generator())]
-
-
-def _diagonal_far_away() -> tuple[Tensor, Tensor]:
-    x, y = _square(1)
-    return x @ torch.ones(1, 2).double() + 1000, y @ torch.ones(1, 2).double() + 1000.3
-
-
-def _with_an_outlier() -> tuple[Tensor, Tensor]:
-    x, y = _square(3)
-    x[17] = 50.0
+    x, y = torch.rand(N, axes, **rand), 0.2 + 0.7 * torch.rand(M, axes, **rand)
+    if kind == "equal points":
+        return x[torch.randint(30, (N,), generator=generator)], y[torch.randint(40, (M,), generator=generator)]
+    if kind == "diagonal far from the origin":
+        return x[:, :1] + 1000 + 0 * x, y[:, :1] + 1000.3 + 0 * y
+    x[17] = 50.0 if kind == "outlier in 3-D" else x[17]
     return x, y
-
-
-CLOUDS = {
-    "line": lambda: _square(1), "equal points": _equal_points,
-    "diagonal far from the origin": _diagonal_far_away, "outlier in 3-D": _with_an_outlier,
-}  # fmt: skip
 
 
 def _weights(count: int, generator: torch.Generator) -> Tensor:
@@ -59,14 +44,14 @@ def _weights(count: int, generator: torch.Generator) -> Tensor:
     return w / w.sum()
 
 
-@pytest.mark.parametrize(
-    ("cloud", "metric"),
-    [("line", "l1"), ("equal points", "sqeuclidean"), ("diagonal far from the origin", "sqeuclidean"),
-     ("outlier in 3-D", "euclidean")],
-)  # fmt: skip
-def test_what_is_left_out_of_a_soft_minimum_is_a_rounding(cloud: str, metric: str) -> None:
+DIAGONAL = ("diagonal far from the origin", "sqeuclidean")
+OTHERS = [("line", "l1"), ("equal points", "sqeuclidean"), ("outlier in 3-D", "euclidean")]
+
+
+@pytest.mark.parametrize(("kind", "metric"), [DIAGONAL, *OTHERS])
+def test_what_is_left_out_of_a_soft_minimum_is_a_rounding(kind: str, metric: str) -> None:
     # Potentials that solve nothing: rough, with bins that take no part, and with a gradient that moves all minima.
-    points_x, points_y = (points[:1100] for points in CLOUDS[cloud]())
+    points_x, points_y = (points[:1100] for points in cloud(kind))
     generator = _generator()
     for dtype, rounding in ((torch.float32, 2e-6), (torch.float64, 1e-12)):
         x, y = points_x.to(dtype), points_y.to(dtype)
@@ -81,32 +66,20 @@ def test_what_is_left_out_of_a_soft_minimum_is_a_rounding(cloud: str, metric: st
             assert error <= rounding * (epsilon + float(dense.max()) + float(potential.max().abs()) / 10), epsilon
 
 
-@pytest.mark.parametrize(
-    ("cloud", "metric", "dtype"),
-    [("line", "sqeuclidean", torch.float32), ("equal points", "sqeuclidean", torch.float64),
-     ("outlier in 3-D", "euclidean", torch.float64)],
-)  # fmt: skip
-def test_value_and_gradients_equal_those_of_the_matrix(cloud: str, metric: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "metric", "dtype"), [(*OTHERS[0], torch.float32), *((*o, F64) for o in OTHERS[1:])])
+def test_value_and_gradients_equal_those_of_the_matrix(kind: str, metric: str, dtype: torch.dtype) -> None:
     generator = _generator()
-    p, q = _weights(N, generator), _weights(M, generator)
-    x, y = CLOUDS[cloud]()
-    epsilon = 0.01 * math.sqrt(x.shape[-1])
-    expected = _value_and_gradients(p, q, x, y, lambda x, y: PointCost(x, y, metric=metric).dense(), epsilon)
-    got = _value_and_gradients(
-        *(t.to(dtype) for t in (p, q, x, y)), lambda x, y: PointCost(x, y, metric=metric), epsilon
-    )
+    inputs = (_weights(N, generator), _weights(M, generator), *cloud(kind))
+    answers = []
+    for given, dense in ((inputs, True), ([t.to(dtype) for t in inputs], False)):
+        p, q, x, y = leaves = [t.clone().requires_grad_() for t in given]
+        cost = PointCost(x, y, metric=metric)
+        value = sinkhorn(p, q, cost.dense() if dense else cost, epsilon=0.01 * math.sqrt(x.shape[-1]))
+        answers.append((value.detach(), *torch.autograd.grad(value, leaves)))
     tolerance = 1e-8 if dtype == torch.float64 else 1e-4
-    for name, mine, theirs in zip(("value", "p", "q", "x", "y"), got, expected, strict=True):
+    for name, theirs, mine in zip(("value", "p", "q", "x", "y"), *answers, strict=True):
         off = float((mine.double() - theirs).norm() / theirs.norm())
         assert off < tolerance * (1 if name == "value" else 100), (name, off)
-
-
-def _value_and_gradients(
-    p: Tensor, q: Tensor, x: Tensor, y: Tensor, cost: Callable[[Tensor, Tensor], object], epsilon: float
-) -> tuple[Tensor, ...]:
-    given = [t.clone().requires_grad_() for t in (p, q, x, y)]
-    value = sinkhorn(given[0], given[1], cost(given[2], given[3]), epsilon=epsilon)  # type: ignore[arg-type]
-    return value.detach(), *torch.autograd.grad(value, given)
 
 
 LEAST = 1500  # just above the size from which the dense solver is left

