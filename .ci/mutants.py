@@ -32,8 +32,7 @@ MODULES = {
         f"tests/otloss_llm/losses/test_{name}.py" for name in ("statistics", "dense", "token_loss")
     ],
     "otloss/losses/rows.py": [
-        f"tests/otloss/losses/test_{name}.py"
-        for name in ("ordinal_loss", "ordered_labels", "histogram_loss")
+        f"tests/otloss/losses/test_{name}.py" for name in ("ordinal_loss", "ordered_labels", "histogram_loss")
     ],
     "otloss/losses/geometry.py": [
         "tests/otloss/losses/test_ordinal_loss.py",
