@@ -20,9 +20,7 @@ def weights(*shape: int, seed: int = 5) -> Tensor:
     return numbers / numbers.sum(-1, keepdim=True)
 
 
-def transport_problem(
-    batch: tuple[int, ...] = (), *, n: int = 4, m: int = 5, zeros: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def transport_problem(batch: tuple[int, ...] = (), *, n: int = 4, m: int = 5, zeros: bool = True) -> tuple[Tensor, ...]:
     """Weights p and q, with an empty bin each, and costs."""
     p, q = weights(*batch, n), weights(*batch, m, seed=6)
     if zeros:

@@ -262,6 +262,9 @@ Z, Y, T = torch.zeros(2, 3), torch.tensor([0, 1]), torch.full((2, 3), 1 / 3)
 test_bad_input = raising(
     ({"target": torch.tensor([0, 3])}, r"1 values out of range, the first at \(1,\): 3; .* 0 to 2"),
     ({"target": torch.tensor([0, -100])}, "-100; expected 0 to 2. .* ignore_index"),
+    ({"target": torch.tensor([-100, 3]), "ignore_index": -100}, "1 values out of range, .*: 3; expected 0 to 2"),
+    ({"target": torch.zeros(2, 3) > 0}, TypeError, "target has dtype torch.bool"),
+    ({"logits": Z + torch.inf}, r"logits holds 6 NaN or \+inf"),
     ({"target": Y.float()}, TypeError, "target has dtype torch.float32 .* target.long.* histogram_loss"),
     ({"target": torch.eye(3)[:2].long()}, TypeError, r"target.float\(\) for one-hot"),
     ({"target": Y[:, None]}, r"target has shape \(2, 1\), expected class positions \(2,\)"),

@@ -116,6 +116,8 @@ def test_intervals_are_those_of_wilson_and_uneven_weights_count_less() -> None:
     np.testing.assert_allclose(plain.interval, np.transpose([(e.low, e.high) for e in exact]), rtol=1e-6)
     (sure,) = metrics.threshold_reliability([0, 0, 1], [[1.0, 0.0]] * 2 + [[0.0, 1.0]])
     np.testing.assert_allclose(sure.interval, [[0.0, 0.342380], [0.793451, 1.0]], atol=1e-6)
+    assert metrics.ranked_probability_score([0], [[1.0]], labels=[0], normalize=True) == 0
+    assert metrics.threshold_calibration_error(y, proba) == pytest.approx(plain.error)
 
 
 def test_calibrated_and_miscalibrated_forecasts() -> None:
@@ -196,6 +198,7 @@ test_bad_input = raising(
     (lambda: metrics.ordinal_mae(LOW, MID), r"\['a', 'b'\] and \['b', 'a'\].*labels="),
     (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), r"sample_weight\[0\] is -1"),
     (lambda: metrics.ordinal_emd([0], half), "2 columns but y_true holds 1 classes.*Pass labels="),
+    (lambda: metrics.threshold_calibration_error([0, 1], half * 2, strategy="x"), "strategy is 'x'"),
     (lambda: metrics.ordinal_emd([0], half, labels=[0, 1, 2]), "2 columns, expected 3.*model.classes_"),
     (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), r"proba\[0\] .* softmax"),
 )
