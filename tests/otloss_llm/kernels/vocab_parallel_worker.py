@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -149,72 +150,60 @@ class Collectives(TorchDispatchMode):
 # ---- the checks ---------------------------------------------------------------------------------------------------
 
 
-def check_objectives_and_reductions() -> None:
+def cases() -> Iterator[tuple[Problem, dict[str, Any]]]:
+    """Every objective, statistic, reduction, kind of cost and form of a head at least once."""
+    matrix = torch.rand(VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values = torch.tensor(([torch.nan, 0.0, 7.0, 3.5, torch.nan, -2.0, 7.0] * VOCAB)[:VOCAB], dtype=torch.float64)
+    weights = torch.linspace(0, 2, 37, dtype=torch.float64)
+    capped = replace(problem(1, bias=False, batch=(3, 13)), scale=0.7, softcap=4.0)
+    sharp = problem(5, sharpness=20.0, dtype=torch.float32)  # some logits underflow
+    mixed = MixedCost(NumberCost(values), EmbeddingCost(problem().embedding))
     for index, (objective, _) in enumerate(OBJECTIVES.values()):
         given = problem(dtype=(torch.float64, torch.float32)[index // 2 % 2])
-        assert_as_in_one_process(given, blocks()[index % 2], objective=objective, **REDUCTIONS[index % 4])
+        yield given, {"objective": objective, **REDUCTIONS[index % 4]}
+    yield problem(dtype=torch.float32), {"objective": everything}
+    yield problem(), {"objective": everything, "cost": NumberCost(values), "reduction": "none"}
+    yield from ((problem(8), {"token_weight": weights, **settings}) for settings in REDUCTIONS)
+    yield capped, {}
+    yield sharp, {}
+    yield sharp, {"objective": lambda nll, entropy: nll + entropy}
+    yield problem(2), {"objective": MLE(), "cost": None, "chunk_size": None}
+    yield problem(3, batch=(1,), ignored=0.0), {}
+    yield problem(4, dtype=torch.bfloat16), {}
+    yield problem(), {"cost": DenseCost(matrix)}
+    yield problem(dtype=torch.float32), {"cost": LineCost(torch.arange(VOCAB).float())}
+    yield problem(), {"cost": NumberCost(values, scaling="log"), "objective": NumberToken(0.4)}
+    yield problem(), {"cost": mixed, "reduction": "none"}
+    yield problem(), {"cost": RatingCost(values), "objective": ExpectedValue(0.4)}
 
 
-def check_statistics() -> None:
-    """Entropy, logsumexp and mean logit, whose columns are in all processes, and costs of few columns beside them."""
-    values = torch.tensor(([torch.nan, 0.0, 7.0, 3.5, torch.nan, -2.0, 7.0] * VOCAB)[:VOCAB], dtype=torch.float64)
-    for sizes in blocks():
-        for dtype in (torch.float64, torch.float32):
-            assert_as_in_one_process(problem(dtype=dtype), sizes, objective=everything)
-        assert_as_in_one_process(problem(), sizes, objective=everything, cost=NumberCost(values), reduction="none")
-        sharp = problem(5, sharpness=20.0, dtype=torch.float32)
-        assert_as_in_one_process(sharp, sizes, objective=lambda nll, entropy: nll + entropy)
-        given = problem(6)
-        assert given.bias is not None
-        given.bias[sum(sizes[:-1]) :] = -torch.inf  # all columns of a process
-        given.labels = given.labels.clamp(max=sum(sizes[:-1]) - 1) if sizes[0] else given.labels
-        if sizes[0]:
-            assert_as_in_one_process(given, sizes, objective=lambda nll, entropy: nll + entropy)
-            assert_as_in_one_process(given, sizes, objective=GEM(0.7))
+def check_all_cases() -> None:
+    for given, settings in cases():
+        for sizes in blocks():
+            assert_as_in_one_process(given, sizes, **settings)
 
 
-def check_token_weights_and_log_probabilities() -> None:
-    given = problem(8)
-    weights = torch.rand(given.labels.shape, dtype=torch.float64)
-    dist.broadcast(weights, 0)
-    for sizes in blocks():
-        for settings in REDUCTIONS:
-            assert_as_in_one_process(given, sizes, token_weight=weights, **settings)
-        results = []
-        for leaves, group in ((given.leaves(), None), (leaves_of(given, sizes), dist.group.WORLD)):
-            made = token_statistics(*leaves[:2], given.labels, bias=leaves[2], process_group=group, temperature=0.7)
-            backward(made.log_prob.sum() * 0.3 + (made.entropy.square() * weights).sum())
-            results.append([*made, leaves[0].grad])
-        for got, want in zip(*reversed(results), strict=True):
-            assert_close(got, want, 1e-12)
-            assert_same_everywhere(got)
-    with raises_everywhere(ValueError, "made different calls"):
-        shared(leaves_of(given, sizes), given, token_weight=weights + dist.get_rank())
+def check_log_probabilities() -> None:
+    given, sizes, results = problem(8), blocks()[0], []
+    for leaves, group in ((given.leaves(), None), (leaves_of(given, sizes), dist.group.WORLD)):
+        made = token_statistics(*leaves[:2], given.labels, bias=leaves[2], process_group=group, temperature=0.7)
+        backward(made.log_prob.sum() * 0.3 + made.entropy.square().sum())
+        results.append([*made, leaves[0].grad])
+    for got, want in zip(*reversed(results), strict=True):
+        assert_close(got, want, 1e-12)
+        assert_same_everywhere(got)
 
 
-def check_forms_of_the_head() -> None:
-    capped = problem(1, bias=False, batch=(3, 13))
-    capped.scale, capped.softcap = 0.7, 4.0
-    for sizes in blocks():
-        assert_as_in_one_process(capped, sizes)
-        assert_as_in_one_process(problem(2), sizes, objective=MLE(), cost=None, chunk_size=None)
-        assert_as_in_one_process(problem(3, batch=(1,), ignored=0.0), sizes)
-        assert_as_in_one_process(problem(4, dtype=torch.bfloat16), sizes)
-        assert_as_in_one_process(problem(5, sharpness=20.0, dtype=torch.float32), sizes)  # some logits underflow
-
-
-def check_costs() -> None:
+def check_sharded_costs() -> None:
+    """Bit for bit those of the whole embedding."""
     for dtype in (torch.float64, torch.float32):
         given = problem(dtype=dtype)
         given.embedding[21:] = given.embedding[:20] * 3  # duplicate tokens of different processes
         given.embedding[12] = 0.0
-        matrix = torch.rand(VOCAB, VOCAB, dtype=dtype, generator=torch.Generator().manual_seed(0))
         for sizes in blocks():
-            for cost in (DenseCost(matrix), LineCost(torch.arange(VOCAB).to(dtype))):
-                assert_as_in_one_process(given, sizes, cost=cost)
             sharded = ShardedEmbeddingCost(own(given.embedding, sizes), dist.group.WORLD)
             assert_as_in_one_process(given, sizes, sharded)
-            outs = [  # bit for bit
+            outs = [
                 shared(leaves_of(given, sizes), given, cost=cost) for cost in (sharded, EmbeddingCost(given.embedding))
             ]
             assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))  # type: ignore[arg-type]
@@ -230,17 +219,6 @@ def check_costs() -> None:
         token_loss(torch.zeros(3, VOCAB), torch.tensor([1, 2, 3]), objective=EMO(), cost=sharded)
 
 
-def check_costs_of_numbers() -> None:
-    """The few columns of a `NumberCost` and the written-over rows of a `MixedCost`, cut where a process ends."""
-    given = problem()
-    values = torch.tensor(([torch.nan, 0.0, 7.0, 3.5, torch.nan, -2.0, 7.0] * VOCAB)[:VOCAB], dtype=torch.float64)
-    mixed = MixedCost(NumberCost(values), EmbeddingCost(given.embedding))
-    for sizes in blocks():
-        assert_as_in_one_process(given, sizes, cost=NumberCost(values, scaling="log"), objective=NumberToken(0.4))
-        assert_as_in_one_process(given, sizes, cost=mixed, reduction="none")
-        assert_as_in_one_process(given, sizes, cost=RatingCost(values), objective=ExpectedValue(0.4))
-
-
 def check_masked_columns() -> None:
     """A process with masked columns only, for tokens whose labels are in another; and a row that is masked entirely."""
     for dtype in (torch.float64, torch.float32):
@@ -252,7 +230,8 @@ def check_masked_columns() -> None:
             inside = (given.labels >= start) & (given.labels < stop)
             given.labels[inside] = 0
             if start:
-                assert_as_in_one_process(given, sizes)
+                for objective in (EMO(), GEM(0.7), lambda nll, entropy: nll + entropy):
+                    assert_as_in_one_process(given, sizes, objective=objective)
                 given.labels[5] = stop - 1
             with raises_everywhere(ValueError, "its logit is -inf"):
                 shared(leaves_of(given, sizes), given)
@@ -264,8 +243,6 @@ def check_errors() -> None:
     leaves = leaves_of(given, sizes)
     with raises_everywhere(ValueError, "process 0 of the group got invalid arguments"):
         shared([leaves[0], leaves[1][:, 1:] if first else leaves[1], leaves[2]], given)
-    with raises_everywhere(TypeError if first else ValueError, "expected one dtype"):
-        shared([leaves[0], leaves[1].float() if first else leaves[1], leaves[2]], given)
     with raises_everywhere(ValueError, "made different calls"):
         shared(leaves, given, chunk_size=6 if first else 7)
     other = problem()
@@ -280,12 +257,9 @@ def check_errors() -> None:
         shared(leaves, given, impl="reference")
     with raises_everywhere(ValueError, "expected the same: build the cost from the same blocks", same=True):
         shared(leaves, given, cost=ShardedEmbeddingCost(own(given.embedding, blocks()[1]), dist.group.WORLD))
-    broken = own(given.embedding, sizes).clone()
-    broken[0] = torch.nan if first else 1.0
-    with raises_everywhere(ValueError, "row 0 holds a NaN"):
-        ShardedEmbeddingCost(broken, dist.group.WORLD)
-    with raises_everywhere(ValueError, "a sharded cost needs", same=True):
-        ShardedEmbeddingCost(broken)
+    weights = torch.ones(given.labels.shape) + dist.get_rank()
+    with raises_everywhere(ValueError, "made different calls"):
+        shared(leaves, given, token_weight=weights)
 
 
 def check_nothing_to_score() -> None:
@@ -330,10 +304,6 @@ def check_the_check_of_arguments() -> None:
         results.append(calls.gathers)
         assert_close(out.loss, want.loss, 1e-12)
     assert results == [1 + 6, 6]
-    made = token_statistics(*leaves[:2], given.labels, bias=leaves[2], process_group=dist.group.WORLD, check="first")
-    assert_close(made.log_prob, -want.nll, 1e-12)
-    with raises_everywhere(ValueError, "check is 'never', expected one of", same=True):
-        shared(leaves, given, check="never")
 
 
 def check_autograd() -> None:

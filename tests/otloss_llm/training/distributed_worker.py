@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -111,7 +117,7 @@ def split(folder: Path, objective: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def with_tp_plan(folder: Path, *, parallel: bool) -> dict[str, Any]:
+def with_tp_plan(folder: Path, *, parallel: bool = True) -> dict[str, Any]:
     """A short run of a model that transformers has sharded by its own plan; or of the same model whole."""
     import accelerate
 
@@ -119,11 +125,9 @@ def with_tp_plan(folder: Path, *, parallel: bool) -> dict[str, Any]:
     model: Any = tiny_model("llama", **sizes)
     if parallel:
         accelerate.ParallelismConfig._validate_accelerator = lambda *_: None  # it wants GPUs
-        model.save_pretrained(folder / f"model-{os.environ['RANK']}")
-        dist.init_process_group("gloo")
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder / f"model-{os.environ['RANK']}", tp_plan="auto", dtype=torch.float32
-        )
+        model.save_pretrained(folder / "model")  # of the first process alone
+        dist.barrier()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto", dtype=torch.float32)
         assert hasattr(model.lm_head.weight, "placements")
     made = trainer(folder / "run", model, objective="emo", optim="sgd", gradient_accumulation_steps=2)
     made.train()
@@ -146,11 +150,10 @@ def let_accelerate_shard_on_a_cpu() -> None:
     state.AcceleratorState.__init__ = with_fsdp
 
 
-def own_half(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    return {key: value.chunk(size)[rank] for key, value in batch.items()}
+# ---- one step of a model, without a trainer --------------------------------------------------------------------------
 
 
-def model_named(name: str) -> nn.Module:
+def model_named(name: str) -> Any:
     """A model of tiny_models; "lora" and "lora-head" adapt "llama", the latter with a trained copy of the head."""
     if not name.startswith("lora"):
         return tiny_model(name)
@@ -168,191 +171,130 @@ def model_named(name: str) -> nn.Module:
     return model
 
 
-def expected_step(name: str, batch: dict[str, Tensor], num_items: int) -> tuple[Tensor, dict[str, Tensor]]:
-    model = model_named(name)
-    loss = step(model, batch, cost=EmbeddingCost.from_model(model), num_items=num_items)
-    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+def whole_weights(model: Any) -> list[Tensor]:
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [p.detach().clone() for p in model.module.parameters()]
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
 
 
-def compare(
-    model: nn.Module, loss: Tensor, expected: tuple[Tensor, dict[str, Tensor]], size: int, group: Any = None
-) -> float:
-    """Largest relative error of the summed loss and the averaged gradients (times the number of processes)."""
-    dist.all_reduce(loss, group=group)
-    errors = [float((loss - expected[0]).abs() / expected[0])]
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        gradient: Any = parameter.grad
-        assert gradient is not None, name
-        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        want = expected[1][name.removeprefix("module.")]
-        errors.append(float((full * size - want).norm() / (want.norm() + 1e-4)))
-    return max(errors)
+def error_of_a_step(name: str, wrap: Callable[[Any], Any], *, idle: bool = False, mesh: Any = None) -> float:
+    """Largest relative error, of the loss and of the weights after a step of SGD, against one process.
 
-
-def sharded(name: str, rank: int, size: int, *, head_apart: bool, reshard: bool) -> float:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (size,))
-    batch = tiny_batch(rows=4)
-    num_items = int((aligned(batch["labels"]) != -100).sum())
-    expected = expected_step(name, batch, num_items)
-    model: Any = model_named(name)
-    cost = EmbeddingCost.from_model(model)
-    llama = model.get_base_model() if name.startswith("lora") else model
-    for layer in llama.model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    if head_apart:
-        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    loss = step(model, own_half(batch, rank, size), cost=cost, num_items=num_items)
-    error = compare(model, loss.detach().clone(), expected, size)
-    assert torch.equal(EmbeddingCost.from_model(model).dense(), cost.dense())  # gathers the shards of the head
-    return error
-
-
-def flattened(name: str, rank: int, size: int) -> float:
-    """FSDP1, whose parameters are views of flat ones: after a step of SGD every weight is that of one process."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    batch = tiny_batch(rows=4)
-    num_items = int((aligned(batch["labels"]) != -100).sum())
-    one: Any = tiny_model(name)
-    cost = EmbeddingCost.from_model(one)
-    loss = step(one, batch, cost=cost, num_items=num_items)
-    torch.optim.SGD(one.parameters(), lr=1.0).step()
-    model = FullyShardedDataParallel(
-        tiny_model(name), sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True,
-        device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({type(one.model.layers[0])}),
-    )  # fmt: skip
-    own = step(model, own_half(batch, rank, size), cost=cost, num_items=num_items).detach().clone()
-    torch.optim.SGD(model.parameters(), lr=float(size)).step()  # FSDP averages over processes
-    dist.all_reduce(own)
-    errors = [float((own - loss).abs() / loss)]
-    with FullyShardedDataParallel.summon_full_params(model):
-        for (_, got), want in zip(model.module.named_parameters(), one.parameters(), strict=True):
-            errors.append(float((got - want).norm() / want.norm()))
-    return max(errors)
-
-
-def on_a_grid() -> float:
-    """FSDP2 along one axis of a 2 x 2 mesh, a head in shards along the other."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    batch = tiny_batch(rows=4)
-    num_items = int((aligned(batch["labels"]) != -100).sum())
-    expected = expected_step("llama", batch, num_items)
-    model: Any = tiny_model("llama")
-    cost = EmbeddingCost.from_model(model)
-    parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh["data"])
-    loss = (
-        step(model, own_half(batch, mesh["data"].get_local_rank(), 2), cost=cost, num_items=num_items).detach().clone()
-    )
-    return compare(model, loss, expected, 2, mesh["data"].get_group())
-
-
-def partitioned(name: str, rank: int, size: int) -> float:
-    """ZeRO stage 3 of DeepSpeed: the weights after two steps of SGD are those of one process."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    from otloss_llm.models.heads import find_head
-
-    batches = [tiny_batch(seed, rows=4) for seed in range(2)]
-    items = [int((aligned(batch["labels"]) != -100).sum()) for batch in batches]
-    one: Any = tiny_model(name)
-    cost = EmbeddingCost.from_model(one)
-    plain = torch.optim.SGD(one.parameters(), lr=1.0)
-    for batch, count in zip(batches, items, strict=True):
-        plain.zero_grad()
-        step(one, batch, cost=cost, num_items=count)
-        plain.step()
-    model = tiny_model(name)
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    config = {"train_batch_size": 2 * size, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
-    optimizer = torch.optim.SGD(model.parameters(), lr=float(size))  # gradients are averaged over processes
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
-    assert torch.equal(EmbeddingCost.from_model(model).unit, cost.unit)  # gathers
-    for batch, count in zip(batches, items, strict=True):
-        half = own_half(batch, rank, size)
-        inputs = {key: value for key, value in half.items() if key != "labels"}
-        score = scorer(aligned(half["labels"]), objective=EMO(), cost=cost, num_items=count, chunk_size=5)
-        with fused_loss(engine, measure_transform(engine, inputs), score):
-            loss = engine(**inputs)["loss"]
-        engine.backward(loss)
-        engine.step()
-    assert not model.get_parameter("model.embed_tokens.weight").numel()  # partitioned again
-    assert find_head(model).weight.shape == one.lm_head.weight.shape
-    errors = []
-    for got, want in zip(model.parameters(), one.parameters(), strict=True):
-        with deepspeed.zero.GatheredParameters(got):
-            errors.append(float((got - want).norm() / want.norm()))
-    return max(errors)
-
-
-def replicated(name: str, rank: int, size: int, *, idle: bool) -> float:
-    """Plain DDP; `idle`: the second rank has nothing but ignored labels, and still takes part."""
+    `idle`: the last rank has nothing but ignored labels, and still takes part. Data is split along `mesh`, if given.
+    """
+    rank, size, group = dist.get_rank(), dist.get_world_size(), None
+    if mesh is not None:
+        rank, size, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
     batch = tiny_batch(rows=4)
     if idle:
         batch["labels"][2:] = -100
     num_items = int((aligned(batch["labels"]) != -100).sum())
-    expected = expected_step(name, batch, num_items)
-    model = DistributedDataParallel(tiny_model(name))
-    cost = EmbeddingCost.from_model(model.module)
-    loss = step(model, own_half(batch, rank, size), cost=cost, num_items=num_items)
-    return compare(model, loss.detach().clone(), expected, size)
+    one = model_named(name)
+    cost = EmbeddingCost.from_model(one)
+    want = step(one, batch, cost=cost, num_items=num_items)
+    torch.optim.SGD(one.parameters(), lr=1.0).step()
+    model = wrap(model_named(name))
+    half = {key: value.chunk(size)[rank] for key, value in batch.items()}
+    got = step(model, half, cost=cost, num_items=num_items).detach().clone()
+    torch.optim.SGD(model.parameters(), lr=float(size)).step()  # gradients are averaged over processes
+    dist.all_reduce(got, group=group)
+    pairs = [(got, want), *zip(whole_weights(model), one.parameters(), strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def fsdp2(mesh: Any, *, head_apart: bool = False, reshard: bool = True) -> Callable[[Any], Any]:
+    def wrap(model: Any) -> Any:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        before = EmbeddingCost.from_model(model).dense()
+        for part in (*base.model.layers, *([base.lm_head] if head_apart else []), model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+        if mesh.size() == dist.get_world_size():
+            assert torch.equal(EmbeddingCost.from_model(model).dense(), before)  # gathers the shards of the head
+        return model
+
+    return wrap
+
+
+def fsdp1(model: Any) -> Any:
+    """Whose parameters are views of flat ones."""
+    return FullyShardedDataParallel(
+        model, sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True,
+        device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+    )  # fmt: skip
+
+
+def steps(folder: Path) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        "ddp": error_of_a_step("llama", DistributedDataParallel),
+        "ddp-tied": error_of_a_step("llama-tied", DistributedDataParallel),
+        "ddp-idle": error_of_a_step("llama", DistributedDataParallel, idle=True),
+        "fsdp": error_of_a_step("llama", fsdp2(mesh)),
+        "fsdp-tied": error_of_a_step("llama-tied", fsdp2(mesh)),
+        "fsdp-head-apart": error_of_a_step("llama", fsdp2(mesh, head_apart=True)),
+        "fsdp-kept": error_of_a_step("llama", fsdp2(mesh, head_apart=True, reshard=False)),
+        "fsdp-lora": error_of_a_step("lora", fsdp2(mesh)),
+        "fsdp-lora-head": error_of_a_step("lora-head", fsdp2(mesh)),
+        "fsdp1": error_of_a_step("llama", fsdp1),
+        "fsdp1-tied": error_of_a_step("llama-tied", fsdp1),
+    }
+
+
+def grid(folder: Path) -> dict[str, float]:
+    """FSDP2 along one axis of a 2 x 2 mesh, a head in shards along the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def wrap(model: Any) -> Any:
+        parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh["data"])
+        return model
+
+    return {"grid": error_of_a_step("llama", wrap, mesh=mesh["data"])}
+
+
+def zero(folder: Path) -> dict[str, float]:
+    """ZeRO stage 3 of DeepSpeed."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    size, batch = dist.get_world_size(), tiny_batch(rows=4)
+    items = int((aligned(batch["labels"]) != -100).sum())
+    one, model = tiny_model("llama-tied"), tiny_model("llama-tied")
+    cost = EmbeddingCost.from_model(one)
+    step(one, batch, cost=cost, num_items=items)
+    torch.optim.SGD(one.parameters(), lr=1.0).step()
+    partition = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_batch_size": 2 * size, "zero_optimization": partition, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(size))
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    assert torch.equal(EmbeddingCost.from_model(model).unit, cost.unit)  # gathers
+    inputs = {key: value.chunk(size)[dist.get_rank()] for key, value in batch.items()}
+    score = scorer(aligned(inputs.pop("labels")), objective=EMO(), cost=cost, num_items=items, chunk_size=5)
+    with fused_loss(engine, measure_transform(engine, inputs), score):
+        loss = engine(**inputs)["loss"]
+    engine.backward(loss)
+    engine.step()
+    errors = []
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters(got):
+            errors.append(float((got - want).norm() / want.norm()))
+    return {"zero": max(errors)}
 
 
 def main() -> None:
     check, folder = sys.argv[1], Path(sys.argv[2])
     if check.startswith(("ddp", "fsdp")):
         fsdp = check.startswith("fsdp")
-        made = {kind: run(folder / kind, check, BATCH, fsdp, given) for kind, given in objectives(fsdp).items()}
+        made: Any = {kind: run(folder / kind, check, BATCH, fsdp, given) for kind, given in objectives(fsdp).items()}
         if not fsdp:
             made["split"] = {objective: split(folder / "split" / objective, objective) for objective in ("mle", "emo")}
-        if int(os.environ["RANK"]) == 0:
-            torch.save(made, folder / f"{check}.pt")
-    elif check == "tensor":
-        made = with_tp_plan(folder, parallel=True)
-        if dist.get_rank() == 0:
-            torch.save(made, folder / "tensor.pt")
-    elif check == "grid":
-        dist.init_process_group("gloo")
-        errors = {"model": on_a_grid()}
-        if dist.get_rank() == 0:
-            torch.save(errors, folder / "errors.pt")
-    elif check == "zero":
-        dist.init_process_group("gloo")
-        errors = {name: partitioned(name, dist.get_rank(), dist.get_world_size()) for name in ("llama", "llama-tied")}
-        if dist.get_rank() == 0:
-            torch.save(errors, folder / "errors.pt")
     else:
         dist.init_process_group("gloo")
-        rank, size = dist.get_rank(), dist.get_world_size()
-        errors = {
-            "ddp": replicated("llama", rank, size, idle=False),
-            "ddp-tied": replicated("llama-tied", rank, size, idle=False),
-            "ddp-idle": replicated("llama", rank, size, idle=True),
-            "fsdp": sharded("llama", rank, size, head_apart=False, reshard=True),
-            "fsdp-tied": sharded("llama-tied", rank, size, head_apart=False, reshard=True),
-            "fsdp-head-apart": sharded("llama", rank, size, head_apart=True, reshard=True),
-            "fsdp-kept": sharded("llama", rank, size, head_apart=True, reshard=False),
-            "fsdp-lora": sharded("lora", rank, size, head_apart=False, reshard=True),
-            "fsdp-lora-head": sharded("lora-head", rank, size, head_apart=False, reshard=True),
-            "fsdp1": flattened("llama", rank, size),
-            "fsdp1-tied": flattened("llama-tied", rank, size),
-        }
-        if rank == 0:
-            torch.save(errors, folder / "errors.pt")
+        made = {"steps": steps, "grid": grid, "zero": zero, "tensor": with_tp_plan}[check](folder)
+    if int(os.environ["RANK"]) == 0:
+        torch.save(made, folder / "made.pt")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
