@@ -16,7 +16,7 @@ pytest.importorskip("geomloss")
 pytest.importorskip("ot")
 
 
-from benchmarks import epsilon_plot, memory, reports, solver_peers
+from benchmarks import memory, reports, solver_peers
 from benchmarks.__main__ import main
 from benchmarks.inputs import BESIDE, INPUTS, with_inputs
 from benchmarks.measure import FOLDER, Limit, Settings, Timing, ratios
@@ -71,28 +71,13 @@ def test_without_data_the_tracked_results_do_not_change(
 
 
 @pytest.mark.slow
-def test_figures(tmp_path: Path) -> None:
-    run("scaling", tmp_path)
-    assert {row["axis"] for row in rows(tmp_path / "scaling.csv")} == {"N", "V", "u"}
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
-    result = epsilon_plot.measured([1.0, 0.1], batch=2, n=6, rounds=1)
-    assert (result["errors"]["linear"] < result["errors"]["value"]).all()
-    epsilon_plot.draw(tmp_path / "figure.png", [1.0, 0.1], result, title="small")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_solvers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = run("solvers", tmp_path)
-    assert "| work" not in capsys.readouterr().out
-    assert {row["case"].split(",")[0] for row in kept} >= {"exact", "entropic", "line", "divergence"}
-
-
-@pytest.mark.slow
-def test_barycenters(tmp_path: Path) -> None:
-    errors = [float(row["error"]) for row in run("barycenters", tmp_path)]
+@pytest.mark.parametrize(("name", "most"), [("barycenters", 1e-4), ("scaling_clouds", 1e-9), ("solvers", 1.0)])
+def test_contestants_agree(name: str, most: float, tmp_path: Path) -> None:
+    kept = run(name, tmp_path)
+    exact = [row for row in kept if name != "scaling_clouds" or row["case"].startswith("exact")]
+    errors = [float(row["error"].split()[0]) for row in exact if row["error"]]
     assert errors
-    assert max(errors) < 1e-4, "ours and POT agree"
+    assert max(errors) < most
 
 
 def test_single_problems(tmp_path: Path) -> None:
@@ -104,12 +89,10 @@ def test_single_problems(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_scaling_clouds(tmp_path: Path) -> None:
-    kept = run("scaling_clouds", tmp_path)
-    errors = [float(row["error"].split()[0]) for row in kept if row["case"].startswith("exact")]
-    assert len(errors) == 2 * 5
-    assert max(errors) < 1e-9, "every contestant solves the same problem"
-    assert (tmp_path / "scaling_clouds.png").stat().st_size > 10_000
+def test_scaling(tmp_path: Path) -> None:
+    run("scaling", tmp_path)
+    assert {row["axis"] for row in rows(tmp_path / "scaling.csv")} == {"N", "V", "u"}
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
 def test_references_of_hard_clouds_agree_with_ours() -> None:
@@ -125,17 +108,6 @@ def test_references_of_hard_clouds_agree_with_ours() -> None:
 
 
 @pytest.mark.slow
-def test_hard_clouds(tmp_path: Path) -> None:
-    """What takes longer than its limit has a row that says so."""
-    run("hard_clouds", tmp_path, "--names", "otloss", "GeomLoss 0.5", "--limit", "60")
-    kept = rows(tmp_path / "hard_clouds.csv")
-    assert {row["name"] for row in kept} == {"otloss", "GeomLoss 0.5"}
-    assert all(row["converged"] == "yes" for row in kept if row["name"] == "otloss")
-    run("hard_clouds", tmp_path, "--names", "otloss", "--kinds", "uniform", "--sizes", "700", "--limit", "0.001")
-    assert [row["note"] for row in rows(tmp_path / "hard_clouds.csv") if row["size"] == "700"] == ["over 0.001 s"]
-
-
-@pytest.mark.slow
 def test_gradients(tmp_path: Path) -> None:
     run("gradients", tmp_path)
     page = (tmp_path / "gradients.md").read_text(encoding="utf-8")
@@ -145,14 +117,9 @@ def test_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_data
-def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers(tmp_path: Path) -> None:
     pytest.importorskip("ntloss")
-    kept = run("numbers", tmp_path)
-    said = capsys.readouterr().out
-    assert "added by number_token, 10 digits / added by ntloss digits" in said
-    assert "| (number_token, all numbers - otloss MLE) / otloss MLE" in said
-    assert {row["benchmark"] for row in kept} == {"numbers", "numbers narrow", "numbers memory"}
-    assert all("% of labels numbers" in row["case"] for row in kept)
+    assert {row["benchmark"] for row in run("numbers", tmp_path)} == {"numbers", "numbers narrow", "numbers memory"}
 
 
 def test_number_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,31 +154,23 @@ def test_measures_of_number_regression() -> None:
     assert actual["greedy", "mae"] == pytest.approx(2 * float((shares.argmax(-1) - y).abs().double().mean()))
 
 
-def test_place_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights by place are those of the digits; distributions sum to 1; runs that are there are not repeated."""
+def test_place_values(tmp_path: Path) -> None:
+    """Weights by place are those of the digits; runs that are there are not repeated."""
     from benchmarks import place_values as places
     from otloss_llm import NumberCost, NumberToken, token_loss
 
     torch.manual_seed(0)
     z, y = torch.randn(4, 3, 12), torch.tensor([[1, 2, 3]] * 4)
-    one, other = (places.loss_of(f"number_token, {weights}", 0)(z, y) for weights in ("place", "reverse"))
+    one = places.loss_of("number_token, place", 0)(z, y)
     cost = NumberCost(torch.tensor([*range(10), float("nan"), float("nan")]))
     by_digit = token_loss(z, y, objective=NumberToken(0.3), cost=cost, reduction="none").loss.mean(dim=0)
     torch.testing.assert_close(one, by_digit @ torch.tensor([4.0, 2.0, 1.0]) / 7)
-    torch.testing.assert_close(other, by_digit @ torch.tensor([1.0, 2.0, 4.0]) / 7)
-    train = places.drawn("sums", 8, 0)
-    assert (train.y == train.x.sum(-1)).all()
-    model = places.trained("mle", train, steps=1, seed=0)
-    log_p = places.distributions(model, train.x)
-    torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(8).double())
-    assert log_p.shape == (8, 1000)
     arms, file = ("mle", "number_token/equal, distance"), tmp_path / "place_values.csv"
     places.main(Settings(small=True, output=tmp_path), arms)
     marked = file.read_text(encoding="utf-8").replace(torch.__version__, "kept")
     file.write_text(marked, encoding="utf-8")
     places.main(Settings(small=True, output=tmp_path, resume=True), arms)
     assert file.read_text(encoding="utf-8") == marked, "--resume trains nothing again"
-    assert "| number_token/equal, distance " in capsys.readouterr().out
 
 
 def test_ratings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,19 +188,6 @@ def test_ratings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = rows(tmp_path / "ratings.csv")
     assert {row["arm"] for row in kept} == set(arms)
     assert "| ordinal/equal " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@needs_data
-def test_mathematics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("accelerate")
-    from benchmarks import mathematics
-
-    run("mathematics", tmp_path)
-    assert "| expected_value:0.3 " in capsys.readouterr().out
-    kept = rows(tmp_path / "mathematics.csv")
-    assert {row["case"] for row in kept} == {"digits", "multi-digit tokens"}
-    assert {row["arm"] for row in kept} == {"start", *mathematics.SMALL_ARMS}
 
 
 @pytest.mark.slow

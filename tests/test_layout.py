@@ -5,7 +5,6 @@ import importlib
 import inspect
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,38 +75,6 @@ def test_tests_mirror_the_sources_and_import_private_names_for_kernels_alone() -
     private = re.compile(imported, re.IGNORECASE | re.MULTILINE)
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "kernels"]
     assert {path.name for path in paths if private.search(path.read_text(encoding="utf-8"))} <= PRIVATE
-
-
-# ---- layers ----------------------------------------------------------------------------------------------------------
-
-PLANTED = {
-    "otloss/costs/cost.py": "import otloss_llm\nimport transformers",
-    "otloss/solvers/bounds.py": "import ot",
-    "otloss/solvers/line.py": "import otloss.applications.sets",
-    "otloss/losses/ordinal.py": "import otloss.applications.clouds",
-    "otloss_llm/kernels/logits.py": "import triton",
-    "otloss_llm/objectives/names.py": "import otloss_llm.training.trainer",
-    "otloss_llm/no_layer.py": '"""A module without a layer."""',
-}
-
-
-def test_the_linter_finds_every_planted_import(tmp_path: Path) -> None:
-    """That the code itself passes is part of `make lint`."""
-    pytest.importorskip("importlinter")
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for name, line in PLANTED.items():
-        with (tmp_path / name).open("a", encoding="utf-8") as stream:
-            stream.write(f"\n{line}\n")
-    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.returncode == 1, done.stdout
-    actual = "".join(done.stdout.split())
-    for module in ("otloss_llm", "transformers"):
-        assert f"otloss.costs.cost->{module}" in actual, done.stdout
-    for name in list(PLANTED)[1:]:
-        assert name.removesuffix(".py").replace("/", ".") in actual, done.stdout
 
 
 # ---- language --------------------------------------------------------------------------------------------------------

@@ -54,27 +54,16 @@ def test_the_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = root / "examples/wrong.py"
     wrong.write_text('# "--output" "--quick"\nraise ValueError(\'a bad line\')', encoding="utf-8")
     assert gallery.main([], root / "examples") == 1
-    printed = capsys.readouterr().out
-    assert "a bad line" in printed
-    assert printed.endswith("Failed: wrong\n")
+    assert capsys.readouterr().out.endswith("Failed: wrong\n")
     assert files(root / "docs/reports") == {}, "make gallery leaves the tracked page as it is"
     page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
-    assert "| example | use it when | result | peer |" in page
-    assert "| [graphs](#graphs) | many nodes of a graph are compared" in page
     assert "| 3 \\| 4 times faster. | POT |" in page
     assert "## Title of graphs\n\n[examples/graphs.py](../examples/graphs.py)\n\n![graphs](gallery/graphs.png)" in page
-    assert "y = f(x)" not in page, "the script explains itself"
     kept = "kept in (a path) and (a path)\nquick is False and 3/4 m/s, https://a.org/b/c."
     assert page.endswith(f"```text\n{kept}\n```\n"), "no path of the machine"
-    assert (root / "gallery-output/gallery/graphs.png").stat().st_size > 1000
     wrong.unlink()
     assert gallery.main([], root / "examples") == 0
     assert "graphs  " not in capsys.readouterr().out, "it is done"
-    assert gallery.main(["--quick", "graphs"], root / "examples") == 0
-    assert "quick is True" in (root / "gallery-output/quick/gallery.md").read_text(encoding="utf-8")
-    for arguments in (["no_such_example"], ["--quick", "--docs"]):
-        with pytest.raises(SystemExit):
-            gallery.main(arguments, root / "examples")
 
 
 def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,26 +72,17 @@ def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytes
     assert gallery.main(["--docs"], root / "examples") == 0
     assert "other data" not in capsys.readouterr().out.lower()
     before = files(root / "docs/reports")
-    assert set(before) == {"gallery.md", *(f"gallery/{name}.png" for name in ("ensembles", "graphs", "sequences"))}
-
     write(root, "ensembles", OTHER)
     write(root, "sequences", "a new result")
     (root / "gallery-output/graphs/seconds.txt").unlink()  # it has not run in this clone
     (root / "examples/graphs.py").write_text('# "--output" "--quick"\nraise ValueError', encoding="utf-8")
-    capsys.readouterr()
     assert gallery.main(["--docs"], root / "examples") == 1
-    said = capsys.readouterr().out
-    assert "s   other data\n" in said
-    assert "has them): ensembles; docs keeps what it has of them\nFailed: graphs\n" in said
+    assert "ensembles; docs keeps what it has of them\nFailed: graphs\n" in capsys.readouterr().out
     old, new = before["gallery.md"].decode(), (root / "docs/reports/gallery.md").read_text(encoding="utf-8")
     sections = [dict(part.split('"', 1) for part in text.split('<a id="')[1:]) for text in (old, new)]
     assert sections[0]["graphs"] == sections[1]["graphs"]
     assert sections[0]["ensembles"] == sections[1]["ensembles"]
     assert "a new result" in sections[1]["sequences"]
-    assert files(root / "docs/reports")["gallery/ensembles.png"] == before["gallery/ensembles.png"]
-    (root / "examples/graphs.py").unlink()
-    gallery.main(["--docs"], root / "examples")
-    assert "graphs" not in (root / "docs/reports/gallery.md").read_text(encoding="utf-8"), "it is gone"
 
 
 def test_every_example_of_the_gallery_says_when_to_use_it() -> None:

@@ -15,7 +15,9 @@ IMPLEMENTATIONS = ["logits", "reference", "chunked"]
 def fused(leaves: list[Tensor], given: Problem, **settings: Any) -> TokenLoss:
     """The token loss of a head; with impl="logits" that of its logits, by `token_loss`."""
     hidden, weight, bias = (*leaves, None)[:3]
-    settings = {"cost": EmbeddingCost(given.embedding), "chunk_size": 7} | settings
+    settings = {"chunk_size": 7} | settings
+    if "cost" not in settings:
+        settings["cost"] = EmbeddingCost(given.embedding)
     if settings.get("impl") == "logits":
         z = torch.nn.functional.linear(hidden, weight, bias) * given.scale
         z = z if given.softcap is None else given.softcap * torch.tanh(z / given.softcap)

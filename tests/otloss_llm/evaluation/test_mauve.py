@@ -60,14 +60,11 @@ def test_divergences_of_clusters_are_those_of_their_counts() -> None:
 
 
 def test_bad_input() -> None:
-    x = np.zeros((20, 3))
-    with pytest.raises(ValueError, match=r"shapes \(20, 3\) and \(20, 2\)"):
-        mauve(x, x[:, :2])
     for function in (mauve, cluster_divergence):
         with pytest.raises(ValueError, match="30 clusters for 20 and 20 texts"):
             function(np.eye(20, 3), np.eye(20, 3), clusters=30)
     with pytest.raises(ValueError, match="NaN"):
-        mauve(x, x * np.nan)
+        mauve(np.zeros((20, 3)), np.full((20, 3), np.nan))
 
 
 def test_against_the_published_package() -> None:

@@ -5,7 +5,6 @@ On a CPU they run in Triton's interpreter, which checks values but no races; wit
 
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +14,13 @@ import torch
 
 from otloss.costs import LineCost
 from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, linear_token_loss, token_statistics
-from otloss_llm.kernels import logits, rows, rows_triton
+from otloss_llm.kernels import rows, rows_triton
 from otloss_llm.kernels import weight_gradients as gradients_module
 from otloss_llm.kernels.chunked import Tokens
 from otloss_llm.kernels.logits import TokenLossConfig, sweeps_for
 from otloss_llm.kernels.rows import CostRows
 from otloss_llm.kernels.rows_triton import BLOCK
-from otloss_llm.objectives import Statistics, Sum
+from otloss_llm.objectives import Statistics
 from tests.otloss_llm.kernels.test_rows import assert_as_in_float64
 from tests.otloss_llm.losses import test_statistics as statistics_cases
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem, relative_error, truth
@@ -240,8 +239,6 @@ def test_the_choice_of_auto_on_a_gpu() -> None:
     assert sweeps_for(z, "chunked") is sweeps_for(z.double(), "auto") is rows
 
 
-
-
 def test_weight_gradients_of_16_bits_add_up_in_float32(device: str, small_blocks: None) -> None:
     in_place = gradients_module._has_float32_products(torch.device(device), torch.bfloat16)
     dz, hidden = (torch.randn(2, 5, n, dtype=torch.bfloat16, device=device) for n in (21, 6))
@@ -250,5 +247,3 @@ def test_weight_gradients_of_16_bits_add_up_in_float32(device: str, small_blocks
         gradients_module._add_in_float32(total, dz[chunk].T, hidden[chunk], fresh=chunk == 0)
     true = (dz.double().mT @ hidden.double()).sum(0)
     assert relative_error(total, true) < (1e-6 if in_place else 4e-3)
-
-

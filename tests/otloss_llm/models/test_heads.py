@@ -233,46 +233,6 @@ def test_trained_rows_of_the_head() -> None:
         torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], expected)
 
 
-class Stored(Tensor):
-    """A weight in 8 bits that can be dequantised, as torchao's and quanto's."""
-
-    @staticmethod
-    def of(weight: Tensor) -> Any:
-        scale = weight.detach().abs().amax(1, keepdim=True) / 127
-        made = (weight.detach() / scale).round().to(torch.int8).as_subclass(Stored)
-        made.scale = scale  # type: ignore[attr-defined]
-        return made
-
-    def dequantize(self) -> Tensor:
-        return self.as_subclass(Tensor).float() * self.scale  # type: ignore[attr-defined]
-
-
-class StoredLinear(nn.Linear):
-    """A head in 8 bits."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=False)
-        del self.weight
-        self.weight = Stored.of(linear.weight)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.weight.dequantize())
-
-
-class Linear8bitLt(nn.Linear):
-    """One whose weight cannot be read."""
-
-
-def test_a_quantised_head() -> None:
-    model = tiny_model("llama").eval()
-    model.lm_head = StoredLinear(model.lm_head)
-    assert_same_training(model, tiny_batch(), own_loss=False)
-    model.lm_head = Linear8bitLt(16, VOCAB, bias=False)
-    model.lm_head.weight = nn.Parameter(torch.zeros(VOCAB, 16, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(TypeError, match=r"Linear8bitLt with a weight of dtype torch.int8.*llm_int8_skip_modules"):
-        _ = find_head(model).weight
-
-
 # ---- models that cannot be fused ------------------------------------------------------------------------------------
 
 

@@ -52,12 +52,10 @@ def test_equal_questions_go_into_one_part() -> None:
     assert len(set().union(*parts)) == 7
 
 
-@pytest.mark.parametrize("asked", ["a", "aaa", "ab"])
-def test_too_few_questions_for_the_shares(asked: str) -> None:
-    message = rf"the {len(set(asked))} different questions? .* none to train on.*--test_fraction 0.2; .* share of 0"
-    with pytest.raises(ValueError, match=message):
-        cut(list(asked))
-    assert cut(list(asked), 0, 0)[0] == list(asked)
+def test_too_few_questions_for_the_shares() -> None:
+    with pytest.raises(ValueError, match=r"the 2 different questions .* none to train on.*--test_fraction 0.2"):
+        cut(["a", "b"])
+    assert cut(["a", "b"], 0, 0)[0] == ["a", "b"]
 
 
 def test_labels_that_are_numbers_are_counted() -> None:

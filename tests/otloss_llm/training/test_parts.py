@@ -87,14 +87,8 @@ def chosen(objective: str, cost: Any, numbers: Any = None) -> Any:
     )
 
 
-def test_the_cost_is_that_of_the_objective() -> None:
-    assert torch.equal(chosen("emo", "auto").unit, EmbeddingCost(HEAD, directions=None).unit)
-    assert chosen("mle", None) is None
-
-
 test_what_excludes_an_objective = raising(
     (lambda: check_loss_settings(arguments(n_gpu=2), None, MLE()), ValueError, r"2 GPUs under nn\.DataParallel"),
-    (lambda: check_loss_settings(arguments(), len, MLE()), ValueError, "compute_loss_func and an objective"),
     (lambda: with_terms(parse_objective("mle+smoothing:0.1"), arguments(label_smoothing_factor=0.2), 0.0), ValueError,
      r"label_smoothing_factor is 0\.2, and .*smooths labels itself"),
     (lambda: chosen("emo", EmbeddingCost(torch.eye(9))), ValueError, "a vocabulary of 9 tokens, the logits have 7"),
