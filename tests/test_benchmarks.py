@@ -1,9 +1,6 @@
 """The benchmarks: all run at tiny sizes and keep their results in the given folder; verdicts and measures are right."""
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -188,23 +185,6 @@ def test_ratings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = rows(tmp_path / "ratings.csv")
     assert {row["arm"] for row in kept} == set(arms)
     assert "| ordinal/equal " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_gpu_dry_run(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    options = ("--dry-run", "--rounds", "1", "--output", str(tmp_path))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "benchmarks.gpu", *options], cwd=ROOT, capture_output=True, text=True,
-        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    for said in ("EMO: loss, dh, dW", "time of EMO chunk=8 / Liger", "trained head", "frozen head"):
-        assert said in ended.stdout
-    assert {"EMO chunk=4", "MLE chunk=8", "dense cross-entropy"} <= {
-        row["name"] for row in rows(tmp_path / "results.csv")
-    }
 
 
 # ---- verdicts and measures -------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The protocol of the ordinal benchmark on made-up fits, and a small run if its peers are installed."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ pytest.importorskip("pandas")
 
 
 from benchmarks import ordinal
-from benchmarks.measure import Settings
 from benchmarks.ordinal_data import OrdinalSet
 from benchmarks.ordinal_models import OURS, Model
 
@@ -37,18 +34,3 @@ def test_the_corrected_test_is_stricter_than_the_plain_one() -> None:
     assert ordinal.resampled_t_test(differences) == pytest.approx(expected)
     assert ordinal.resampled_t_test(differences) > plain.pvalue
     assert ordinal.resampled_t_test(np.zeros(30)) == 1.0
-
-
-@pytest.mark.slow
-def test_a_run_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for peer in ("mord", "dlordinal", "skordinal", "coral_pytorch", "statsmodels", "xgboost", "lightgbm"):
-        pytest.importorskip(peer)
-    ordinal.times(Settings(small=True, output=tmp_path))
-    assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + 3 * len(ordinal.BATCHES)
-    ordinal.main(Settings(small=True, rounds=1, output=tmp_path))
-    first = (tmp_path / ordinal.FITS).read_text()
-    with pytest.raises(FileExistsError, match="--resume"):
-        ordinal.main(Settings(small=True, rounds=1, output=tmp_path))
-    ordinal.main(Settings(small=True, rounds=2, output=tmp_path, resume=True))
-    assert (tmp_path / ordinal.FITS).read_text().startswith(first)
-    assert "mean rank" in capsys.readouterr().out

@@ -1,12 +1,10 @@
 """README.md and the pages of docs/: Python blocks run as printed, and links point to files that exist."""
 
 import re
-import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,34 +71,3 @@ def test_links_point_to_files() -> None:
     """Relative ones; hatch_build.py turns these into addresses for a package index."""
     missing = [link for link in LINKS if not (link.startswith("https://") or (ROOT / link).is_file())]
     assert missing == []
-
-
-@pytest.fixture
-def build_hook() -> SimpleNamespace:
-    """hatch_build.py, without hatchling, which only builds need."""
-    text = (ROOT / "hatch_build.py").read_text(encoding="utf-8")
-    names: dict[str, Any] = {"MetadataHookInterface": object}
-    exec(re.sub("from hatchling.* import MetadataHookInterface", "", text), names)
-    return SimpleNamespace(**names)
-
-
-def test_a_package_index_gets_absolute_links(build_hook: SimpleNamespace) -> None:
-    home = "https://example.org/owner/name"
-    text = build_hook.with_addresses(README, home)
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert len(links) == len(LINKS)
-    assert [link for link in links if not link.startswith("https://")] == []
-    assert f"]({home}/raw/main/docs/pictures/near_and_far.png)" in text
-    assert f"({home}/blob/main/docs/guide/solvers.md)" in text
-    assert all(address.startswith(home) for address in build_hook.project_urls(home).values())
-
-
-def test_there_is_no_address_before_a_release_sets_it(build_hook: SimpleNamespace) -> None:
-    """One setting of pyproject.toml has it; an address that does not exist is worse than none."""
-    assert build_hook.with_addresses(README, "") == README
-    assert build_hook.project_urls("") == {}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    repository = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
-    for name in ("pyproject.toml", "CITATION.cff", "README.md"):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert set(re.findall(r"https://[^\s\"')]*/(?:torch-)?otloss", text)) <= {repository}, name

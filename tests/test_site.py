@@ -48,16 +48,6 @@ def test_the_reference_lists_every_public_module() -> None:
     assert all(importlib.import_module(name).__all__ for name in listed if name != "otloss_llm")
 
 
-def test_the_measure_of_a_page_and_the_limits_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = runpy.run_path(str(ROOT / ".ci/measure_pages.py"))
-    text = "# A title\n\nOne of [10 words](a.md), `f(3)`.\n```python\nx = 5\n```\n- two 1e-3\n- an item of five words\n"
-    measured = script["measure"](text + "\n| a | 7 |\n")
-    assert measured[1:] == (12, pytest.approx(200 / 12), 5)
-    assert script["beyond"](measured, script["LIMITS"]["guide"]) == ["figures per 100 words over 3"]
-    monkeypatch.setattr(sys, "argv", ["measure_pages.py", "--strict"])
-    assert script["main"]() == 0  # what it prints names the pages
-
-
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings_and_without_broken_links(tmp_path: Path) -> None:
     """`make docs` in a folder of its own."""

@@ -152,16 +152,6 @@ def test_values_with_prefixes() -> None:
     assert actual(characters("abc7٣७７²½")) == {"7": 7}
 
 
-@pytest.mark.parametrize("name", ["byte-level BPE", "SentencePiece", "slow bytes"])
-def test_every_digit_of_a_text_is_in_a_number(name: str) -> None:
-    tokenizer = BUILT[name]()
-    numbers = NumberTokens.of(tokenizer)
-    assert not numbers.coverage().digits_missing
-    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    seen = [numbers.texts[i] or "" for i in ids if not numbers.values[i].isnan()]
-    assert "".join(filter(str.isdecimal, "".join(seen))) == "".join(filter(str.isdecimal, TEXT))
-
-
 def test_added_tokens() -> None:
     tokenizer = wordpiece()
     tokenizer.add_tokens(["42", AddedToken("43", special=True)])

@@ -98,23 +98,6 @@ test_invalid_embeddings = raising(
 # ---- from models of transformers ------------------------------------------------------------------------------------
 
 
-def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> None:
-    """Where the machine has none the product is one of float32, and the test says little."""
-    embedding = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    embedding[32:] = 2.0 * embedding[:32]
-    cost = EmbeddingCost(embedding, near_duplicates="keep")
-    exact = cost.dense()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        rows = cost.dense()
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    torch.testing.assert_close(rows, exact, rtol=0, atol=2e-3)
-    assert torch.equal(rows == 0, exact == 0)
-    assert (exact[torch.arange(32), torch.arange(32, 64)] == 0).all()
-    assert torch.equal(cost.dense(), exact)
-
-
 def test_duplicates_cost_nothing_in_a_narrower_dtype() -> None:
     embedding = torch.randn(200, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     embedding[100:] = 1.7 * embedding[:100]

@@ -26,34 +26,6 @@ def tokenizer() -> Any:
     return train_bpe_tokenizer([item.text for item in TRAIN] + ["Text: Label: good bad"] * 9, 300)
 
 
-class _Copier(torch.nn.Module):
-    """Gives the tokens seen before a high probability, the later the higher: it copies the label shown last."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model, self.config = model, model.config
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def get_input_embeddings(self) -> Any:
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> Any:
-        return self.model.get_output_embeddings()
-
-    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
-        out = self.model(input_ids=input_ids)
-        logits = torch.zeros_like(out.logits)
-        for t in range(input_ids.shape[1]):
-            logits[:, t:].scatter_(
-                2, input_ids[:, t : t + 1, None].expand(-1, input_ids.shape[1] - t, -1), 0.1 * (t + 1)
-            )
-        out.logits = logits
-        return out
-
-
 def _model(positions: int = 256, vocab: int = 300) -> Any:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=vocab, n_positions=positions, n_embd=8, n_layer=1, n_head=1)
@@ -79,14 +51,6 @@ def test_scores_are_the_mean_nll_of_each_prompt(tokenizer: Any) -> None:
 def _shown(text: str) -> str:
     ((position,),), _ = retrieve([text], TRAIN, 1, "tfidf")
     return f"Text: {TRAIN[position].text}\nLabel: {TRAIN[position].label}"
-
-
-@pytest.mark.parametrize("retriever", ["tfidf", "bm25"])
-def test_a_model_that_copies_the_last_label_is_right_by_retrieval(tokenizer: Any, retriever: str) -> None:
-    settings = {"demonstrations": 2, "retriever": retriever, "scoring": "label", "progress": False}
-    actual = classify_in_context(_Copier(_model()), tokenizer, TEST, TRAIN, **settings)
-    assert actual.predictions == ("good", "bad")
-    assert (actual.accuracy, actual.standard_error) == (1.0, 0.0)
 
 
 def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> None:

@@ -119,17 +119,6 @@ def test_calibration_by_hand() -> None:
     assert (scores.questions, scores.number_mass) == (2, pytest.approx(0.8))
 
 
-def test_samples_of_the_distribution_are_calibrated() -> None:
-    random = torch.Generator().manual_seed(0)
-    values = torch.arange(20, dtype=torch.float64)
-    shares = torch.rand(2000, 20, generator=random, dtype=torch.float64).pow(4)
-    shares /= shares.sum(dim=1, keepdim=True)
-    right = torch.multinomial(shares, 1, generator=random).squeeze(1).tolist()
-    scores = score_number_distributions([NumberDistribution(values, p, 1.0) for p in shares], right)
-    assert max(abs(share - 0.1) for share in scores.pit) < 0.02
-    assert abs(scores.within_90 - 0.9) < 0.02
-
-
 def test_invalid_settings_raise(model: Any, tokenizer: Any) -> None:
     for changes, message in (
         ({"by": "mode"}, 'by \'mode\', expected "mean", "median"'), ({"by": 1.0}, "level of a quantile"),

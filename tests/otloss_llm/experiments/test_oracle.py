@@ -40,21 +40,16 @@ def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Pat
     perplexities = [np.exp(run["cross_entropy"][0]) for run in results["runs"] if run["arm"] == "mle"]
     assert f"| mle | {np.mean(perplexities):.2f} ± {np.std(perplexities, ddof=1):.2f} |" in report
     begun = torch.from_numpy(np.load(tmp_path / "out/texts-test.npy")).long()
-    continued = sample_rows(student, begun[:, :1], 8, seed=1001)
-    decode = load_tokenizer(str(tiny.llama)).batch_decode
-    actual = rouge(*(decode(rows[:, 1:], skip_special_tokens=True) for rows in (continued, begun)))
-    assert (results["runs"][2]["rouge_1"], results["runs"][2]["rouge_l"]) == pytest.approx(actual)
     drawn = sample_rows(student, begun[:, :1], 8, seed=1001)
+    decode = load_tokenizer(str(tiny.llama)).batch_decode
+    expected = rouge(*(decode(rows[:, 1:], skip_special_tokens=True) for rows in (drawn, begun)))
+    assert (run["rouge_1"], run["rouge_l"]) == pytest.approx(expected)
     features = [last_hidden_states(source, rows.tolist()) for rows in (begun, drawn)]
     overlap = neighbour_overlap(*features)
     expected = (overlap.precision, overlap.recall, cluster_divergence(*features).js)
     columns = ("neighbour_precision", "neighbour_recall", "cluster_js")
     assert tuple(run[name] for name in columns) == pytest.approx(expected, rel=1e-5)
     ceiling = results["overlap_ceiling"]
-    assert "k-NN precision" in report
-    assert " | ".join(f"{ceiling[name]:.3f}" for name in columns) in report
-    for folder in ("mle-seed1", "."):  # a folder of an earlier version, which did not measure it
-        next((tmp_path / "out" / folder).glob("overlap*.json")).unlink()
     before = (tmp_path / "out/mle-seed0/divergence-T1.json").stat().st_mtime_ns
     again = cli(*oracle_options(tiny, tmp_path / "out", temperatures=[1.0, 0.8, 0.6]))
     assert again.code == 0

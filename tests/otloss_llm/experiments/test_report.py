@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from scipy import stats
 
 from otloss_llm.experiments.compare import HUMAN, START
-from otloss_llm.experiments.report import summarise, write_report
+from otloss_llm.experiments.report import write_report
 from otloss_llm.experiments.tables import Mean, half_interval
 
 NASTY = (
@@ -82,14 +81,6 @@ def test_a_mean_leaves_out_the_seeds_without_a_number_and_says_so() -> None:
     assert half_interval([1.0, math.inf]).shown("{:.1f}") == "inf"
 
 
-def test_a_measure_that_a_seed_lacks_is_not_given() -> None:
-    results = made_up(["mle"], [0, 1])
-    del results["runs"][1]["judge_perplexity"]
-    summary = summarise(results)["mle"]
-    assert "judge_perplexity" not in summary
-    assert summary["seconds_per_step"] == Mean(50.0, 0.0, count=2)
-
-
 def test_the_figure_is_drawn_without_a_warning(tmp_path: Path) -> None:
     """Of many arms, some without a number, and of values that differ by a large factor."""
     pytest.importorskip("matplotlib")
@@ -101,10 +92,3 @@ def test_the_figure_is_drawn_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert table.splitlines()[2].startswith(f"| {START} | 100.00 |")
     assert "![figure](figure.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
-
-
-def test_without_matplotlib_the_report_says_so(tmp_path: Path, without: Callable[[str], None]) -> None:
-    without("matplotlib.figure")
-    write_report(made_up(["mle"], [0]), tmp_path)
-    assert "torch-otloss[plot]" in (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert not (tmp_path / "figure.png").exists()

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from otloss.costs import DenseCost, LineCost
 from otloss_llm import (
@@ -133,18 +132,6 @@ def raises_everywhere(error: type[Exception], match: str, *, same: bool = False)
     dist.all_gather_object(messages, str(caught.value))
     assert any(match in message for message in messages), messages
     assert not same or len(set(messages)) == 1, messages
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives of torch.distributed, the gathers and the sums."""
-
-    gathers = sums = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.gathers += "allgather" in name
-        self.sums += "allreduce" in name
-        return func(*args, **(kwargs or {}))
 
 
 # ---- the checks ---------------------------------------------------------------------------------------------------
@@ -272,38 +259,16 @@ def check_nothing_to_score() -> None:
     assert_as_in_one_process(problem(), sizes)  # the processes still wait for the same collectives
 
 
-def check_number_of_collectives() -> None:
-    """One for the arguments, one a chunk, one for the rows of a sharded cost, one for the hidden states' gradient."""
-    sizes, given = blocks()[0], problem(ignored=0.0)  # 37 tokens: 6 chunks of 7
-    sharded = ShardedEmbeddingCost(own(given.embedding, sizes), dist.group.WORLD)
-    for cost in (EmbeddingCost(given.embedding), sharded):
-        rows = int(cost is sharded)
-        with Collectives() as calls:
-            out = shared(leaves_of(given, sizes), given, cost=cost)
-        assert (calls.gathers, calls.sums) == (1 + 6, 1 + rows)
-        with Collectives() as calls:
-            out.loss.backward(retain_graph=True)
-        assert (calls.gathers, calls.sums) == (0, 0)  # made in the forward pass
-        with Collectives() as calls:
-            out.loss.backward()
-        assert (calls.gathers, calls.sums) == (6, 1)
-
-
 def check_the_check_of_arguments() -> None:
-    """ "first" compares arguments once for each number of rows, and counts one collective less from then on."""
+    """ "first" compares arguments once for each number of rows."""
     sizes, given = blocks()[0], problem(ignored=0.0)
     _shards.clear()
     ShardedEmbeddingCost(own(given.embedding, sizes), dist.group.WORLD)  # compares other arguments
-    whole, results = given.leaves(), []
-    want = scored(whole, given)
+    leaves, want = leaves_of(given, sizes), scored(given.leaves(), given).loss
     for _ in range(2):
-        leaves = leaves_of(given, sizes)
-        with Collectives() as calls:
-            out = shared(leaves, given, check="first")
-        out.loss.backward()
-        results.append(calls.gathers)
-        assert_close(out.loss, want.loss, 1e-12)
-    assert results == [1 + 6, 6]
+        assert_close(shared(leaves, given, check="first").loss, want, 1e-12)
+    with raises_everywhere(ValueError, "check is 'never', expected one of", same=True):
+        shared(leaves, given, check="never")
 
 
 def check_autograd() -> None:

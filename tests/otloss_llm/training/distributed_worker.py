@@ -21,9 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken, ObjectiveTrainer
-from otloss_llm.training.fused import fused_loss, measure_transform
-from tests.otloss_llm.tiny_models import VOCAB, aligned, scorer, step, tiny_batch, tiny_model
+from otloss_llm import EmbeddingCost, NumberCost, NumberToken, ObjectiveTrainer
+from tests.otloss_llm.tiny_models import VOCAB, aligned, step, tiny_batch, tiny_model
 from tests.otloss_llm.training.trainer_cases import logs, rows, trainer
 
 BATCH, ROWS = 2, 24
@@ -254,35 +253,6 @@ def grid(folder: Path) -> dict[str, float]:
     return {"grid": error_of_a_step("llama", wrap, mesh=mesh["data"])}
 
 
-def zero(folder: Path) -> dict[str, float]:
-    """ZeRO stage 3 of DeepSpeed."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    size, batch = dist.get_world_size(), tiny_batch(rows=4)
-    items = int((aligned(batch["labels"]) != -100).sum())
-    one, model = tiny_model("llama-tied"), tiny_model("llama-tied")
-    cost = EmbeddingCost.from_model(one)
-    step(one, batch, cost=cost, num_items=items)
-    torch.optim.SGD(one.parameters(), lr=1.0).step()
-    partition = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    config = {"train_batch_size": 2 * size, "zero_optimization": partition, "zero_allow_untested_optimizer": True}
-    optimizer = torch.optim.SGD(model.parameters(), lr=float(size))
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
-    assert torch.equal(EmbeddingCost.from_model(model).unit, cost.unit)  # gathers
-    inputs = {key: value.chunk(size)[dist.get_rank()] for key, value in batch.items()}
-    score = scorer(aligned(inputs.pop("labels")), objective=EMO(), cost=cost, num_items=items, chunk_size=5)
-    with fused_loss(engine, measure_transform(engine, inputs), score):
-        loss = engine(**inputs)["loss"]
-    engine.backward(loss)
-    engine.step()
-    errors = []
-    for got, want in zip(model.parameters(), one.parameters(), strict=True):
-        with deepspeed.zero.GatheredParameters(got):
-            errors.append(float((got - want).norm() / want.norm()))
-    return {"zero": max(errors)}
-
-
 def main() -> None:
     check, folder = sys.argv[1], Path(sys.argv[2])
     if check.startswith(("ddp", "fsdp")):
@@ -292,7 +262,7 @@ def main() -> None:
             made["split"] = {objective: split(folder / "split" / objective, objective) for objective in ("mle", "emo")}
     else:
         dist.init_process_group("gloo")
-        made = {"steps": steps, "grid": grid, "zero": zero, "tensor": with_tp_plan}[check](folder)
+        made = {"steps": steps, "grid": grid, "tensor": with_tp_plan}[check](folder)
     if int(os.environ["RANK"]) == 0:
         torch.save(made, folder / "made.pt")
     if dist.is_initialized():

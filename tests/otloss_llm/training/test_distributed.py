@@ -71,11 +71,9 @@ def assert_same_as_one_process(two: dict[str, Any], folder: Path, objective: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("check", "processes", "models"), [("steps", 2, 11), ("grid", 4, 1), ("zero", 2, 1)])
+@pytest.mark.parametrize(("check", "processes", "models"), [("steps", 2, 11), ("grid", 4, 1)])
 def test_a_step_is_that_of_one_process(check: str, processes: int, models: int, tmp_path: Path) -> None:
-    """DDP, FSDP, FSDP2 beside tensor parallelism; ZeRO where DeepSpeed is, which is no dependency of the tests."""
-    if check == "zero":
-        pytest.importorskip("deepspeed")
+    """DDP, FSDP, FSDP2 beside tensor parallelism."""
     errors = launch([*TORCHRUN[:-1], f"--nproc-per-node={processes}"], check, tmp_path)
     assert len(errors) == models
     assert all(error < 1e-5 for error in errors.values()), errors

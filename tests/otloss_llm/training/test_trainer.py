@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveTrainer, TaiLr, token_loss
-from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.models.heads import shifts_labels
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import pad_rows
@@ -186,45 +185,30 @@ def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None
     ("name", "objective"), [("llama", MLE()), ("gpt2", EMO()), ("gemma2", EMO(0.5)), ("llama", TaiLr(0.5))], ids=str
 )
 def test_evaluation_is_weighted_by_tokens(tmp_path: Path, name: str, objective: Any) -> None:
-    """11 rows in batches of 3, 3, 3 and 2, padded, with unequal numbers of labels."""
-    model = tiny_model(name)
-    run = trainer(tmp_path, model, objective=objective)
-    expected = by_hand(model, rows(11, seed=1), objective, run.transport_cost)
-    for metrics in (run.evaluate(), run.evaluate(metric_key_prefix="valid"), run.evaluate()):
-        prefix = "valid" if "valid_nll" in metrics else "eval"
-        for key, value in expected.items():
-            assert metrics[f"{prefix}_{key}"] == pytest.approx(value, rel=1e-4), key
-    assert run.evaluate(rows(2))["eval_nll"] == pytest.approx(
-        by_hand(model, rows(2), objective, run.transport_cost)["nll"], rel=1e-4
-    )
-
-
-def test_predict_and_metrics_get_real_logits(tmp_path: Path) -> None:
+    """11 rows in batches of 3, 3, 3 and 2, padded, with unequal numbers of labels; predictions are real logits."""
     seen: list[Any] = []
 
     def metrics(prediction: Any) -> dict[str, float]:
         seen.append(prediction)
         return {"rows": float(len(prediction.predictions))}
 
-    model = tiny_model("gemma2")
-    data = rows(11, seed=1)
-    run = trainer(tmp_path, model, objective="emo", compute_metrics=metrics)
-    expected = by_hand(model, data, EMO(), run.transport_cost)
-    out = run.evaluate()
-    assert out["eval_rows"] == 11
-    for key, value in expected.items():
-        assert out[f"eval_{key}"] == pytest.approx(value, rel=1e-4), key
-    predicted = run.predict(data)
+    model, data = tiny_model(name), rows(11, seed=1)
+    run = trainer(tmp_path, model, objective=objective)
+    expected = by_hand(model, data, objective, run.transport_cost)
+    with_logits = trainer(tmp_path, model, objective=objective, compute_metrics=metrics)
+    predicted = with_logits.predict(data)
+    made = {"eval": run.evaluate(), "valid": run.evaluate(metric_key_prefix="valid"), "test": predicted.metrics}
+    for prefix, given in made.items():
+        for key, value in expected.items():
+            assert given[f"{prefix}_{key}"] == pytest.approx(value, rel=1e-4), key
+    assert predicted.metrics["test_rows"] == 11
     batch = pad_rows(data)
+    mask = batch["attention_mask"].bool()
     with torch.no_grad():
         logits = model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     for predictions in (seen[0].predictions, predicted.predictions):
-        assert predictions.shape == logits.shape
-        mask = batch["attention_mask"].bool()
         torch.testing.assert_close(torch.tensor(predictions)[mask], logits[mask], rtol=1e-4, atol=1e-4)
     assert (predicted.label_ids == batch["labels"].numpy()).all()
-    assert predicted.metrics["test_nll"] == pytest.approx(expected["nll"], rel=1e-4)
-    assert predicted.metrics["test_transport_cost"] == pytest.approx(expected["transport_cost"], rel=1e-4)
 
 
 def shifted(key: str, keep_labels: bool = False) -> Any:
@@ -308,25 +292,3 @@ def test_labels_that_are_unclear_raise(tmp_path: Path) -> None:
     for work in (run.train, run.evaluate):
         with pytest.raises(ValueError, match=r"loss of TrOCRForCausalLM scores label t at position t.*shift_labels"):
             work()
-
-
-def test_rows_of_ours_are_never_ambiguous(tmp_path: Path) -> None:
-    model = build("TrOCR", _DECODER, noise=0.1).eval()
-    ids = torch.randint(3, VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
-    run = ObjectiveTrainer(model, arguments(tmp_path), objective="mle", eval_dataset=PackedBlocks(ids.int()))
-    with torch.no_grad():
-        expected = nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert run.evaluate()["eval_nll"] == pytest.approx(float(expected), rel=1e-5)
-
-
-def test_rwkv_keeps_its_weights(tmp_path: Path) -> None:
-    """In eval mode RWKV divides the weights of deep layers in place; what is saved then would be another model."""
-    torch.manual_seed(0)
-    config = transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=4, rescale_every=2)
-    model = transformers.RwkvForCausalLM(config)
-    before = weights(model)
-    run = trainer(tmp_path, model, objective="emo")
-    for done in ("built", "evaluated"):
-        for name, weight in weights(model).items():
-            assert torch.equal(weight, before[name]), (done, name)
-        run.evaluate()

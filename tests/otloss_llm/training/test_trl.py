@@ -1,16 +1,15 @@
-"""ObjectiveMixin with TRL's SFTTrainer, and with a trainer that does what TRL does where TRL is not installed."""
+"""ObjectiveMixin with TRL's SFTTrainer, and models of experts."""
 
 import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from otloss_llm import EMO, ObjectiveMixin
+from otloss_llm import ObjectiveMixin, ObjectiveTrainer
 from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import TINY, build, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
@@ -32,32 +31,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": _MOE | {"num_local_experts": 3, "router_aux_loss_coef": 0.3},
     "JetMoe": _MOE | {"num_local_experts": 3, "kv_channels": 8, "aux_loss_coef": 0.1},
 }
-
-
-class LikeTRL(transformers.Trainer):
-    """What TRL's SFTTrainer does: it asks for router logits, and reads `outputs.logits`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = self.model.config
-        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
-        self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
-        if self.aux_loss_enabled:
-            config.output_router_logits = True
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            if prediction_loss_only:
-                return self.compute_loss(model, inputs), None, None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            return loss, outputs.logits, inputs.get("labels")
-
-
-class Both(ObjectiveMixin, LikeTRL):
-    pass
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "JetMoe"])
@@ -95,25 +68,6 @@ def test_accumulation_averages_the_loss_that_balances_experts(tmp_path: Path) ->
         torch.testing.assert_close(twice[name], change, rtol=1e-4, atol=1e-6)
 
 
-def test_metrics_and_predictions_of_a_trainer_that_reads_attributes(tmp_path: Path) -> None:
-    model = build("Mixtral", EXPERTS["Mixtral"] | {"output_router_logits": False})
-    run = trainer(tmp_path, model, kind=Both, objective="emo", compute_metrics=count_rows)
-    expected = by_hand(model, rows(11, seed=1), EMO(), run.transport_cost)
-    metrics = run.evaluate()
-    assert metrics["eval_rows"] == 11
-    assert metrics["eval_nll"] == pytest.approx(expected["nll"], rel=1e-4)
-    assert metrics["eval_aux_loss"] > 0
-    predicted = run.predict(rows(3))
-    with torch.no_grad():
-        batch = pad_rows(rows(3))
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    np.testing.assert_allclose(predicted.predictions[0, :6], logits[0, :6].numpy(), rtol=1e-4, atol=1e-4)
-
-
-def count_rows(prediction: Any) -> dict[str, float]:
-    return {"rows": float(len(prediction.predictions))}
-
-
 def test_an_auxiliary_loss_without_a_weight_raises(tmp_path: Path) -> None:
     class Unknown(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +90,7 @@ def test_settings_of_another_loss_raise(tmp_path: Path) -> None:
         args = arguments(tmp_path)
         vars(args).update(settings)
         with pytest.raises(ValueError, match=message):
-            Both(model=tiny_model("llama"), args=args, **data, **given)
+            ObjectiveTrainer(model=tiny_model("llama"), args=args, **data, **given)
 
 
 # ---- TRL itself -----------------------------------------------------------------------------------------------------
