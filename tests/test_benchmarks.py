@@ -3,7 +3,6 @@
 import csv
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -131,60 +130,6 @@ def test_number_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     gains = {row["decoding"]: row["gain"] for row in kept if (row["arm"], row["measure"]) == ("mle", "mae")}
     assert gains["greedy"] == "0"
     assert set(gains) == set(regression.DECODINGS)
-
-
-def test_measures_of_number_regression() -> None:
-    from benchmarks import number_regression as regression
-    from otloss_llm.evaluation import NumberDistribution, score_number_distributions
-
-    torch.manual_seed(0)
-    y = torch.tensor([3, 50, 99])
-    test = regression.Rows(torch.zeros(3, 2), y, y.double(), unit=2.0)
-    logits = 3 * torch.randn(3, regression.NUMBERS + 3)
-    actual = regression.measures(logits, test)
-    shares, values = logits[:, : regression.NUMBERS].double().softmax(-1), torch.arange(100.0).double()
-    result = [NumberDistribution(values, share, 1.0) for share in shares]
-    for by in ("mean", "median"):
-        scores = score_number_distributions(result, y.tolist(), by=by)
-        assert actual[by, "mae"] == pytest.approx(2 * scores.mean_absolute_error)
-        assert actual["", "crps"] == pytest.approx(2 * scores.crps)
-    assert actual["greedy", "mae"] == pytest.approx(2 * float((shares.argmax(-1) - y).abs().double().mean()))
-
-
-def test_place_values(tmp_path: Path) -> None:
-    """Weights by place are those of the digits; runs that are there are not repeated."""
-    from benchmarks import place_values as places
-    from otloss_llm import NumberCost, NumberToken, token_loss
-
-    torch.manual_seed(0)
-    z, y = torch.randn(4, 3, 12), torch.tensor([[1, 2, 3]] * 4)
-    one = places.loss_of("number_token, place", 0)(z, y)
-    cost = NumberCost(torch.tensor([*range(10), float("nan"), float("nan")]))
-    by_digit = token_loss(z, y, objective=NumberToken(0.3), cost=cost, reduction="none").loss.mean(dim=0)
-    torch.testing.assert_close(one, by_digit @ torch.tensor([4.0, 2.0, 1.0]) / 7)
-    arms, file = ("mle", "number_token/equal, distance"), tmp_path / "place_values.csv"
-    places.main(Settings(small=True, output=tmp_path), arms)
-    marked = file.read_text(encoding="utf-8").replace(torch.__version__, "kept")
-    file.write_text(marked, encoding="utf-8")
-    places.main(Settings(small=True, output=tmp_path, resume=True), arms)
-    assert file.read_text(encoding="utf-8") == marked, "--resume trains nothing again"
-
-
-def test_ratings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import ratings
-
-    random = np.random.default_rng(0)
-    made = ["".join(random.choice(list("abcde"), 5)) for _ in range(30)]
-    lines = [f"{word}\t0\t1\t{random.integers(-4, 5, 10).tolist()}\n" for word in made]
-    words = ratings.read_lexicon([*lines, ":-)\t1\t1\t[1]"])
-    assert len(words.words) == 30
-    assert 0 <= int(words.ratings.min()) <= int(words.ratings.max()) <= 8
-    arms = ratings.SHORT + ratings.CONTROLS + ratings.ARMS
-    case = ratings.Case("tiny", 8, 1, 2, arms, ratings.letters)
-    ratings.run([case], words, Settings(small=True, output=tmp_path))
-    kept = rows(tmp_path / "ratings.csv")
-    assert {row["arm"] for row in kept} == set(arms)
-    assert "| ordinal/equal " in capsys.readouterr().out
 
 
 # ---- verdicts and measures -------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The layout: public names, layers of modules, names of files, and plain words."""
 
 import ast
-import graphlib
 import importlib
 import inspect
 import re
@@ -76,35 +75,6 @@ def test_tests_mirror_the_sources_and_import_private_names_for_kernels_alone() -
     private = re.compile(imported, re.IGNORECASE | re.MULTILINE)
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "kernels"]
     assert {path.name for path in paths if private.search(path.read_text(encoding="utf-8"))} <= PRIVATE
-
-
-def module_of(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports_of(path: Path, modules: set[str]) -> set[str]:
-    """The modules that a file imports anywhere, but for those under TYPE_CHECKING."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                names.add(full if full in modules else node.module)
-    return names & modules
-
-
-def test_no_file_imports_itself_over_others() -> None:
-    """Directly or over others, where modules are executed at import; façades (`__init__` files) are left out."""
-    files = {module_of(path): ROOT / path for path in FILES}
-    own = {name for name, path in files.items() if path.name != "__init__.py"}
-    graphlib.TopologicalSorter({name: imports_of(files[name], set(files)) & own for name in own}).prepare()
 
 
 def test_pre_commit_runs_the_commands_of_make_lint() -> None:

@@ -87,10 +87,3 @@ def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytes
 
 def test_every_example_of_the_gallery_says_when_to_use_it() -> None:
     assert set(gallery.scripts_in(gallery.HERE)) == set(gallery_page.USES)
-
-
-def test_examples_are_at_most_150_lines() -> None:
-    """What is longer is hard to read as an example; data.py is a module."""
-    folder = Path(__file__).parents[2] / "examples"
-    texts = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.name != "data.py"}
-    assert {name: lines for name, text in texts.items() if (lines := text.count("\n")) > 150} == {}

@@ -1,6 +1,5 @@
 """Costs that are one number per token but in a few columns: every sweep against the formula written out in float64."""
 
-import itertools
 import math
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from otloss import number_token_loss
 from otloss.costs import DenseCost
-from otloss_llm import EmbeddingCost, MixedCost, NumberCost, NumberToken, linear_token_loss
+from otloss_llm import EmbeddingCost, MixedCost, NumberCost, NumberToken
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, problem
 from tests.otloss_llm.scoring import assert_all_close, from_logits, fused, gradients
 
@@ -77,46 +76,6 @@ def test_masked_logits_of_text_and_of_numbers(masked: list[int]) -> None:
         out = fused(given.leaves(), given, objective=NumberToken(), cost=cost, impl=impl)
         assert out.cost is not None
         torch.testing.assert_close(out.cost.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def hardly_a_number(z: list[float], y: int, values: list[float]) -> tuple[float, list[float]]:
-    """D and its gradient in the logits by the closed form, in Python numbers; text costs 100."""
-    numbers = [j for j, v in enumerate(values) if not math.isnan(v)]
-    top = max(z)
-    total = math.fsum(math.exp(entry - top) for entry in z)
-    q = [math.exp(entry - top) / total for entry in z]
-    cost = [abs(values[j] - values[y]) if j in numbers else 100.0 for j in range(len(z))]
-    text = math.fsum(q[j] for j in range(len(z)) if j not in numbers)
-    less = math.fsum(q[j] * (100.0 - cost[j]) for j in numbers)  # 100 - D, without cancellation
-    on_numbers = math.fsum(q[j] * cost[j] for j in numbers)
-    gradient = [q[j] * (cost[j] - 100.0 + less) if j in numbers else q[j] * less for j in range(len(z))]
-    return on_numbers + text * 100.0, gradient
-
-
-def test_numbers_of_tiny_mass(impl: str) -> None:
-    """To the last digit that the mass on numbers has."""
-    values, y = [math.nan, 0.0, 5.0, 9.0, math.nan, 9.0], 2
-    objectives: Any = (((lambda nll, cost: cost), 0.0), (NumberToken(1.0), 1.0))
-    for dtype, gaps in ((torch.float32, (0, 80, 95, 100, 120)), (torch.float64, (0, 700, 720, 740, 800))):
-        if impl == "triton" and dtype == torch.float64:
-            continue
-        cost = NumberCost(torch.tensor(values, dtype=dtype), text=100.0)
-        eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
-        for gap, (objective, of_nll) in itertools.product(gaps, objectives):
-            z = [0.0, -gap + 0.25, -gap - 0.5, -gap + 1.0, 1.0, -math.inf]
-            value, expected = hardly_a_number(z, y, values)
-            leaf, nothing = torch.tensor(z, dtype=dtype, requires_grad=True), torch.zeros(6, 1, dtype=dtype)
-            out = linear_token_loss(
-                nothing[:1], nothing, torch.tensor([y]), bias=leaf, objective=objective, cost=cost, impl=impl
-            )
-            assert out.cost is not None
-            assert float(out.cost) == pytest.approx(value, rel=16 * eps)
-            got, wide = torch.autograd.grad(out.loss, leaf)[0].double(), leaf.detach().double()
-            wanted = wide.new_tensor(expected) + of_nll * (wide.softmax(-1) - wide.new_tensor([0, 0, 1, 0, 0, 0]))
-            # Text has the cancelling `100 - D`; numbers have what is representable of their mass.
-            bound = wide.new_tensor([1e3 * eps if math.isnan(v) else 1e3 * smallest for v in values])
-            off = (got - wanted).abs()
-            assert (off <= bound + 8 * eps * (1 + gap) * wanted.abs()).all(), (dtype, gap, got, wanted)
 
 
 def test_small_mass_on_text_keeps_its_digits() -> None:

@@ -1,14 +1,11 @@
 """Conversations: what is read, what is trained on, and the command line."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from otloss_llm.data.blocks import train_bpe_tokenizer
 from otloss_llm.data.chats import ChatRows, checked_chat
-from tests.otloss_llm.conftest import Cli, Tiny, options, read, train_options
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -53,22 +50,3 @@ def test_bad_input() -> None:
         ChatRows.from_chats([CHAT], templated(), max_length=9)
     with pytest.raises(ValueError, match="row 1 has no message of the role assistant"):
         checked_chat([], "row 1")
-
-
-def test_a_chat_model_is_trained_from_the_command_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    from otloss_llm.models.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(str(tiny.llama))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    chats = [[{"role": "user", "content": f"fox {i}"}, {"role": "assistant", "content": "dog"}] for i in range(10)]
-    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
-    (tmp_path / "chats.jsonl").write_text(lines, encoding="utf-8")
-    command = train_options(tiny, tmp_path / "run", max_steps=30)
-    text = command.index("--train_text")
-    command[text : text + 2] = options(dataset_name=tmp_path / "chats.jsonl", validation_fraction=0.2)
-    assert "no chat template" in cli(*command).error
-    ended = cli(*command, *options(tokenizer_name=tmp_path / "tokenizer"))
-    assert ended.code == 0, ended.err
-    assert ended.json["eval_nll"] < read(tmp_path / "run/log.json")[0]["nll"] - 1

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
-from otloss_llm import ObjectiveTrainer
+from otloss_llm import MLE, ObjectiveTrainer
 from otloss_llm.data.hugging_face import load_splits, read_examples, tokenised
 from otloss_llm.data.questions import AnsweredQuestions, Question
 from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, options, tiny_text
+from tests.otloss_llm.training.trainer_cases import arguments, by_hand
 
 datasets = pytest.importorskip("datasets")
 TEXTS = tiny_text(60).split("\n")
@@ -152,18 +152,13 @@ def test_the_trainer_takes_datasets_as_they_are(tiny: Tiny, tmp_path: Path) -> N
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny.llama)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.llama)
     data = datasets.Dataset.from_list([{"text": text} for text in TEXTS[:4]])
-    args = transformers.TrainingArguments(
-        str(tmp_path), per_device_eval_batch_size=4, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
-    )
+    args = arguments(tmp_path, per_device_eval_batch_size=4, max_steps=1)
     trainer = ObjectiveTrainer(
         model, args, objective="mle", train_dataset=data, eval_dataset={"own": data}, processing_class=tokenizer
     )
-    ids = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id][:64] for text in TEXTS[:4]]
-    with torch.no_grad():
-        nll = [torch.log_softmax(model(torch.tensor([row])).logits[0, :-1].double(), -1) for row in ids]
-    sums = [-scores.gather(1, torch.tensor(row[1:]).unsqueeze(1)).sum() for scores, row in zip(nll, ids, strict=True)]
-    model.eval()
-    expected = sum(float(part) for part in sums) / sum(len(row) - 1 for row in ids)
+    end, made = tokenizer.eos_token_id, [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS[:4]]
+    rows = [{"input_ids": [*ids, end][:64], "labels": [*ids, end][:64]} for ids in made]
+    expected = by_hand(model, rows, MLE(), None)["nll"]
     assert trainer.evaluate()["eval_own_nll"] == pytest.approx(expected, rel=1e-5)
     trainer.train()
     with pytest.raises(ValueError, match="the dataset is text, and there is no tokenizer"):

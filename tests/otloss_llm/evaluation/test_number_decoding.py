@@ -132,16 +132,13 @@ def test_evaluate_decodes_by_the_median(cli: Cli, tiny: Tiny, tmp_path: Path) ->
     asked, predictions = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
     rows = [{"question": "1 + 1", "answer": "2"}, {"question": "2 > 1?", "answer": "True"}]
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    given = ["evaluate", *options(model_name_or_path=tiny.gpt2, questions=asked, max_new_tokens=2)]
-    ended = cli(*given, *options(decode="median", predictions_file=predictions))
-    assert ended.code == 0, ended.err
+    given = {"model_name_or_path": tiny.gpt2, "questions": asked, "max_new_tokens": 2, "decode": "median"}
+    ended = cli("evaluate", *options(**given, predictions_file=predictions))
     lines = [json.loads(line) for line in predictions.read_text("utf-8").splitlines()]
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
-    questions = [Question(row["question"], row["answer"]) for row in rows]
-    result = number_distributions(model, tokenizer, questions, longest=2)
+    result = number_distributions(model, tokenizer, [Question(**row) for row in rows], longest=2)
     assert [float(line["predicted"]) for line in lines] == [one.decode("median") for one in result]
     scores = ended.json["number_distributions"]
-    assert (scores["questions"], ended.json["decode"]) == (1, "median")
-    assert scores["crps"] == pytest.approx(result[0].crps(2.0))
+    assert (scores["questions"], scores["crps"]) == (1, pytest.approx(result[0].crps(2.0)))
     assert ended.json["answers"]["mean_absolute_error"] == pytest.approx(scores["mean_absolute_error"])

@@ -13,8 +13,7 @@ from otloss_llm.evaluation import mauve, rouge, text_features
 from otloss_llm.experiments.compare import Arm, parse_arm
 from otloss_llm.models.loading import load_model, load_tokenizer
 from tests.errors import raising
-from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, compare_options, read, without_wall_times
-from tests.otloss_llm.training.test_runs import interrupted_at
+from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, compare_options, read
 
 
 @pytest.mark.parametrize(
@@ -117,21 +116,6 @@ def test_arms_and_seeds_can_be_added(cli: Cli, tiny: Tiny, tmp_path: Path) -> No
     error = cli(*compare_options(tiny, folder, learning_rate=1e-4, objectives=["tailr:0.5", "mle"])).error
     assert "learning_rate: 0.003 there, 0.0001 asked for" in error
     assert not list(folder.glob("tailr*"))
-
-
-def test_an_interrupted_comparison_ends_like_an_uninterrupted_one(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    """Stopped in its third training of four."""
-    uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
-    assert cli(*compare_options(tiny, uninterrupted)).code == 0
-    with interrupted_at(2 * 6 + 4):
-        assert cli(*compare_options(tiny, broken)).code == 130
-    done = (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns
-    assert cli(*compare_options(tiny, broken)).code == 0
-    assert (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns == done
-    reports = [without_wall_times(read(folder / "report.json")) for folder in (uninterrupted, broken)]
-    for report in reports:
-        del report["settings"]["training"]  # names its own folder
-    assert reports[0] == reports[1]
 
 
 def test_a_failed_arm_is_reported_and_the_others_continue(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:

@@ -218,21 +218,6 @@ def test_a_head_that_accelerate_has_offloaded() -> None:
         fused(model, batch, objective=MLE())
 
 
-def test_trained_rows_of_the_head() -> None:
-    tokens = {"embed_tokens": [4, 5], "lm_head": [4, 7]}
-    model = lora(tiny_model("llama"), target_modules=["q_proj"], trainable_token_indices=tokens).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "trainable_tokens_delta" in key:
-                parameter.add_(torch.randn_like(parameter))
-    batch = tiny_batch()
-    assert_same_training(model, batch, own_loss=False)
-    assert any("trainable_tokens_delta" in key for key, p in model.named_parameters() if p.grad is not None)
-    with model.disable_adapter():
-        expected = model(**batch).loss
-        torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], expected)
-
-
 # ---- models that cannot be fused ------------------------------------------------------------------------------------
 
 

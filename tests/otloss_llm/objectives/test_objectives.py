@@ -23,14 +23,13 @@ from otloss_llm import (
     Power,
     TaiLr,
     ZLoss,
-    linear_token_loss,
     parse_objective,
     token_loss,
 )
 from otloss_llm.objectives import NumberDistance, Objective, Statistics, Sum, Term
 from tests.errors import raising
-from tests.otloss_llm.oracles import OBJECTIVES
-from tests.otloss_llm.scoring import from_logits
+from tests.otloss_llm.oracles import OBJECTIVES, problem
+from tests.otloss_llm.scoring import from_logits, fused
 
 ALL = [MLE(), TaiLr(0.9), TaiLr(1.0, min_weight=0.1), MixCE(0.8), EMO(), EMO("transport", ratio_clip=2.0), EMO(0.5)]
 PAIRS = st.lists(st.tuples(st.floats(1e-6, 50.0), st.floats(1e-6, 2.0)), min_size=1, max_size=8)
@@ -116,13 +115,11 @@ def test_an_objective_is_a_sum_of_terms() -> None:
 
 
 test_invalid_names_raise = raising(
-        ("kl", "'kl'.*mle, tailr, mixce, emo"), ("", "expected one of"), ("mle:1", "expected one of"),
-        ("emo:often", "'emo:often'.*'often'"), ("tailr:2", r"'tailr:2': gamma is 2.0"), ("mixce:x", "'mixce:x'"),
-        ("emo:-1", "weighting is -1.0"), ("emo:nan", "weighting is nan"), ("emo:clip=0", "ratio_clip is 0.0"),
-        ("number_token:inf", "weight is inf"), ("power:0", "k is 0.0"), ("eaft:1", "expected one of"),
-        ("dft:2", "expected one of"), ("gem:0", "beta is 0.0"), ("mle+smoothing:2", "epsilon is 2.0"),
-        ("mle+smoothing", "'' is not a number, expected one behind '[+]smoothing:'"), ("gem:x", "as in gem:0.5"),
-        ("smoothing:0.1", "expected one of"), ("emo:0.5+number:0.3", "reads a transport cost already"),
+    ("kl", "'kl'.*mle, tailr, mixce, emo"), ("mle:1", "expected one of"), ("emo:often", "'emo:often'.*'often'"),
+    ("tailr:2", r"'tailr:2': gamma is 2.0"), ("emo:nan", "weighting is nan"), ("emo:clip=0", "ratio_clip is 0.0"),
+    ("number_token:inf", "weight is inf"), ("power:0", "k is 0.0"), ("eaft:1", "expected one of"),
+    ("gem:0", "beta is 0.0"), ("mle+smoothing", "'' is not a number, expected one behind '[+]smoothing:'"),
+    ("gem:x", "as in gem:0.5"), ("emo:0.5+number:0.3", "reads a transport cost already"),
     call=parse_objective,
 )  # fmt: skip
 Z, LABEL = torch.zeros(1, 3), torch.tensor([1])
@@ -310,11 +307,7 @@ def test_objectives_that_mix_tokens_raise() -> None:
 @pytest.mark.parametrize("chunk_size", [1, 64])
 def test_batch_statistics_raise_whatever_the_chunks(chunk_size: int) -> None:
     """Chunks of one token, or of equal tokens, agree with themselves; the whole batch does not."""
-    generator = torch.Generator().manual_seed(0)  # chance makes the mean of a part that of the whole
-    hidden, weight = torch.randn(12, 4, generator=generator), torch.randn(9, 4, generator=generator)
-    hidden[:6] = hidden[0]
-    labels = torch.tensor([1] * 6 + [2, 3, 4, 5, 6, 7])
+    given = problem(0, batch=(12,), ignored=0.0)
+    given.hidden[:6], given.labels[:6] = given.hidden[0], 1
     with pytest.raises(ValueError, match="another value beside other tokens"):
-        linear_token_loss(
-            hidden, weight, labels, objective=lambda nll, cost: nll * nll.detach().mean(), chunk_size=chunk_size
-        )
+        fused(given.leaves(), given, objective=lambda nll, cost: nll * nll.detach().mean(), chunk_size=chunk_size)

@@ -1,8 +1,6 @@
 """Run folders, and that an interrupted run resumes to the result of an uninterrupted one."""
 
 import itertools
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from otloss_llm.models.loading import load_model, load_tokenizer
@@ -23,7 +20,6 @@ from tests.otloss_llm.conftest import (
     Cli,
     Tiny,
     compare_options,
-    module_command,
     read,
     train_options,
     without_wall_times,
@@ -202,25 +198,6 @@ def test_killed_between_the_last_checkpoint_and_the_results(cli: Cli, tiny: Tiny
         (tmp_path / "broken" / name).unlink()
     assert cli(*train_options(tiny, tmp_path / "broken", **changes)).code == 0
     assert_same_run(tmp_path / "uninterrupted", tmp_path / "broken")
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_processes_write_one_run(tiny: Tiny, tmp_path: Path) -> None:
-    """torchrun with gloo on the CPU: one folder, one result, as one process gives with twice the batch."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    single = train_options(tiny, tmp_path / "one", per_device_train_batch_size=4, model_name_or_path=tiny.gpt2)
-    double = train_options(tiny, tmp_path / "two", per_device_train_batch_size=2, model_name_or_path=tiny.gpt2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command in (module_command(*single), [*torchrun, "-m", "otloss_llm", *double]):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert done.returncode == 0, done.stderr
-        results = json.loads(done.stdout)
-    assert results == read(tmp_path / "two/results.json")
-    one = read(tmp_path / "one/results.json")
-    assert results["eval_nll"] == pytest.approx(one["eval_nll"], abs=0.1)  # dropout differs
-    assert load_file(tmp_path / "two/model.safetensors").keys() == load_file(tmp_path / "one/model.safetensors").keys()
-    assert load_model(str(tmp_path / "two"))
 
 
 # PEFT asks transformers for a name that transformers has deprecated.

@@ -124,44 +124,23 @@ def sft(path: Path, model: Any, objective: str | None, data: Any = None, **setti
     )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")  # TRL's own
-def test_sft_of_experts_is_trls_own_with_mle(tmp_path: Path) -> None:
-    first = build("Mixtral", EXPERTS["Mixtral"])
-    second = copy.deepcopy(first)
-    trl = pytest.importorskip("trl")
-    # Up to 1.14 TRL adds the loss that balances experts once for each of the accumulated batches.
-    accumulated = 1 if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 15) else 2
-    settings = {"router_aux_loss_coef": 0.7, "gradient_accumulation_steps": accumulated, "max_steps": 2}
-    ours, theirs = sft(tmp_path, first, "mle", **settings), sft(tmp_path, second, None, **settings)
-    for made in (ours, theirs):
-        made.train()
-        made.evaluate(made.train_dataset)
-    for key in ("loss", "entropy", "mean_token_accuracy", "eval_entropy", "eval_mean_token_accuracy"):
-        assert logs(ours, key), key
-        assert logs(ours, key) == pytest.approx(logs(theirs, key), rel=1e-5), key
-    assert_same_weights(first, second, 1e-5)
-
-
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{{ eos_token }}"
     "{% endgeneration %}{% else %}Q:{{ m.content }}{% endif %}{% endfor %}"
 )
 ASKED = [("two and two", "four"), ("a longer question than that", "yes"), ("so", "is this answer"), ("and", "no")]
 MODES: dict[str, dict[str, Any]] = {
-    "completion": {}, "assistant": {"assistant_only_loss": True}, "chat": {}, "stream": {"stream": True},
+    "assistant": {"assistant_only_loss": True}, "chat": {}, "stream": {"stream": True},
     "packing": {"packing": True, "max_length": 48}, "padding-free": {"padding_free": True, "max_length": None},
 }  # fmt: skip
 
 
 def asked_in(mode: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """The data as TRL reads it, and by hand: the text without a loss, and that with one, of each row."""
-    if mode == "completion":
-        return [{"prompt": q, "completion": a} for q, a in ASKED], [(q, a) for q, a in ASKED]
-    if mode in ("assistant", "chat"):
-        said = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in ASKED]
-        shown = [(f"Q:{q}A:", a) for q, a in ASKED]
-        return said, shown if mode == "assistant" else [("", q + a) for q, a in shown]
-    return [{"text": q} for q, _ in ASKED], [("", q) for q, _ in ASKED]
+    if mode not in ("assistant", "chat"):
+        return [{"text": q} for q, _ in ASKED], [("", q) for q, _ in ASKED]
+    said = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in ASKED]
+    return said, [(f"Q:{q}A:", a) if mode == "assistant" else ("", f"Q:{q}A:{a}") for q, a in ASKED]
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
