@@ -77,16 +77,6 @@ def test_tests_mirror_the_sources_and_import_private_names_for_kernels_alone() -
     assert {path.name for path in paths if private.search(path.read_text(encoding="utf-8"))} <= PRIVATE
 
 
-def test_pre_commit_runs_the_commands_of_make_lint() -> None:
-    path = ROOT / ".pre-commit-config.yaml"
-    if not path.is_file():
-        pytest.skip("not a clone of the repository")
-    hooks = re.findall(r"entry: \.venv/bin/(.*)", path.read_text(encoding="utf-8"))
-    rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nlint:")[2].partition("\n\n")[0]
-    assert hooks == re.findall(r"\$\(BIN\)/(.*)", rule)
-    assert len(hooks) == 4
-
-
 # ---- language --------------------------------------------------------------------------------------------------------
 
 # Patterns of words with a better one in the table of CONTRIBUTING.md; case matters for "is None".

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import data
 import pytest
-import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Run = Callable[..., list[str]]
@@ -44,9 +43,12 @@ def table(lines: list[str]) -> dict[str, list[float]]:
         ("ensembles", ("leaves of at least 10, recalibrated",)),
         ("generators", ("no critic: transport",)),
         ("graphs", ("µs a pair of nodes: exact ",)),
+        ("number_tokens", ("shuffled values", "distances: scaling symlog")),
     ],
 )
 def test_tables_have_all_rows(run: Run, name: str, texts: tuple[str, ...]) -> None:
+    if name == "number_tokens":
+        pytest.importorskip("accelerate")
     lines = run(name)
     assert all(any(text in line for line in lines) for text in texts)
 
@@ -68,18 +70,6 @@ def test_documents(run: Run, no_data: Path) -> None:
 
 def test_histogram_regression(run: Run, no_data: Path) -> None:
     assert len(table(run("histogram_regression"))) == 4  # without abalones
-    medians = runpy.run_path(str(EXAMPLES / "histogram_regression.py"))["medians"]
-    p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], [0.1, 0.1, 0.8]])
-    torch.testing.assert_close(medians(p, torch.tensor([0.0, 1.0, 3.0, 4.0])), torch.tensor([1.0, 2.0, 3.375]))
-
-
-def test_number_tokens(run: Run) -> None:
-    pytest.importorskip("accelerate")
-    lines = run("number_tokens")
-    assert "distances: scaling symlog; a token that is no number costs" in "\n".join(lines)
-    errors = {line[:16].strip(): list(map(float, line.split()[-4:])) for line in lines[-3:]}
-    assert list(errors) == ["mle", "number_token", "shuffled values"]
-    assert all(10 < error < 60 for row in errors.values() for error in row[:3])
 
 
 def test_registration(run: Run, no_data: Path) -> None:

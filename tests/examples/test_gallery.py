@@ -58,7 +58,6 @@ def test_the_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert files(root / "docs/reports") == {}, "make gallery leaves the tracked page as it is"
     page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
     assert "| 3 \\| 4 times faster. | POT |" in page
-    assert "## Title of graphs\n\n[examples/graphs.py](../examples/graphs.py)\n\n![graphs](gallery/graphs.png)" in page
     kept = "kept in (a path) and (a path)\nquick is False and 3/4 m/s, https://a.org/b/c."
     assert page.endswith(f"```text\n{kept}\n```\n"), "no path of the machine"
     wrong.unlink()

@@ -16,7 +16,6 @@ if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # o
 BLOCK, CONTEXT, VOCABULARY = 24, 64, 290
 # Sizes at which work is split, so small that the problems of tests are split.
 SMALL_BLOCKS = {
-    "otloss_llm.costs.embedding.LONG_WORK": 1,
     "otloss_llm.data.blocks.DOCUMENTS_PER_CALL": 2,
     "otloss_llm.evaluation.answering.ROWS": 7,
     "otloss_llm.evaluation.neighbours.AT_ONCE": 100,

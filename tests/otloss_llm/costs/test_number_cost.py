@@ -119,16 +119,3 @@ def test_a_factor_of_ten_costs_as_much_as_all_digits_of_a_place() -> None:
     ):  # fmt: skip
         assert float(rows[words.index(a), words.index(b)]) == pytest.approx(expected, rel=1e-5), (a, b)
     assert NumberCost.from_tokenizer(tokenizer(words), squash=5.0).settings["scaling"] == "absolute"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_values_are_scaled_before_they_are_rounded(dtype: torch.dtype) -> None:
-    given = tokenizer(["a", "256", "257", "2048"])
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        cost = NumberCost.from_tokenizer(given)
-    finally:
-        torch.set_default_dtype(before)
-    assert cost.dtype == torch.promote_types(dtype, torch.float32)
-    assert float(cost.rows(torch.tensor([1]))[0, 2]) == pytest.approx(9 * math.log10(257 / 256), rel=1e-4)

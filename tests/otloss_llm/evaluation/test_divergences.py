@@ -63,11 +63,3 @@ def test_lengths_batches_and_prefixes_do_not_matter() -> None:
     whole, first = (token_divergence(p, q, [[0, 1, 2, 3][:n]])[0] for n in (4, 2))
     rest = token_divergence(p, q, [[0, 1, 2, 3]], prefix_length=2)[0]
     assert rest.kl * 2 == pytest.approx(whole.kl * 3 - first.kl, rel=1e-4)
-
-
-def test_bad_input() -> None:
-    p = _model(0)
-    for q, ids, message in ((p, [], "sequences is empty"), (p, [[0]], "a token after it"),
-                            (_model(0, 5), [[0, 1]], "4 and 5 tokens, expected one tokenizer")):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            token_divergence(p, q, ids)

@@ -95,8 +95,3 @@ def test_calibration_takes_out_what_a_label_has_without_the_text(tokenizer: Any)
     for scoring, expected in (("label", ("good", "good")), ("calibrated", plain.predictions)):
         actual = classify_in_context(model, tokenizer, TEST, TRAIN, scoring=scoring, **settings)
         assert actual.predictions == expected
-
-
-def test_bad_input(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"\['fine'\] are not among the candidates"):
-        classify_in_context(_model(), tokenizer, [LabelledText("x", "fine")], TRAIN)

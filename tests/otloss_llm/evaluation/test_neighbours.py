@@ -53,9 +53,3 @@ def test_equal_and_disjoint_sets() -> None:
     assert neighbour_overlap(x, -x) == module.NeighbourOverlap(0.0, 0.0)
     repeated = np.repeat(x[:6], 10, axis=0)  # radii of 0: only equal texts are inside
     assert neighbour_overlap(x, repeated).recall == pytest.approx(0.1)
-
-
-def test_bad_input() -> None:
-    x = np.random.default_rng(0).normal(size=(20, 3))
-    with pytest.raises(ValueError, match="k is 4 for 20 and 4 texts"):
-        neighbour_overlap(x, x[:4])

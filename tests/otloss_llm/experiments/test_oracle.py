@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from otloss_llm import EMO
 from otloss_llm.evaluation import cluster_divergence, neighbour_overlap, rouge, token_divergence
 from otloss_llm.evaluation.mauve import last_hidden_states
 from otloss_llm.experiments.oracle import sample_rows
@@ -89,9 +88,8 @@ def test_students_may_start_from_a_given_model(cli: Cli, tiny: Tiny, tmp_path: P
     assert ended.code == 0, ended.err
     assert not (tmp_path / "out/start-model").exists()
     assert np.load(tmp_path / "out/texts-train.npy").shape == (6, 8)
-    recorded = {arm: read(tmp_path / f"out/{arm}-seed0/run.json") for arm in ("emo", "emo-raw")}
-    assert [run["embedding"] for run in recorded.values()] == ["all-but-the-top", "raw"]
-    assert {run["objective"] for run in recorded.values()} == {repr(EMO())}
+    recorded = [read(tmp_path / f"out/{arm}-seed0/run.json") for arm in ("emo", "emo-raw")]
+    assert [run["embedding"] for run in recorded] == ["all-but-the-top", "raw"]
     weights = [load_model(str(tmp_path / f"out/{arm}-seed0")).lm_head.weight for arm in ("mle", "emo", "emo-raw")]
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])

@@ -227,15 +227,12 @@ def test_heads_that_are_not_one_linear_map_raise() -> None:
             return 2 * super().forward(input)
 
     class Adapted(nn.Linear):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.more = nn.Parameter(torch.zeros(16))  # does nothing yet
-
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input * (1 + self.more))
 
     model = tiny_model("llama")
     model.lm_head = Adapted(16, VOCAB)
+    model.lm_head.more = nn.Parameter(torch.zeros(16))  # does nothing yet
     with pytest.raises(TypeError, match=r"head of LlamaForCausalLM is a .*Adapted with parameters \['more'\]"):
         find_head(model)
     model.lm_head = Scaled(16, VOCAB)

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, RatingCost, token_loss
+from otloss_llm import MLE, EmbeddingCost, NumberCost, RatingCost
 from otloss_llm.costs.choice import NumberSettings
-from otloss_llm.objectives import Sum, parse_objective
-from otloss_llm.training.batches import Targets, columns_of, pad_rows, targets_of
-from otloss_llm.training.token_means import ScoredBatch, example_sums, token_means, tokens_in
+from otloss_llm.objectives import parse_objective
+from otloss_llm.training.batches import columns_of, pad_rows, targets_of
 from otloss_llm.training.trainer_cost import cost_for
 from otloss_llm.training.trainer_settings import auxiliary_weight, check_loss_settings, set_best_metric, with_terms
 from tests.errors import raising
@@ -31,31 +30,6 @@ def test_labels_and_weights_are_taken_out_of_a_batch_and_aligned() -> None:
     assert shifted.counts(shifted.labels == 7).tolist() == [3.0, 2.0]
     assert shifted._replace(token_weight=None).counts(shifted.labels == 7).tolist() == [3, 1]
     assert targets_of({"labels": whole.labels, "shift_labels": shifted.labels}, shift=True).labels is shifted.labels
-
-
-@pytest.mark.parametrize("weights", [None, torch.tensor([[2.0, 0.5, 9.0], [0.0, 1.0, 1.0]])])
-def test_means_are_over_tokens(weights: torch.Tensor | None) -> None:
-    """Of the loss over the weights; of D over number positions."""
-    z, values = torch.randn(2, 3, 5), torch.tensor([torch.nan, 1.0, 2.0, torch.nan, 5.0])
-    targets, cost = Targets(torch.tensor([[1, 3, -100], [2, 4, 0]]), weights), NumberCost(values)
-    objective, valid, numbers = (
-        Sum.of(EMO(0.5)),
-        targets.labels != -100,
-        torch.isin(targets.labels, torch.tensor([1, 2, 4])),
-    )
-    result = token_loss(z, targets.labels, objective=objective, cost=cost, reduction="none")
-    sums = example_sums(ScoredBatch(result, targets, objective, cost, torch.tensor(0.25)))
-    assert (sums.shape[0], tokens_in(sums.sum(0))) == (2, 5)
-    share = torch.ones(2, 3) if weights is None else weights
-    expected = {
-        "loss": (share * result.loss)[valid].sum() / share[valid].sum(), "nll": result.nll[valid].mean(),
-        "transport_cost": result.transport_cost[numbers].mean(), "aux_loss": torch.tensor(0.25),
-        "weighted_cost": (share * result.transport_cost)[numbers].sum() / share[numbers].sum(),
-    }  # fmt: skip
-    assert token_means(sums.sum(0)) == pytest.approx({name: float(mean) for name, mean in expected.items()})
-    nothing = token_loss(z, torch.full((2, 3), -100), objective=MLE(), reduction="none")
-    empty = ScoredBatch(nothing, Targets(torch.full((2, 3), -100)), Sum.of(MLE()), None, None)
-    assert token_means(example_sums(empty).sum(0)) == {"loss": 0.0, "nll": 0.0}
 
 
 def arguments(**settings: Any) -> Any:

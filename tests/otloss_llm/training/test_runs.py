@@ -60,13 +60,6 @@ def test_a_folder_without_results_counts_as_new(tmp_path: Path) -> None:
         open_run(tmp_path, {"a": 2})
 
 
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("mine", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"thesis\.tex"):
-        open_run(tmp_path, {})
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
 def test_one_process_at_a_time_works_in_a_folder(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     """Another process holds the lock, and loses it when it is killed."""
     code = (
@@ -115,15 +108,6 @@ def test_another_start_under_the_same_name_is_another_run(cli: Cli, tiny: Tiny, 
         model.get_output_embeddings().weight[5] += 1e-3
     model.save_pretrained(tmp_path / "start")
     assert "model_fingerprint" in cli(*given).error
-
-
-def test_what_only_reports_may_change_on_the_way(
-    cli: Cli, tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = cli(*train_options(tiny, tmp_path / "run", max_steps=2))
-    again = cli(*train_options(tiny, tmp_path / "run", max_steps=2, logging_steps=1, save_total_limit=7))
-    assert "nothing is trained again" in caplog.text
-    assert again.json == first.json
 
 
 # ---- resuming ----------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
         made.train()
 
 
-def test_rows_of_unequal_lengths_are_padded_and_strings_raise(tmp_path: Path) -> None:
+def test_rows_of_unequal_lengths_are_padded(tmp_path: Path) -> None:
     """Without a collator, as a list and as a data set."""
     datasets = pytest.importorskip("datasets")
     data = rows(5)
@@ -89,8 +89,6 @@ def test_rows_of_unequal_lengths_are_padded_and_strings_raise(tmp_path: Path) ->
         made = ObjectiveTrainer(tiny_model("llama"), arguments(tmp_path), objective="mle", eval_dataset=given)
         expected = by_hand(made.model, data, MLE(), EmbeddingCost(torch.eye(VOCAB)))
         assert made.evaluate()["eval_loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    with pytest.raises(ValueError, match=r"the rows are strings; give PackedBlocks\.from_texts"):
-        ObjectiveTrainer(tiny_model("llama"), arguments(tmp_path), objective="mle", train_dataset=["6 is near 5"])
 
 
 @pytest.mark.parametrize(
