@@ -27,4 +27,4 @@ def test_as_in_one_process(processes: int) -> None:
         [*command, str(WORKER)], env=environment, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-6000:]
-    assert len(done.stdout.split()) == 15
+    assert len(done.stdout.split()) == 14
