@@ -226,7 +226,8 @@ class _Problem:
                 off = (share @ (u * kv).sub_(a).abs_()).sum((-2, -1))
                 if self.debiased:
                     off = off + (a * (d / before).log().abs()).sum((-2, -1))
-                if not (bool(new_u.amin() > 0) and bool(off.amax() < torch.inf)):  # NaN is not
+                is_fitting = new_u.amin() > 0 and new_u.amax() < torch.inf and off.amax() < torch.inf  # NaN is not
+                if not bool(is_fitting):
                     break  # the last numbers that fitted
                 fitted, error, done = (new_u, d, a), off, k
                 if bool((off <= tolerance * mass).all()):
