@@ -114,6 +114,7 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
 
 test_bad_input = raising(
     ({"epsilon": None, "metric": "l1"}, "metric='l1' has no default blur; give epsilon"),
+    ({"blur": 0.1}, "both epsilon and blur are given"),
     ({"kind": "emd"}, 'epsilon given for kind="emd"'),
     ({"mask_x": torch.ones(4)}, TypeError, "mask_x has dtype torch.float32, expected torch.bool"),
     ({"a": torch.ones(4)}, "a and b hold different masses.*a / a.sum.*keepdim=True\\)\\.$"),

@@ -1,7 +1,5 @@
 """Soft minima of squared distances through a grid, against sums over all pairs in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

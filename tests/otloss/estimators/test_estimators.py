@@ -310,6 +310,7 @@ NAMED = {"categories": NAMES}
 DIGITS = ["1", "2", "3", "4", "5"]
 test_bad_settings_and_labels_are_named = raising(
     (OrdinalClassifier, {"cost": -np.ones((3, 3))}, RANK, r"cost\[0, 0\] is -1, expected finite numbers"),
+    (OrdinalClassifier, {"cost": np.ones((3, 3)), "values": [0, 1, 2]}, RANK, "values and cost are both given"),
     (OrdinalClassifier, {"decode": "cost"}, RANK, "decode is 'cost' without a cost matrix"),
     (OrdinalClassifier, {"class_weight": {"tall": 2.0}}, RANK, "class_weight names the label 'tall'"),
     (OrdinalClassifier, {"class_weight": {1: -2.0}}, RANK, r"class_weight\[1\] is \-2\.0"),

@@ -77,17 +77,12 @@ def test_threshold_losses_are_those_of_mord(loss: str) -> None:
     np.testing.assert_allclose(model.thresholds_, OF_MORD[loss][1], atol=3e-6)
 
 
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_warm_start() -> None:
     cold = OrdinalClassifier(**LIKELIHOOD | {"tol": 1e-6}, warm_start=True)
     first = cold.fit(X, y).n_iter_
     assert cold.fit(X, y).n_iter_ < first / 3
-    still: dict[str, Any] = {"hidden_layer_sizes": (8,), "learning_rate": 1e-12, "max_iter": 1, "random_state": 0}
-    model = OrdinalClassifier(**still, warm_start=True, early_stopping=False)
-    before = model.fit(X, y).predict_proba(X)
-    # Other means and deviations: the same function of the features as they come. Other classes: a new start.
-    np.testing.assert_allclose(model.fit(X[:200], y[:200]).predict_proba(X), before, atol=1e-8)
-    assert model.fit(X, np.minimum(y, 2)).predict_proba(X).shape == (len(X), 3)
+    other = cold.fit(X, np.minimum(y, 2))  # other classes: a new start
+    assert other.predict_proba(X).shape == (len(X), 3)
 
 
 @pytest.mark.parametrize("rule", ["argmax", "median", "mean", "cost"])

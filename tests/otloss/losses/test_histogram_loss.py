@@ -119,6 +119,7 @@ test_bad_input = raising(
     ({"bins": B.clone().requires_grad_()}, "bins require a gradient"),
     ({"target": V[:, None]}, r"target has shape \(2, 1\), expected values \(2,\).*squeeze\(-1\)"),
     ({"target": torch.ones(2, 3)}, "soft labels of row 0 sum to 3"),
+    ({"sigma": 1.0}, "sigma=1.0 is given with encoding='two_hot'"),
     ({"encoding": "gaussian", "sigma": 1e9}, r"sigma is 1000000000.0, so wide .* from -0.5 to 2.5"),
     ({"target": V.clone().requires_grad_(), "encoding": "one_hot"}, "target requires a gradient"),
     call=lambda change: histogram_loss(**({"logits": Z, "target": V, "bins": B} | change)),

@@ -250,6 +250,8 @@ test_bad_input = raising(
     ({"values": -V5 / 0}, "values hold -inf at token 0, expected finite values, or NaN"),
     ({"values": V5.clone().requires_grad_()}, r"values require a gradient.*pass values.detach\(\)"),
     ({"values": V5 * 1e19, "form": "mse", "scaling": "absolute"}, 'values range from 1e.19 .*use scaling="symlog"'),
+    ({"squash": 5.0, "scaling": "symlog"}, 'squash=5.0 and scaling="symlog" each bound the distances'),
+    ({"text": 3.0, "over": "numbers"}, 'text=3.0 is given with over="numbers"'),
     ({"scaling": "squash", "form": "mse"}, 'squash=9.0 maps distances.*form="mse" uses the mean'),
     ({"sample_weight": torch.full((2,), 3e38), "reduction": "sum"}, "loss exceeds 3.4.*torch.float32"),
     ({"logits": Z5 - INF}, r"position \(0,\) are -inf for all tokens that count, expected a finite one"),

@@ -3,8 +3,6 @@
 A warning is an error. A solution proves itself: its plan has the marginals, and its price is the value.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
