@@ -53,8 +53,13 @@ class LineCost(Cost):
         return self
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked n"]:
-        index = self._checked_index(index)
-        difference = self.x[index].unsqueeze(1) - self.x  # (picked, n)
+        return self._from(self.x[self._checked_index(index)])
+
+    def row_block(self, start: int, stop: int) -> Float[Tensor, "block n"]:
+        return self._from(self.x[start:stop])
+
+    def _from(self, places: Float[Tensor, " picked"]) -> Float[Tensor, "picked n"]:
+        difference = places.unsqueeze(1) - self.x
         if self.power == 2:
             return difference.square()
         distance = difference.abs()
