@@ -11,8 +11,10 @@ squared error of the attended labels alone, so the network learns to read digits
 
 Data: scikit-learn's 8 x 8 digits, 1,200 for training; sets of six are drawn from the others for the test.
 
-Result (5 seeds, 400 steps): 76 % of the slots hold the right digit by Sinkhorn attention, 49 % by softmax attention,
-with deviations of 1 %; whole sets are sorted in 36 % and 0.5 % of the cases. Training takes four times as long.
+Result (5 seeds, 400 steps): 76 % of the slots hold the right digit by Sinkhorn attention, 49 % by softmax attention;
+training takes four times as long.
+
+Deviations are 1 %. Whole sets are sorted in 36 % and 0.5 % of the cases.
 
     python examples/attention.py
 """

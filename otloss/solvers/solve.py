@@ -185,7 +185,8 @@ def sinkhorn(
             linear system of the size of the smaller side; for balanced problems on large grids by products along the
             axes.
         tolerance: sum of the errors of both marginals relative to the mass; None for 1e-5 in float32, 1e-8 in float64.
-        max_iterations: at most. After a thousand, balanced problems of up to 2**20 entries go to Newton's method.
+        max_iterations: at most. Problems that would take more than 250 go to Newton's method, on the CPU: those with
+            matrices of up to 2**28 entries in all (of images 2**20 each), and pairs of large clouds.
         start: potentials (f, g) of a similar problem.
         impl: "compiled", the numba kernel (scaling form) on the CPU, for matrices; "torch", log domain, any cost and
             device; "auto", the first for problems of up to 2**24 entries on a CPU, else the second. Balanced problems
@@ -201,8 +202,8 @@ def sinkhorn(
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.
         ValueError: if shapes or masses differ, a weight is negative, a number is not finite or in range, no plan avoids
-            the pairs that +inf forbids, or epsilon is below 1e-8 of the potentials, where their rounding decides the
-            plan.
+            the pairs that +inf forbids, or epsilon is below 1e-15 / tolerance of the potentials (1e-8 at most), where
+            their rounding decides the plan.
         NotImplementedError: if a derivative in forward mode is asked of grad="envelope".
         RuntimeError: if a second derivative of "envelope" is asked for, or "implicit" meets equations that are singular
             to rounding. A problem that does not converge gives a `ConvergenceWarning`.
