@@ -304,7 +304,7 @@ def _solve(problem: Problem, settings: Settings, symmetric: bool, accurate: bool
     """Solve a reduced problem, with the derivatives that were asked for."""
     if problem.is_exact:
         return with_envelope(solve_between_clouds(problem) if takes_clouds(problem) else solve_exactly(problem))
-    potentials = find_potentials(problem, settings, symmetric=symmetric, accurate=accurate)
+    problem, potentials = find_potentials(problem, settings, symmetric=symmetric, accurate=accurate)
     solution = solution_of(problem, potentials, tolerance_of(problem, settings))
     return with_envelope(solution) if settings.grad == "envelope" else with_implicit_derivatives(solution)
 

@@ -86,13 +86,14 @@ class Goal:
     patience: float = math.inf
 
 
-def in_float64(problem: Problem) -> Problem:
-    """Return the same problem without a graph, in float64 if the device has it."""
+def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
+    """Return the same problem without a graph, or with its graph, in float64 if the device has it."""
     wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
-    p, q, epsilon = (t.detach().to(wide) for t in (problem.p, problem.q, problem.epsilon))
-    if problem.marginal_penalty is None:
-        q = of_equal_mass(p, q)
-    with torch.no_grad():
+    with torch.set_grad_enabled(with_graph):
+        inputs = (problem.p, problem.q, problem.epsilon)
+        p, q, epsilon = (t.to(wide) if with_graph else t.detach().to(wide) for t in inputs)
+        if problem.marginal_penalty is None:
+            q = of_equal_mass(p, q)
         cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
     return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
 

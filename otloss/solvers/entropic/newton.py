@@ -115,7 +115,7 @@ def _chosen(problem: Problem, chosen: Tensor) -> Problem:
     if is_between_large_clouds(problem):
         costs = wide.cost
     else:
-        matrices = cost.dense().detach()
+        matrices = (cost if isinstance(cost, DenseCost) else wide.cost).dense().detach()
         if matrices.dim() > 2:
             matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[chosen]
         costs = DenseCost.unchecked(matrices.cpu().double().contiguous())

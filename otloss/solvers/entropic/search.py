@@ -62,6 +62,8 @@ LARGEST_GRID = 2**20  # entries of the cost of images up to which matrices are f
 # Potentials are settled if the last update changes no factor of the plan by a larger share, and their error is at most
 # this share of their spread.
 SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
+# Rounding of float32, and the share of an entry of the plan that the rounding of a cost may change.
+ROUNDING, LARGEST_CHANGE = 1e-7, 1e-4
 NEGLIGIBLE_ERROR = 1e-5  # a smaller error of potentials over epsilon never counts, even if the potentials hardly differ
 UNCERTAIN = 1e-2  # a larger error of potentials, as a share of their spread, gives a warning
 # The least epsilon over the largest potential is LEAST_EPSILON over the tolerance, and at most LARGEST_LEAST. Below it,
@@ -78,8 +80,10 @@ LARGEST_START = 100.0
 
 def find_potentials(
     problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None
-) -> SearchResult:
-    """Return the potentials of a reduced entropic problem.
+) -> tuple[Problem, SearchResult]:
+    """Return the potentials of a reduced entropic problem, and the problem in the arithmetic that they belong to.
+
+    That is float64 where the rounding of costs that are computed in float32 would change the plan.
 
     Args:
         symmetric: whether p equals q and the cost its transpose, which saves iterations.
@@ -100,18 +104,21 @@ def find_potentials(
     settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if accurate else math.inf
     goal = Goal(tolerance, settings.max_iterations, settled, symmetric, _takes_plan(problem) and not symmetric)
     with torch.no_grad():
-        result = _search(problem, settings, goal)
+        arithmetic, result = _search(problem, settings, goal)
+    if arithmetic.cost.dtype != problem.cost.dtype:
+        problem = in_float64(problem, with_graph=True)
+    with torch.no_grad():
         _check_not_too_small(problem, result, min(LEAST_EPSILON / tolerance, LARGEST_LEAST))
         if accurate:
             result = _with_accurate_potentials(problem, result, goal)
     if _is_within(result.error, tolerance):
         if settings.grad == "envelope" and makes_graph(problem.p, problem.q):  # "implicit" raises instead
             _warn_of_uncertain(problem, result)
-        return result
+        return problem, result
     _warn_of_errors(problem, result, settings)
     unknown = ~result.error.isfinite().unsqueeze(-1)  # a value whose error is not known must be NaN
     f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
-    return dataclasses.replace(result, f=f, g=g, plan=None)
+    return problem, dataclasses.replace(result, f=f, g=g, plan=None)
 
 
 def _is_within(error: Tensor, tolerance: float) -> bool:
@@ -127,8 +134,19 @@ def _takes_plan(problem: Problem) -> bool:
     return cost.batch_shape == problem.batch and cost.matrix.numel() <= MOST_FOR_PLANS
 
 
-def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
-    """Run steps 1 to 3 of the module."""
+def _rounds_costs(problem: Problem, result: SearchResult) -> bool:
+    """Return whether the rounding of costs that are computed in float32 would change entries of the plan."""
+    cost = problem.cost
+    if cost.dtype != torch.float32 or isinstance(cost, (DenseCost, GridCost)) or not has_float64(cost.device):
+        return False
+    if needs_torch(problem.p, problem.q, *cost.tensors()) or not (result.f.numel() and result.g.numel()):
+        return False
+    largest = torch.maximum(result.f.abs().amax(-1), result.g.abs().amax(-1))
+    return bool((ROUNDING * largest > LARGEST_CHANGE * problem.epsilon.detach()).any())
+
+
+def _search(problem: Problem, settings: Settings, goal: Goal) -> tuple[Problem, SearchResult]:
+    """Run steps 1 to 5 of the module; the problem that is returned may be in float64."""
     on_kernel = runs_on_kernel(problem, settings.impl)
     newton = not goal.symmetric and _can_take_newton(problem)
     # Float32 in logarithms may be too narrow; and the kernel for unbalanced problems may underflow, or be slow.
@@ -149,22 +167,32 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
         result = _sinkhorn(problem, start, first, on_kernel=on_kernel)
     else:
         left = goal.most - int(result.iterations.amax())
+    if _rounds_costs(problem, result):
+        problem = in_float64(problem)
+        if _is_within(result.error, goal.tolerance):
+            few = dataclasses.replace(first, most=max(1, min(left, first.most)))
+            more = _sinkhorn(problem, (result.f, result.g), few, on_kernel=on_kernel)
+            result = dataclasses.replace(more, iterations=result.iterations + more.iterations)
+            left -= int(more.iterations.amax())
     if left <= 0 or _is_within(result.error, goal.tolerance):
-        return result
+        return problem, result
     if newton:
         is_slow = ~(result.error <= goal.tolerance)
         rest = dataclasses.replace(goal, most=left)
         better = newton_search(problem, result, is_slow, rest, from_exact=problem.marginal_penalty is None)
         left -= int((better.iterations - result.iterations).amax())
         result = better
+        if _rounds_costs(problem, result):  # Newton's method takes costs in float64
+            problem = in_float64(problem)
     if left <= 0 or _is_within(result.error, goal.tolerance):
-        return result
+        return problem, result
     again = in_float64(problem) if widen or in_logs_again else problem
     is_finite = result.error.isfinite().unsqueeze(-1)
     start = torch.where(is_finite, result.f, 0.0), torch.where(is_finite, result.g, 0.0)
     rest = dataclasses.replace(goal, most=left)
     more = _sinkhorn(again, start, rest, on_kernel=on_kernel and not in_logs_again)
-    return dataclasses.replace(more, iterations=result.iterations + more.iterations)
+    more = dataclasses.replace(more, iterations=result.iterations + more.iterations)
+    return again if _rounds_costs(problem, more) else problem, more
 
 
 def _sinkhorn(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal, *, on_kernel: bool) -> SearchResult:
@@ -254,7 +282,7 @@ def _can_take_newton(problem: Problem) -> bool:
 
 
 def _with_accurate_potentials(problem: Problem, result: SearchResult, goal: Goal) -> SearchResult:
-    """Run step 4 of the module. Slow modes of g hardly count in the marginal error that ended the search."""
+    """Run step 6 of the module. Slow modes of g hardly count in the marginal error that ended the search."""
     error, spread, eigenvalue = result.potential_error, result.spread, result.least_eigenvalue
     if error is None or spread is None or eigenvalue is None or not result.iterations.numel():
         return result

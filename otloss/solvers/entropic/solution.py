@@ -17,7 +17,6 @@ C. The last two take one product with C.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,13 +27,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import Unchanged
-from otloss.costs import DenseCost
 from otloss.solvers.bounds import lower_bound, upper_bound
 from otloss.solvers.entropic.log_domain import SearchResult, Sweep, in_float64, of_masses
-from otloss.solvers.problem import Problem, has_float64
+from otloss.solvers.problem import Problem
 
 _PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of this size exist at a time
-_ROUNDING, _LARGEST_CHANGE = 1e-7, 1e-4  # of float32; share of an entry of the plan that it may change
 _LARGEST_EXPONENT = 80.0  # of a derivative; exp(80) is below the largest float32
 
 
@@ -159,24 +156,9 @@ class EntropicSolution:
         problem, (f, g) = self.problem, self.potentials
         if self.search.plan is not None:
             return (upstream[..., None, None] * self.search.plan,)
-        cost = problem.cost
-        if self._rounds_costs:
-            wide = {id(t): t.detach().double().requires_grad_(t.requires_grad) for t in cost.tensors()}
-            cost = cost._replaced(wide)
-            f, g = f.double(), g.double()
-            f = Sweep.of(dataclasses.replace(in_float64(problem), cost=cost)).f_from(g)
         log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
         epsilon = problem.epsilon.detach().to(f.dtype)
-        return cost.plan_gradients(of_masses(problem, f), g, log_p, log_q, epsilon=epsilon, upstream=upstream)
-
-    @property
-    def _rounds_costs(self) -> bool:
-        """Whether the rounding of costs that are computed in float32 would change entries of the plan."""
-        cost = self.problem.cost
-        if cost.dtype != torch.float32 or isinstance(cost, DenseCost) or not has_float64(cost.device):
-            return False
-        largest = torch.maximum(self.search.f.abs().amax(-1), self.search.g.abs().amax(-1))
-        return bool((_ROUNDING * largest > _LARGEST_CHANGE * self.problem.epsilon.detach()).any())
+        return problem.cost.plan_gradients(of_masses(problem, f), g, log_p, log_q, epsilon=epsilon, upstream=upstream)
 
 
 def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> EntropicSolution:
