@@ -58,6 +58,7 @@ from otloss.costs.within import is_symmetric
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.problem import DEFAULT_TOLERANCE, MASS_TOLERANCE
 
+_LARGEST_CONDITION = 1e15  # of the equations of a gradient; beyond, some are wrong by more than a thousandth
 _MOST_ENTRIES = 2**26  # of the plans of all problems together, which the gradient holds
 _NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method is for at most so many
 _START, _STEPS = 40, 60  # iterations before Newton's method; its steps at each tau
@@ -437,7 +438,7 @@ def _settle(
     stalled, change, left = torch.zeros_like(smallest), smallest, most
     while left > 0:
         left -= 1
-        log_a, by_a, by_u, by_d = _newton_step(problem, matrix, (log_u, log_d, log_a), tau)
+        log_a, by_a, by_u, by_d, _ = _newton_step(problem, matrix, (log_u, log_d, log_a), tau)
         falls = log_a - log_a.amax(-1, keepdim=True)
         # Mass that comes back to an empty bin may do so in one step, and it may leave in one.
         reach = (by_a.abs() / (-25 - falls).clamp(min=2.0)).masked_fill((by_a < 0) & (falls < -25), 0.0)
@@ -466,8 +467,11 @@ def _chosen(choice: Bool[Tensor, "*batch"], one: _State, other: _State) -> _Stat
 
 def _newton_step(
     problem: _Problem, matrix: Tensor, at: tuple[Tensor, Tensor, Tensor], tau: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log a, and the steps of log a, log u and log d; the first two have a graph in p, the weights and the matrix."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """log a, the steps of log a, log u and log d, and a condition number (...) of the equations of log u.
+
+    The first two have a graph in p, the weights and the matrix.
+    """
     (log_u, log_d, log_a), p, weights = at, problem.p, problem.weights.unsqueeze(-1)
     log_k, change = -matrix.detach() / problem.epsilon, (matrix.detach() - matrix) / problem.epsilon  # 0, with a graph
     log_v = -torch.logsumexp(log_k.mT + log_u.unsqueeze(-2), -1)  # of p = 1: bins without mass have derivatives too
@@ -487,7 +491,10 @@ def _newton_step(
     off = torch.where((part > _NO_MASS).unsqueeze(-2), off, off.detach())
     # A constant may go from one log u to another; part, in each row, fixes it.
     moved = moved.add_(part[..., None, None, :])
-    less = moved @ torch.linalg.inv_ex(eye + moved).inverse
+    inverse = torch.linalg.inv_ex(eye + moved).inverse
+    sizes = [torch.linalg.matrix_norm(matrix, torch.inf) for matrix in (eye + moved, inverse)]
+    condition = (sizes[0] * sizes[1]).amax(-1)
+    less = moved @ inverse
     by_row = eye - less  # the inverse; what the system needs of it is less rounded without the identity
     if problem.debiased:
         less_d = among.detach() @ torch.linalg.inv_ex(eye + among.detach()).inverse
@@ -501,7 +508,8 @@ def _newton_step(
     lack = p.sum((-2, -1)) / p.shape[-2] / log_a.exp().sum(-1) - 1
     by_a = torch.linalg.solve_ex(system, torch.cat([right, lack.unsqueeze(-1)], -1)).result[..., :n]
     by_u = (by_row @ (by_a.unsqueeze(-2) - off).unsqueeze(-1)).squeeze(-1)
-    return log_a, by_a, by_u, by_a if by_d is None else (by_d @ by_a.unsqueeze(-1)).squeeze(-1)
+    by_d = by_a if by_d is None else (by_d @ by_a.unsqueeze(-1)).squeeze(-1)
+    return log_a, by_a, by_u, by_d, condition
 
 
 def _with_gradient(problem: _Problem, state: _State) -> Tensor:
@@ -514,9 +522,17 @@ def _with_gradient(problem: _Problem, state: _State) -> Tensor:
             "the histograms and the weights, or take fewer bins."
         )
     at = state.log_u, state.log_d, state.log_a
-    log_a, by_a, *_ = _newton_step(problem, problem.cost.dense(), at, state.tau)
+    log_a, by_a, _, _, condition = _newton_step(problem, problem.cost.dense(), at, state.tau)
     if not bool(torch.isfinite(by_a.detach()).all()):
         raise RuntimeError("the gradient of the barycenter is singular to rounding; raise epsilon.")
+    if not problem.debiased and bool((uncertain := condition > _LARGEST_CONDITION).any()):
+        warnings.warn(
+            f"the gradient of {int(uncertain.sum())} of {uncertain.numel()} barycenters is uncertain: plans fall into "
+            "parts that hardly exchange mass, and rounding decides how a change spreads. Raise epsilon. The "
+            "barycenters themselves are right.",
+            ConvergenceWarning,
+            stacklevel=level_of_the_caller(),
+        )
     corrected = log_a + by_a
     if corrected.requires_grad:
         corrected.register_hook(functools.partial(_raise_for_second, forward=has_tangent(corrected)))

@@ -1,5 +1,6 @@
 """Barycenters against POT, closed forms, and finite differences."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -124,3 +125,17 @@ test_bad_input = raising(
         **({"p": torch.full((2, 5), 0.2), "cost": torch.ones(5, 5), "epsilon": 0.1} | change)
     ),
 )
+
+
+def test_gradients_that_rounding_decides_warn() -> None:
+    """The barycenter of one histogram is K (p / K^T 1)."""
+    cost = torch.cdist(x := draw(40, 2), x).square()
+    for epsilon, warned in ((0.02, nullcontext()), (5e-4, pytest.warns(ConvergenceWarning, match="the gradient of"))):
+        p, kernel = drawn(40).requires_grad_(), (-cost / epsilon).exp()
+        with warned:
+            actual = barycenter(p.unsqueeze(0), cost, epsilon=epsilon)
+        expected = kernel @ (p / kernel.sum(0))
+        torch.testing.assert_close(actual, expected)
+        if epsilon == 0.02:
+            ours, theirs = (torch.autograd.grad((a * x[:, 0]).sum(), p)[0] for a in (actual, expected))
+            torch.testing.assert_close(ours - (ours * p).sum(), theirs - (theirs * p).sum(), rtol=0, atol=1e-6)
