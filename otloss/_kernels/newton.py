@@ -34,7 +34,7 @@ from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
-STAGES, STAGE_FACTOR, STAGE_TOLERANCE = 1, 4.0, 1e-4
+COARSER_STAGES, COARSER, STAGE_TOLERANCE = 1, 4.0, 1e-4  # stages before the last; each has COARSER times the epsilon
 FIRST_EPSILON = 0.05  # of the marginal penalty, at most, from a start of zeros
 STEPS = 6  # of a round, at most
 UPDATES = 2  # exact updates of both sides on the cells before each step
@@ -46,7 +46,7 @@ GROUPS, COLUMNS_OF_GROUP = 256, 4  # the most groups, and the least mean number 
 FEWER = 0.8  # merging is given up if it leaves more than this share of the groups
 LARGEST_UPDATE = 50.0  # of g / epsilon
 LEFT, DOUBLINGS, SEARCHES = 0.5, 4, 40  # of a search: share of the first derivative that may be left, and most trials
-ROUNDING = 1e-14
+RELATIVE_ROUNDING = 1e-14  # of potentials, and of pivots and diagonals of the equations
 NO_MASS_LEFT = 1e-17  # share of its weight below which a column counts as empty
 NEGLIGIBLE = 1e-17  # share of a row that may be left out of its sum
 
@@ -202,7 +202,7 @@ def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, 
     cutoff, taken, held = 0.0, m, m
     if with_points:
         pairs.y[d + 1] = least
-        cutoff = epsilon * math.log(m / NEGLIGIBLE) + ROUNDING * size
+        cutoff = epsilon * math.log(m / NEGLIGIBLE) + RELATIVE_ROUNDING * size
     space = min(n * m, 16 * (n + m) + m)
     places, prices = np.empty(space, np.int32), np.empty(space)
     for i in range(n):
@@ -360,7 +360,7 @@ def factorise(a: Any) -> None:
         total = a[i, i]
         for k in range(i):
             total -= a[i, k] * a[i, k]
-        a[i, i] = math.sqrt(total) if total > ROUNDING * a[i, i] else np.inf
+        a[i, i] = math.sqrt(total) if total > RELATIVE_ROUNDING * a[i, i] else np.inf
 
 
 @inner(fastmath={"contract", "nsz", "reassoc"})
@@ -445,7 +445,7 @@ def find_step(
         for e in range(cells.starts[i], cells.starts[i + 1]):
             inverse[cells.columns[e]] -= damping * rows.mass[i] * cells.shares[e] ** 2
     for j in range(m):
-        inverse[j] = 1 / max(inverse[j], ROUNDING * diagonal[j]) if diagonal[j] > 0 else 0.0
+        inverse[j] = 1 / max(inverse[j], RELATIVE_ROUNDING * diagonal[j]) if diagonal[j] > 0 else 0.0
     precondition(groups, inverse, residual, sums, direction)
     before = 0.0
     for j in range(m):
@@ -582,12 +582,12 @@ def newton_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None
             return
         pairs, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), 0
         rows, columns, support = side_of(p[k], f[k]), side_of(q[k], g[k]), support_of(plans[k], p.shape[1])
-        first = STAGES if plans.shape[2] else 0
+        first = COARSER_STAGES if plans.shape[2] else 0
         if not outcome[k, ERROR] < np.inf:  # a start of zeros: potentials are at most of the size of rho
-            while epsilon[k] * STAGE_FACTOR ** (first + 1) <= FIRST_EPSILON * rho < np.inf:
+            while epsilon[k] * COARSER ** (first + 1) <= FIRST_EPSILON * rho < np.inf:
                 first += 1
         for stage in range(first, -1, -1):
-            width, is_last = epsilon[k] * STAGE_FACTOR**stage, stage == 0
+            width, is_last = epsilon[k] * COARSER**stage, stage == 0
             outcome[k, ERROR], more = solve_stage(
                 counter, pairs, rows, columns, width, width / rho, tolerance if is_last else STAGE_TOLERANCE,
                 settled if is_last else np.inf, most - steps, support,

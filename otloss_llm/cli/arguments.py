@@ -117,7 +117,7 @@ class ObjectiveArguments:
     cost_embedding: str | None = _option(
         "Embedding of the cost: all-but-the-top (the own head without its leading directions), raw (all of it), "
         "as-is (the same, near-duplicate rows kept), random, shuffled, a .npy file, or a model. Default: "
-        "all-but-the-top, or what the run in the folder was begun with.",
+        "all-but-the-top.",
         None,
     )
     impl: str = _option("Kernel of the loss.", "auto", choices=IMPLEMENTATIONS)

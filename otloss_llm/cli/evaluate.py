@@ -33,7 +33,7 @@ from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.models.heads import is_encoder_decoder
 from otloss_llm.models.loading import load_model_and_tokenizer
 from otloss_llm.training.folders import write_text
-from otloss_llm.training.loading import chosen_embedding, load_cost
+from otloss_llm.training.loading import load_cost, named_source
 
 LONGEST_NUMBER = 12  # tokens of a number that --decode reads
 
@@ -124,13 +124,13 @@ def _score_task(
 
 
 def _score_text(model: Any, tokenizer: Any, blocks: PackedBlocks, args: EvaluateArguments) -> dict[str, Any]:
-    embedding = chosen_embedding(args.cost_embedding, {})
-    cost = load_cost(embedding, model).to(model.device)
+    source = named_source(args.cost_embedding)
+    cost = load_cost(source, model).to(model.device)
     scores = perplexity(model, blocks, batch_size=args.batch_size, cost=cost)
     settings = {
         "text": args.text,
         "blocks": blocks.fingerprint,
-        "cost_embedding": chosen_embedding(args.cost_embedding, {}),
+        "cost_embedding": source,
     }
     results = settings | dataclasses.asdict(scores) | {"perplexity": scores.perplexity}
     numbers = score_number_labels(model, tokenizer, blocks, batch_size=args.batch_size)

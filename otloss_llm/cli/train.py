@@ -19,18 +19,19 @@ from otloss_llm.costs.choice import NumberSettings, check_settings, number_token
 from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import check_decoder_only, is_encoder_decoder
 from otloss_llm.models.loading import fingerprint, load_model_and_tokenizer
-from otloss_llm.objectives import Sum
-from otloss_llm.training.folders import check_ours, recorded_settings
+from otloss_llm.objectives import Sum, parse_objective
+from otloss_llm.training.folders import check_ours
 from otloss_llm.training.loading import (
     COST_SOURCES,
-    chosen_embedding,
-    chosen_objective,
     load_cost,
     load_rows,
+    named_source,
     number_share,
     read_sources,
 )
 from otloss_llm.training.runs import train_run
+
+NO_EMBEDDING = ("number", "rating")  # kinds of cost that read none
 
 
 def run(
@@ -41,17 +42,14 @@ def run(
     args: ObjectiveTrainingArguments,
 ) -> tuple[str, int]:
     """Returns what goes to stdout, and the exit code."""
-    recorded = recorded_settings(Path(args.output_dir))
-    objective = chosen_objective(objective_args.objective, recorded)
-    kind = Sum.of(objective).cost_kind
-    numbers = NumberSettings(scaling=objective_args.number_scaling)
+    objective, source = parse_objective(objective_args.objective), named_source(objective_args.cost_embedding)
+    kind, numbers = Sum.of(objective).cost_kind, NumberSettings(scaling=objective_args.number_scaling)
     check_settings(kind, numbers)
-    if kind in ("number", "rating") and objective_args.cost_embedding is not None:
+    if kind in NO_EMBEDDING and objective_args.cost_embedding is not None:
         raise ValueError(
             f"{objective_args.objective} reads no embedding, got --cost_embedding {objective_args.cost_embedding}; "
             "leave it out, or take emo+number."
         )
-    source = chosen_embedding(objective_args.cost_embedding, recorded, key="cost_embedding")
     lora = _lora(lora_args)
     sources = read_sources(text_args)
     check_ours(Path(args.output_dir))
@@ -59,28 +57,19 @@ def run(
     model, tokenizer = load_model_and_tokenizer(path, model_args.tokenizer_name, dtype=model_args.dtype or "float32")
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
     rows, validation, _ = load_rows(tokenizer, text_args, sources, encoder_decoder=is_encoder_decoder(model))
-    first = args.process_index == 0
     settings: dict[str, Any] = {
         "model": path,
         "objective": repr(objective),
-        "cost_embedding": source,
         "train_blocks": rows.fingerprint,
         "validation_blocks": None if validation is None else validation.fingerprint,
         "model_fingerprint": fingerprint(model.named_parameters()),
-        "cost_fingerprint": None,
-        **settings_of_near_duplicates(cost),
+        **_cost_settings(cost, kind, source),
     }
-    if kind not in ("number", "rating") and source not in COST_SOURCES:
-        settings["cost_fingerprint"] = fingerprint([("unit", getattr(cost, "other", cost).unit)])
+    first = args.process_index == 0
     if kind != "embedding":
-        settings["numbers"] = repr(getattr(cost, "numbers", cost))
         share = number_share(rows, number_tokens(tokenizer, cost.shape[0]).values, objective_args.objective)
         if first:
-            if kind == "rating":
-                print(repr(cost), file=sys.stderr)
-            else:
-                getattr(cost, "numbers", cost).coverage(file=sys.stderr)
-            print(share, file=sys.stderr)
+            _report_numbers(cost, kind, share)
     if lora is not None:
         check_decoder_only(model, "adapters (--lora_r)")
         settings["lora"] = dataclasses.asdict(lora)
@@ -93,6 +82,26 @@ def run(
         return "", 0
     print(f"{'model' if lora is None else 'adapter'}, tokenizer and results are in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True), 0
+
+
+def _cost_settings(cost: Any, kind: str, source: str) -> dict[str, Any]:
+    """Return what the run folder records about the cost."""
+    is_read = kind not in NO_EMBEDDING and source not in COST_SOURCES  # from a file, or another model
+    settings = {
+        "cost_embedding": source,
+        "cost_fingerprint": fingerprint([("unit", getattr(cost, "other", cost).unit)]) if is_read else None,
+        **settings_of_near_duplicates(cost),
+    }
+    return settings if kind == "embedding" else settings | {"numbers": repr(getattr(cost, "numbers", cost))}
+
+
+def _report_numbers(cost: Any, kind: str, share: str) -> None:
+    """Print which tokens the cost takes for numbers, and their share of the rows, to stderr."""
+    if kind == "rating":
+        print(repr(cost), file=sys.stderr)
+    else:
+        getattr(cost, "numbers", cost).coverage(file=sys.stderr)
+    print(share, file=sys.stderr)
 
 
 def _lora(asked: LoraArguments) -> Lora | None:

@@ -66,8 +66,7 @@ class Arm:
     def cost_settings(self) -> dict[str, Any]:
         """What a run folder records about the cost beside its embedding; empty for embedding costs."""
         kind = self.cost_kind
-        # Run folders of earlier versions also name a form and a span, of which only these are left.
-        numbers = {"form": "wasserstein", "scaling": self.scaling, "span": None}
+        numbers = {"scaling": self.scaling}
         if self.control is not None:
             numbers["control"] = self.control
         return {} if kind == "embedding" else {"cost": kind, "numbers": numbers}

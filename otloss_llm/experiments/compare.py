@@ -29,8 +29,8 @@ from otloss_llm.experiments.measuring import METRICS, Data, QuestionBench, Quest
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import parse_objective
-from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_of_any
-from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost, number_share
+from otloss_llm.training.folders import full_disk_reported, locked, open_run
+from otloss_llm.training.loading import load_cost, named_source, number_share
 from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
 
 HUMAN, START, RIGHT = "text itself", "start model", "right answer"
@@ -143,7 +143,7 @@ def _check(comparison: Comparison, data: Data | QuestionData) -> None:
         raise ValueError(f"there are {len(names)} arms and {len(comparison.seeds)} seeds; give at least one of each.")
     same = [
         (parse_objective(arm.objective), arm.cost_settings(),
-         replace(arm, objective="", embedding=chosen_embedding(arm.embedding, {})))
+         replace(arm, objective="", embedding=named_source(arm.embedding)))
         for arm in comparison.arms
     ]  # fmt: skip
     if any(same.count(one) > 1 for one in same):
@@ -272,8 +272,7 @@ def _train(
     home = Path(args.output_dir) / f"{arm.training.replace('/', '-').replace(':', '-')}-seed{seed}"
     own.output_dir, own.seed = str(home), seed
     model = load_model(comparison.start, dtype=comparison.dtype)
-    recorded = recorded_of_any(home.parent, home.name.removesuffix(str(seed)))
-    objective, embedding = chosen_objective(arm.objective, recorded), chosen_embedding(arm.embedding, recorded)
+    objective, embedding = parse_objective(arm.objective), named_source(arm.embedding)
     cost = load_cost(embedding, model, seed=seed, kind=arm.cost_kind, tokenizer=bench.tokenizer, numbers=arm.numbers)
     results = train_run(
         model, bench.tokenizer, bench.data.train, args=own, objective=objective, cost=cost,

@@ -39,8 +39,8 @@ from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import evaluation_mode, find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import MLE, Objective, Sum, parse_objective
-from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_of_any, replaced
-from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost
+from otloss_llm.training.folders import full_disk_reported, locked, open_run, replaced
+from otloss_llm.training.loading import load_cost, named_source
 from otloss_llm.training.runs import train_run
 
 # Embeddings of the source, by the name of the arm that has them: rows from (the source's head, the source, its texts).
@@ -213,9 +213,6 @@ def run_oracle(
     arms = [OracleArm.parse(text, embeddings) for text in oracle.arms]
     later_added = ("arms", "seeds", "temperatures", "text_scores")
     kept = {key: value for key, value in asdict(oracle).items() if key not in later_added}
-    for later in ("start", "train_texts", "lora_rank", "weight_decay"):  # Earlier versions do not have these fields.
-        if kept[later] == getattr(Oracle, later):
-            del kept[later]
     with locked(folder), full_disk_reported(folder):
         open_run(folder, kept | {"source_fingerprint": fingerprint(source.named_parameters())})
         return _run(oracle, folder, args, arms, embeddings, source, tokenizer, start_id, say)
@@ -320,10 +317,7 @@ def _train(
 ) -> None:  # fmt: skip
     start = oracle.start or str(folder / "start-model")
     model = load_model(start)
-    home = Path(str(args.output_dir))
-    recorded = recorded_of_any(folder, home.name.removesuffix(str(args.seed)))
-    objective = chosen_objective(arm.objective_name, recorded)
-    embedding = chosen_embedding(arm.embedding, recorded)
+    objective, embedding = parse_objective(arm.objective_name), named_source(arm.embedding)
     cost: TokenCost | None = None
     needs_cost = Sum.of(objective).needs_cost
     if needs_cost and arm.embedding is not None and arm.embedding in embeddings:

@@ -112,8 +112,6 @@ class Term:
 class Sum(ABC):
     """An objective as a sum of weighted terms."""
 
-    also: tuple[str, ...] = ()  # statistics that no term reads, and that are computed beside
-
     @property
     @abstractmethod
     def terms(self) -> tuple[Term, ...]:
@@ -156,7 +154,7 @@ class Sum(ABC):
             >>> Sum.of(lambda nll, entropy: nll).reads, Sum.of(lambda n, d: n).reads
             (('nll', 'entropy'), ('nll', 'cost'))
         """
-        read = [*self.also, *(name for term in self.terms for name in term.reads)]
+        read = {name for term in self.terms for name in term.reads}
         return tuple(name for name in Statistics._fields if name in read)
 
     @property
@@ -209,10 +207,6 @@ class Sum(ABC):
     def without(self, kind: type) -> Sum:
         """The same without the terms of this class."""
         return _Terms(tuple(term for term in self.terms if not isinstance(term.function, kind)), self)
-
-    def beside(self, names: tuple[str, ...]) -> Sum:
-        """The same, for which these statistics are computed too."""
-        return _Terms(self.terms, self, names) if names else self
 
     def value(self, statistics: Statistics) -> Tensor:
         """One number per token; raises ValueError if a term gives another shape."""
@@ -273,7 +267,6 @@ class _Terms(Sum):
 
     kept: tuple[Term, ...]
     objective: Objective
-    also: tuple[str, ...] = ()
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -10,7 +10,6 @@ results.json    the results, written last
 from __future__ import annotations
 
 import errno
-import glob
 import json
 import os
 import shutil
@@ -100,31 +99,6 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged ({error}); delete it, or choose another output folder.") from error
 
 
-# What run folders of earlier versions say in place of today's names.
-_RENAMED = {"cost_embedding": {"model": "raw"}, "embedding": {"model": "raw"}}
-
-
-def _with_names_of_today(settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _RENAMED.get(key, {}).get(value, value) if isinstance(value, str) else value
-        for key, value in settings.items()
-    }
-
-
-def recorded_settings(folder: Path) -> dict[str, Any]:
-    """The settings of the run that the folder holds, with the names of today; empty if it holds none yet."""
-    path = folder / SETTINGS_FILE
-    if not path.is_file() or not _kept_files(folder):
-        return {}
-    return _with_names_of_today(read_json(path))
-
-
-def recorded_of_any(folder: Path, prefix: str) -> dict[str, Any]:
-    """`recorded_settings` of the first folder inside whose name begins so: of one arm, of whichever seed."""
-    recorded = (recorded_settings(path) for path in sorted(folder.glob(f"{glob.escape(prefix)}*")) if path.is_dir())
-    return next(filter(None, recorded), {})
-
-
 def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Open a run folder: new, or of a run with the same settings. Returns the results of a finished run, else None.
 
@@ -139,7 +113,7 @@ def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     make_folder(folder)
     check_ours(folder)
     if _kept_files(folder):
-        _check_same_settings(folder, _with_names_of_today(read_json(path)), settings)
+        _check_same_settings(folder, read_json(path), settings)
     else:
         write_json(path, settings)
     return read_json(results) if results.is_file() else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from otloss_llm.data.hugging_face import PARTS, load_splits, read_examples
 from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, count_labels, read_questions, spread
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import load_model, load_tokenizer
-from otloss_llm.objectives import EMO, Objective, Sum, parse_objective
-
-logger = logging.getLogger(__name__)
+from otloss_llm.objectives import Sum, parse_objective
 
 COST_SOURCES = ("all-but-the-top", "raw", "as-is", "random", "shuffled")
 
@@ -51,32 +48,8 @@ _NOT_WITH: dict[str, dict[str, Any]] = {
 }
 
 
-def chosen_objective(name: str, recorded: dict[str, Any]) -> Objective:
-    """The objective of this name; where the name leaves EMO's clip to the library, the clip of the recorded run.
-
-    Args:
-        recorded: the settings in the run's folder, empty for a new one. Runs of earlier versions had no clip.
-    """
-    objective = parse_objective(name)
-    begun_without = recorded.get("objective") == repr(EMO(ratio_clip=None))
-    if begun_without and isinstance(objective, EMO) and objective == EMO() and "clip=" not in name.lower():
-        objective = replace(objective, ratio_clip=None)
-        logger.warning("this run was begun with %r and goes on so; a new folder would clip the ratio at 3", objective)
-    return objective
-
-
-def chosen_embedding(source: str | None, recorded: dict[str, Any], *, key: str = "embedding") -> str:
-    """The source of the embedding cost, as in `load_cost`; None is the library's choice, or what the run began with.
-
-    Args:
-        recorded: the settings in the run's folder, empty for a new one; `key` names the source there.
-    """
-    if source is None and recorded.get(key) == "raw":
-        logger.warning(
-            "this run was begun with the rows of the head as they are and goes on so; a new folder would use them "
-            "without their leading directions"
-        )
-        return "raw"
+def named_source(source: str | None) -> str:
+    """The source of the embedding cost by name, as in `load_cost`: None is the first of `COST_SOURCES`."""
     return COST_SOURCES[0] if source is None else source
 
 
@@ -114,12 +87,7 @@ def load_cost(
 
 def _load_embedding(source: str | None, model: Any, seed: int, tokenizer: Any) -> EmbeddingCost:
     generator = torch.Generator().manual_seed(seed)
-    source = COST_SOURCES[0] if source is None else source
-    if source == "model" and not Path(source).exists():
-        raise ValueError(
-            'the cost embedding "model", the head with its leading directions, is now "raw"; leave it out for the '
-            "default, the head without them."
-        )
+    source = named_source(source)
     if source in ("as-is", "random"):
         own = EmbeddingCost.from_model(model, near_duplicates="keep")
         return own if source == "as-is" else own.random_like(generator)

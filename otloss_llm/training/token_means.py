@@ -61,14 +61,12 @@ class ScoredBatch:
 class Mean:
     """The sum of `total` over that of `count`; `empty` where the count is 0 (NaN: the mean is left out of the logs).
 
-    `total` may be None or NaN where it was not measured. A statistic of tokens is measured if the objective reads it,
-    or if it is one of `reads`.
+    `total` may be None or NaN where it was not measured. A statistic of tokens is measured if the objective reads it.
     """
 
     total: Callable[[ScoredBatch], Tensor | None]
     count: Callable[[ScoredBatch], Tensor] = lambda batch: batch.valid
     empty: float = math.nan
-    reads: tuple[str, ...] = ()
 
 
 MEANS = {
@@ -85,7 +83,6 @@ MEANS = {
     ),
 }
 LOGGED = tuple(name for name in MEANS if name not in ("loss", "weighted_cost"))  # loss is the trainer's own
-READ = tuple(name for mean in MEANS.values() for name in mean.reads)
 
 
 def example_sums(batch: ScoredBatch) -> Float[Tensor, "batch means 2"]:

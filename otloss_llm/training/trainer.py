@@ -37,7 +37,7 @@ from otloss_llm.training.batches import (
 )
 from otloss_llm.training.fused import measure_transform, unwrap
 from otloss_llm.training.scoring import Scored, Scoring
-from otloss_llm.training.token_means import LOGGED, READ, ScoredBatch, example_sums, token_means, tokens_in
+from otloss_llm.training.token_means import LOGGED, ScoredBatch, example_sums, token_means, tokens_in
 from otloss_llm.training.trainer_cost import check_numbers, cost_for, log_labels
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
@@ -183,7 +183,7 @@ class ObjectiveMixin:
     @property
     def _total(self) -> Sum:
         """The objective (the attribute may have been changed) with the terms of other settings."""
-        return with_terms(self.objective, self.args, self.z_loss).beside(READ)
+        return with_terms(self.objective, self.args, self.z_loss)
 
     # ---- the loss -------------------------------------------------------------------------------------------------
 

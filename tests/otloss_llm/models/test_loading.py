@@ -96,8 +96,6 @@ def test_costs_of_a_model(tiny: Tiny) -> None:
     raw = load_cost("raw", model).unit
     assert torch.equal(raw, EmbeddingCost.from_model(model).unit)
     assert not torch.allclose(raw, own.unit, atol=0.01)
-    with pytest.raises(ValueError, match='is now "raw"'):
-        load_cost("model", model)
     tokenizer = load_tokenizer(str(tiny.gpt2))
     assert torch.equal(load_cost(str(tiny.gpt2), model, tokenizer=tokenizer).unit, own.unit)
     other = SimpleNamespace(get_vocab=lambda: {token: 0 for token in tokenizer.get_vocab()})
