@@ -18,8 +18,8 @@ Where the iteration is slow, plain barycenters are found by Newton's method on t
 At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant. Details of a much finer than the blur hardly
 change it, and the iteration does not reach them. So debiased barycenters of few bins are found by Newton's method on
 log u and log d, for the gradient plus `tau log a`, with tau falling as far as rounding allows: that keeps the
-equations regular, and empty bins empty. With M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows sum to one, a
-step is
+equations regular, and gives bins without mass none. With M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows
+sum to one, a step is
 
     (I - M_k) dlog u_k = dlog a - (log(u_k K v_k) - log a),   dlog a = (I + B) dlog d,
     sum_k w_k dlog u_k - dlog d + tau dlog a = constant - (sum_k w_k log u_k - log d + tau log a)

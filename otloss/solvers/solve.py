@@ -195,7 +195,8 @@ def sinkhorn(
             error is a part of the marginal error; the tolerance means the same.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p and q
+        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Where the rounding of float32
+        costs between points would change the plan, the arithmetic is that of float64. Differentiable in p and q
         (gradients centred over the bins unless `marginal_penalty` is given, one-sided at bins without mass), the cost,
         and what a cost object was built from. Where p and q hold no mass the value and its gradients are 0.
 
