@@ -20,6 +20,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,8 @@ MODULES = {
         f"tests/otloss_llm/losses/test_{name}.py" for name in ("statistics", "dense", "token_loss")
     ],
     "otloss/losses/rows.py": [
-        f"tests/otloss/losses/test_{name}.py" for name in ("ordinal_loss", "ordered_labels", "histogram_loss")
+        f"tests/otloss/losses/test_{name}.py"
+        for name in ("ordinal_loss", "ordered_labels", "histogram_loss", "number_loss")
     ],
     "otloss/losses/geometry.py": [
         "tests/otloss/losses/test_ordinal_loss.py",
@@ -40,7 +42,8 @@ MODULES = {
         "tests/otloss/kernels/test_ordinal_kernel.py",
     ],
     "otloss/solvers/problem.py": [
-        f"tests/otloss/solvers/test_{name}.py" for name in ("exact", "solve", "every_distance")
+        "tests/otloss/test_foreign_keywords.py",
+        *(f"tests/otloss/solvers/test_{name}.py" for name in ("exact", "sinkhorn", "solve", "every_distance")),
     ],
     "otloss/solvers/derivatives.py": [
         f"tests/otloss/solvers/test_{name}.py" for name in ("gradient_matrix", "solve", "unbalanced")
@@ -262,10 +265,11 @@ def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "MPLBACKEND": "agg"}
     sys.path[:0] = [str(ROOT)]
     sys.dont_write_bytecode = False
-    folder = ROOT / "build" / "mutants"
-    folder.mkdir(parents=True, exist_ok=True)
     chosen = [entry for entry in MODULES if not options.names or any(name in entry for name in options.names)]
-    totals = [(entry, *examine(entry, MODULES[entry], options.sample, options.seed, folder)) for entry in chosen]
+    with tempfile.TemporaryDirectory() as folder:
+        totals = [
+            (entry, *examine(entry, MODULES[entry], options.sample, options.seed, Path(folder))) for entry in chosen
+        ]
     for entry, killed, of in totals:
         print(f"{killed:4d} of {of:3d}  {entry}")
     print(f"{sum(row[1] for row in totals):4d} of {sum(row[2] for row in totals):3d}  all")

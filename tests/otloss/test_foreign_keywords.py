@@ -41,11 +41,7 @@ def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) ->
 GRID, LABELS, D = torch.linspace(-1, 1, 4), torch.arange(4), torch.cdist(X, X)
 W1: Any = otloss.wasserstein_1d
 test_what_a_call_says = raising(
-    (
-        lambda: otloss.sinkhorn(P, Q, C, 0.05),
-        TypeError,
-        r"takes 3 arguments .*, and got 4; .*: epsilon=0.05",
-    ),
+    (lambda: otloss.sinkhorn(P, Q, C, 0.05), TypeError, r"takes 3 arguments .*, and got 4; .*: epsilon=0.05"),
     (lambda: nn.CloudLoss(blurr=0.1), TypeError, "CloudLoss has no option 'blurr'; did you mean blur="),
     (lambda: otloss.ordinal_loss(C, LABELS, weight=P), TypeError, "class_weight=weight"),
     (lambda: emo_loss(C, LABELS, C.T, mode=2), TypeError, 'weighting="transport"'),

@@ -93,6 +93,10 @@ def test_classes_and_one_hot_labels_are_the_definition_in_every_dtype(name: str)
         torch.testing.assert_close(*gradients, rtol=eps, atol=1e-5)
     with_weights = ordinal_loss(z.bfloat16(), y, class_weight=torch.ones(5), x=torch.arange(5))
     assert with_weights.dtype == torch.float32
+    with torch.autocast("cpu"):
+        assert ordinal_loss(z.bfloat16(), y, **tensors(name, torch.bfloat16)).dtype == torch.float32
+    thirds = torch.full((1, 3), 1 / 3, dtype=torch.bfloat16)  # of mass 1.002
+    assert ordinal_loss(torch.zeros(1, 3, dtype=torch.float64), thirds, power=1) < 1e-9
 
 
 @every_setting
@@ -263,7 +267,14 @@ test_bad_input = raising(
     ({"target": torch.tensor([0, 3])}, r"1 values out of range, the first at \(1,\): 3; .* 0 to 2"),
     ({"target": torch.tensor([0, -100])}, "-100; expected 0 to 2. .* ignore_index"),
     ({"target": torch.tensor([-100, 3]), "ignore_index": -100}, "1 values out of range, .*: 3; expected 0 to 2"),
-    ({"target": torch.zeros(2, 3) > 0}, TypeError, "target has dtype torch.bool"),
+    ({"target": Y > 0}, TypeError, "target has dtype torch.bool"),
+    ({"target": Y.to("meta")}, "target is on the meta device"),
+    ({"sample_weight": torch.ones(3)}, r"sample_weight has shape \(3,\), expected \(2,\)"),
+    ({"logits": Z[:, :0]}, r"logits have shape \(2, 0\), expected .* at least one class"),
+    ({"dim": 2}, r"dim is 2, expected an axis of the logits \(2, 3\)"),
+    ({"power": 0.5}, "power is 0.5, expected a finite number of at least 1"),
+    ({"x": torch.arange(4)}, r"x has shape .*They have to fit the logits"),
+    ({"cost": torch.ones(2, 2)}, r"cost has shape \(2, 2\)"),
     ({"target": T, "ignore_index": -100}, "ignore_index=-100 is given with soft labels"),
     ({"circular": True, "power": 3}, "power is 3, expected 1 or 2"),
     ({"period": 3.0}, "period=3.0 is given for classes on a line"),

@@ -20,16 +20,7 @@ from otloss_llm.cli.options import OptionParser
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation import perplexity
 from otloss_llm.models.loading import load_model, load_tokenizer
-from tests.otloss_llm.conftest import (
-    BLOCK,
-    CONTEXT,
-    Cli,
-    Tiny,
-    compare_options,
-    options,
-    read,
-    train_options,
-)
+from tests.otloss_llm.conftest import BLOCK, CONTEXT, Cli, Tiny, compare_options, options, read, train_options
 
 
 def test_help_version_and_missing_options(cli: Cli, tiny: Tiny) -> None:

@@ -86,10 +86,7 @@ test_costs_that_cannot_be_made = raising(
     (lambda t: NumberSettings("linear"), r"scaling of numbers is 'linear', expected one of \('absolute', 'symlog'"),
     (lambda t: NumberSettings(control="random"), r"control of numbers is 'random', expected None or one of"),
     (lambda t: made(t, "embedding", control="equal"), r"control='equal' .*embedding cost"),
-    (
-        lambda t: made(t, "embedding", scaling="log"),
-        r"scaling='log', .*number_token or emo",
-    ),
+    (lambda t: made(t, "embedding", scaling="log"), r"scaling='log', .*number_token or emo"),
     (lambda t: number_cost(None, 300, NumberSettings()), r"none was given; give the trainer processing_class"),
     (lambda t: number_cost(t, 100, NumberSettings()), "100"),
     call=lambda make: make(train_bpe_tokenizer(["1 2"], 260, split_digits=True)),

@@ -205,10 +205,7 @@ def test_tokens_that_are_missed_and_how_to_add_them() -> None:
 
 
 test_invalid_sizes_and_overrides = raising(
-    (
-        {"values": dict.fromkeys((2, 5, 6, 11))},
-        r"has no token that is a number.*values=\{id: value\}",
-    ),
+    ({"values": dict.fromkeys((2, 5, 6, 11))}, r"has no token that is a number.*values=\{id: value\}"),
     ({"vocab_size": 13}, r"vocab_size is 13, but the tokenizer .* ids up to 13: expected at least 14"),
     ({"values": {3: 1.0}}, r"token 3, expected one of the 10 ids of the tokenizer .*convert_tokens_to_ids"),
     ({"values": {1: math.inf}}, r"values\[1\] is infinite, expected a finite number"),

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from otloss.costs import LineCost
-from otloss_llm import (
-    GEM,
-    NumberCost,
-    linear_token_loss,
-    token_loss,
-    token_statistics,
-)
+from otloss_llm import GEM, NumberCost, linear_token_loss, token_loss, token_statistics
 from tests.otloss_llm.oracles import Problem, cosine_matrix, dense_statistics, everything, problem, relative_error
 from tests.otloss_llm.scoring import IMPLEMENTATIONS, from_logits, fused, gradients
 

@@ -79,6 +79,7 @@ def test_names_of_objectives() -> None:
         "mle": MLE(), " MLE ": MLE(), "tailr": TaiLr(1e-3), "tailr:0.7": TaiLr(0.7), "mixce": MixCE(0.8),
         "mixce:0": MixCE(0.0), "emo": EMO(ratio_clip=3.0), "emo:ratio": EMO(), "EMO:transport": EMO("transport"),
         "emo:0.5": EMO(0.5), "emo:clip=3": EMO(), "emo:clip=none": EMO(ratio_clip=None),
+        "emo:clip=0.5": EMO(ratio_clip=0.5),
         "emo:clip=3+number": EMO(), "emo+number:clip=none": EMO(ratio_clip=None), "number_token": NumberToken(0.3),
         "number_token:2": NumberToken(2.0), "emo+number": EMO(), "emo+number:0.5": EMO(0.5),
     }  # fmt: skip

@@ -16,14 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from otloss_llm.models.loading import load_model, load_tokenizer
 from otloss_llm.training.folders import last_complete_checkpoint, open_run, write_json
-from tests.otloss_llm.conftest import (
-    Cli,
-    Tiny,
-    compare_options,
-    read,
-    train_options,
-    without_wall_times,
-)
+from tests.otloss_llm.conftest import Cli, Tiny, compare_options, read, train_options, without_wall_times
 
 
 def assert_same_run(first: Path, second: Path) -> None:
