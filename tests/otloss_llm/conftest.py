@@ -12,7 +12,6 @@ import pytest
 
 if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # of the extra "llm"
     collect_ignore = ["cli", "data", "evaluation", "experiments", "models", "training"]
-
 BLOCK, CONTEXT, VOCABULARY = 24, 64, 290
 # Sizes at which work is split, so small that the problems of tests are split.
 SMALL_BLOCKS = {

@@ -76,8 +76,6 @@ test_bad_input = raising(
     (document_search, {"corpus": -torch.ones(3, 6)}, "corpus holds -1.0, expected weights >= 0"),
     call=lambda f, change: f(**((DOCUMENTS if f is document_distance else SEARCH) | change)),
 )
-
-
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(3, 6, 4)), RNG.normal(size=(3, 5, 4))
 WORDS = [6, 3, 5], [4, 5, 3]  # of each text; the rest is padding

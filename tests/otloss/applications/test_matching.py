@@ -106,8 +106,6 @@ test_bad_pairs_and_sets = raising(
     (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
     (lambda: otloss.pair(x, x, condition=(torch.arange(3), torch.arange(4))), r"condition\[0\] has shape \(3,\)"),
 )
-
-
 SIZES = torch.tensor([[5, 3], [4, 4], [5, 0], [0, 0]])
 
 

@@ -18,7 +18,6 @@ NONE = np.zeros(0)
 K = 5
 VALUES = np.array([-1.0, 0.0, 0.5, 3.0, 4.5])
 COST = np.random.default_rng(5).uniform(0, 3, size=(K, K))
-
 LOSSES: dict[str, dict[str, Any]] = {
     "power 2": {},
     "power 1": {"power": 1},
@@ -212,8 +211,6 @@ test_bad_settings = raising(
     ({"class_weight": pd.Series([1, 2, 3], index=[0, 2, 1])}, TypeError, r"Series.*class_weight.sort_index\(\)"),
     call=lambda settings: xgboost_objective(**({"num_classes": 3} | settings)),
 )
-
-
 TWO = np.zeros((2, 3))
 
 

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("xgboost")
 pytest.importorskip("lightgbm")
-
 EXAMPLE = Path(__file__).parents[3] / "examples/boosting.py"
 
 

@@ -15,7 +15,6 @@ from otloss.boosting import lightgbm_metric, lightgbm_objective, start_scores, x
 
 lgb = pytest.importorskip("lightgbm")
 xgb = pytest.importorskip("xgboost")
-
 K = 4
 XGB = {"objective": "multi:softprob", "num_class": K, "base_score": 0.5, "nthread": 1, "max_depth": 3,
        "disable_default_eval_metric": True}  # fmt: skip

@@ -14,8 +14,6 @@ RNG = np.random.default_rng(0)
 SOURCE = RNG.normal(size=(40, 3)) @ RNG.normal(size=(3, 3))
 TARGET = RNG.normal(size=(50, 3)) @ RNG.normal(size=(3, 3)) + [1.0, -2.0, 0.5]
 NEW = RNG.normal(size=(9, 3))
-
-
 MAPS = {
     "linear": (TransportAdapter(), ot.da.LinearTransport(reg=1e-8)),
     "exact": (TransportAdapter("barycentric"), ot.da.EMDTransport()),

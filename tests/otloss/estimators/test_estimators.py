@@ -58,8 +58,6 @@ def both(**settings: Any) -> list[Any]:
 BOTH = pytest.mark.parametrize("index", [0, 1], ids=["linear", "boosted"])
 X, RANK = ordered_rows()
 Y = np.array(NAMES)[RANK]
-
-
 QUICK = {"n_jobs": 1, "n_estimators": 8, "learning_rate": 0.4}
 NETWORK: dict[str, Any] = {"hidden_layer_sizes": (10,), "learning_rate": 0.03, "max_iter": 40}
 CHECKED = [
@@ -68,8 +66,6 @@ CHECKED = [
     OrdinalBoostingClassifier(booster="lightgbm", **QUICK),
     OrdinalBoostingClassifier(booster="xgboost", **QUICK),
 ]
-
-
 SLOWLY = [
     OrdinalClassifier(model="cumulative"),
     OrdinalClassifier(standardize=False, calibration="temperature"),

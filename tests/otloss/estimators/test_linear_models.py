@@ -61,8 +61,6 @@ test_where_there_are_no_standard_errors_and_settings_that_cannot_be = raising(
     ({"link": "probit"}, X, X, "link='probit' is of model='cumulative'"),
     call=lambda given, rows, of: OrdinalClassifier(**given).fit(rows, y).summary(of, y[: len(of)]),
 )
-
-
 OF_MORD = {  # LogisticIT and LogisticAT
     "immediate_threshold": ([1.095076, 0.518350, 1.120292], [-0.561032, -0.141570, 0.575886]),
     "all_threshold": ([1.689881, 0.836516, 1.866567], [-1.634543, -0.037178, 1.620684]),

@@ -34,8 +34,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"scaling": "log", "squash": 5.0, "over": "numbers"},
 ]
 every_setting = pytest.mark.parametrize("options", SETTINGS, ids=str)
-
-
 Z = normal(3, 4, 10)
 WIDE = VALUES.double()
 

@@ -59,8 +59,6 @@ test_bad_input = raising(
     (lambda: soft_labels(GRADES, 4, neighbour=0.3), "from 0 to 2/9"),
     (lambda: soft_labels(GRADES, 3), "values out of range"),
 )
-
-
 SCORES = torch.tensor([0.5, -1.0, 3.0, 0.2], dtype=torch.float64)
 BIASES = torch.tensor([1.0, 0.2, -0.7, -2.0], dtype=torch.float64)
 TARGETS = torch.tensor([2, 0, 4, 3])

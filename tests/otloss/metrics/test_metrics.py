@@ -202,8 +202,6 @@ test_bad_input = raising(
     (lambda: metrics.ordinal_emd([0], half, labels=[0, 1, 2]), "2 columns, expected 3.*model.classes_"),
     (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), r"proba\[0\] .* softmax"),
 )
-
-
 GRADES = ["low", "mid", "high"]
 ALL = [
     "off_by_one_accuracy", "minimum_sensitivity", "ordinal_mae", "macro_mae", "maximum_mae",

@@ -37,8 +37,6 @@ COST = PointCost(CLOUD)
 CLOUDS = drawn(3, 5, 2, seed=9), drawn(3, 5, 2, seed=10)
 Z, LABELS, WEIGHT = 4 * drawn(3, 5, seed=11), torch.tensor([0, -100, 3]), drawn(3, seed=12)
 NUMBERS = torch.tensor([3.0, torch.nan, 0.0, 2049.0, 7.5])  # 2049 is not a number of float16
-
-
 PLAIN = (modules.SoftSort, modules.SoftRank, modules.SoftTopK, modules.JdotLoss)  # without a reduction
 
 
@@ -213,7 +211,6 @@ def test_settings_are_those_of_the_function(case: Case) -> None:
 
 
 mpmath = pytest.importorskip("mpmath")
-
 SCORES = [-100.0, -9.0, -0.3, 0.0, 1.7, 30.0, 100.0]
 GAPS = [-90.0, -12.0, -7.1, -6.9, 0.0, 2.0, 4.5, 100.0]  # logarithms
 

@@ -60,14 +60,14 @@ def test_masses_may_differ_by_rounding(name: str) -> None:
 half, square = torch.tensor([0.5, 0.5]), torch.ones(2, 2)
 test_bad_input = raising(
     (torch.tensor([1, 0]), half, square, TypeError, r"p has dtype torch.int64.*p.float\(\)"),
+    (half.expand(2, 2), half.expand(3, 2), square, r"do not broadcast: got p \(2,\), q \(3,\)"),
+    (None, half, torch.ones(0, 2), r"shape \(0, 2\), expected .* n, m >= 1"),
     (half, half, [[0.0]], TypeError, "cost is a list, expected a cost object"),
     (torch.tensor([[0.5, 0.5], [1.5, -0.5]]), half, square, r"-0.5 in bin 1 of row 1"),
     (torch.stack([half, half * 2]) / 1000, half / 1000, square, "masses of row 1: 0.002.* and 0.001.*, .* 0.5"),
     (torch.tensor([[0.5, 0.5], [1e308, 1e308]], dtype=torch.float64), half, square, "p has a mass beyond float64"),
     call=lambda p, q, cost: emd(p, q, cost),
 )
-
-
 INF = torch.inf
 
 
@@ -200,10 +200,9 @@ def test_entropic_tends_to_exact_and_moves_the_mass() -> None:
 
 
 p0, q0, cost0, mass0 = problem()
-
-
 test_bad_masses = raising(
     (lambda: otloss.emd(p0, q0, cost0, mass=mass0 * torch.tensor([1, 1, 2])), "the lesser of the masses"),
     (lambda: otloss.emd(p0, q0, cost0, mass=-0.1), "mass"),
+    (lambda: otloss.emd(p0, q0, cost0, mass=torch.ones(2)), r"do not broadcast: got p \(3,\), q \(3,\), mass \(2,\)"),
     (lambda: otloss.sinkhorn(p0, q0, cost0, epsilon=0.1, mass=mass0, marginal_penalty=1.0), "expected one"),
 )

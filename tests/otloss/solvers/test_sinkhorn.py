@@ -108,6 +108,9 @@ def test_any_start_leads_to_the_same_and_a_good_one_saves_iterations(scale: floa
     expected = sinkhorn(p, q, matrix, epsilon=0.05, **TIGHT)
     value = sinkhorn(p, q, matrix, epsilon=0.05, start=(scale * f, scale * g), impl=impl, **TIGHT)
     np.testing.assert_allclose(float(value), float(expected), rtol=1e-9)
+    share = 0.05 / float(matrix.mean())
+    relative = sinkhorn(p, q, matrix, epsilon=share, epsilon_relative_to="mean_cost", impl=impl, **TIGHT)
+    np.testing.assert_allclose(float(relative), float(expected), rtol=1e-7)
     # So far off that no entry of the kernel can be held in float32.
     single = sinkhorn(p.float(), q.float(), matrix.float(), epsilon=0.05, start=(0 * f, 50 * g), impl=impl)
     np.testing.assert_allclose(float(single), float(expected), rtol=1e-4)
@@ -161,6 +164,9 @@ test_bad_input = raising(
     (sinkhorn, {"epsilon": torch.tensor([0.1, torch.inf])}, "epsilon holds"),
     (sinkhorn, {"epsilon": None}, TypeError, "epsilon is None.*emd"),
     (sinkhorn, {"q": 1.1 * q0}, "different masses"),
+    (sinkhorn, {"epsilon": 1e-310}, "epsilon is 1e-310, expected at least 2.23e-308"),
+    (sinkhorn, {"tolerance": -1.0}, "tolerance is -1.0"),
+    (sinkhorn, {"cost": 0 * matrix0, "epsilon_relative_to": "mean_cost"}, "the mean cost is 0"),
     (sinkhorn_divergence, {}, "cost_p"),
     (sinkhorn_divergence, {"cost_p": torch.rand(4, 4), **ZEROS}, "not symmetric"),
     call=lambda function, change: function(**({"p": p0, "q": q0, "cost": matrix0, "epsilon": 0.1} | change)),

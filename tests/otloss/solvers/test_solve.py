@@ -200,6 +200,7 @@ def test_gradients_through_the_plan(part: str, marginal_penalty: float | None) -
 @pytest.mark.parametrize("epsilon", [None, 0.1])
 def test_answers_have_the_dtype_of_the_inputs_and_bounds_float64(epsilon: float | None) -> None:
     wide = transport_problem((3,))
+    assert otloss.sinkhorn(*(t[:0] for t in wide), epsilon=torch.ones(0)).shape == (0,)
     answer = otloss.solve(*(t.bfloat16() for t in wide), epsilon=epsilon)
     for actual in (answer.value, answer.linear_cost, answer.marginal_error, answer.plan(), *answer.potentials):
         assert actual.dtype == torch.bfloat16

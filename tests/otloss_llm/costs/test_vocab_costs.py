@@ -95,9 +95,6 @@ test_invalid_embeddings = raising(
 )
 
 
-# ---- from models of transformers ------------------------------------------------------------------------------------
-
-
 def test_duplicates_cost_nothing_in_a_narrower_dtype() -> None:
     embedding = torch.randn(200, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     embedding[100:] = 1.7 * embedding[:100]

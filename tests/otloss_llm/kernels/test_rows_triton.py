@@ -22,7 +22,6 @@ from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem,
 from tests.otloss_llm.scoring import Observed, from_logits, fused, gradients
 
 pytest.importorskip("triton")
-
 EPS = torch.finfo(torch.float32).eps
 
 

@@ -9,12 +9,10 @@ import pytest
 import torch.distributed as dist
 
 pytest.importorskip("transformers")
-
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"),
 ]
-
 WORKER = Path(__file__).with_name("vocab_parallel_worker.py")
 
 

@@ -11,7 +11,6 @@ from tests.otloss_llm.oracles import relative_error
 
 # torch itself asks a non-leaf tensor for its gradient where a graph breaks.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
 EMBEDDING = torch.randn(23, 6, generator=torch.Generator().manual_seed(0))
 COST = EmbeddingCost(EMBEDDING)
 

@@ -10,7 +10,6 @@ from otloss_llm import emo_loss
 from tests.otloss_llm.oracles import relative_error
 
 emo = pytest.importorskip("emo", reason="needs the published package: pip install EMOLoss==0.0.3")
-
 MODES: dict[int, dict[str, Any]] = {1: {"directions": 0}, 2: {"weighting": "transport", "directions": 0}}
 
 

@@ -26,8 +26,6 @@ from tests.otloss_llm.tiny_models import VOCAB, aligned, step, tiny_batch, tiny_
 from tests.otloss_llm.training.trainer_cases import logs, rows, trainer
 
 BATCH, ROWS = 2, 24
-
-
 FSDP = {"fsdp": True, "fsdp_config": {
     "version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": True,
 }}  # fmt: skip

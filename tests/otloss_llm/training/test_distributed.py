@@ -18,10 +18,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"),
 ]
-
 WORKER = Path(__file__).with_name("distributed_worker.py")
-
-
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ACCELERATE = [
     "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no",

@@ -14,7 +14,6 @@ from tests.otloss_llm.tiny_models import VOCAB, build
 from tests.otloss_llm.training.trainer_cases import WARNINGS, Row, arguments, logs, rows, weights
 
 pytestmark = WARNINGS
-
 TINY: dict[str, dict[str, Any]] = {
     "T5": {"num_layers": 1, "num_heads": 2, "d_model": 16, "d_ff": 24, "d_kv": 8, "decoder_start_token_id": 0,
            "dropout_rate": 0.0},

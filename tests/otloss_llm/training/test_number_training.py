@@ -23,7 +23,6 @@ from tests.otloss_llm.training import trainer_cases
 from tests.otloss_llm.training.trainer_cases import WARNINGS, Row, logs, one_step, weights
 
 pytestmark = WARNINGS
-
 CHARACTERS = "0123456789-.+= ab?"
 SUMS = ("12+7=19", "a=-0.5", "90-8=82 b", "ab?", "3.25+1=4.25", "7 7", "-12+2=-10", "b 2")
 FIRST = 3  # id of "0"

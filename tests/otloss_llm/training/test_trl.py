@@ -25,7 +25,6 @@ from tests.otloss_llm.training.trainer_cases import (
 )
 
 pytestmark = WARNINGS
-
 _MOE = TINY["llama"][1] | {"num_experts_per_tok": 1, "output_router_logits": True}
 EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": _MOE | {"num_local_experts": 3, "router_aux_loss_coef": 0.3},

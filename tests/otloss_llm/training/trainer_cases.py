@@ -18,7 +18,6 @@ WARNINGS = [
     # accelerate's loader pins memory and warns on machines without an accelerator.
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
 ]
-
 Row = dict[str, list[int]]
 
 
