@@ -91,7 +91,9 @@ test_invalid_embeddings = raising(
     (torch.ones(3, 2, dtype=torch.long), TypeError, "int64"),
     (torch.full((3, 2), torch.nan), ValueError, "row 0"),
     ([[1.0]], TypeError, "list"),
-    call=EmbeddingCost,
+    (torch.ones(3, 2), {"near_duplicates": "drop"}, "near_duplicates is 'drop', expected one of"),
+    (torch.full((3, 2), torch.nan), {"directions": 1}, "embedding holds 6 NaN"),
+    call=lambda embedding, given=None: EmbeddingCost(embedding, **(given or {})),
 )
 
 
@@ -145,6 +147,10 @@ def test_all_but_the_top_by_singular_vectors() -> None:
     assert (actual[[5, 9]] == 0).all()
     assert all_but_the_top(rows.bfloat16()).dtype == torch.float32
     torch.testing.assert_close(all_but_the_top(1e25 * rows.detach(), 2) / 1e25, actual, atol=1e-5, rtol=1e-5)
-    for wrong, directions, message in ((rows, 8, "directions is 8, expected 0 to 7"), (rows * torch.nan, None, "NaN")):
-        with pytest.raises(ValueError, match=message):
-            all_but_the_top(wrong, directions)
+    torch.testing.assert_close(all_but_the_top(rows[:, :2], 0), all_but_the_top(rows[:, :2].double(), 0).float())
+    for wrong, directions, message in (
+        (rows, 8, "directions is 8, expected 0 to 7"), (rows * torch.nan, None, "NaN"), (rows, 0.5, "a whole number"),
+        (rows, True, "directions is True"), (rows[:, :1], 0, r"shape \(60, 1\), expected \(V, d\)"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=message):
+            all_but_the_top(wrong, directions)  # type: ignore[arg-type]

@@ -349,6 +349,26 @@ def test_duplicate_tokens_cost_nothing_exactly(seed: int, impl: str) -> None:
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "impl"),
+    [(torch.float16, 6e4, "chunked"), (torch.float32, 1e4, "chunked"), (torch.bfloat16, 1e4, "reference"),
+     (torch.float16, 6e4, "logits")],
+)  # fmt: skip
+def test_enormous_logits(dtype: torch.dtype, size: float, impl: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = ((torch.rand(6, 20, generator=generator) * 2 - 1) * size).to(dtype)
+    logits[0], logits[1] = size, -size  # flat rows at both ends
+    labels = torch.tensor([3, 4, int(logits[2].argmax()), int(logits[3].argmin()), 0, 19])
+    nll = -torch.log_softmax(logits.double(), -1).gather(-1, labels[:, None])[:, 0]
+    cost = EmbeddingCost(torch.randn(20, 8, generator=generator))
+    for clip in (None, 3.0):
+        leaf = logits.clone().requires_grad_()
+        out = from_logits(leaf, labels, impl, objective=EMO(ratio_clip=clip), cost=cost, reduction="none")
+        torch.testing.assert_close(out.nll.double(), nll, rtol=1e-6, atol=1e-9)
+        assert (out.loss.double() <= nll * (1 + 1e-6) + 1e-9).all()
+        assert torch.isfinite(torch.autograd.grad(out.loss.sum(), leaf)[0]).all()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_loss_scaling_saves_float16_gradients(reduction: str) -> None:
     """Gradients of 1e-9 underflow float16; a loss scaler's factor must reach them before they are rounded."""
