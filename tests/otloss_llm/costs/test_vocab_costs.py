@@ -80,7 +80,8 @@ def test_controls() -> None:
     assert cost.dense().mean() < 0.5
     assert (random.dense()[~torch.eye(200, dtype=torch.bool)] - 1).abs().mean() < 2 / 64**0.5
     assert torch.equal(random.unit, again.unit)
-    shuffled = cost.shuffled(generator=torch.Generator().manual_seed(2))
+    shuffled, again = (cost.shuffled(generator=torch.Generator().manual_seed(2)) for _ in range(2))
+    assert torch.equal(shuffled.unit, again.unit)
     torch.testing.assert_close(shuffled.dense().flatten().sort().values, cost.dense().flatten().sort().values)
     assert torch.equal(cost.dense(), EmbeddingCost(embedding).dense())  # controls leave the original alone
     assert not torch.allclose(shuffled.dense(), cost.dense(), atol=0.1)
