@@ -80,7 +80,9 @@ def check_floating(name: str, value: Any) -> Tensor:
         return value  # lists of many small tensors would feel the rest
     tensor = check_tensor(name, value)
     if not tensor.is_floating_point():
-        raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating dtype; call {name}.float().")
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}, expected a floating dtype; call {name}.float(), or .astype(float)."
+        )
     check_not_meta(name, tensor)
     return tensor
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -37,6 +37,8 @@ from otloss._foreign import explains_calls, takes_arrays
 from otloss._kernels import may_run_on
 from otloss.solvers.problem import MASS_TOLERANCE, histogram_pair
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 # Bins below which the operations of torch for `cdf_distance` take no longer than starting a kernel.
 _SMALL = 2**13
 
@@ -67,7 +69,8 @@ def cdf_distance(
 
     Raises:
         TypeError: if p or q is not a floating tensor.
-        ValueError: if the bins or masses of p and q differ, a weight is negative, or a number is not finite.
+        ValueError: if the bins or masses of p and q differ, a weight is negative, a number is not finite, or the value
+            overflows.
 
     Source:
         L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916, eq. 6.
@@ -107,9 +110,33 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
     return (gaps * apart).sum(-1).to(pair.dtype)
 
 
+def _weights_first(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate `wasserstein_1d`: raise where four arguments without a name are in the order of `ot.wasserstein_1d`."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **settings: _P.kwargs) -> _R:
+        if len(args) == 4 and all(map(_is_plain, args)):
+            p, q, x, y = (cast(Tensor, t) for t in args)
+            if not (_sums_to_one(p) or _sums_to_one(q)) and all(
+                _sums_to_one(t) and bool((t >= 0).all()) for t in (x, y)
+            ):
+                raise ValueError(
+                    "p and q do not sum to 1, and the positions x and y do: positions stand first in POT's "
+                    "ot.wasserstein_1d(x, y, p, q); expected wasserstein_1d(p, q, x, y), or p=, q=, x= and y= by name."
+                )
+        return function(*args, **settings)
+
+    return call
+
+
+def _is_plain(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta and t.dtype in MASS_TOLERANCE
+
+
 @explains_calls
 @takes_arrays
 @eager
+@_weights_first
 def wasserstein_1d(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -134,7 +161,8 @@ def wasserstein_1d(
 
     Raises:
         TypeError: if p or q is not a floating tensor.
-        ValueError: if the masses differ, a weight is negative, a number is not finite, or positions do not fit.
+        ValueError: if the masses differ, a weight is negative, a number is not finite, positions do not fit, or the
+            value overflows.
 
     Source:
         C. Villani, Topics in Optimal Transportation, 2003, theorem 2.18.
@@ -148,7 +176,6 @@ def wasserstein_1d(
     """
     check_not_recorded()
     _check_exponent("order", order)
-    _check_weights_first(p, q, x, y)
     p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
@@ -168,22 +195,6 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
     y_sorted, order_y = y.sort(dim=-1, stable=True)
     value = _quantile_cost(_take(pair.p, order_x), _take(pair.q, order_y), x_sorted, y_sorted, order)
     return value.to(pair.dtype)
-
-
-def _check_weights_first(p: Any, q: Any, x: Any, y: Any) -> None:
-    """Raise where positions stand first and weights last, the order of `ot.wasserstein_1d`."""
-
-    def is_plain(t: Any) -> bool:
-        return isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta and t.dtype in MASS_TOLERANCE
-
-    if not all(is_plain(t) for t in (p, q, x, y)):
-        return
-
-    if not (_sums_to_one(p) or _sums_to_one(q)) and all(_sums_to_one(t) and bool((t >= 0).all()) for t in (x, y)):
-        raise ValueError(
-            "p and q do not sum to 1, and the positions x and y do: positions stand first in POT's "
-            "ot.wasserstein_1d(x, y, p, q); expected wasserstein_1d(p, q, x, y)."
-        )
 
 
 def _sums_to_one(weights: Tensor) -> bool:
@@ -206,11 +217,21 @@ def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, oth
 
 def _closed_form(reference: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], exponent: float) -> Tensor:
     """Return the value by a kernel; of small problems, and to raise errors, by the reference implementation."""
-    if _suits_kernel(*inputs):
-        value = _by_kernel(reference, inputs, exponent)
-        if value is not None:
-            return value
-    return reference(*inputs, exponent)
+    value = _by_kernel(reference, inputs, exponent) if _suits_kernel(*inputs) else None
+    value = reference(*inputs, exponent) if value is None else value
+    return finite_in(value.dtype, value, exponent)
+
+
+def finite_in(dtype: torch.dtype, value: Tensor, exponent: float) -> Tensor:
+    """Return the value in this dtype; raise ValueError if it overflows."""
+    value = value.to(dtype)
+    if not torch.isfinite(value.detach()).all():
+        other = "" if dtype == torch.float64 else ", or pass float64"
+        raise ValueError(
+            f"distances to the power {exponent} overflow {dtype}; expected points nearer to each other: rescale "
+            f"them{other}."
+        )
+    return value
 
 
 def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:

@@ -20,7 +20,7 @@ from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
 from otloss._foreign import explains_calls
 from otloss.costs.cost import recomputed
-from otloss.solvers.line import wasserstein_1d
+from otloss.solvers.line import finite_in, wasserstein_1d
 
 # Projected coordinates held at once; beyond, directions are taken block by block, and again in the backward pass.
 _BLOCK = 2**23
@@ -83,19 +83,14 @@ def sliced_wasserstein(
         value = _share_of_mean(directions, count, *inputs)
     else:
         value = torch.stack([recomputed(_share_of_mean, block, count, *inputs) for block in blocks]).sum(0)
-    if not torch.isfinite(value.detach()).all():
-        raise ValueError(
-            f"distances to the power {order} overflow {arithmetic}; expected points nearer to each other: rescale "
-            "them, or pass float64."
-        )
-    return value.to(dtype)
+    return finite_in(dtype, value, order)
 
 
 def _share_of_mean(directions: Tensor, count: int, x: Tensor, y: Tensor, a: Tensor, b: Tensor, order: float) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         along_x, along_y = directions @ x.mT, directions @ y.mT  # (..., k, n)
     # Divided before the sum, which could overflow where the mean does not.
-    return (wasserstein_1d(a, b, along_x, along_y, order=order) / count).sum(-1)
+    return (wasserstein_1d(a, b, x=along_x, y=along_y, order=order) / count).sum(-1)
 
 
 def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from otloss.solvers.entropic.search import find_potentials
 from otloss.solvers.entropic.solution import solution_of
 from otloss.solvers.exact import solve_exactly
 from otloss.solvers.exact_clouds import solve_between_clouds, takes_clouds
-from otloss.solvers.line import wasserstein_1d
+from otloss.solvers.line import finite_in, wasserstein_1d
 from otloss.solvers.problem import Problem, Settings, has_float64, pose, tolerance_of, weights_or_uniform
 from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
@@ -322,7 +322,7 @@ def _on_line(problem: Problem, cost: LineCost) -> Float[Tensor, "*batch"]:
     """The closed form of exact transport on a line."""
     wide = problem.p.dtype if cost.device.type == "mps" else torch.float64
     value = wasserstein_1d(problem.p.to(wide), problem.q.to(wide), cost.x.to(wide), order=cost.power)
-    return value.to(problem.dtype)
+    return finite_in(problem.dtype, value, cost.power)
 
 
 def _among(cost: Cost, cost_p: Cost | Tensor | None, cost_q: Cost | Tensor | None) -> tuple[Cost, Cost]:

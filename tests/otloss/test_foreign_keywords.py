@@ -61,6 +61,7 @@ def test_arrays_of_numpy_are_tensors_of_their_dtype() -> None:
         arrays = [None if t is None else t.numpy() for t in tensors]
         torch.testing.assert_close(function(*arrays), function(*tensors))
     torch.testing.assert_close(otloss.cloud_loss([X.numpy()], [Y.numpy()]), otloss.cloud_loss([X], [Y]))
+    assert W1(p=3 * P, q=3 * P.flip(0), x=P, y=P) == 0  # by keyword it is no call in POT's order
     rows = GRID.double().numpy()[::-1].astype(">f8")  # neither contiguous nor of this machine's byte order
     rows.flags.writeable = False
     assert W1(P.double(), P.flip(0).double(), rows) == W1(P.double(), P.flip(0).double(), GRID.double().flip(0))

@@ -8,6 +8,7 @@ largest cost are solved in float64.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -19,12 +20,17 @@ WIDE_FROM = 10.0  # epsilon over the largest cost, from which float32 problems a
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
-    """Reduce entropic problems above those ratios."""
+    """Reduce entropic problems above those ratios; raise ValueError if a cost overflows."""
     if problem.is_exact:
         return None
     highest, epsilon = problem.cost.largest(), problem.epsilon.detach()
     if not highest.numel() or not epsilon.numel():
         return None
+    if not math.isfinite(highest.amax().item()):
+        raise ValueError(
+            f"the largest cost is {highest.amax().item()} in {highest.dtype}, expected finite costs; rescale the "
+            f"points or costs, and epsilon with them{', or pass float64' if highest.dtype == torch.float32 else ''}."
+        )
     # Two numbers first: for a single problem a comparison by torch takes longer.
     if epsilon.amax().item() <= WIDE_FROM * highest.amin().item():
         return None

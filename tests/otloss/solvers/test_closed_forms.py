@@ -168,9 +168,12 @@ def test_slices_of_large_numbers_in_float32() -> None:
     for points in (x + 1e6, 1e19 * x):
         actual, exact = (sliced_wasserstein(t, t.flip(0), projections=along) for t in (points, points.double()))
         torch.testing.assert_close(actual, exact.float(), rtol=1e-5, atol=0)
-    for call in (sliced_wasserstein, lambda x, y: otloss.cloud_loss(x, y, kind="sliced")):
-        with pytest.raises(ValueError, match=r"distances to the power 2 overflow torch.float32; .* pass float64"):
+    on_line, sliced = partial(wasserstein_1d, None, None, order=2), partial(otloss.cloud_loss, kind="sliced")
+    for call in (sliced_wasserstein, sliced, on_line, otloss.cloud_loss, partial(otloss.cloud_loss, kind="emd")):
+        with pytest.raises(ValueError, match=r"overflow torch\.float32; .* pass float64|cost .*inf.* expected finite"):
             call(1e21 * x, 1e21 * x + 1e21)
+    with pytest.raises(ValueError, match=r"overflow torch\.float64; .*: rescale them\.$"):
+        on_line(1e160 * x.double(), 1e160 * x.double().flip(0))
 
 
 third, ones, square = torch.full((3,), 1 / 3), torch.ones(3), torch.rand(4, 2)
