@@ -87,7 +87,10 @@ def explains_calls(function: Callable[_P, _R]) -> Callable[_P, _R]:
         name = function.__qualname__
         check_keywords(name, settings, own)
         if len(args) > len(positional):
-            _raise_too_many(name, args[len(positional) :], positional, [n for n in own if n not in positional])
+            extra, options = args[len(positional) :], [n for n in own if n not in positional]
+            while isinstance(extra[0], int | float) and options and isinstance(own[options[0]].default, str):
+                options.pop(0)  # a number is not meant for an option of words, as `kind`
+            _raise_too_many(name, extra, positional, options)
         if "order" in own and "p" in positional and isinstance(settings.get("p"), int | float):
             raise TypeError(f"{name} got p={settings['p']}, a number, and p are weights here; {_EXPONENT.advice}.")
         return function(*args, **settings)

@@ -59,8 +59,9 @@ def _read_file(path: Path, text_column: str) -> list[str]:
 def check_is_text(content: bytes, path: Path) -> None:
     """Raise ValueError for what is no text of bytes: UTF-16, and NUL bytes, as a lost disk leaves them."""
     marked, zeros = content[:2] in (b"\xff\xfe", b"\xfe\xff"), content.count(0)
-    if marked or 0.25 < zeros / max(1, len(content)) < 0.75:
-        raise ValueError(f"{str(path)!r} looks like UTF-16; convert it, for example with: iconv -f utf-16 -t utf-8.")
+    if marked or 0.25 < zeros / max(1, len(content)) <= 0.75:
+        code = "utf-32" if content[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or zeros > len(content) / 2 else "utf-16"
+        raise ValueError(f"{str(path)!r} looks like {code}; convert it, for example with: iconv -f {code} -t utf-8.")
     if zeros:
         raise ValueError(f"{str(path)!r} has {zeros} NUL bytes, which no text has; name another file, or remove them.")
 
@@ -73,7 +74,7 @@ def _decoded(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{str(path)!r} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; "
-            f"convert it, for example with: iconv -f latin1 -t utf-8."
+            "convert it from what it is, for example with: iconv -f latin1 -t utf-8."
         ) from error
     return text.replace("\r\n", "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,14 +84,23 @@ def has_weights(rows: Any) -> bool:
     return TOKEN_WEIGHT in columns_of(rows)
 
 
-def pad_rows(items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
     """Join rows of token ids into a batch, padded on the right; padding has label -100, mask 0 and weight 0.
+
+    Raises ValueError where rows have other columns than the first, or, if `aligned`, columns of several lengths.
 
     >>> pad_rows([{"input_ids": [5], "labels": [5]}, {"input_ids": [6, 7], "labels": [-100, 7]}])["labels"]
     tensor([[   5, -100],
             [-100,    7]])
     """
     masked = [{"attention_mask": [1] * len(item["input_ids"])} | item for item in items]
+    for item in masked:
+        lengths = {name: len(values) for name, values in item.items()}
+        if lengths.keys() != masked[0].keys() or (aligned and len(set(lengths.values())) > 1):
+            raise ValueError(
+                f"a row has columns of lengths {lengths}, expected {sorted(masked[0])} as in the first row of the "
+                f"batch{', all of the length of input_ids: labels are -100 where nothing is predicted' * aligned}."
+            )
 
     def padded(key: str) -> Tensor:
         fill = IGNORE_INDEX if key == "labels" else 0
@@ -112,10 +122,10 @@ def collator_for(train: Any, evaluation: Any) -> Any:
     return pad_questions if isinstance(rows, AnsweredQuestions) else None
 
 
-def collator_of_ids(train: Any, evaluation: Any) -> Any:
+def collator_of_ids(train: Any, evaluation: Any, *, aligned: bool) -> Any:
     """`pad_rows` for rows of token ids and labels, which the default of transformers cannot pad; None for others."""
     rows = train if train is not None else evaluation
-    return pad_rows if {"input_ids", "labels"} <= set(columns_of(rows)) else None
+    return partial(pad_rows, aligned=aligned) if {"input_ids", "labels"} <= set(columns_of(rows)) else None
 
 
 def tokenised_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:

@@ -402,5 +402,7 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
             longest = max_length if context is None else min(max_length, context)
             for name in ("train_dataset", "eval_dataset"):
                 kwargs[name] = tokenised_rows(kwargs.get(name), kwargs.get("processing_class"), longest)
-            kwargs["data_collator"] = collator_of_ids(kwargs["train_dataset"], kwargs["eval_dataset"])
+            aligned = isinstance(model, nn.Module) and not is_encoder_decoder(model)
+            rows = kwargs["train_dataset"], kwargs["eval_dataset"]
+            kwargs["data_collator"] = collator_of_ids(*rows, aligned=aligned)
         super().__init__(*args, **kwargs)

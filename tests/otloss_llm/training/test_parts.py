@@ -30,6 +30,9 @@ def test_labels_and_weights_are_taken_out_of_a_batch_and_aligned() -> None:
     assert shifted.counts(shifted.labels == 7).tolist() == [3.0, 2.0]
     assert shifted._replace(token_weight=None).counts(shifted.labels == 7).tolist() == [3, 1]
     assert targets_of({"labels": whole.labels, "shift_labels": shifted.labels}, shift=True).labels is shifted.labels
+    for rows, aligned in (([ROW, {"input_ids": [5], "labels": [5]}], False), ([ROW | {"labels": [6, 7]}], True)):
+        with pytest.raises(ValueError, match="a row has columns of lengths"):
+            pad_rows(rows, aligned=aligned)
 
 
 def arguments(**settings: Any) -> Any:
