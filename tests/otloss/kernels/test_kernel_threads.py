@@ -185,6 +185,29 @@ def test_a_full_disk_stops_no_call(folder: Path, compilations: Any, caplog: Any,
     assert not any(path.is_file() for path in folder.rglob("*"))
 
 
+PROCESSES = """
+import multiprocessing, sys, numba
+from otloss._kernels._compile import compiled
+from tests.otloss.kernels.test_kernel_threads import DTYPES, doubled, is_right
+numba.config.CACHE_DIR, context = sys.argv[1], multiprocessing.get_context("fork")
+start = context.Barrier(8)
+def compile(k):
+    kernel = compiled()(doubled)
+    start.wait()
+    assert is_right(kernel, DTYPES[:: 1 if k % 2 else -1])
+processes = [context.Process(target=compile, args=(k,)) for k in range(8)]
+[process.start() for process in processes]
+[process.join() for process in processes]
+sys.exit(any(process.exitcode for process in processes))
+"""
+
+
+def test_processes_compile_one_kernel_at_once(folder: Path, compilations: Callable[[], int]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", PROCESSES, str(folder)], env=environment, check=True, timeout=300)
+    assert compilations() == 0
+
+
 # Both would take far longer than the test waits, on any processor.
 SINKHORN = "otloss.sinkhorn(None, None, x, epsilon=1e-3, tolerance=1e-300, max_iterations=10**9)"
 PROGRAM = """
