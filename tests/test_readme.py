@@ -63,10 +63,6 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, empty_folder: Path, capsy
         run(block, f"{name_of(page)}, block {number}", names, capsys)
 
 
-def test_fragments_are_pages_with_blocks() -> None:
-    assert set(FRAGMENTS) <= set(map(name_of, PAGES))
-
-
 def test_links_point_to_files() -> None:
     """Relative ones; hatch_build.py turns these into addresses for a package index."""
     missing = [link for link in LINKS if not (link.startswith("https://") or (ROOT / link).is_file())]

@@ -1,4 +1,4 @@
-"""Which torch operations a block of code runs, and how large their results are."""
+"""How large the results are of the torch operations that a block of code runs."""
 
 from typing import Any
 
@@ -7,17 +7,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):
-    """`with Operations() as ran: ...` leaves the operations in `ran.names`, and entries of the largest result."""
+    """`with Operations() as ran: ...` leaves in `ran` the entries of the largest result, and of that in float32."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
+    largest = largest_float32 = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
-        self.names.add(operation.overloadpacket.__name__)
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                entries = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.largest = max(self.largest, entries)
+                if tensor.dtype == torch.float32:
+                    self.largest_float32 = max(self.largest_float32, entries)
         return result

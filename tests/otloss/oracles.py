@@ -33,16 +33,10 @@ def central_gradients(value: Callable[[np.ndarray], float], point: np.ndarray, s
 
 
 def cosine_matrix(embedding: Tensor) -> Tensor:
-    """1 - cos by float64 loops over pairs; zero rows cost 1 to others, 0 to themselves."""
+    """1 - cos in float64, from products over lengths; zero rows cost 1 to others, every row 0 to itself."""
     rows = embedding.double()
-    size = rows.shape[0]
-    matrix = torch.zeros(size, size, dtype=torch.float64)
-    for i in range(size):
-        for j in range(size):
-            if i != j:
-                lengths = float(rows[i].norm()) * float(rows[j].norm())
-                matrix[i, j] = 1.0 if lengths == 0 else 1.0 - float(rows[i] @ rows[j]) / lengths
-    return matrix
+    lengths = rows.norm(dim=1, keepdim=True) * rows.norm(dim=1)
+    return (1 - rows @ rows.T / lengths.where(lengths > 0, 1.0)).fill_diagonal_(0.0)
 
 
 def as_double(array: np.ndarray, *, grad: bool = False) -> Tensor:

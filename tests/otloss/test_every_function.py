@@ -31,12 +31,7 @@ def upstream(value: Tensor) -> Tensor:
 
 
 def gradients(entry: Entry) -> Inputs:
-    leaves = {name: t.clone().requires_grad_() for name, t in entry.inputs.items()}
-    value = entry.value({**leaves, **entry.fixed})
-    if not value.requires_grad:
-        return {}
-    actual = torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
-    return dict(zip(leaves, actual, strict=True))
+    return dict(zip(entry.inputs, results(entry, torch.float64)[1:], strict=False))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -41,9 +41,11 @@ def test_signatures_show_every_option() -> None:
         assert [(p.name, p.default) for p in actual] == [(p.name, p.default) for p in options], name
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {"capture_output": True, "text": True, "check": True, "timeout": 300, "env": {**os.environ, **environment}}
-    return subprocess.run([sys.executable, "-c", code], **given)  # type: ignore[call-overload]
+def run(code: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code; in the folder, if one is given, which is then before all others."""
+    environment |= {} if folder is None else {"PYTHONPATH": str(folder)}
+    given = {"env": os.environ | environment, "cwd": folder, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run([sys.executable, "-c", code], check=False, **given)  # type: ignore[call-overload]
 
 
 def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
@@ -88,14 +90,8 @@ def installed(folder: Path, init: str | None = None) -> Path:
     return folder
 
 
-def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code with the folder before all others."""
-    given = {"env": os.environ | {"PYTHONPATH": str(folder)}, "cwd": folder, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, "-c", code], check=False, **given)  # type: ignore[call-overload]
-
-
 def test_another_package_in_our_folder_warns_while_our_files_are_used(tmp_path: Path) -> None:
-    done = run_in(installed(tmp_path), "import otloss; print(otloss.emd.__name__)")
+    done = run("import otloss; print(otloss.emd.__name__)", installed(tmp_path))
     assert done.stdout == "emd\n"
     assert "UserWarning: another package, whose name is otloss" in done.stderr
     assert "pip uninstall otloss" in done.stderr
@@ -104,7 +100,7 @@ def test_another_package_in_our_folder_warns_while_our_files_are_used(tmp_path: 
 
 @pytest.mark.parametrize("package", ["otloss", "otloss_llm"])
 def test_another_package_that_has_overwritten_our_files_raises(tmp_path: Path, package: str) -> None:
-    done = run_in(installed(tmp_path, THEIR_INIT), f"import {package}")
+    done = run(f"import {package}", installed(tmp_path, THEIR_INIT))
     assert re.search(r"ImportError: another package, .*pip uninstall otloss", done.stderr), done.stderr
 
 
@@ -112,5 +108,5 @@ def test_another_package_that_comes_before_ours_raises(tmp_path: Path) -> None:
     (tmp_path / "first" / "otloss").mkdir(parents=True)
     (tmp_path / "first" / "otloss" / "__init__.py").write_text("", encoding="utf-8")
     code = f"import sys; sys.path.insert(1, {str(ROOT)!r}); import otloss_llm"
-    done = run_in(tmp_path / "first", code)
+    done = run(code, tmp_path / "first")
     assert re.search(r"ImportError: import otloss finds .*first.*pip uninstall otloss", done.stderr), done.stderr

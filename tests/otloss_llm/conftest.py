@@ -1,6 +1,8 @@
 """Fixtures of the command-line tests: tiny models saved beside a tokenizer, a text, and the command line in-process."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,9 +127,13 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return run
 
 
-def module_command(*arguments: object) -> list[str]:
-    """The command line in a process of its own, where every warning is an error."""
-    return [sys.executable, "-W", "error", "-m", "otloss_llm", *map(str, arguments)]
+def launch(*arguments: object) -> str:
+    """What a module prints that starts processes, each on one thread of the CPU; the end of it is in the failure."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    given: Any = {"env": environment, "capture_output": True, "text": True, "timeout": 240, "check": False}
+    done = subprocess.run([sys.executable, "-m", *map(str, arguments)], **given)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-6000:]
+    return done.stdout
 
 
 def options(**values: object) -> list[str]:

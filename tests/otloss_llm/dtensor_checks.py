@@ -1,5 +1,6 @@
 """Heads that are DTensors, in the functions and inside models: run by vocab_parallel_worker.py in each process."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ from otloss_llm import (
     ExpectedValue,
     RatingCost,
     ShardedEmbeddingCost,
-    linear_token_loss,
     token_loss,
     token_statistics,
 )
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.training.fused import measure_transform
 from tests.otloss_llm.oracles import Problem, everything, problem
+from tests.otloss_llm.scoring import fused
 from tests.otloss_llm.tiny_models import VOCAB, step, tiny_batch, tiny_model
 
 
@@ -36,8 +37,7 @@ def placed(tensor: Tensor, placement: Any, mesh: DeviceMesh) -> Any:
 
 
 def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, given: Problem, **settings: Any) -> Tensor:
-    settings = {"objective": EMO(), "cost": EmbeddingCost(given.embedding), "chunk_size": 7} | settings
-    return linear_token_loss(hidden, weight, given.labels, bias=bias, **settings).loss
+    return fused([hidden, weight, bias], given, **{"objective": EMO()} | settings).loss  # type: ignore[list-item]
 
 
 def assert_placed_like(got: Any, want: Tensor | None, tensor: Any) -> None:
@@ -92,8 +92,7 @@ def check_sequence_parallel_hidden_states() -> None:
     want = token_statistics(*whole[:2], given.labels, bias=whole[2])
     for labels in (given.labels, distribute_tensor(given.labels, mesh, [Shard(1)])):
         hidden, head = placed(whole[0], Shard(1), mesh), [placed(tensor, Shard(0), mesh) for tensor in whole[1:]]
-        settings = {"objective": EMO(), "cost": EmbeddingCost(given.embedding), "chunk_size": 7}
-        loss = linear_token_loss(hidden, head[0], labels, bias=head[1], **settings).loss
+        loss = loss_of(hidden, *head, replace(given, labels=labels))
         torch.testing.assert_close(loss, one, rtol=1e-12, atol=1e-12)
         (1.5 * loss).backward()
         for got, leaf in zip([hidden, *head], whole, strict=True):
@@ -186,21 +185,6 @@ def check_models_with_a_parallel_head() -> None:
 # ---- trainers of others ----------------------------------------------------------------------------------------------
 
 
-def of_the_head(given: Problem, **settings: Any) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of hidden states and weight in one process."""
-    hidden, weight = given.leaves()[:2]
-    loss = loss_of(hidden, weight, None, given, **settings)
-    loss.sum().backward()
-    return loss.detach(), [hidden.grad, weight.grad]  # type: ignore[list-item]
-
-
-def a_head(weight: Tensor) -> nn.Linear:
-    head = nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-    return head
-
-
 def check_the_interface_of_torchtitan() -> None:
     """What its trainer does with a loss: hidden states of this process, labels, and the labels of all processes."""
     from torch.distributed.fsdp import fully_shard
@@ -211,11 +195,14 @@ def check_the_interface_of_torchtitan() -> None:
     mesh, given = line(), problem(3, batch=(12,), bias=False, ignored=0.3)
     items = (given.labels != -100).sum()
     objective = EMO(ratio_clip=None)  # its value is nll
-    want, (of_hidden, of_weight) = of_the_head(given, objective=objective)
+    whole = given.leaves()
+    want = loss_of(*whole, None, given, objective=objective)
+    of_hidden, of_weight = torch.autograd.grad(want, whole)
     share = len(given.labels) // dist.get_world_size()
     own = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
     for way in ("fsdp", "tensor"):
-        head, here = a_head(given.weight), own if way == "fsdp" else slice(None)
+        head, here = nn.Linear(16, 41, bias=False), own if way == "fsdp" else slice(None)
+        head.weight = nn.Parameter(given.weight.clone())
         if way == "fsdp":
             fully_shard(head, mesh=mesh)
         else:
@@ -231,8 +218,7 @@ def check_the_interface_of_torchtitan() -> None:
             gradient = head.weight.grad.full_tensor() * dist.get_world_size()  # FSDP averages
         else:
             gradient = head.weight.grad.full_tensor()  # type: ignore[operator]
-        torch.testing.assert_close(total[0], want)
-        torch.testing.assert_close(total[1], want)
+        torch.testing.assert_close(total, want.detach().expand(2))
         torch.testing.assert_close(hidden.grad, of_hidden[here])
         torch.testing.assert_close(gradient, of_weight)
     with pytest.raises(ValueError, match="has no head"):

@@ -1,13 +1,14 @@
 """Slow, independent answers for token losses: float64 autograd of the formulas, and small random problems."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from otloss_llm import EMO, MLE, MixCE, NumberToken, TaiLr
 from otloss_llm.objectives import Objective
+from tests.otloss.oracles import cosine_matrix
 
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -38,14 +39,6 @@ OBJECTIVES: dict[str, tuple[Objective, Formula]] = {
 }
 
 
-def cosine_matrix(embedding: Tensor) -> Tensor:
-    """1 - cos in float64; zero rows cost 1 to others, every row 0 to itself."""
-    rows = embedding.double()
-    lengths = rows.norm(dim=1, keepdim=True)
-    unit = torch.where(lengths > 0, rows / lengths, 0.0)
-    return (1 - unit @ unit.T).fill_diagonal_(0.0)
-
-
 @dataclass
 class Problem:
     """A head, hidden states and labels; `labels` may hold ignored positions."""
@@ -63,10 +56,11 @@ class Problem:
         tensors = [self.hidden, self.weight] + ([] if self.bias is None else [self.bias])
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
-    def to(self, dtype: torch.dtype) -> "Problem":
-        bias = None if self.bias is None else self.bias.to(dtype)
-        moved = (self.hidden.to(dtype), self.weight.to(dtype), bias, self.labels, self.embedding.to(dtype))
-        return Problem(*moved, self.scale, self.softcap)
+    def to(self, where: torch.dtype | str) -> "Problem":
+        """On another device, or in another dtype, which is not that of labels."""
+        names = ["hidden", "weight", "embedding"] + ([] if self.bias is None else ["bias"])
+        names += ["labels"] if isinstance(where, str) else []
+        return replace(self, **{name: getattr(self, name).to(where) for name in names})
 
 
 def problem(

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from otloss_llm import EmbeddingCost, TokenLoss, linear_token_loss, token_loss
 from tests.otloss_llm.oracles import Problem
@@ -32,24 +31,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def assert_all_close(got: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-class Observed(TorchDispatchMode):
-    """Within this context: the most entries of any tensor made, and of any float32 one."""
-
-    largest = largest_float32 = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.numel())
-                if tensor.dtype == torch.float32:
-                    self.largest_float32 = max(self.largest_float32, tensor.numel())
-        return out
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def from_logits(logits: Tensor, labels: Tensor, impl: str, **settings: Any) -> TokenLoss:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -54,6 +55,18 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     kind, fields = TINY[name]
     made: nn.Module = build(kind, fields | changes, "LMHeadModel" if kind == "GPT2" else "ForCausalLM", seed=seed)
     return made
+
+
+def lora(model: nn.Module, **settings: Any) -> Any:
+    """The model with adapters that change it: at first one of their factors is 0."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **settings))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return adapted
 
 
 def tiny_batch(seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Soft sorting against root finding, isotonic regression, quadratic programs and finite differences."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -151,17 +152,11 @@ test_bad_input = raising(
     (lambda: soft_top_k(ramp, 5), "k is 5, expected 0 to 4"),
     (lambda: soft_sort(torch.tensor([-1.7e308, 1.7e308], dtype=F64)), "the range of a row of x is beyond float64"),
 )
+rank = partial(soft_rank, regularization="quadratic")
+sort = partial(soft_sort, regularization="quadratic", descending=True)
 
 
-def rank(x: Tensor, epsilon: float) -> Tensor:
-    return soft_rank(x, epsilon=epsilon, regularization="quadratic")
-
-
-def sort(x: Tensor, epsilon: float) -> Tensor:
-    return soft_sort(x, epsilon=epsilon, regularization="quadratic", descending=True)
-
-
-def top_two(x: Tensor, epsilon: float) -> Tensor:
+def top_two(x: Tensor, *, epsilon: float) -> Tensor:
     return soft_top_k(x, min(2, x.shape[-1]), epsilon=epsilon, regularization="quadratic")
 
 
@@ -180,7 +175,8 @@ def projected(z: np.ndarray, w: np.ndarray) -> np.ndarray:
 @settings(max_examples=40, deadline=None)
 def test_quadratic_operators_are_projections_of_rows_with_ties(entries: list[tuple[int, ...]], epsilon: float) -> None:
     x, places = torch.tensor(entries, dtype=torch.float32), np.arange(5.0, 0.0, -1.0)
-    for row, *actual in zip(x.double().numpy(), rank(x, epsilon), sort(x, epsilon), top_two(x, epsilon), strict=True):
+    values = (operator(x, epsilon=epsilon) for operator in (rank, sort, top_two))
+    for row, *actual in zip(x.double().numpy(), *values, strict=True):
         falling, spread = -np.sort(-row), np.ptp(row)
         u = (row - row.min()) / (spread or 1.0)
         np.testing.assert_allclose(actual[0], projected(4 * u / epsilon, places), rtol=1e-5)
@@ -192,24 +188,24 @@ def test_quadratic_operators_are_projections_of_rows_with_ties(entries: list[tup
 
 
 @every_quadratic_operator
-def test_derivatives(operator: Callable[[Tensor, float], Tensor]) -> None:
+def test_derivatives(operator: Callable[..., Tensor]) -> None:
     leaf = normal(3, 7).requires_grad_()
     for epsilon in (0.05, 3.0):
-        assert torch.autograd.gradcheck(lambda t, e=epsilon: operator(t, e), leaf)
-    (actual,) = torch.autograd.grad(operator(leaf, 0.7).square().sum(), leaf, create_graph=True)
+        assert torch.autograd.gradcheck(lambda t, e=epsilon: operator(t, epsilon=e), leaf)
+    (actual,) = torch.autograd.grad(operator(leaf, epsilon=0.7).square().sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="a second derivative"):
         actual.sum().backward()
     # Entries that tie and share no places have no gradient, and neither have rows of equal ones.
     tied = torch.tensor([[5.0, 5.0, 1.0, 0.0], [2.0, 2.0, 2.0, 2.0]], requires_grad=True)
-    for value in (top_two(tied, 0.1)[:, 0].sum(), rank(tied, 1.0)[1, 0]):
+    for value in (top_two(tied, epsilon=0.1)[:, 0].sum(), rank(tied, epsilon=1.0)[1, 0]):
         assert not torch.autograd.grad(value, tied)[0].any()
 
 
 @every_quadratic_operator
 @pytest.mark.parametrize("n", [1, 2, 1_000_000])
-def test_sizes_and_scale(n: int, operator: Callable[[Tensor, float], Tensor]) -> None:
+def test_sizes_and_scale(n: int, operator: Callable[..., Tensor]) -> None:
     x = normal(n, seed=1).requires_grad_()
-    actual, scaled = operator(x, 1e-3), operator(4 * x + 1, 1e-3)
+    actual, scaled = operator(x, epsilon=1e-3), operator(4 * x + 1, epsilon=1e-3)
     torch.testing.assert_close(scaled, 4 * actual + 1 if operator is sort else actual)
     assert torch.autograd.grad(actual.square().sum(), x)[0].isfinite().all()
-    assert operator(torch.zeros(2, 0, 3), 1.0).shape == (2, 0, 3)
+    assert operator(torch.zeros(2, 0, 3), epsilon=1.0).shape == (2, 0, 3)

@@ -31,10 +31,6 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(classes: int = K, **settings: Any) -> RowLoss:
-    return row_loss(classes, **settings)
-
-
 def scores_and_labels(rows: int = 60, classes: int = K, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """From undecided rows to certain ones, right and wrong."""
     rng = np.random.default_rng(seed)
@@ -62,7 +58,7 @@ def spec(loss: RowLoss) -> Curvature:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_values_are_the_definition_and_gradients_their_differences(name: str) -> None:
-    loss = make(**LOSSES[name])
+    loss = row_loss(K, **LOSSES[name])
     z, y = scores_and_labels()
     expected = [torch_loss(torch.tensor(a), int(b), LOSSES[name]).item() for a, b in zip(z, y, strict=True)]
     by_class = loss.class_weights[y.astype(int)]
@@ -83,7 +79,7 @@ def test_values_are_the_definition_and_gradients_their_differences(name: str) ->
 def test_the_bound_holds_without_its_clamp_for_any_cost(seed: int) -> None:
     classes = 2 + seed
     settings = {"cost": np.random.default_rng(seed).exponential(size=(classes, classes)) ** 3}
-    loss = make(classes, **settings)
+    loss = row_loss(classes, **settings)
     assert spec(loss) == Curvature(1.0, 2.0, pytest.approx(0.01 * settings["cost"].max() / (classes - 1)))
     z, y = scores_and_labels(200, classes, seed)
     _, bound = gradients_in_numpy(z, y, NONE, loss=loss, curvature=Curvature(1.0, 2.0, 0.0))
@@ -100,7 +96,7 @@ def test_the_bound_holds_without_its_clamp_for_any_cost(seed: int) -> None:
 
 @pytest.mark.parametrize("x", [None, VALUES])
 def test_at_power_2_the_hessian_is_twice_the_diagonal_of_gauss_newton(x: np.ndarray | None) -> None:
-    loss = make(x=x)
+    loss = row_loss(K, x=x)
     z, y = scores_and_labels()
     _, actual = gradients_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss))
     gaps = torch.tensor(loss.gaps)
@@ -141,7 +137,7 @@ def test_one_score_for_two_classes(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_kernels_equal_their_reference_for_any_number_of_rows_in_any_layout(name: str, library: str) -> None:
     objective = {"xgboost": xgboost_objective, "lightgbm": lightgbm_objective}[library]
-    loss = make(**LOSSES[name])
+    loss = row_loss(K, **LOSSES[name])
     shape = {"loss": loss, "curvature": curvature(loss, library=library, single=False)}
     for rows in (0, 1, 65, 333):
         z, y = scores_and_labels(rows)
@@ -164,7 +160,7 @@ def test_large_scores_give_finite_derivatives_and_keep_the_logarithm(name: str, 
     gradient, hessian = lightgbm_objective(K, interface="sklearn", **LOSSES[name])(y, z * scale)
     assert np.isfinite(gradient).all()
     assert np.isfinite(hessian).all()
-    assert (hessian[make(**LOSSES[name]).class_weights[y.astype(int)] > 0] > 0).all()
+    assert (hessian[row_loss(K, **LOSSES[name]).class_weights[y.astype(int)] > 0] > 0).all()
     metric = xgboost_metric(3, transport=0, cross_entropy=1, interface="sklearn")
     for rows in (1, 40):
         assert metric(np.zeros(rows), np.tile([1e17, 1e17, 0], (rows, 1))) == pytest.approx(np.log(2), rel=1e-12)
@@ -176,7 +172,7 @@ def test_the_metric_is_the_mean_loss_with_weights() -> None:
     weights = np.random.default_rng(3).uniform(size=len(y))
     for settings in LOSSES.values():
         lost = np.array([torch_loss(torch.tensor(a), int(b), settings).item() for a, b in zip(z, y, strict=True)])
-        expected = (weights * lost).sum() / (weights * make(**settings).class_weights[y.astype(int)]).sum()
+        expected = (weights * lost).sum() / (weights * row_loss(K, **settings).class_weights[y.astype(int)]).sum()
         assert xgboost_metric(K, interface="sklearn", **settings)(y, z, weights) == pytest.approx(expected, rel=1e-9)
         P = torch.tensor(z).softmax(-1).numpy()
         by_probabilities = lightgbm_metric(K, interface="sklearn", predictions="probabilities", **settings)

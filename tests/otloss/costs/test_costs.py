@@ -43,7 +43,7 @@ def test_cosine_rows_are_the_definition(problem: tuple[np.ndarray, np.ndarray, n
     points = as_double(problem[2])
     cost = CosineCost(points)
     dense = cost.dense()
-    usable = (points.abs().amax(-1) > 1e-100) | cost.zero_rows  # the loop's own squares vanish below
+    usable = (points.abs().amax(-1) > 1e-100) | cost.zero_rows  # the oracle's own squares vanish below
     torch.testing.assert_close(dense[usable][:, usable], cosine_matrix(points)[usable][:, usable], atol=1e-12, rtol=0)
     assert cost.zero_rows.tolist() == [not row.any() for row in problem[2]]
     assert dense.diagonal().abs().max() == 0

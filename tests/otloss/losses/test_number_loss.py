@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import grad
 
 from otloss import number_token_loss
 from otloss.losses import number_tokens as numbers
@@ -83,10 +84,6 @@ def plain_batch(z: Tensor, y: Tensor, values: Tensor, options: dict[str, Any]) -
         for row, label in zip(z.reshape(-1, z.shape[-1]), y.reshape(-1), strict=True)
     ]
     return torch.tensor(flat, dtype=torch.float64).reshape(y.shape)
-
-
-def grad(value: Tensor, *leaves: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(value, leaves, **options)
 
 
 @every_setting

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import softmax
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -18,11 +19,6 @@ from tests.otloss.strategies import weights
 
 X = np.array([0.0, 0.5, 2.0, 5.0, 5.5])
 COST = np.random.default_rng(0).uniform(0.1, 3, (5, 5))
-
-
-def softmax(z: np.ndarray) -> np.ndarray:
-    e = np.exp(z - z.max())
-    return e / e.sum()
 
 
 def arcs(x: np.ndarray, period: float) -> np.ndarray:

@@ -134,16 +134,11 @@ def test_a_path_is_a_line(n: int) -> None:
         torch.testing.assert_close(wasserstein_tree(p, q, parent.int(), gaps), wasserstein_1d(p, q, x))
 
 
-def clouds(seed: int, n: int, m: int, d: int) -> tuple[np.ndarray, ...]:
-    """Points and weights, some of them zero, and three directions."""
-    rng = np.random.default_rng(seed)
-    x, y, along = (rng.normal(size=(k, d)) for k in (n, m, 3))
-    return x, y, sparse_weights(rng, n), sparse_weights(rng, m), along
-
-
 @pytest.mark.parametrize(("n", "m", "d", "order"), [(5, 5, 2, 2), (4, 6, 3, 1), (4, 3, 2, 1.5), (1, 3, 1, 2)])
 def test_slices_are_means_of_linear_programs(n: int, m: int, d: int, order: float) -> None:
-    x, y, a, b, along = clouds(n + m, n, m, d)
+    rng = np.random.default_rng(n + m)
+    x, y, along = (rng.normal(size=(k, d)) for k in (n, m, 3))
+    a, b = sparse_weights(rng, n), sparse_weights(rng, m)
     unit = along / np.linalg.norm(along, axis=1, keepdims=True)
     costs = [np.abs(np.subtract.outer(x @ u, y @ u)) ** order for u in unit]
     expected = np.mean([linprog_value(a, b, cost) for cost in costs])

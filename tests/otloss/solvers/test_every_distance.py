@@ -101,8 +101,7 @@ def test_batches_broadcast_and_equal_a_loop(name: str) -> None:
         actual = torch.autograd.grad((batched * upstream).sum(), leaves)
         expected = list(torch.autograd.grad((looped * upstream).sum(), again))
         expected[2] = expected[2].sum_to_size(places.shape)
-        for mine, theirs in zip(actual, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @every_distance

@@ -53,6 +53,7 @@ def test_exact_solution(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> N
     close(answer.value, linprog_value(*problem), 1e-6)
     close((plan * matrix).sum(), answer.linear_cost)
     close(f @ p + g @ q, answer.value, 1e-7 * (1 + matrix.max()))
+    assert (f.unsqueeze(-1) + g <= matrix + 1e-12 * (1 + matrix.max())).all()  # also at bins that are empty in both
     assert bool(answer.converged)
     assert float(answer.marginal_error) < 1e-9
     assert abs(float(answer.gap)) < 1e-7 * (1 + float(matrix.max()))

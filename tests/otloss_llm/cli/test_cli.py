@@ -193,8 +193,6 @@ def test_the_options_known_without_torch_are_those_of_the_parser(command: str) -
             assert kind == field.annotation.removesuffix(" | None"), name
 
 
-# PEFT asks transformers for a name that transformers has deprecated.
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
 def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     given = {"lora_r": 2, "lora_target_modules": ["q_proj", "v_proj"], "objective": "mle"}

@@ -85,13 +85,3 @@ def test_small_mass_on_text_keeps_its_digits() -> None:
     for impl in ("logits", "chunked"):
         out = from_logits(logits, labels, impl, objective=NumberToken(), cost=cost)
         torch.testing.assert_close(out.cost, torch.tensor([10.0, 5.0]) * math.exp(-28), rtol=1e-5, atol=0.0)
-
-
-def test_labels_of_text_only() -> None:
-    cost = NumberCost(torch.tensor([math.nan, 0.0, 7.0]))
-    given = Problem(torch.randn(2, 3), torch.randn(3, 3), None, torch.tensor([0, 0]), torch.eye(3))
-    leaves = given.leaves()
-    out = fused(leaves, given, objective=NumberToken(), cost=cost)
-    assert not out.cost.any()  # type: ignore[union-attr]
-    torch.testing.assert_close(out.loss, out.nll.mean())
-    assert all(gradient.isfinite().all() for gradient in gradients(out.loss, leaves))

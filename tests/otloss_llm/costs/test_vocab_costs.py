@@ -12,7 +12,7 @@ from otloss_llm import EmbeddingCost, all_but_the_top
 from otloss_llm.costs.embedding import without_tf32
 from otloss_llm.costs.vocabulary import LabelRows
 from tests.errors import raising
-from tests.otloss_llm.oracles import cosine_matrix
+from tests.otloss.oracles import cosine_matrix
 
 
 @given(st.integers(0, 10**6), st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))

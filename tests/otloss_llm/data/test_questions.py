@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from otloss_llm.data.blocks import train_bpe_tokenizer
 from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions, prompt_text, read_questions
 from otloss_llm.evaluation import sample_texts
+from tests.otloss_llm.tiny_models import tiny_model
 
 SUMS = [Question(f"What is {a} + {b}?", str(a + b), "sums") for a in range(4) for b in (7, 345)]
 
@@ -71,8 +71,7 @@ def test_rows_are_prompt_answer_and_end(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("separator", ["", "\n"])
 def test_prompts_of_rows_are_those_of_generation(tokenizer: Any, separator: str) -> None:
-    settings = {"vocab_size": len(tokenizer), "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 128}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0))
+    model = tiny_model("gpt2", vocab_size=len(tokenizer), n_positions=128)
     rows = AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=64, separator=separator)
     prompts = [prompt_text(question, separator) for question in SUMS]
     samples = sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=1, temperature=0.0)

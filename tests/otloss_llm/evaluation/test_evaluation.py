@@ -11,8 +11,8 @@ import transformers
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
 from otloss_llm.evaluation import distinct_n, perplexity, repetition, rouge, sample_texts, score_texts, sequence_nll
+from tests.otloss.oracles import cosine_matrix
 from tests.otloss_llm import tiny_models as models
-from tests.otloss_llm.oracles import cosine_matrix
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
 VOCABULARY = 270

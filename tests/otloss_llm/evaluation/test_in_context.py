@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 pytest.importorskip("sklearn")
 
 from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.data.labelled import LabelledText
 from otloss_llm.evaluation.in_context import classify_in_context, retrieve, similarities
+from tests.otloss_llm.tiny_models import tiny_model
 
 TRAIN = [
     LabelledText("the film was a joy", "good"), LabelledText("a joy to watch this film", "good"),
@@ -26,10 +26,8 @@ def tokenizer() -> Any:
     return train_bpe_tokenizer([item.text for item in TRAIN] + ["Text: Label: good bad"] * 9, 300)
 
 
-def _model(positions: int = 256, vocab: int = 300) -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=vocab, n_positions=positions, n_embd=8, n_layer=1, n_head=1)
-    return transformers.GPT2LMHeadModel(config).eval()
+def _model(positions: int = 256) -> Any:
+    return tiny_model("gpt2", vocab_size=300, n_positions=positions).eval()
 
 
 def test_scores_are_the_mean_nll_of_each_prompt(tokenizer: Any) -> None:

@@ -17,9 +17,10 @@ from otloss_llm.kernels.logits import TokenLossConfig, sweeps_for
 from otloss_llm.kernels.rows import CostRows
 from otloss_llm.kernels.rows_triton import BLOCK
 from otloss_llm.objectives import Statistics
+from tests.otloss.operations import Operations
 from tests.otloss_llm.losses import test_statistics as statistics_cases
-from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem, relative_error, truth
-from tests.otloss_llm.scoring import Observed, from_logits, fused, gradients
+from tests.otloss_llm.oracles import OBJECTIVES, dense_values, problem, relative_error, truth
+from tests.otloss_llm.scoring import from_logits, fused, gradients
 
 pytest.importorskip("triton")
 EPS = torch.finfo(torch.float32).eps
@@ -97,12 +98,6 @@ def test_rows_beyond_2_to_the_31(device: str) -> None:
 # ---- the token loss --------------------------------------------------------------------------------------------------
 
 
-def moved(given: Problem, device: str) -> Problem:
-    bias = None if given.bias is None else given.bias.to(device)
-    tensors = (given.hidden.to(device), given.weight.to(device), bias, given.labels.to(device))
-    return Problem(*tensors, given.embedding.to(device), given.scale, given.softcap)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "bias", "scale", "softcap", "reduction"),
     [("emo", torch.float32, False, 0.3, 2.0, "none"), ("user", torch.bfloat16, True, 1.0, 5.0, "none"),
@@ -119,7 +114,7 @@ def test_errors_are_those_of_the_naive_computation(
     leaves = given.leaves()
     naive_loss = dense_values(leaves, given, formula)[0].sum()
     naive = [naive_loss, *gradients(naive_loss * -2.5, leaves)]
-    there = moved(given, device)
+    there = given.to(device)
     leaves = there.leaves()
     loss = fused(leaves, there, objective=objective, reduction=reduction, impl="triton", chunk_size=5).loss.sum()
     made = [loss, *gradients(loss * -2.5, leaves)]
@@ -132,7 +127,7 @@ def test_weights_and_log_probabilities(device: str) -> None:
     """`token_weight` and `token_statistics` through these sweeps, against full logits in float64."""
     given = problem(8, dtype=torch.float32)
     weights = torch.linspace(0.0, 2.0, given.labels.numel())
-    there, wide = moved(given, device), given.to(torch.float64)
+    there, wide = given.to(device), given.to(torch.float64)
     leaves, plain = there.leaves(), wide.leaves()
     out = fused(leaves, there, objective=EMO(), impl="triton", token_weight=weights.to(device))
     want = fused(plain, wide, objective=EMO(), impl="reference", token_weight=weights)
@@ -146,12 +141,12 @@ def test_weights_and_log_probabilities(device: str) -> None:
 
 
 def test_bfloat16_logits_are_never_widened(device: str) -> None:
-    given = moved(problem(15, batch=(32,), vocab=64, width=4, ignored=0.0, dtype=torch.bfloat16), device)
+    given = problem(15, batch=(32,), vocab=64, width=4, ignored=0.0, dtype=torch.bfloat16).to(device)
     for cap, expected in ((None, 64 * 4), (3.0, 16 * 64)):  # the gradient of the head; logits where a cap is
         given.softcap = cap
-        with Observed() as seen:
+        with Operations() as ran:
             fused(given.leaves(), given, objective=MLE(), cost=None, chunk_size=16, impl="triton").loss.backward()
-        assert seen.largest_float32 == expected
+        assert ran.largest_float32 == expected
 
 
 def test_cost_rows_made_in_16_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +154,7 @@ def test_cost_rows_made_in_16_bits(device: str, monkeypatch: pytest.MonkeyPatch)
     given = problem(21, batch=(16,), vocab=300, width=64, dtype=torch.bfloat16)
     given.embedding[7] = 2 * given.embedding[3]
     given.embedding[20] = 0.0
-    given = moved(given, device)
+    given = given.to(device)
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(TokenLossConfig, "cost_dtype", lambda self, weight, dtype=dtype: dtype)

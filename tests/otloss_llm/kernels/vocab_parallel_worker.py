@@ -33,12 +33,12 @@ from otloss_llm import (
     RatingCost,
     ShardedEmbeddingCost,
     TokenLoss,
-    linear_token_loss,
     token_loss,
     token_statistics,
 )
 from otloss_llm.losses.token_loss import _shards
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, everything, problem
+from tests.otloss_llm.scoring import fused
 
 VOCAB = 41
 SIZES = {2: [(20, 21), (0, 41)], 3: [(7, 30, 4), (21, 0, 20)]}
@@ -62,11 +62,7 @@ def leaves_of(given: Problem, sizes: tuple[int, ...]) -> list[Tensor]:
 
 
 def scored(leaves: list[Tensor], given: Problem, **settings: Any) -> TokenLoss:
-    settings = {"objective": EMO(), "cost": EmbeddingCost(given.embedding), "chunk_size": 7} | settings
-    return linear_token_loss(
-        leaves[0], leaves[1], given.labels, bias=leaves[2] if len(leaves) > 2 else None,
-        logit_scale=given.scale, logit_softcap=given.softcap, **settings,
-    )  # fmt: skip
+    return fused(leaves, given, **{"objective": EMO()} | settings)
 
 
 def shared(leaves: list[Tensor], given: Problem, **settings: Any) -> TokenLoss:

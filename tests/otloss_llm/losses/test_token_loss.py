@@ -15,8 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from otloss.costs import DenseCost
 from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, linear_token_loss, token_loss
 from tests.errors import raising
-from tests.otloss_llm.oracles import OBJECTIVES, Problem, cosine_matrix, dense_values, problem, relative_error, truth
-from tests.otloss_llm.scoring import IMPLEMENTATIONS, Observed, assert_all_close, from_logits, fused, gradients
+from tests.otloss.operations import Operations
+from tests.otloss.oracles import cosine_matrix
+from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem, relative_error, truth
+from tests.otloss_llm.scoring import IMPLEMENTATIONS, assert_all_close, from_logits, fused, gradients
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -218,10 +220,10 @@ def test_the_full_logits_never_exist(dtype: torch.dtype) -> None:
     """No tensor of the chunked forward and backward pass is as large as N x V."""
     given = problem(15, batch=(256,), vocab=64, width=4, ignored=0.0, dtype=dtype)
     for reduction in ("mean", "none"):
-        with Observed() as seen:
+        with Operations() as ran:
             leaves = given.leaves()
             fused(leaves, given, objective=EMO(), reduction=reduction, chunk_size=16).loss.sum().backward()
-        assert seen.largest <= 16 * 64
+        assert ran.largest <= 16 * 64
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -8,20 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from otloss_llm import EmbeddingCost, all_but_the_top
 from otloss_llm.models.loading import fingerprint, load_model, load_model_and_tokenizer, load_tokenizer
 from otloss_llm.training.loading import load_cost
 from tests.otloss_llm.conftest import Tiny, save
-
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
+from tests.otloss_llm.tiny_models import TINY, build, tiny_model
 
 
 @pytest.fixture
@@ -60,24 +52,21 @@ def test_a_folder_without_a_tokenizer(copy: Path) -> None:
 
 
 def test_a_tokenizer_larger_than_the_model(tiny: Tiny, tmp_path: Path) -> None:
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
-    )
-    save(model, load_tokenizer(str(tiny.gpt2)), tmp_path / "small")
+    save(tiny_model("gpt2", vocab_size=257), load_tokenizer(str(tiny.gpt2)), tmp_path / "small")
     with pytest.raises(ValueError, match=r"has \d+ tokens, the model '.*small' only 257"):
         load_model_and_tokenizer(str(tmp_path / "small"))
 
 
 def test_models_that_are_not_causal(tmp_path: Path) -> None:
-    transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, is_decoder=False)).save_pretrained(tmp_path / "bert")
+    build("Bert", TINY["llama"][1], "LMHeadModel").save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match=r"BertLMHeadModel.* sees the tokens to its right"):
         load_model(str(tmp_path / "bert"))
 
 
 def test_decoders_marked_like_encoders_are_loaded(tmp_path: Path) -> None:
-    neox = transformers.GPTNeoXConfig(**SMALL, bos_token_id=0, eos_token_id=0)
-    assert neox.is_decoder is False
-    transformers.GPTNeoXForCausalLM(neox).save_pretrained(tmp_path / "neox")
+    neox = build("GPTNeoX", TINY["llama"][1])
+    assert neox.config.is_decoder is False
+    neox.save_pretrained(tmp_path / "neox")
     assert not load_model(str(tmp_path / "neox")).training
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from otloss_llm import EmbeddingCost, NumberCost, NumberToken, ObjectiveTrainer
-from tests.otloss_llm.tiny_models import VOCAB, aligned, step, tiny_batch, tiny_model
+from tests.otloss_llm.tiny_models import VOCAB, aligned, lora, step, tiny_batch, tiny_model
 from tests.otloss_llm.training.trainer_cases import logs, rows, trainer
 
 BATCH, ROWS = 2, 24
@@ -154,18 +154,8 @@ def model_named(name: str) -> Any:
     """A model of tiny_models; "lora" and "lora-head" adapt "llama", the latter with a trained copy of the head."""
     if not name.startswith("lora"):
         return tiny_model(name)
-    from peft import LoraConfig, get_peft_model
-
     saved = ["lm_head"] if name == "lora-head" else None
-    model = get_peft_model(
-        tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=saved)
-    )
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.2 * torch.randn_like(parameter))  # LoRA starts with a factor of 0
-    return model
+    return lora(tiny_model("llama"), target_modules=["q_proj", "up_proj"], modules_to_save=saved)
 
 
 def whole_weights(model: Any) -> list[Tensor]:

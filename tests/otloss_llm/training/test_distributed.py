@@ -1,8 +1,5 @@
 """Two processes (gloo, CPU) against one: ObjectiveTrainer under accelerate (DDP) and torchrun (FSDP2), fused loss."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.otloss_llm.conftest import launch
 from tests.otloss_llm.training.distributed_worker import BATCH, objectives, run, split, with_tp_plan
-from tests.otloss_llm.training.trainer_cases import WARNINGS
 
 pytestmark = [
-    *WARNINGS,
     pytest.mark.distributed,
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"),
 ]
@@ -26,27 +22,20 @@ ACCELERATE = [
 ]  # fmt: skip
 
 
-def launch(launcher: list[str], check: str, folder: Path) -> Any:
-    """What the worker makes in its processes, each on one thread; what it printed is in the failure."""
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(WORKER), check, str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
+def made_by(launcher: list[str], check: str, folder: Path) -> Any:
+    """What the worker makes in its processes."""
+    launch(*launcher, WORKER, check, folder)
     return torch.load(folder / "made.pt")
 
 
 @pytest.mark.parametrize(("launcher", "kind"), [(ACCELERATE, "ddp-tied"), (TORCHRUN, "fsdp-untied")])
 def test_the_trainer_gives_the_weights_of_one_process(launcher: list[str], kind: str, tmp_path: Path) -> None:
     """4 steps of 2 x 2 rows on each of 2 processes = 4 steps of 2 x 4 rows on one, logs and evaluation included."""
-    of_two = launch(launcher, kind, tmp_path)
+    of_two = made_by(launcher, kind, tmp_path)
     for objective, given in objectives(kind.startswith("fsdp")).items():
         one = run(tmp_path / "one" / objective, "one-" + kind.partition("-")[2], 2 * BATCH, False, given)
         two = of_two[objective]
-        assert two["weights"].keys() == one["weights"].keys()
-        for name, weight in one["weights"].items():
-            torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(two["weights"], one["weights"], rtol=1e-5, atol=1e-6)
         assert len(one["logs"]) == 4
         for mine, expected in zip(two["logs"], one["logs"], strict=True):
             assert mine == pytest.approx(expected, rel=1e-5)
@@ -63,15 +52,14 @@ def assert_same_as_one_process(two: dict[str, Any], folder: Path, objective: str
     for expected in [one] if objective == "emo" else [one, split(folder / "theirs", None)]:
         assert two["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert two["norm"] == pytest.approx(expected["norm"], rel=1e-4)
-        for name, weight in expected["weights"].items():
-            torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(two["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("check", "processes", "models"), [("steps", 2, 11), ("grid", 4, 1)])
 def test_a_step_is_that_of_one_process(check: str, processes: int, models: int, tmp_path: Path) -> None:
     """DDP, FSDP, FSDP2 beside tensor parallelism."""
-    errors = launch([*TORCHRUN[:-1], f"--nproc-per-node={processes}"], check, tmp_path)
+    errors = made_by([*TORCHRUN[:-1], f"--nproc-per-node={processes}"], check, tmp_path)
     assert len(errors) == models
     assert all(error < 1e-5 for error in errors.values()), errors
 
@@ -79,8 +67,7 @@ def test_a_step_is_that_of_one_process(check: str, processes: int, models: int, 
 @pytest.mark.slow
 def test_the_trainer_with_the_tp_plan_of_a_model(tmp_path: Path) -> None:
     """Accumulated batches of uneven lengths; all processes have the same ones."""
-    two, one = launch(TORCHRUN, "tensor", tmp_path), with_tp_plan(tmp_path / "one", parallel=False)
+    two, one = made_by(TORCHRUN, "tensor", tmp_path), with_tp_plan(tmp_path / "one", parallel=False)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(two["weights"], one["weights"], rtol=1e-5, atol=1e-6)

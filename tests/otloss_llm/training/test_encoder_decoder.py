@@ -11,9 +11,8 @@ import transformers
 from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken, ObjectiveMixin, token_loss
 from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import VOCAB, build
-from tests.otloss_llm.training.trainer_cases import WARNINGS, Row, arguments, logs, rows, weights
+from tests.otloss_llm.training.trainer_cases import Row, arguments, logs, rows, weights
 
-pytestmark = WARNINGS
 TINY: dict[str, dict[str, Any]] = {
     "T5": {"num_layers": 1, "num_heads": 2, "d_model": 16, "d_ff": 24, "d_kv": 8, "decoder_start_token_id": 0,
            "dropout_rate": 0.0},
@@ -28,9 +27,8 @@ class Both(ObjectiveMixin, transformers.Seq2SeqTrainer):
 
 def trainer(path: Path, model: Any, data: list[Row], **settings: Any) -> Both:
     passed = {key: settings.pop(key) for key in ("objective", "cost") if key in settings}
-    args = transformers.Seq2SeqTrainingArguments(
-        **arguments(path, optim="sgd", learning_rate=1.0, max_steps=1).to_dict() | settings
-    )
+    own = {"optim": "sgd", "learning_rate": 1.0, "max_steps": 1} | settings
+    args = arguments(path, transformers.Seq2SeqTrainingArguments, **own)
     return Both(model=model, args=args, train_dataset=data, eval_dataset=data, data_collator=pad_rows, **passed)
 
 

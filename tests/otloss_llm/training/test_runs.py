@@ -82,25 +82,23 @@ def test_last_complete_checkpoint(tmp_path: Path) -> None:
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
-def test_another_setting_is_another_run(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    cli(*train_options(tiny, tmp_path / "run", max_steps=1))
+def test_another_setting_and_another_start_under_the_same_name_are_another_run(
+    cli: Cli, tiny: Tiny, tmp_path: Path
+) -> None:
+    start = shutil.copytree(tiny.llama, tmp_path / "start")
+    given: dict[str, Any] = {"model_name_or_path": start, "max_steps": 1}
+    cli(*train_options(tiny, tmp_path / "run", **given))
     # The lock's own time changes: older versions of filelock truncate the file.
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("[!.]*") if path.is_file()}
     changes = {"learning_rate": 1e-3, "objective": "mle", "block_size": 20, "cost_embedding": "shuffled"}
-    error = cli(*train_options(tiny, tmp_path / "run", max_steps=1, **changes)).error
+    error = cli(*train_options(tiny, tmp_path / "run", **given | changes)).error
     assert all(f"{name}: " in error for name in ("learning_rate", "objective", "train_blocks"))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("[!.]*") if path.is_file()} == before
-
-
-def test_another_start_under_the_same_name_is_another_run(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    shutil.copytree(tiny.llama, tmp_path / "start")
-    given = train_options(tiny, tmp_path / "run", model_name_or_path=tmp_path / "start", max_steps=1)
-    cli(*given)
-    model = load_model(str(tmp_path / "start"))
+    model = load_model(str(start))
     with torch.no_grad():
         model.get_output_embeddings().weight[5] += 1e-3
-    model.save_pretrained(tmp_path / "start")
-    assert "model_fingerprint" in cli(*given).error
+    model.save_pretrained(start)
+    assert "model_fingerprint" in cli(*train_options(tiny, tmp_path / "run", **given)).error
 
 
 # ---- resuming ----------------------------------------------------------------------------------------------------
@@ -177,8 +175,6 @@ def test_killed_between_the_last_checkpoint_and_the_results(cli: Cli, tiny: Tiny
     assert_same_run(tmp_path / "uninterrupted", tmp_path / "broken")
 
 
-# PEFT asks transformers for a name that transformers has deprecated.
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
 def test_a_frozen_adapter_raises_before_anything_is_written(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(load_model(str(tiny.llama)), peft.LoraConfig(target_modules=["q_proj"]))

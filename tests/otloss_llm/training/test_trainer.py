@@ -15,9 +15,8 @@ from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveTrainer, Ta
 from otloss_llm.models.heads import shifts_labels
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import pad_rows
-from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, VOCAB, build, tiny_model
+from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, TINY, VOCAB, build, lora, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
-    WARNINGS,
     Row,
     arguments,
     assert_same_weights,
@@ -28,8 +27,6 @@ from tests.otloss_llm.training.trainer_cases import (
     trainer,
     weights,
 )
-
-pytestmark = WARNINGS
 
 
 @pytest.mark.parametrize(("name", "accumulation"), [("llama", 3), ("gpt2", 1)])
@@ -139,10 +136,7 @@ def test_ways_to_train_have_the_gradient_of_the_logits(tmp_path: Path, way: str)
     if way == "frozen head":
         model.lm_head.weight.requires_grad_(False)
     elif way.startswith("lora"):
-        peft = pytest.importorskip("peft")
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        model = peft.get_peft_model(model, config)
+        model = lora(model, target_modules=["q_proj", "up_proj"])
     made = one_step(
         tmp_path, copy.deepcopy(model), "emo", train_dataset=Stream() if way == "streamed" else rows(8),
         per_device_train_batch_size=8, gradient_checkpointing="checkpointed" in way,
@@ -161,8 +155,7 @@ def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path, caplog: pytes
     model = tiny_model("llama")
     alone = one_step(tmp_path, copy.deepcopy(model), "emo", train_dataset=rows(4))
     both = one_step(tmp_path, copy.deepcopy(model), "emo", train_dataset=rows(4) + data, per_device_train_batch_size=8)
-    for name, change in alone.items():
-        torch.testing.assert_close(both[name], change, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(both, alone, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -240,8 +233,7 @@ def test_shifted_labels_in_the_batch(tmp_path: Path, keep_labels: bool) -> None:
 
 
 def test_unsupported_trainers_and_models_raise(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    bert = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=VOCAB, **sizes))
+    bert = build("Bert", TINY["llama"][1], "LMHeadModel")
 
     class Ulysses(ObjectiveTrainer):
         def get_sp_size(self) -> int:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -12,12 +11,6 @@ from otloss_llm import EmbeddingCost, ObjectiveTrainer, token_loss
 from otloss_llm.training.batches import pad_rows
 from tests.otloss_llm.tiny_models import VOCAB
 
-WARNINGS = [
-    # PEFT asks transformers for a name that transformers has deprecated.
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning"),
-    # accelerate's loader pins memory and warns on machines without an accelerator.
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
-]
 Row = dict[str, list[int]]
 
 
@@ -32,14 +25,14 @@ def rows(count: int, seed: int = 0) -> list[Row]:
     return made
 
 
-def arguments(path: Path, **settings: Any) -> transformers.TrainingArguments:
+def arguments(path: Path, kind: Any = transformers.TrainingArguments, **settings: Any) -> Any:
     base: dict[str, Any] = {
         "output_dir": str(path), "report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1,
         "save_strategy": "no", "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "max_steps": 3,
         "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "seed": 0, "weight_decay": 0.0,
         "dataloader_pin_memory": False,
     }  # fmt: skip
-    return transformers.TrainingArguments(**base | settings)
+    return kind(**base | settings)
 
 
 def trainer(path: Path, model: nn.Module, kind: type = ObjectiveTrainer, **settings: Any) -> Any:
@@ -55,8 +48,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_weights(a: nn.Module, b: nn.Module, tolerance: float = 0.0) -> None:
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(weights(a), weights(b), rtol=tolerance, atol=tolerance)
 
 
 def logs(made: Any, key: str) -> list[float]:
