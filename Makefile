@@ -76,7 +76,7 @@ lint: $(FOR_DEV)  ## formatting, types, and the order of the folders
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(FOR_DEV)  ## ratios against peers measured in the same run, and how they scale; about 25 minutes on 2 cores
+bench: $(FOR_DEV)  ## ratios against peers measured in the same run, and how they scale; about an hour on 2 cores
 	$(BIN)/python -m benchmarks
 
 release: build/tools  ## sdist and wheel in dist/, checked, and tried in an empty environment
