@@ -627,7 +627,7 @@ def token_loss_table() -> str:
             own = f"{name} c=" if name.startswith("F.") else name
             timed = [
                 r for r in rows_of("results") if (r["benchmark"], r["case"]) == ("token_loss", case)
-                and r["name"].startswith(own)
+                and (r["name"].startswith(own) if own != name else r["name"] == name)
             ]  # fmt: skip
             held = last("token_loss memory", memory, timed[-1]["name"])
             cells += [

@@ -56,6 +56,7 @@ def test_a_block_of_the_readme_runs_by_itself(
 
 @pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in FRAGMENTS], ids=name_of)
 def test_the_blocks_of_a_page_run_in_order(page: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert FRAGMENTS.keys() <= set(map(name_of, PAGES))
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     need_packages_of("\n".join(blocks))
     names: dict[str, Any] = {"__name__": "page"}

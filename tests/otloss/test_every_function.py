@@ -31,14 +31,17 @@ def upstream(value: Tensor) -> Tensor:
 
 
 def gradients(entry: Entry) -> Inputs:
-    return dict(zip(entry.inputs, results(entry, torch.float64)[1:], strict=False))
+    found = results(entry, torch.float64)[1:]
+    return dict(zip(entry.inputs, found, strict=True)) if found else {}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_finite_differences(name: str) -> None:
     """Along a random direction, in which the mass of weights stays; each entry of the value has a factor of its own."""
     entry, step = FUNCTIONS[name], 1e-4
-    for given, gradient in gradients(entry).items():
+    found = gradients(entry)
+    assert found or name == "register"  # whose rotation has no graph
+    for given, gradient in found.items():
         point = entry.inputs[given]
         along = torch.randn(point.shape, dtype=point.dtype, generator=torch.Generator().manual_seed(3))
         if given in MASSES:

@@ -92,8 +92,8 @@ def test_settings_of_another_loss_raise(tmp_path: Path) -> None:
 # ---- TRL itself -----------------------------------------------------------------------------------------------------
 
 
-def sft(path: Path, model: Any, objective: str | None, data: Any = None, **settings: Any) -> Any:
-    """TRL's trainer of `model`, on token ids or other data, with an objective or as it is."""
+def sft(path: Path, model: Any, objective: str, data: Any, **settings: Any) -> Any:
+    """TRL's trainer of `model` with an objective."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset, IterableDataset
 
@@ -104,14 +104,11 @@ def sft(path: Path, model: Any, objective: str | None, data: Any = None, **setti
 
     tokenizer = train_bpe_tokenizer(["one"], 257)  # a token for each byte
     tokenizer.chat_template = TEMPLATE
-    rows_of = [{"input_ids": row["input_ids"]} for row in rows(12)] if data is None else data
-    made = IterableDataset.from_generator(lambda: iter(rows_of)) if settings.pop("stream", False) else None
-    kind = trl.SFTTrainer if objective is None else WithObjective
-    more = {} if objective is None else {"objective": objective, "z_loss": settings.pop("z_loss", 0.0)}
+    made = IterableDataset.from_generator(lambda: iter(data)) if settings.pop("stream", False) else None
     own = {"max_steps": 1, "optim": "sgd", "bf16": False, "gradient_checkpointing": False} | settings
-    return kind(
+    return WithObjective(
         model=model, args=arguments(path, trl.SFTConfig, **own), processing_class=tokenizer,
-        train_dataset=Dataset.from_list(rows_of) if made is None else made, **more,
+        train_dataset=Dataset.from_list(data) if made is None else made, objective=objective,
     )  # fmt: skip
 
 
