@@ -40,8 +40,10 @@ ENTRIES = 10_000
 # for PAUSE times its duration.
 PATIENCE, PAUSE = 1e-3, 20.0
 
-# A call with LONG entries may take seconds. The main thread looks at it every LOOK seconds.
-LONG, LOOK = 2**19, 0.2
+# A kernel that visits LONG entries takes a second or so. The main thread looks at it every LOOK seconds. To wait for
+# another thread, which has OpenMP threads of its own beside those of the main thread, takes up to a millisecond.
+LONG, LOOK = 2**29, 0.2
+PASSES = 200  # of an iterative kernel over the costs, about, where nothing is known
 # Places of a counter. The first holds the next task; these two hold the bits of the error of a task and of the share of
 # it that is done, as the last thread has told them.
 ERROR, SHARE = 1, 2
@@ -99,18 +101,18 @@ def run_on_threads(
 
     The kernel does task `next_task(counter)` until that number reaches its number of tasks. Each thread gets its own
     `scratch()`. The calling thread works alone with `one_thread`, with `work` below ENTRIES, in a forked process (a
-    worker of a DataLoader), and while other processes keep the cores busy. Ctrl-C stops `work` of LONG entries.
+    worker of a DataLoader), and while other processes keep the cores busy. Ctrl-C stops `work` that is long.
     """
     if tasks == 0:
         return []
     one_thread = one_thread or (work is not None and work.entries < ENTRIES)
-    if one_thread and (work is None or work.entries < LONG):  # as below, in half the time for a small problem
+    if one_thread and (work is None or not work.is_long):  # as below, in half the time for a small problem
         return [kernel(np.zeros(3, np.int64), *arguments, *scratch())]
     alone = one_thread or _is_forked or time.perf_counter() < _alone_until
     threads = 1 if alone else min(torch.get_num_threads(), tasks)
     counter = np.zeros(3, np.int64)
     calls = [(counter, *arguments, *scratch()) for _ in range(threads)]
-    if work is None or work.entries < LONG or threading.current_thread() is not threading.main_thread():
+    if work is None or not work.is_long or threading.current_thread() is not threading.main_thread():
         return _run(kernel, calls)
     return _while_waiting(lambda: _run(kernel, calls), counter, tasks, work)
 
@@ -131,11 +133,17 @@ class Work(NamedTuple):
         name: in words, or "" for a part of a loop.
         entries: of the costs.
         tolerance: what the error has to fall to.
+        passes: over the costs, about.
     """
 
     name: str
     entries: int
     tolerance: float = 0.0
+    passes: int = PASSES
+
+    @property
+    def is_long(self) -> bool:
+        return self.entries * self.passes >= LONG
 
 
 def _while_waiting(run: Callable[[], list[Any]], counter: np.ndarray, tasks: int, work: Work) -> list[Any]:

@@ -34,7 +34,8 @@ from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
-COARSER_STAGES, COARSER, STAGE_TOLERANCE = 1, 4.0, 1e-4  # stages before the last; each has COARSER times the epsilon
+COARSER_STAGES, COARSER = 1, 4.0  # stages before the last; each has COARSER times the epsilon
+TOLERANCE_FROM_EXACT, TOLERANCE_FROM_ZERO = 1e-2, 1e-4  # of these stages
 FIRST_EPSILON = 0.05  # of the marginal penalty, at most, from a start of zeros
 STEPS = 6  # of a round, at most
 UPDATES = 2  # exact updates of both sides on the cells before each step
@@ -583,13 +584,14 @@ def newton_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None
         pairs, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), 0
         rows, columns, support = side_of(p[k], f[k]), side_of(q[k], g[k]), support_of(plans[k], p.shape[1])
         first = COARSER_STAGES if plans.shape[2] else 0
+        coarse = TOLERANCE_FROM_EXACT if plans.shape[2] else TOLERANCE_FROM_ZERO
         if not outcome[k, ERROR] < np.inf:  # a start of zeros: potentials are at most of the size of rho
             while epsilon[k] * COARSER ** (first + 1) <= FIRST_EPSILON * rho < np.inf:
                 first += 1
         for stage in range(first, -1, -1):
             width, is_last = epsilon[k] * COARSER**stage, stage == 0
             outcome[k, ERROR], more = solve_stage(
-                counter, pairs, rows, columns, width, width / rho, tolerance if is_last else STAGE_TOLERANCE,
+                counter, pairs, rows, columns, width, width / rho, tolerance if is_last else coarse,
                 settled if is_last else np.inf, most - steps, support,
             )  # fmt: skip
             steps += more

@@ -125,7 +125,7 @@ def _by_rows(
         points_rows, tasks(n, problems, span),
         ((points, others, which_x, which_y, scores, inverse, cutoff), other.double().contiguous().numpy(), span,
          METRICS[metric], (out, total, gradients)),
-        work=Work("", out.size * y.shape[-2]),
+        work=Work("", out.size * y.shape[-2], passes=1),
     )  # fmt: skip
     if a is None:
         found, axis = finished(out, total, shift, width).reshape(*batch, n).to(h.dtype), -1

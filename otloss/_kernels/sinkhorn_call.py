@@ -64,6 +64,6 @@ def run_kernel(
     run_on_threads(
         kernel, count, (posed, limits, (potential_p, potential_q, wanted, outcome)),
         lambda: scratch(n, m, matrices.dtype),
-        work=Work("Sinkhorn iterations", count * n * m, tolerance),
+        work=Work("Sinkhorn iterations", count * n * m, tolerance, passes=max(most // 50, 1)),
     )  # fmt: skip
     return torch.from_numpy(potential_p), torch.from_numpy(potential_q), torch.from_numpy(outcome)

@@ -312,7 +312,7 @@ def dense_softmin(
         matrix_softmin,
         tasks(*out.T.shape),
         (matrices, which, h, inverse, out, total),
-        work=Work("", h.size * len(out.T)),
+        work=Work("", h.size * len(out.T), passes=1),
     )
     return finished(out, total, shift, width).reshape(*batch, rows.shape[-2]).to(potential.dtype)
 

@@ -287,7 +287,7 @@ class _Basis:
         places = np.empty((len(x), count), np.int64)
         above = np.full(len(x), np.inf) if own is None else own.numpy()
         arguments = (x, numbered, other.numpy(), above, self.metric, places, np.empty(places.shape))
-        run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments, work=Work("", len(x) * len(y)))
+        run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments, work=Work("", len(x) * len(y), passes=1))
         mine, their_place = np.nonzero(places != NONE)
         theirs = places[mine, their_place]
         return (mine, theirs) if by_rows else (theirs, mine)

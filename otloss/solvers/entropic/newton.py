@@ -32,6 +32,7 @@ MOST_STEPS = 1000  # of Newton's method
 LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
 SETTLING_STEPS = 40
 ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
+NO_SHARE = 1e-100  # of a row: products of smaller shares are subnormal, on which processors are slow
 RIDGE_OF_MASS = 1e-13  # of the mass: H does not determine the constant in b, nor parts that exchange nothing
 
 
@@ -248,6 +249,7 @@ class _Dual:
         """Return the gradient q - S^T p, and H plus a ridge and the projection on constants."""
         p, q, mass = self.p, self.q, self.mass
         rows = torch.softmax(self.scores + torch.where(q > 0, b, 0.0).unsqueeze(-2), -1)  # S
+        rows = rows.masked_fill_(rows < NO_SHARE, 0.0)
         received = (p.unsqueeze(-2) @ rows).squeeze(-2)
         curvature = torch.diag_embed(received + ridge * mass) - (rows * p.unsqueeze(-1)).mT @ rows
         return q - received, curvature + q.unsqueeze(-1) * q.unsqueeze(-2) / mass.unsqueeze(-1)
