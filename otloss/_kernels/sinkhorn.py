@@ -54,7 +54,7 @@ STAGE_FACTOR = 0.25  # epsilon of a stage over that of the stage before
 FIRST_EPSILON = 0.25  # of the first stage over the largest cost, at most
 STAGE_ITERATIONS, STAGE_ERROR = 12, 0.05  # limits of each stage but the last
 CHECK_EVERY = 10  # iterations between two measurements of the contraction
-LEAST_ITERATIONS = 60  # before a problem may end because it contracts slowly
+LEAST_ITERATIONS, FEWEST, CLEARLY = 60, 20, 8.0  # before a problem may end as slow; FEWEST at CLEARLY the patience
 LARGEST_RELAXED_PUSH = 0.8  # where w |r - 1| / (r + 1) is larger, an update is not over-relaxed (`sinkhorn_steps`)
 LOST = 1e-12  # a column is lost if its sum of G is below this or above its inverse: its potential is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
@@ -194,10 +194,13 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
 
 
 @inner()
-def iterations_left(off: float, before: float, since: int, tolerance: float) -> float:
-    """Return how many more iterations the tolerance takes, at the contraction of the last iterations."""
+def is_hopeless(done: int, off: float, before: float, since: int, tolerance: float, patience: float) -> bool:
+    """Return whether the tolerance takes more than `patience` iterations, at the contraction of the last."""
+    if done < FEWEST:
+        return False
     speed = -math.log(off / before) / since
-    return math.log(off / tolerance) / speed if speed > 0 else np.inf
+    left = math.log(off / tolerance) / speed if speed > 0 else np.inf
+    return left > patience * (1.0 if done >= LEAST_ITERATIONS else CLEARLY)
 
 
 @spliced
@@ -241,8 +244,7 @@ def _iterate(
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
                 break
         if since == CHECK_EVERY:
-            if not settling and done >= LEAST_ITERATIONS:
-                hopeless = iterations_left(off, before, since, tolerance) > patience
+            hopeless = not settling and is_hopeless(done, off, before, since, tolerance, patience)
             hopeless = hopeless or is_stopped(work.counter, off, np.nan)
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0

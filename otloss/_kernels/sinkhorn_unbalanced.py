@@ -29,7 +29,6 @@ from otloss._kernels.histograms import mass_of
 from otloss._kernels.sinkhorn import (
     CHECK_EVERY,
     FIRST_EPSILON,
-    LEAST_ITERATIONS,
     LOST,
     NEGLIGIBLE_32,
     NEGLIGIBLE_64,
@@ -41,7 +40,7 @@ from otloss._kernels.sinkhorn import (
     extend,
     gather,
     highest_cost,
-    iterations_left,
+    is_hopeless,
     limits_of,
     named,
     take,
@@ -171,8 +170,7 @@ def _iterate(
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
                 break
         if since == CHECK_EVERY:
-            if not settling and done >= LEAST_ITERATIONS:
-                hopeless = iterations_left(off, before, since, tolerance) > patience
+            hopeless = not settling and is_hopeless(done, off, before, since, tolerance, patience)
             hopeless = hopeless or is_stopped(work.counter, off, np.nan)
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0

@@ -28,7 +28,7 @@ STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
 SETTLING = 200  # iterations at most, once within the tolerance, until light bins have settled too
 BLOCK = 8  # iterations between two measurements of the contraction
-LEAST_ITERATIONS = 64  # before a search may end because it contracts slowly
+LEAST_ITERATIONS, FEWEST, CLEARLY = 64, 24, 8.0  # before a search may end as slow; FEWEST at CLEARLY the patience
 LARGEST_RELAXED_STEP = 1.5  # where w |softmin(g) - f| / epsilon is larger, an update is not over-relaxed
 OVERSHOOT, LEAST_CHANGE = 3.0, 0.02
 
@@ -264,8 +264,9 @@ def _relaxed_search(sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor,
             else:
                 active = active & ~finished
         if counted % BLOCK == 0:
-            hopeless = schedule.left(off, goal.tolerance) > goal.patience
-            if counted >= LEAST_ITERATIONS and bool((hopeless | ~active).all()):
+            patience = goal.patience * (1.0 if counted >= LEAST_ITERATIONS else CLEARLY)
+            hopeless = schedule.left(off, goal.tolerance) > patience
+            if counted >= FEWEST and bool((hopeless | ~active).all()):
                 goal = dataclasses.replace(goal, most=counted + 1)
             w = schedule.updated(off).unsqueeze(-1)
 
