@@ -31,7 +31,7 @@ import numpy as np
 
 from otloss._kernels._compile import compiled, exp64, inner, largest
 from otloss._kernels._threads import is_stopped, next_task
-from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
+from otloss._kernels.sinkhorn_numbers import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
 COARSER_STAGES, COARSER = 1, 4.0  # stages before the last; each has COARSER times the epsilon
@@ -583,8 +583,7 @@ def newton_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None
             return
         pairs, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), 0
         rows, columns, support = side_of(p[k], f[k]), side_of(q[k], g[k]), support_of(plans[k], p.shape[1])
-        first = COARSER_STAGES if plans.shape[2] else 0
-        coarse = TOLERANCE_FROM_EXACT if plans.shape[2] else TOLERANCE_FROM_ZERO
+        first, coarse = (COARSER_STAGES, TOLERANCE_FROM_EXACT) if plans.shape[2] else (0, TOLERANCE_FROM_ZERO)
         if not outcome[k, ERROR] < np.inf:  # a start of zeros: potentials are at most of the size of rho
             while epsilon[k] * COARSER ** (first + 1) <= FIRST_EPSILON * rho < np.inf:
                 first += 1

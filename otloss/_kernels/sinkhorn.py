@@ -30,7 +30,19 @@ import numpy as np
 from otloss._kernels._compile import compiled, inner, largest, spliced
 from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.histograms import balance, mass_of
-from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD
+from otloss._kernels.sinkhorn_numbers import (
+    CLEARLY,
+    ERROR,
+    FEWEST,
+    FIRST_EPSILON,
+    ITERATIONS,
+    LEAST_EIGENVALUE,
+    LEAST_ITERATIONS,
+    POTENTIAL_ERROR,
+    SETTLING,
+    SPREAD,
+    STAGE_FACTOR,
+)
 from otloss._kernels.sinkhorn_steps import (
     FAST,
     LARGEST_FACTOR,
@@ -50,15 +62,11 @@ from otloss._kernels.sinkhorn_steps import (
     update,
 )
 
-STAGE_FACTOR = 0.25  # epsilon of a stage over that of the stage before
-FIRST_EPSILON = 0.25  # of the first stage over the largest cost, at most
 STAGE_ITERATIONS, STAGE_ERROR = 12, 0.05  # limits of each stage but the last
 CHECK_EVERY = 10  # iterations between two measurements of the contraction
-LEAST_ITERATIONS, FEWEST, CLEARLY = 60, 20, 8.0  # before a problem may end as slow; FEWEST at CLEARLY the patience
 LARGEST_RELAXED_PUSH = 0.8  # where w |r - 1| / (r + 1) is larger, an update is not over-relaxed (`sinkhorn_steps`)
 LOST = 1e-12  # a column is lost if its sum of G is below this or above its inverse: its potential is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
-SETTLING = 200  # iterations at most, once within the tolerance, until light bins have settled too
 # Steps of Lanczos' method. It ends after FIRST_STEPS or SECOND_STEPS if the least eigenvalue is above CLEAR_AT_FIRST or
 # CLEAR_AT_SECOND: a much smaller one would have shown by then.
 LANCZOS_STEPS, FIRST_STEPS, SECOND_STEPS = 24, 3, 8
@@ -244,8 +252,8 @@ def _iterate(
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
                 break
         if since == CHECK_EVERY:
-            hopeless = not settling and is_hopeless(done, off, before, since, tolerance, patience)
-            hopeless = hopeless or is_stopped(work.counter, off, np.nan)
+            is_slow = not settling and is_hopeless(done, off, before, since, tolerance, patience)
+            hopeless = is_slow or is_stopped(work.counter, off, np.nan)
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
         if (steep or since == 0) and (needs_absorption(u, p, n) or needs_absorption(v, q, m)):

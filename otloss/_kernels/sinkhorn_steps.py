@@ -32,12 +32,10 @@ from typing import Any
 import numpy as np
 
 from otloss._kernels._compile import exp, exp64, inner, largest, log64
+from otloss._kernels.sinkhorn_numbers import LARGEST_RELAXED_STEP, LEAST_CHANGE, OVERSHOOT
 
 SCALING_LIMIT = 1e4  # factors are absorbed once a factor over its weight, or the inverse, is larger
-OVERSHOOT = 3.0  # an error this many times the least one shows that w is too large
-LEAST_CHANGE = 0.02  # of w
 LARGEST_FACTOR = 1e3  # by which one update may multiply a factor, as the sum of a lost column is zero
-LARGEST_RELAXED_STEP = 1.5  # larger steps of a potential over epsilon are not over-relaxed
 LARGEST_STEP = 7.0  # of a potential over epsilon in one damped update
 LARGEST_DRIFT = 9.0  # of potentials over epsilon from the absorbed ones
 

@@ -28,13 +28,10 @@ from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.histograms import mass_of
 from otloss._kernels.sinkhorn import (
     CHECK_EVERY,
-    FIRST_EPSILON,
     LOST,
     NEGLIGIBLE_32,
     NEGLIGIBLE_64,
-    SETTLING,
     STAGE_ERROR,
-    STAGE_FACTOR,
     STAGE_ITERATIONS,
     count_positive,
     extend,
@@ -46,7 +43,7 @@ from otloss._kernels.sinkhorn import (
     take,
     write_plan,
 )
-from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, POTENTIAL_ERROR
+from otloss._kernels.sinkhorn_numbers import ERROR, FIRST_EPSILON, ITERATIONS, POTENTIAL_ERROR, SETTLING, STAGE_FACTOR
 from otloss._kernels.sinkhorn_steps import (
     absorb,
     column_sums,
@@ -170,8 +167,8 @@ def _iterate(
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
                 break
         if since == CHECK_EVERY:
-            hopeless = not settling and is_hopeless(done, off, before, since, tolerance, patience)
-            hopeless = hopeless or is_stopped(work.counter, off, np.nan)
+            is_slow = not settling and is_hopeless(done, off, before, since, tolerance, patience)
+            hopeless = is_slow or is_stopped(work.counter, off, np.nan)
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
         stale = far_rows + far_columns > 0

@@ -240,7 +240,7 @@ def _start_from_sinkhorn(problem: Problem, matrix: Float[Tensor, "*batch n n"]) 
     if not all(bool((w == w[..., :1]).all()) and bool((w[..., 0] > 0).all()) for w in (p, q)):
         return None
     from otloss._kernels.sinkhorn_call import run_kernel
-    from otloss._kernels.sinkhorn_columns import ERROR
+    from otloss._kernels.sinkhorn_numbers import ERROR
 
     costs = matrix.reshape(-1, n, n)
     by_row, by_column = costs.mean(-1, keepdim=True), costs.mean(-2, keepdim=True)

@@ -48,12 +48,12 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from otloss._kernels import may_run_on
+from otloss._kernels.sinkhorn_numbers import STAGE_FACTOR
 from otloss._progress import report
 from otloss.costs import GridCost, PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.solvers.convergence import level_of_the_caller
 from otloss.solvers.entropic.log_domain import (
-    STAGE_FACTOR,
     STAGE_ITERATIONS,
     Goal,
     SearchResult,

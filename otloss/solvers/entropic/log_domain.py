@@ -20,17 +20,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._kernels.sinkhorn_numbers import (
+    CLEARLY,
+    FEWEST,
+    FIRST_EPSILON,
+    LARGEST_RELAXED_STEP,
+    LEAST_CHANGE,
+    LEAST_ITERATIONS,
+    OVERSHOOT,
+    SETTLING,
+    STAGE_FACTOR,
+)
 from otloss._progress import report
 from otloss.costs import Cost, DenseCost
 from otloss.solvers.problem import Problem, has_float64, of_equal_mass
 
-STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
-SETTLING = 200  # iterations at most, once within the tolerance, until light bins have settled too
 BLOCK = 8  # iterations between two measurements of the contraction
-LEAST_ITERATIONS, FEWEST, CLEARLY = 64, 24, 8.0  # before a search may end as slow; FEWEST at CLEARLY the patience
-LARGEST_RELAXED_STEP = 1.5  # where w |softmin(g) - f| / epsilon is larger, an update is not over-relaxed
-OVERSHOOT, LEAST_CHANGE = 3.0, 0.02
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def _run(
     from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.newton import newton_problems
     from otloss._kernels.points import METRICS, order_of
-    from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
+    from otloss._kernels.sinkhorn_numbers import ERROR, ITERATIONS
 
     rho, cost = problem.marginal_penalty, problem.cost
     p, q = problem.p, problem.q
@@ -249,7 +249,7 @@ class _Dual:
         """Return the gradient q - S^T p, and H plus a ridge and the projection on constants."""
         p, q, mass = self.p, self.q, self.mass
         rows = torch.softmax(self.scores + torch.where(q > 0, b, 0.0).unsqueeze(-2), -1)  # S
-        rows = rows.masked_fill_(rows < NO_SHARE, 0.0)
+        rows.masked_fill_(rows < NO_SHARE, 0.0)
         received = (p.unsqueeze(-2) @ rows).squeeze(-2)
         curvature = torch.diag_embed(received + ridge * mass) - (rows * p.unsqueeze(-1)).mT @ rows
         return q - received, curvature + q.unsqueeze(-1) * q.unsqueeze(-2) / mass.unsqueeze(-1)

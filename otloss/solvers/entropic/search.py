@@ -26,7 +26,7 @@ from torch import Tensor
 from otloss._checks import needs_torch
 from otloss._kernels import may_run_on
 from otloss._kernels.sinkhorn_call import RESOLVED_EIGENVALUE, run_kernel
-from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD
+from otloss._kernels.sinkhorn_numbers import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD
 from otloss.costs import DenseCost, GridCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
