@@ -44,7 +44,7 @@ def run_kernel(
     least. The least eigenvalue is that of the equations for g, estimated from above; below `RESOLVED_EIGENVALUE` it is
     uncertain. The last two are NaN in unbalanced problems.
     """
-    from otloss._kernels._threads import Work, run_on_threads
+    from otloss._kernels._threads import PASSES, Work, run_on_threads
     from otloss._kernels.sinkhorn import scratch, sinkhorn_problems, symmetric_problems
     from otloss._kernels.sinkhorn_unbalanced import unbalanced_problems
 
@@ -61,9 +61,10 @@ def run_kernel(
     posed = (p.contiguous().numpy(), q.contiguous().numpy(), matrices, owner, epsilon)
     limits = (tolerance, settled, most, float(patience), g is not None, 0.0 if rho is None else float(rho))
     wanted = np.empty((1, 0, 0), matrices.dtype) if plans is None else plans.numpy()
+    passes = min(most, max(PASSES, most // 50))  # a limit of iterations is rarely reached
     run_on_threads(
         kernel, count, (posed, limits, (potential_p, potential_q, wanted, outcome)),
         lambda: scratch(n, m, matrices.dtype),
-        work=Work("Sinkhorn iterations", count * n * m, tolerance, passes=max(most // 50, 1)),
+        work=Work("Sinkhorn iterations", count * n * m, tolerance, passes=passes),
     )  # fmt: skip
     return torch.from_numpy(potential_p), torch.from_numpy(potential_q), torch.from_numpy(outcome)
