@@ -184,7 +184,7 @@ def chunked_pass(
                 tempered.add_gradient(z, gradient_of.tempered_logsumexp * factor)
             if cap_derivative is not None:
                 z.mul_(cap_derivative)
-            gradients.add(tokens, z, h, weight)
+            gradients.add(tokens, z, h, weight, is_only=len(tokens) == len(labels))
     if shard is not None and gradients.hidden is not None:
         sum_over(gradients.hidden, shard.group)
     statistics = Statistics(**kept)

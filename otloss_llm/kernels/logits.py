@@ -52,6 +52,27 @@ class TokenLossConfig:
         multiple = ROW_MULTIPLE if on_cpu else ROW_MULTIPLE_ON_GPU
         return self.chunk_size or max(1, fitting - fitting % multiple)
 
+    def rows_for(self, hidden: Tensor, head: Tensor, vocab: int) -> int:
+        """Tokens in one chunk, where `hidden` holds all of them and `vocab` rows of the head are here.
+
+        All at once where their logits take no more memory than the sum in float32 of the head's gradient: one chunk
+        needs no such sum, and its products are faster.
+        """
+        fewest = self.rows_per_chunk(vocab, hidden.device.type)
+        trains_head = torch.is_grad_enabled() and head.requires_grad
+        if self.chunk_size or not (trains_head and self.keeps_16_bits(hidden) and self.objective.temperature is None):
+            return fewest
+        return max(fewest, len(hidden)) if len(hidden) <= 2 * hidden.shape[-1] else fewest
+
+    def keeps_16_bits(self, hidden: Tensor) -> bool:
+        """Whether logits stay in bfloat16.
+
+        The Triton sweeps compute in float32 whatever they read, and bfloat16 holds any gradient. In float16 many would
+        be 0 (q_i / N is 1e-9) before a loss scaler's factor saves them: both are float32 there.
+        """
+        is_narrow = hidden.dtype == torch.bfloat16 and runs_on_triton(hidden, self.impl)
+        return is_narrow and self.factor == 1.0 and self.softcap is None
+
     def cost_dtype(self, weight: Tensor) -> torch.dtype:
         """What the cost rows are made in: 16 bits where 16-bit logits meet a cost that offers it, on a GPU.
 
@@ -72,11 +93,7 @@ class Logits:
         self.row_major = on_triton or hidden.device.type != "cpu"
         step = min(len(hidden), config.rows_per_chunk(weight.shape[0], hidden.device.type))
         self.product = hidden.new_empty(step * weight.shape[0])
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        # The Triton sweeps compute in float32 whatever they read, and bfloat16 holds any gradient. In float16 many
-        # would be 0 (q_i / N is 1e-9) before a loss scaler's factor saves them: both are float32 there.
-        if on_triton and hidden.dtype == torch.bfloat16 and config.factor == 1.0 and config.softcap is None:
-            wide = hidden.dtype
+        wide = hidden.dtype if config.keeps_16_bits(hidden) else torch.promote_types(hidden.dtype, torch.float32)
         self.wide = self.product if wide == hidden.dtype else torch.empty_like(self.product, dtype=wide)
 
     def _rows(self, buffer: Tensor, rows: int) -> Tensor:

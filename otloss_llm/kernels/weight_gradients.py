@@ -1,4 +1,7 @@
-"""Gradients of hidden states, head and bias, summed over chunks of tokens in float32."""
+"""Gradients of hidden states, head and bias, summed over chunks of tokens in float32.
+
+Where one chunk holds all tokens, its product is the gradient of the head: no sum in float32 is needed, nor its memory.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,18 @@ SLAB_ROWS = 8192  # of the head, whose product is made at a time where it cannot
 
 @dataclass
 class Gradients:
-    """Which gradients a pass accumulates, and the buffers it accumulates them in (None: not wanted)."""
+    """Which gradients a pass accumulates, and the buffers it accumulates them in (None: not wanted).
+
+    Attributes:
+        head: the head if its gradient is wanted; the first chunk makes the buffer `weight`.
+    """
 
     hidden: Tensor | None
-    weight: Tensor | None
+    head: Tensor | None
     bias: Tensor | None
     math_dtype: torch.dtype
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
-    empty: bool = True
+    weight: Tensor | None = None
 
     @classmethod
     def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
@@ -30,7 +37,7 @@ class Gradients:
         math_dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
         return cls(
             hidden=torch.zeros_like(hidden, dtype=math_dtype) if wanted[0] else None,
-            weight=torch.empty_like(weight, dtype=wide, memory_format=torch.contiguous_format) if wanted[1] else None,
+            head=weight if wanted[1] else None,
             bias=torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None,
             math_dtype=math_dtype,
             dtypes=(hidden.dtype, weight.dtype, None if bias is None else bias.dtype),
@@ -38,33 +45,34 @@ class Gradients:
 
     @property
     def wanted(self) -> bool:
-        return self.hidden is not None or self.weight is not None or self.bias is not None
+        return self.hidden is not None or self.head is not None or self.bias is not None
 
-    def add(self, tokens: Tensor, dz: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Accumulate one chunk: `dh = dz W`, `dW += dz^T h`, `db += sum dz`."""
+    def add(self, tokens: Tensor, dz: Tensor, hidden: Tensor, weight: Tensor, *, is_only: bool) -> None:
+        """Accumulate one chunk, which may be the only one: `dh = dz W`, `dW += dz^T h`, `db += sum dz`."""
         narrow = dz.to(self.math_dtype)
         if self.hidden is not None:
             self.hidden[tokens] = _times_weight(narrow, weight)
-        if self.weight is not None:
-            self._add_to_weight(narrow.T, hidden.to(self.math_dtype))
+        if self.head is not None:
+            self._add_to_weight(self.head, narrow.T, hidden.to(self.math_dtype), is_only)
         if self.bias is not None:
             self.bias += dz.sum(0, dtype=self.bias.dtype)
-        self.empty = False
 
-    def _add_to_weight(self, dz: Tensor, hidden: Tensor) -> None:
-        total = self.weight
-        assert total is not None
-        if total.dtype != self.math_dtype:
-            _add_in_float32(total, dz, hidden, fresh=self.empty)
-        elif self.empty:  # writing is cheaper than clearing and adding
-            torch.mm(dz, hidden, out=total)
+    def _add_to_weight(self, head: Tensor, dz: Tensor, hidden: Tensor, is_only: bool) -> None:
+        is_first = self.weight is None
+        if self.weight is None:
+            dtype = self.math_dtype if is_only else torch.promote_types(self.math_dtype, torch.float32)
+            self.weight = torch.empty(head.shape, dtype=dtype, device=head.device)
+        if self.weight.dtype != self.math_dtype:
+            _add_in_float32(self.weight, dz, hidden, fresh=is_first)
+        elif is_first:  # writing is cheaper than clearing and adding
+            torch.mm(dz, hidden, out=self.weight)
         else:
-            total.addmm_(dz, hidden)
+            self.weight.addmm_(dz, hidden)
 
     def times(self, upstream: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients in the dtypes of the inputs, times a factor; the buffers are given away."""
-        if self.empty and self.weight is not None:
-            self.weight.zero_()
+        if self.head is not None and self.weight is None:  # there was no token
+            self.weight = torch.zeros_like(self.head)
         # On a CPU the factor can be looked at: it is 1 unless the loss was scaled.
         if upstream is not None and upstream.device.type == "cpu" and bool(upstream == 1):
             upstream = None
@@ -72,10 +80,14 @@ class Gradients:
         def finished(total: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
             if total is None:
                 return None
-            return (total if upstream is None else total.mul_(upstream)).to(dtype)
+            if upstream is None:
+                return total.to(dtype)
+            if total.dtype == dtype:
+                return total.mul_(upstream)
+            return torch.mul(total, upstream, out=torch.empty_like(total, dtype=dtype))  # one pass over memory
 
         made = (self.hidden, self.weight, self.bias)
-        self.hidden = self.weight = self.bias = None
+        self.hidden = self.head = self.weight = self.bias = None
         hidden, weight, bias = (finished(g, dtype) for g, dtype in zip(made, self.dtypes, strict=True))
         return hidden, weight, bias
 

@@ -218,7 +218,9 @@ def linear_token_loss(
             at most 32 bits, and holds (chunk, V) in bfloat16 if the inputs are; "reference" forms the full logits and
             allows second derivatives. "auto" is "triton" on CUDA where Triton is installed, else "chunked".
         chunk_size: tokens per chunk; None takes, of the tokens at hand, as many as fit 128 MiB of float32 logits, at
-            most 1024, or on a GPU 2^28 logits (512 MiB in bfloat16): 2048 tokens of a vocabulary of 128256.
+            most 1024, or on a GPU 2^28 logits (512 MiB in bfloat16): 2048 tokens of a vocabulary of 128256. On a GPU
+            in bfloat16, with a head that is trained, it takes up to `2 d` tokens at once: their logits need no more
+            memory than the float32 sum of the head's gradient, which one chunk does without.
         process_group: processes that hold the rows of `weight` (and `bias`) together, in the order of ranks, and have
             the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
             and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
@@ -382,10 +384,19 @@ class _Scored(NamedTuple):
         if call.cost is not None:
             check_vocabulary(call.cost, vocab)
         valid = valid_positions(call.labels, call.hidden.shape[:-1], vocab, call.ignore_index, "hidden")
-        h, y = call.hidden[valid], call.labels[valid].long()
+        h, y = _at(call.hidden, valid, call.labels)
         cost = None if call.cost is None else call.cost.for_labels(y, shard)
-        step = call.config.rows_per_chunk(most, h.device.type)  # one for all processes
+        step = call.config.rows_for(h, weight, most)  # one for all processes
         return cls(h, y, valid, replace(call.config, cost=cost, chunk_size=step))
+
+
+def _at(hidden: Tensor, valid: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and labels of the valid tokens. A mask as an index would make a GPU wait each time it is used."""
+    places = valid.flatten().nonzero().squeeze(1)
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.flatten().long()
+    if len(places) == len(labels):
+        return hidden, labels
+    return hidden.index_select(0, places), labels[places]
 
 
 def _linear_token_loss(call: _Call, shard: VocabShard | None) -> TokenLoss:
@@ -401,7 +412,7 @@ def _linear_token_loss(call: _Call, shard: VocabShard | None) -> TokenLoss:
             loss = value if factor is None else chunked.reduced(value, factor)
         else:
             loss, statistics = chunked.token_values(h, weight, bias, y, factor, config, shard)
-    if not (torch.isfinite(loss).all() and torch.isfinite(statistics.nll).all()):
+    if not (torch.isfinite(loss).all() & torch.isfinite(statistics.nll).all()):  # one value for the host to wait for
         raise_not_finite(statistics, y, config.objective, hidden=h, weight=weight, bias=bias)
     return TokenLoss.at_positions(_weighted(loss, weights) if per_token else loss, statistics, valid)
 
