@@ -100,10 +100,11 @@ def published() -> Loss:
     return loss
 
 
-def liger() -> Loss:
+def liger(sums: torch.dtype | None = None) -> Loss:
+    """Liger's fused cross-entropy; it sums the gradient of the head in `sums`, by default the dtype of the head."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    fused = LigerFusedLinearCrossEntropyLoss()
+    fused = LigerFusedLinearCrossEntropyLoss(accum_dtype=sums)
     return lambda problem: fused(problem.weight, problem.hidden, problem.labels)
 
 

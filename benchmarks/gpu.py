@@ -2,13 +2,15 @@
 
 In bfloat16, N = 8192 tokens, V = 128256, d = 4096, forward and backward pass from hidden states and head:
 
-    EMO over our MLE, same chunk               at most 1.12
-    EMO over Liger's fused cross-entropy       at most 0.6, in at most its memory
+    EMO over our MLE, as called and with the same chunk     at most 1.12
+    EMO over dense cross-entropy                            at most 1.2
+    EMO over Liger's fused cross-entropy                    at most 0.6, in at most its memory
 
-with a trained head and with a frozen one (LoRA). Seconds are between CUDA events, medians over interleaved rounds after
-a warm-up. Memory is the peak of one pass beyond inputs and gradients; EMO's cost object counts as an input. Before
-that, loss and gradients are compared with dense float32. `--dry-run` runs all of it at tiny sizes on the CPU, in
-Triton's interpreter.
+with a trained head and with a frozen one (LoRA). Liger sums the gradient of the head in bfloat16 by default; ours has
+the rounding of the result alone, as Liger's with sums in float32 has, so EMO is compared with both. Seconds are between
+CUDA events, medians over interleaved rounds after a warm-up. Memory is the peak of one pass beyond inputs and
+gradients; EMO's cost object counts as an input. Before that, loss and gradients are compared with dense float32.
+`--dry-run` runs all of it at tiny sizes on the CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +39,9 @@ from otloss_llm.kernels import rows_triton
 from otloss_llm.objectives import Objective
 
 NAME = "gpu"
-LIGER = "Liger"
+LIGER, LIGER_FLOAT32 = "Liger", "Liger, sums in float32"
 CHUNKS = (1024, 2048, 4096)
-USED = "EMO as called without impl and chunk_size"
-DEFAULT_CHUNK = 2048  # what chunk_size=None takes at the size measured
+EMO_USED, MLE_USED = "EMO", "MLE"  # as called without impl and chunk_size
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,11 @@ def contestants(size: Size) -> dict[str, Callable[[], Loss]]:
         makers[emo_at(chunk)] = lambda chunk=chunk: ours(EMO(), impl="triton", chunk=chunk)
         makers[mle_at(chunk)] = lambda chunk=chunk: ours(MLE(), impl="triton", chunk=chunk)
         makers[f"{TORCH} chunk={chunk}"] = lambda chunk=chunk: torch_fused(chunk)
-    makers[USED] = lambda: ours(EMO(), impl="auto" if size.device == "cuda" else "triton")
+    impl = "auto" if size.device == "cuda" else "triton"
+    makers |= {EMO_USED: lambda: ours(EMO(), impl=impl), MLE_USED: lambda: ours(MLE(), impl=impl)}
     makers[f"{TORCH} automatic"] = lambda: torch_fused(None)
-    return makers | {LIGER: liger, DENSE: lambda: dense, PUBLISHED: published}
+    makers |= {LIGER: liger, LIGER_FLOAT32: lambda: liger(torch.float32)}
+    return makers | {DENSE: lambda: dense, PUBLISHED: published}
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -99,6 +103,12 @@ def check_losses(size: Size) -> None:
         fused = _scored(hidden, weight, given.labels, objective, "triton")
         limits = [1.5 * relative(a, b) + torch.finfo(hidden.dtype).eps for a, b in zip(naive, exact, strict=True)]
         judge(f"{name}: loss, dh, dW", [relative(a, b) for a, b in zip(fused, exact, strict=True)], limits)
+        if name == "MLE" and find_spec("liger_kernel") is not None and size.device == "cuda":
+            for title, sums in ((LIGER, None), (LIGER_FLOAT32, torch.float32)):
+                loss = liger(sums)(given)
+                peer = [loss.detach(), *torch.autograd.grad(loss, (given.hidden, given.weight))]
+                errors = ", ".join(f"{relative(a, b):.1e}" for a, b in zip(peer, exact, strict=True))
+                say(f"  {title}: loss, dh, dW: relative errors {errors}")
 
 
 def _scored(hidden: Tensor, weight: Tensor, labels: Tensor, objective: Objective, impl: str) -> list[Tensor]:
@@ -178,7 +188,7 @@ def measure_all(size: Size, problem: Problem, *, rounds: int) -> dict[str, Measu
             extra[name] = extra_bytes(loss, problem, size.device)
             runners[name] = pass_of(loss, problem)
         except Exception as error:
-            if name in (emo_at(DEFAULT_CHUNK), mle_at(DEFAULT_CHUNK)):
+            if name in (EMO_USED, MLE_USED):
                 raise
             say(f"  {name} does not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         forget(size.device)
@@ -193,26 +203,31 @@ def measure_all(size: Size, problem: Problem, *, rounds: int) -> dict[str, Measu
 def report(size: Size, case: str, measured: dict[str, Measured], *, rounds: int, output: Path | None) -> None:
     """Print all measurements and verdicts, and append to results.csv."""
     timings = {name: one.timing for name, one in measured.items()}
-    report_times(NAME, case, timings, peer=emo_at(size.chunks[-1]), rounds=rounds, output=output)
+    report_times(NAME, case, timings, peer=EMO_USED, rounds=rounds, output=output)
     extra = {name: one.extra for name, one in measured.items() if one.extra is not None}
     if extra:
-        report_memory(NAME, case, extra, peer=emo_at(size.chunks[-1]), output=output)
+        report_memory(NAME, case, extra, peer=EMO_USED, output=output)
     table([["quantity", "limit", "measured"], *verdicts(size, measured)])
 
 
 def verdicts(size: Size, measured: dict[str, Measured]) -> list[list[str]]:
-    """EMO against our MLE at each chunk, and against Liger in time and memory."""
+    """EMO against our MLE, dense cross-entropy and Liger, in time and memory."""
 
     def times(name: str, peer: str, limit: float) -> list[str]:
         both = name in measured and peer in measured
         results = ratios(measured[name].timing, measured[peer].timing) if both else []
         return Limit(f"time of {name} / {peer}", limit).verdict(*results)
 
-    first = emo_at(DEFAULT_CHUNK if DEFAULT_CHUNK in size.chunks else size.chunks[-1])
-    emo, peer = measured.get(first), measured.get(LIGER)
-    extra = [emo.extra / peer.extra] if emo and peer and emo.extra is not None and peer.extra else []
-    return [*(times(emo_at(chunk), mle_at(chunk), 1.12) for chunk in size.chunks), times(first, LIGER, 0.6),
-            Limit(f"memory of {first} / {LIGER}", 1.0).verdict(*extra)]  # fmt: skip
+    def memory(peer: str) -> list[str]:
+        emo, other = (measured.get(name) for name in (EMO_USED, peer))
+        known = emo and other and emo.extra is not None and other.extra
+        return Limit(f"memory of EMO / {peer}", 1.0).verdict(*([emo.extra / other.extra] if known else []))
+
+    return [
+        times(EMO_USED, MLE_USED, 1.12), *(times(emo_at(chunk), mle_at(chunk), 1.12) for chunk in size.chunks),
+        times(EMO_USED, DENSE, 1.2), *(times(EMO_USED, peer, 0.6) for peer in (LIGER, LIGER_FLOAT32)),
+        *(memory(peer) for peer in (DENSE, LIGER, LIGER_FLOAT32)),
+    ]  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -110,26 +110,27 @@ def _chunks(
     # One synchronisation for all chunks: the first and last distinct label of each.
     bounds = torch.stack([torch.stack([piece[0], piece[-1]]) for piece in pieces]).tolist()
     most = max(last + 1 - first for first, last in bounds)
-    make_rows = _rows_in_one_buffer(config.cost, most, config.cost_dtype(weight))
-    for tokens, piece, (first, last) in zip(order.split(step), pieces, bounds, strict=True):
-        rows = make_rows(distinct[first : last + 1])
-        if (rows.dtype == torch.float64) != (weight.dtype == torch.float64):
-            rows = rows.to(torch.promote_types(weight.dtype, torch.float32))
-        yield tokens, CostRows(rows, piece - first)
+    buffers = [_buffer_of_rows(config.cost, most, config.cost_dtype(weight))]
+    for k, (tokens, piece, (first, last)) in enumerate(zip(order.split(step), pieces, bounds, strict=True)):
+        # The last chunk is the only one to hold the buffer, so that whoever takes it can free that memory.
+        buffer = buffers.pop if k + 1 == len(pieces) else lambda: buffers[0]
+        yield tokens, CostRows(_rows_of(config.cost, distinct[first : last + 1], buffer(), weight.dtype), piece - first)
 
 
-def _rows_in_one_buffer(cost: LabelRows, most: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """`cost.rows` for up to `most` labels at a time, in the same memory each time if the cost can."""
+def _buffer_of_rows(cost: LabelRows, most: int, dtype: torch.dtype) -> Tensor | None:
+    """Memory for the rows of up to `most` labels, which all chunks share; None if the cost takes none."""
     if not cost.buffer_dtypes:
-        return lambda index: cost.rows(index, None)
+        return None
     most += -most % ROW_MULTIPLE
-    buffer = torch.empty(most * cost.columns, dtype=dtype, device=cost.device)
+    return torch.empty(most * cost.columns, dtype=dtype, device=cost.device)
 
-    def rows(index: Tensor) -> Tensor:
-        padding = index[-1:].expand(-len(index) % ROW_MULTIPLE)
-        return cost.rows(torch.cat([index, padding]), buffer)
 
-    return rows
+def _rows_of(cost: LabelRows, index: Tensor, buffer: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The rows of these labels, in float64 only if the head is."""
+    padding = index[-1:].expand(0 if buffer is None else -len(index) % ROW_MULTIPLE)
+    rows = cost.rows(torch.cat([index, padding]), buffer)
+    is_fitting = (rows.dtype == torch.float64) == (dtype == torch.float64)
+    return rows if is_fitting else rows.to(torch.promote_types(dtype, torch.float32))
 
 
 def chunked_pass(
@@ -178,6 +179,7 @@ def chunked_pass(
         if gradients.wanted:
             factor = config.factor * (upstream[tokens] if upstream.ndim else upstream)
             sweeps.gradient_rows(z, sums.top, label, cost, chunk.coefficients(gradient_of, factor))
+            cost = None  # the products below may take its memory
             if gradient_of.mean_logit is not None:
                 z.add_((gradient_of.mean_logit * factor / vocab)[:, None])
             if tempered is not None and gradient_of.tempered_logsumexp is not None:

@@ -216,8 +216,10 @@ def reduction_factor(
         return weights if reduction != "mean" else weights / torch.where(total > 0, total, 1.0)
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=like.device)
-    count = torch.as_tensor(max(1, len(like)) if num_items is None else num_items, device=like.device)
-    return 1.0 / count.to(dtype).reshape(())
+    if isinstance(num_items, Tensor):
+        return 1.0 / num_items.to(device=like.device, dtype=dtype).reshape(())
+    count = max(1, len(like)) if num_items is None else num_items
+    return 1.0 / torch.full((), count, dtype=dtype, device=like.device)
 
 
 def scatter(values: Tensor, valid: Tensor) -> Tensor:

@@ -63,6 +63,11 @@ class SearchResult:
     least_eigenvalue: Float[Tensor, "*batch"] | None = None
     plan: Float[Tensor, "*batch n m"] | None = None
 
+    def to(self, device: torch.device) -> SearchResult:
+        """Return the same numbers on another device."""
+        moved = {name: t.to(device) for name, t in vars(self).items() if t is not None}
+        return dataclasses.replace(self, **moved)
+
     @staticmethod
     def unknown(problem: Problem) -> SearchResult:
         """Where no search has been."""

@@ -104,13 +104,16 @@ def find_potentials(
     settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if accurate else math.inf
     goal = Goal(tolerance, settings.max_iterations, settled, symmetric, _takes_plan(problem) and not symmetric)
     with torch.no_grad():
-        arithmetic, result = _search(problem, settings, goal)
+        searched = moved_to(problem, "cpu") if is_faster_on_cpu(problem, settings.impl) else problem
+        arithmetic, result = _search(searched, settings, goal)
+        if arithmetic.cost.dtype != problem.cost.dtype:
+            searched = in_float64(searched)
+        _check_not_too_small(searched, result, min(LEAST_EPSILON / tolerance, LARGEST_LEAST))
+        if accurate:
+            result = _with_accurate_potentials(searched, result, goal)
+        result = result.to(problem.p.device)
     if arithmetic.cost.dtype != problem.cost.dtype:
         problem = in_float64(problem, with_graph=True)
-    with torch.no_grad():
-        _check_not_too_small(problem, result, min(LEAST_EPSILON / tolerance, LARGEST_LEAST))
-        if accurate:
-            result = _with_accurate_potentials(problem, result, goal)
     if _is_within(result.error, tolerance):
         if settings.grad == "envelope" and makes_graph(problem.p, problem.q):  # "implicit" raises instead
             _warn_of_uncertain(problem, result)
@@ -119,6 +122,22 @@ def find_potentials(
     unknown = ~result.error.isfinite().unsqueeze(-1)  # a value whose error is not known must be NaN
     f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
     return problem, dataclasses.replace(result, f=f, g=g, plan=None)
+
+
+def is_faster_on_cpu(problem: Problem, impl: str) -> bool:
+    """Return whether a problem on a GPU is solved on the CPU, as exact ones are: the search is many small steps."""
+    on_gpu = problem.p.device.type != "cpu" and has_float64(problem.p.device)
+    if impl != "auto" or not on_gpu or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
+        return False
+    (n, m), batch = problem.cost.shape, problem.batch.numel()
+    return not isinstance(problem.cost, GridCost) and batch * n * m <= MOST_FOR_KERNEL
+
+
+def moved_to(problem: Problem, device: str) -> Problem:
+    """Return the same problem without a graph on another device."""
+    p, q, epsilon = (t.detach().to(device) for t in (problem.p, problem.q, problem.epsilon))
+    start = None if problem.start is None else (problem.start[0].to(device), problem.start[1].to(device))
+    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=problem.cost.to(device), start=start)
 
 
 def _is_within(error: Tensor, tolerance: float) -> bool:

@@ -1,0 +1,82 @@
+"""Values and gradients of tensors on a GPU are those of the same tensors on the CPU; the answer is on the GPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import otloss
+from otloss import costs
+
+pytestmark = pytest.mark.gpu
+
+
+def uniform(*shape: int, seed: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def histograms(*shape: int, seed: int) -> Tensor:
+    made = uniform(*shape, seed=seed) + 0.05
+    return made / made.sum(-1, keepdim=True)
+
+
+def squares(h: Tensor) -> Tensor:
+    at = torch.arange(h.shape[-1], device=h.device, dtype=h.dtype) / h.shape[-1]
+    return (at[:, None] - at).square()
+
+
+def clusters(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    centres = 5 * torch.randn(8, 3, generator=torch.Generator().manual_seed(10))
+    return centres[torch.randint(8, (600,), generator=generator)] + 0.3 * torch.randn(600, 3, generator=generator)
+
+
+P, Q, C = histograms(3, 20, seed=1), histograms(3, 20, seed=2), uniform(20, 20, seed=3)
+X, Y = uniform(60, 3, seed=4), uniform(50, 3, seed=5) + 0.3
+SCORES, LOGITS = uniform(5, 12, seed=6), uniform(7, 5, seed=7)
+GRAPHS = uniform(12, 12, seed=8), uniform(10, 10, seed=9), uniform(12, 10, seed=10)
+
+CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "emd": (otloss.emd, (P, Q, C)),
+    "emd of points": (lambda x, y: otloss.emd(None, None, costs.PointCost(x, y)), (X, Y)),
+    "sinkhorn": (lambda p, q, c: otloss.sinkhorn(p, q, c, epsilon=0.1), (P, Q, C)),
+    "small epsilon": (lambda p, q, c: otloss.sinkhorn(p, q, c, epsilon=0.002), (P, Q, C)),
+    "in logarithms": (lambda p, q, c: otloss.sinkhorn(p, q, c, epsilon=0.1, impl="torch"), (P, Q, C)),
+    "unbalanced": (lambda p, q, c: otloss.sinkhorn(p, 1.3 * q, c, epsilon=0.05, marginal_penalty=1.0), (P, Q, C)),
+    "part of the mass": (lambda p, q, c: otloss.solve(p, q, c, epsilon=0.05, mass=0.6).value, (P, Q, C)),
+    "divergence": (lambda p, q: otloss.sinkhorn_divergence(p, q, squares(p), epsilon=0.05), (P, Q)),
+    "implicit": (lambda p, q, c: otloss.solve(p, q, c, epsilon=0.1, grad="implicit").linear_cost, (P, Q, C)),
+    "images": (
+        lambda p, q: otloss.sinkhorn(p, q, costs.GridCost((4, 5)).to(p.device), epsilon=0.5),
+        (P, Q),
+    ),
+    "clouds": (lambda x, y: otloss.cloud_loss(x, y, blur=0.1), (X, Y)),
+    "clusters": (lambda x, y: otloss.cloud_loss(x, y, blur=0.3), (clusters(1), clusters(2))),
+    "sorted": (lambda x: otloss.soft_sort(x, epsilon=0.1), (SCORES,)),
+    "ranks": (lambda x: otloss.soft_rank(x, epsilon=0.1, regularization="quadratic"), (SCORES,)),
+    "barycenter": (lambda h: otloss.barycenter(h, squares(h), epsilon=0.01), (P,)),
+    "debiased": (lambda h: otloss.barycenter(h, squares(h), epsilon=0.01, debiased=True), (P,)),
+    "graphs": (lambda a, b, c: otloss.fused_gromov(a + a.T, b + b.T, c).value, GRAPHS),
+    "order 2": (lambda p, q: otloss.wasserstein_1d(p, q, order=2), (P, Q)),
+    "circle": (otloss.wasserstein_circular, (P, Q)),
+    "bounds": (lambda p, q, c: otloss.upper_bound(p, q, c) - otloss.lower_bound(p, q, c), (P, Q, C)),
+    "ordinal": (lambda z: otloss.ordinal_loss(z, torch.arange(7, device=z.device) % 5), (LOGITS,)),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_answers_are_those_of_the_cpu(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    function, inputs = CASES[name]
+    here, there = ([t.clone().to(device).requires_grad_() for t in inputs] for device in ("cpu", "cuda"))
+    value, on_gpu = function(*here), function(*there)
+    assert on_gpu.device.type == "cuda"
+    weights = torch.linspace(0.5, 1.5, value.numel()).reshape(value.shape)
+    torch.testing.assert_close(on_gpu.cpu(), value, rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad((value * weights).sum(), here)
+    made = torch.autograd.grad((on_gpu * weights.cuda()).sum(), there)
+    for got, wanted in zip(made, gradients, strict=True):
+        assert got.device.type == "cuda"
+        assert (got.cpu() - wanted).norm() <= 2e-3 * wanted.norm()
