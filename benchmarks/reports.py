@@ -638,6 +638,20 @@ def token_loss_table() -> str:
     return markdown(["tokens x vocabulary", "2048 x 32000", "extra memory", "4096 x 50257", "extra memory"], rows)
 
 
+def gpu_table() -> str:
+    case = "N=8192 V=128256 d=4096 bfloat16 u=0.26 GPT-2 tokens of wikitext2-valid, {} head"
+    rows = []
+    names = ("dense cross-entropy", "Liger", "Liger, sums in float32", "MLE", "EMO", "EMOLoss 0.0.3")
+    for name in names:
+        cells = []
+        for head in ("trained", "frozen"):
+            seconds, memory = (last(kind, case.format(head), name) for kind in ("gpu", "gpu memory"))
+            assert seconds is not None and memory is not None
+            cells += [f"{1000 * float(seconds['seconds']):.1f} ms", f"{float(memory['mebibytes']):.0f} MiB"]
+        rows.append([f"otloss {name}" if name in ("MLE", "EMO") else name, *cells])
+    return markdown(["the head is", "trained", "extra memory", "frozen", "extra memory"], rows)
+
+
 def boosting_times_table() -> str:
     rows = [r for r in rows_of("results") if r["benchmark"] == "boosting" and r["case"].startswith("n=100000")]
     latest = {row["name"]: row for row in rows if "+ CE" not in row["name"]}
@@ -673,7 +687,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "corpora": corpora_table, "known_source": known_source_table, "sizes": sizes_table,
     "in_context": in_context_table, "speeds": speeds_table, "clouds": clouds_table,
     "hard_clouds": hard_clouds_table,
-    "token_loss": token_loss_table, "boosting_times": boosting_times_table,
+    "token_loss": token_loss_table, "gpu": gpu_table, "boosting_times": boosting_times_table,
 }  # fmt: skip
 PART = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
