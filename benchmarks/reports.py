@@ -646,7 +646,8 @@ def gpu_table() -> str:
         cells = []
         for head in ("trained", "frozen"):
             seconds, memory = (last(kind, case.format(head), name) for kind in ("gpu", "gpu memory"))
-            assert seconds is not None and memory is not None
+            assert seconds is not None
+            assert memory is not None
             cells += [f"{1000 * float(seconds['seconds']):.1f} ms", f"{float(memory['mebibytes']):.0f} MiB"]
         rows.append([f"otloss {name}" if name in ("MLE", "EMO") else name, *cells])
     return markdown(["the head is", "trained", "extra memory", "frozen", "extra memory"], rows)
