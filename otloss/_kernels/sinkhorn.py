@@ -202,11 +202,11 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
 
 
 @inner()
-def is_hopeless(done: int, off: float, before: float, since: int, tolerance: float, patience: float) -> bool:
-    """Return whether the tolerance takes more than `patience` iterations, at the contraction of the last."""
+def is_hopeless(done: int, off: float, before: float, tolerance: float, patience: float) -> bool:
+    """Return whether the tolerance takes more than `patience` iterations, at the last contraction."""
     if done < FEWEST:
         return False
-    speed = -math.log(off / before) / since
+    speed = -math.log(off / before) / CHECK_EVERY
     left = math.log(off / tolerance) / speed if speed > 0 else np.inf
     return left > patience * (1.0 if done >= LEAST_ITERATIONS else CLEARLY)
 
@@ -222,9 +222,9 @@ def _iterate(
     """
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
-    done, since, within, settling, stale = 0, 0, 0, True, True
+    done, since, judged, changed, within, settling, stale = 0, 0, 0, 0, 0, True, True
     w, hopeless = 1.0, False
-    before = least = error = np.inf
+    before = last_judged = least = error = np.inf
     number = u.dtype.type
     steepest, largest_step = number(LARGEST_RELAXED_PUSH), number(LARGEST_FACTOR)
     while True:
@@ -251,11 +251,14 @@ def _iterate(
             within += error <= tolerance
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
                 break
-        if since == CHECK_EVERY:
-            is_slow = not settling and is_hopeless(done, off, before, since, tolerance, patience)
+        if done - judged == CHECK_EVERY:  # absorptions may be more frequent than this
+            is_slow = done - changed > CHECK_EVERY and is_hopeless(done, off, last_judged, tolerance, patience)
             hopeless = is_slow or is_stopped(work.counter, off, np.nan)
+            judged, last_judged = done, off
+        if since == CHECK_EVERY:
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
+            changed = done if settling else changed
         if (steep or since == 0) and (needs_absorption(u, p, n) or needs_absorption(v, q, m)):
             add_logs(beta, v, q, epsilon, m)
             stale = True
