@@ -121,9 +121,9 @@ def _iterate(
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     phi, gamma, kernel, steps = work.phi, work.gamma, work.kernel, work.scores
     pull, damping = sides.pull, sides.damping
-    done, since, judged, changed, within, settling, stale = 0, 0, 0, 0, 0, True, True
+    done, since, within, settling, stale = 0, 0, 0, True, True
     w, shift, hopeless = 1.0, 0.0, False
-    before = last_judged = least = error = change = np.inf
+    before = least = error = change = np.inf
     while True:
         if stale:
             for j in range(m):
@@ -166,14 +166,12 @@ def _iterate(
             within += error <= tolerance
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
                 break
-        if done - judged == CHECK_EVERY:
-            is_slow = done - changed > CHECK_EVERY and is_hopeless(done, off, last_judged, tolerance, patience)
-            hopeless = is_slow or is_stopped(work.counter, off, np.nan)
-            judged, last_judged = done, off
         if since == CHECK_EVERY:
+            hopeless = not settling and is_hopeless(done, off, before, tolerance, patience)
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
-            changed = done if settling else changed
+        # Absorptions may be more frequent than CHECK_EVERY.
+        hopeless = hopeless or (done % CHECK_EVERY == 0 and is_stopped(work.counter, off, np.nan))
         stale = far_rows + far_columns > 0
     for i in range(n):
         phi[i] += shift
