@@ -43,6 +43,7 @@ GAIN = 1e-2  # a round ends when the error has fallen by this factor
 CUT = 1e-2  # error of the cells left out in a round, as a share of the error that the round aims at
 RIDGE, LEAST_RIDGE = 0.02, 1e-13  # RIDGE error + LEAST_RIDGE, times q, is added to H; this shortens steps of weak cells
 PRODUCTS, FORCING = 150, 0.3  # conjugate gradients: the most products with H, and the residual that ends them
+DENSE = 0.05  # share of the pairs that hold cells, above which there are no coarser stages
 GROUPS, COLUMNS_OF_GROUP = 256, 4  # the most groups, and the least mean number of columns of a group
 FEWER = 0.8  # merging is given up if it leaves more than this share of the groups
 LARGEST_UPDATE = 50.0  # of g / epsilon
@@ -377,6 +378,20 @@ def solve_factorised(a: Any, x: Any) -> None:
             x[k] -= a[i, k] * x[i]
 
 
+@inner(fastmath={"contract", "nsz", "reassoc"})
+def subtract_square(factor: Any, touched: Any, size: int, sums: Any, mass: float) -> None:
+    """Subtract mass sums sums^T from the lower triangle; sums are 0 but in the `size` groups that are touched."""
+    is_dense = 4 * size > sums.shape[0]
+    for a in touched[:size]:
+        weight, row = mass * sums[a], factor[a]
+        if is_dense:
+            for b in range(a + 1):
+                row[b] -= weight * sums[b]
+        else:
+            for b in touched[:size]:
+                row[b] -= weight * sums[b]
+
+
 @inner()
 def between_groups(cells: Any, rows: Any, diagonal: Any, damping: float, of: Any, count: int) -> Groups:
     factor, sums, touched = np.zeros((count, count)), np.zeros(count), np.empty(count, np.int64)
@@ -384,10 +399,7 @@ def between_groups(cells: Any, rows: Any, diagonal: Any, damping: float, of: Any
         factor[of[j], of[j]] += diagonal[j]
     for i in range(rows.mass.shape[0]):
         size = sums_by_group(cells, i, of, sums, touched)
-        for s in range(size):
-            a, weight = touched[s], damping * rows.mass[i] * sums[touched[s]]
-            for t in range(size):
-                factor[a, touched[t]] -= weight * sums[touched[t]]
+        subtract_square(factor, touched, size, sums, damping * rows.mass[i])
         for a in touched[:size]:
             sums[a] = 0.0
     factorise(factor)
@@ -561,6 +573,18 @@ def solve_stage(
         steps += max(1, more)
 
 
+@inner()
+def is_dense(
+    pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, support: Any
+) -> bool:  # fmt: skip
+    """Return whether the plan between points has so many cells that a stage at a larger epsilon does not pay."""
+    n, m = rows.weights.shape[0], columns.weights.shape[0]
+    if pairs.x.shape[0] == 0 or support.columns.shape[0] == 0:
+        return False
+    cut = max(tolerance, CUT * GAIN) / (n + m)
+    return cells_of(pairs, rows, columns, epsilon, ratio, cut, support).columns.shape[0] > DENSE * n * m
+
+
 @compiled(seconds=8)
 def newton_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None:
     """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; write the potentials to f[k] and g[k].
@@ -587,6 +611,8 @@ def newton_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None
         if not outcome[k, ERROR] < np.inf:  # a start of zeros: potentials are at most of the size of rho
             while epsilon[k] * COARSER ** (first + 1) <= FIRST_EPSILON * rho < np.inf:
                 first += 1
+        if first > 0 and is_dense(pairs, rows, columns, epsilon[k], epsilon[k] / rho, tolerance, support):
+            first = 0
         for stage in range(first, -1, -1):
             width, is_last = epsilon[k] * COARSER**stage, stage == 0
             outcome[k, ERROR], more = solve_stage(

@@ -23,7 +23,8 @@ For a smaller epsilon the problem between clusters is solved at a larger one. Th
 for which I - M is nearly proportional to epsilon. Anderson's acceleration reduces the other errors.
 
 Between a cloud and itself f = g. One update turns the error e into -M e, and the mean of two consecutive updates has
-the error (M^2 - M) e / 2, which is at most an eighth of e. So clusters do not correct it.
+the error (M^2 - M) e / 2, which is at most an eighth of e. So clusters do not correct it, and only give the start and
+sums through a grid where they resolve epsilon.
 
 The clusters also give the start. While the error is large, soft minima leave out pairs of points that together
 contribute a smaller share of a sum than the error. The potentials that are returned, and their error, come from soft
@@ -196,8 +197,8 @@ def takes_clusters(problem: Problem) -> bool:
 def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_resolved: bool) -> SearchResult | None:
     """Return the potentials, their marginal error and the number of iterations.
 
-    The search ends early where it becomes slow. The result is None where clusters do not help: a side has no mass, or
-    the problem between clusters was not solved.
+    The search ends early where it becomes slow. The result is None where clusters do not help: a side has no mass, the
+    problem between clusters was not solved, or a symmetric problem has a smaller epsilon than clusters resolve.
 
     Args:
         solve: a search for the potentials of small problems.
@@ -276,6 +277,8 @@ class _Clusters:
             finest = finest if cost.metric == "sqeuclidean" else finest**0.5
             if epsilon >= finest:
                 break
+        if symmetric and epsilon < finest:
+            return None
         epsilon = max(epsilon, finest)
         width = y.new_tensor(epsilon)
         # In the dtype of the points, for which the kernel may have been compiled already.
