@@ -24,7 +24,7 @@ for which I - M is nearly proportional to epsilon. Anderson's acceleration reduc
 
 Between a cloud and itself f = g. One update turns the error e into -M e, and the mean of two consecutive updates has
 the error (M^2 - M) e / 2, which is at most an eighth of e. So clusters do not correct it, and only give the start and
-sums through a grid where they resolve epsilon.
+sums through a grid where they nearly resolve epsilon.
 
 The clusters also give the start. While the error is large, soft minima leave out pairs of points that together
 contribute a smaller share of a sum than the error. The potentials that are returned, and their error, come from soft
@@ -83,6 +83,7 @@ CLUSTERS, MANY_CLUSTERS, MANY_PAIRS = (256, 512), 1024, 2**26
 CLUSTER_ITERATIONS = 1000
 RESOLVING_EPSILON = 6.0  # above this multiple of the variance within a cluster, clusters stand for their points
 MOST_COARSENING = 32.0  # of epsilon, for problems that the numba kernel can solve too
+MOST_COARSENING_ALONE = 4.0  # between a cloud and itself, where iterations from zero are few
 CLUSTER_RIDGE = 1e-9
 DEPTH = 5  # of Anderson's acceleration
 STAGE_TOLERANCE = 0.1
@@ -198,7 +199,7 @@ def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_re
     """Return the potentials, their marginal error and the number of iterations.
 
     The search ends early where it becomes slow. The result is None where clusters do not help: a side has no mass, the
-    problem between clusters was not solved, or a symmetric problem has a smaller epsilon than clusters resolve.
+    problem between clusters was not solved, or a symmetric problem has a far smaller epsilon than clusters resolve.
 
     Args:
         solve: a search for the potentials of small problems.
@@ -277,7 +278,7 @@ class _Clusters:
             finest = finest if cost.metric == "sqeuclidean" else finest**0.5
             if epsilon >= finest:
                 break
-        if symmetric and epsilon < finest:
+        if symmetric and finest > MOST_COARSENING_ALONE * epsilon:
             return None
         epsilon = max(epsilon, finest)
         width = y.new_tensor(epsilon)
