@@ -112,9 +112,14 @@ def _chunks(
     most = max(last + 1 - first for first, last in bounds)
     buffers = [_buffer_of_rows(config.cost, most, config.cost_dtype(weight))]
     for k, (tokens, piece, (first, last)) in enumerate(zip(order.split(step), pieces, bounds, strict=True)):
-        # The last chunk is the only one to hold the buffer, so that whoever takes it can free that memory.
-        buffer = buffers.pop if k + 1 == len(pieces) else lambda: buffers[0]
-        yield tokens, CostRows(_rows_of(config.cost, distinct[first : last + 1], buffer(), weight.dtype), piece - first)
+        # Nothing but the last chunk's rows holds the buffer, so that whoever takes them can free its memory.
+        index, is_last = distinct[first : last + 1], k + 1 == len(pieces)
+        yield (
+            tokens,
+            CostRows(
+                _rows_of(config.cost, index, buffers.pop() if is_last else buffers[0], weight.dtype), piece - first
+            ),
+        )
 
 
 def _buffer_of_rows(cost: LabelRows, most: int, dtype: torch.dtype) -> Tensor | None:

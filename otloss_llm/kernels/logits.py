@@ -52,17 +52,24 @@ class TokenLossConfig:
         multiple = ROW_MULTIPLE if on_cpu else ROW_MULTIPLE_ON_GPU
         return self.chunk_size or max(1, fitting - fitting % multiple)
 
-    def rows_for(self, hidden: Tensor, head: Tensor, vocab: int) -> int:
+    def rows_for(self, hidden: Tensor, labels: Tensor, head: Tensor, vocab: int) -> int:
         """Tokens in one chunk, where `hidden` holds all of them and `vocab` rows of the head are here.
 
-        All at once where their logits take no more memory than the sum in float32 of the head's gradient: one chunk
-        needs no such sum, and its products are faster.
+        All at once where their logits take no more memory than the sum in float32 of the head's gradient, and the cost
+        rows no more than that gradient, which comes after them: one chunk needs no such sum, and its products are
+        faster.
         """
         fewest = self.rows_per_chunk(vocab, hidden.device.type)
         trains_head = torch.is_grad_enabled() and head.requires_grad
         if self.chunk_size or not (trains_head and self.keeps_16_bits(hidden) and self.objective.temperature is None):
             return fewest
-        return max(fewest, len(hidden)) if len(hidden) <= 2 * hidden.shape[-1] else fewest
+        if not fewest < len(hidden) <= 2 * hidden.shape[-1]:
+            return fewest
+        if isinstance(self.cost, LabelRows):
+            most = hidden.shape[-1] * head.dtype.itemsize // self.cost_dtype(head).itemsize
+            if len(labels) > most and len(labels.unique()) > most:
+                return fewest
+        return len(hidden)
 
     def keeps_16_bits(self, hidden: Tensor) -> bool:
         """Whether logits stay in bfloat16.

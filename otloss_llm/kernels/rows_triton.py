@@ -6,8 +6,9 @@ Notation: as in `rows`; m, s, d are the running maximum and the sums relative to
     w' = (w + (m - m') s) exp(m - m') + exp(z - m') (z - m'), the sum that the entropy needs, where it is asked for
 
 The first sweep reads logits and costs once and writes nothing but a few numbers a row; the second reads them again and
-puts the gradient in the place of the logits. On an H200 both wait for memory: 2 bytes a logit in the first sweep, 4 in
-the second, and the costs, which rows of one label find in the cache when they run side by side.
+puts the gradient in the place of the logits. On an H100 they take 1.3 to 1.7 times as long as its memory needs for 2
+bytes a logit in the first sweep, 4 in the second, and the costs, which rows of one label find in the cache when they
+run side by side.
 
 This is the only module that imports Triton. On CPU tensors the kernels run in its interpreter (TRITON_INTERPRET=1),
 for tests: it checks values, not races.

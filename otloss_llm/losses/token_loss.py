@@ -218,9 +218,10 @@ def linear_token_loss(
             at most 32 bits, and holds (chunk, V) in bfloat16 if the inputs are; "reference" forms the full logits and
             allows second derivatives. "auto" is "triton" on CUDA where Triton is installed, else "chunked".
         chunk_size: tokens per chunk; None takes, of the tokens at hand, as many as fit 128 MiB of float32 logits, at
-            most 1024, or on a GPU 2^28 logits (512 MiB in bfloat16): 2048 tokens of a vocabulary of 128256. On a GPU
-            in bfloat16, with a head that is trained, it takes up to `2 d` tokens at once: their logits need no more
-            memory than the float32 sum of the head's gradient, which one chunk does without.
+            most 1024, or on a GPU 2^28 logits (512 MiB in bfloat16): 2048 tokens of a vocabulary of 128256. With
+            "triton" in bfloat16, a head that is trained, and neither `logit_scale`, `logit_softcap` nor a
+            temperature, it takes up to `2 d` tokens at once if the cost rows fit the memory of the head's gradient:
+            their logits need no more memory than the float32 sum of that gradient, which one chunk does without.
         process_group: processes that hold the rows of `weight` (and `bias`) together, in the order of ranks, and have
             the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
             and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
@@ -386,14 +387,15 @@ class _Scored(NamedTuple):
         valid = valid_positions(call.labels, call.hidden.shape[:-1], vocab, call.ignore_index, "hidden")
         h, y = _at(call.hidden, valid, call.labels)
         cost = None if call.cost is None else call.cost.for_labels(y, shard)
-        step = call.config.rows_for(h, weight, most)  # one for all processes
-        return cls(h, y, valid, replace(call.config, cost=cost, chunk_size=step))
+        config = replace(call.config, cost=cost)
+        step = config.rows_for(h, y, weight, most)  # one for all processes
+        return cls(h, y, valid, replace(config, chunk_size=step))
 
 
 def _at(hidden: Tensor, valid: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states and labels of the valid tokens. A mask as an index would make a GPU wait each time it is used."""
     places = valid.flatten().nonzero().squeeze(1)
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.flatten().long()
+    hidden, labels = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.flatten().long()
     if len(places) == len(labels):
         return hidden, labels
     return hidden.index_select(0, places), labels[places]

@@ -11,6 +11,8 @@ The ladder:
 5. Sinkhorn's iteration again, in float64, where 4 does not apply (matrices over 1 GiB) or has failed.
 6. The error of the marginals decides what is returned. Where gradients of the weights are wanted and the potentials
    are uncertain, Newton's method with dense equations makes them accurate.
+
+Tensors on a GPU go through all of it on the CPU, where that is faster (`is_faster_on_cpu`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from otloss._checks import needs_torch
 from otloss._kernels import may_run_on
 from otloss._kernels.sinkhorn_call import RESOLVED_EIGENVALUE, run_kernel
 from otloss._kernels.sinkhorn_numbers import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD
-from otloss.costs import DenseCost, GridCost
+from otloss.costs import DenseCost, GridCost, PointCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.entropic.coarse import (
@@ -104,15 +106,13 @@ def find_potentials(
     settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if accurate else math.inf
     goal = Goal(tolerance, settings.max_iterations, settled, symmetric, _takes_plan(problem) and not symmetric)
     with torch.no_grad():
-        searched = moved_to(problem, "cpu") if is_faster_on_cpu(problem, settings.impl) else problem
-        arithmetic, result = _search(searched, settings, goal)
-        if arithmetic.cost.dtype != problem.cost.dtype:
-            searched = in_float64(searched)
+        searched = _on_cpu(problem) if is_faster_on_cpu(problem, settings.impl) else problem
+        searched, result = _search(searched, settings, goal)
         _check_not_too_small(searched, result, min(LEAST_EPSILON / tolerance, LARGEST_LEAST))
         if accurate:
             result = _with_accurate_potentials(searched, result, goal)
         result = result.to(problem.p.device)
-    if arithmetic.cost.dtype != problem.cost.dtype:
+    if searched.cost.dtype != problem.cost.dtype:
         problem = in_float64(problem, with_graph=True)
     if _is_within(result.error, tolerance):
         if settings.grad == "envelope" and makes_graph(problem.p, problem.q):  # "implicit" raises instead
@@ -125,19 +125,20 @@ def find_potentials(
 
 
 def is_faster_on_cpu(problem: Problem, impl: str) -> bool:
-    """Return whether a problem on a GPU is solved on the CPU, as exact ones are: the search is many small steps."""
+    """Return whether the potentials of a problem on a GPU are searched on the CPU: the search is many small steps."""
     on_gpu = problem.p.device.type != "cpu" and has_float64(problem.p.device)
     if impl != "auto" or not on_gpu or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
         return False
     (n, m), batch = problem.cost.shape, problem.batch.numel()
-    return not isinstance(problem.cost, GridCost) and batch * n * m <= MOST_FOR_KERNEL
+    suits = isinstance(problem.cost, PointCost) or n * m <= LARGEST_FOR_KERNEL
+    return suits and not isinstance(problem.cost, GridCost) and batch * n * m <= MOST_FOR_KERNEL
 
 
-def moved_to(problem: Problem, device: str) -> Problem:
-    """Return the same problem without a graph on another device."""
-    p, q, epsilon = (t.detach().to(device) for t in (problem.p, problem.q, problem.epsilon))
-    start = None if problem.start is None else (problem.start[0].to(device), problem.start[1].to(device))
-    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=problem.cost.to(device), start=start)
+def _on_cpu(problem: Problem) -> Problem:
+    """Return the same problem without a graph, on the CPU."""
+    p, q, epsilon = (t.detach().cpu() for t in (problem.p, problem.q, problem.epsilon))
+    start = None if problem.start is None else (problem.start[0].cpu(), problem.start[1].cpu())
+    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=problem.cost.to("cpu"), start=start)
 
 
 def _is_within(error: Tensor, tolerance: float) -> bool:

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -81,7 +82,7 @@ def test_reductions_and_weights_with_an_upstream_gradient(weighted: bool, impl: 
         settings = {"token_weight": whole.requires_grad_()}
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"reduction": "mean"}, 1 / share.sum()), ({"reduction": "sum"}, 1.0), ({"reduction": "none"}, 1.0),
-        ({"num_items": torch.tensor([50])}, 1 / 50),
+        ({"num_items": torch.tensor([50])}, 1 / 50), ({"num_items": np.array(50)}, 1 / 50),
     ]  # fmt: skip
     for name, (reduction, factor) in itertools.product(("mle", "emo", "user"), cases):
         objective, formula = OBJECTIVES[name]

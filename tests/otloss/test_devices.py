@@ -1,4 +1,4 @@
-"""Values and gradients of tensors on a GPU are those of the same tensors on the CPU; the answer is on the GPU."""
+"""Values and gradients of tensors on a GPU are those on the CPU, and which problems of a GPU are searched there."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,10 @@ from torch import Tensor
 
 import otloss
 from otloss import costs
-
-pytestmark = pytest.mark.gpu
+from otloss.costs import Cost
+from otloss.solvers.convergence import ConvergenceWarning
+from otloss.solvers.entropic import search
+from otloss.solvers.problem import Problem
 
 
 def uniform(*shape: int, seed: int) -> Tensor:
@@ -29,7 +31,7 @@ def squares(h: Tensor) -> Tensor:
 def clusters(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     centres = 5 * torch.randn(8, 3, generator=torch.Generator().manual_seed(10))
-    return centres[torch.randint(8, (600,), generator=generator)] + 0.3 * torch.randn(600, 3, generator=generator)
+    return centres[torch.randint(8, (2100,), generator=generator)] + 0.3 * torch.randn(2100, 3, generator=generator)
 
 
 P, Q, C = histograms(3, 20, seed=1), histograms(3, 20, seed=2), uniform(20, 20, seed=3)
@@ -45,6 +47,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "in logarithms": (lambda p, q, c: otloss.sinkhorn(p, q, c, epsilon=0.1, impl="torch"), (P, Q, C)),
     "unbalanced": (lambda p, q, c: otloss.sinkhorn(p, 1.3 * q, c, epsilon=0.05, marginal_penalty=1.0), (P, Q, C)),
     "part of the mass": (lambda p, q, c: otloss.solve(p, q, c, epsilon=0.05, mass=0.6).value, (P, Q, C)),
+    "a start": (lambda p, q, c: otloss.solve(p, q, c, epsilon=0.01, start=(p, q)).value, (P, Q, C)),
+    "two epsilons": (lambda p, q, c: otloss.sinkhorn(p, q, c, epsilon=p.new_tensor([0.1, 0.01, 0.1])), (P, Q, C)),
     "divergence": (lambda p, q: otloss.sinkhorn_divergence(p, q, squares(p), epsilon=0.05), (P, Q)),
     "implicit": (lambda p, q, c: otloss.solve(p, q, c, epsilon=0.1, grad="implicit").linear_cost, (P, Q, C)),
     "images": (
@@ -65,6 +69,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", list(CASES))
 def test_answers_are_those_of_the_cpu(name: str) -> None:
     if not torch.cuda.is_available():
@@ -80,3 +85,55 @@ def test_answers_are_those_of_the_cpu(name: str) -> None:
     for got, wanted in zip(made, gradients, strict=True):
         assert got.device.type == "cuda"
         assert (got.cpu() - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+@pytest.mark.gpu
+def test_what_does_not_converge_says_so() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    with pytest.warns(ConvergenceWarning, match="after 3 iterations"):
+        otloss.sinkhorn(P.cuda(), Q.cuda(), C.cuda(), epsilon=0.002, max_iterations=3)
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_problem_moves_whole(monkeypatch: pytest.MonkeyPatch, narrow: bool) -> None:
+    """Start, penalty and one epsilon for each problem are those of the problem before; and so are dtype and graph."""
+    p, q, c, x, y = (t if narrow else t.double() for t in (P, Q, C, X, Y))
+    cases: list[tuple[Cost, dict[str, object]]] = [
+        (costs.DenseCost(c.clone().requires_grad_()), {"epsilon": torch.tensor([0.1, 1e-3, 0.01])}),
+        (costs.DenseCost(c), {"epsilon": 0.05, "start": (3 * c.mean(-1) + 0 * p, c.mean(0) + 0 * q)}),
+        (costs.DenseCost(c), {"epsilon": 0.05, "marginal_penalty": 0.3}),
+        (costs.PointCost(x[:20].clone().requires_grad_(), 100 + y[:20]), {"epsilon": 0.05}),  # in float64
+    ]
+    for cost, settings in cases:
+        answers = []
+        for is_faster in (False, True):
+            monkeypatch.setattr(search, "is_faster_on_cpu", lambda problem, impl, there=is_faster: there)
+            leaves = [w.clone().requires_grad_() for w in (p, q)]
+            answer = otloss.solve(*leaves, cost, **settings)
+            answers.append((answer.value, answer.iterations, *torch.autograd.grad(answer.value.sum(), leaves)))
+        torch.testing.assert_close(answers[1], answers[0])
+
+
+def test_which_problems_of_a_gpu_are_searched_on_the_cpu() -> None:
+    """Weights without memory stand for those on a GPU."""
+
+    def is_moved(cost: Cost, *batch: int, impl: str = "auto") -> bool:
+        p, q = (torch.empty(*batch, size, device="meta") for size in cost.shape)
+        return search.is_faster_on_cpu(Problem(p, q, cost, p.sum(-1), p.dtype), impl)
+
+    def matrix(size: int) -> Cost:
+        return costs.DenseCost(torch.zeros(()).expand(size, size))
+
+    def points(size: int) -> Cost:
+        return costs.PointCost(torch.zeros(size, 3))
+
+    assert is_moved(matrix(64), 256)
+    assert is_moved(matrix(4096))
+    assert is_moved(points(16384))
+    assert not is_moved(matrix(4097))
+    assert not is_moved(matrix(4096), 17)
+    assert not is_moved(points(16385))
+    assert not is_moved(costs.GridCost((8, 8)))
+    assert not is_moved(matrix(64), impl="torch")
+    assert not search.is_faster_on_cpu(Problem(P, Q, costs.DenseCost(C), P.sum(-1), P.dtype), "auto")
