@@ -9,17 +9,20 @@ marginal penalty rho, s = epsilon / rho and k = 1 / (1 + s), it is t = q exp(-s 
 
     round       Exact updates of f over all pairs give the error, and the cells that hold more than a small share of
                 their row or column. Steps on these cells follow.
-    step        Conjugate gradients solve H x = t - c. A search along x then ends where at most half of the first
-                derivative of the dual is left. Components that converge slowly are nearly constant on groups of columns
-                that share rows. So the preconditioner has two parts: the diagonal of H, and H between groups with a
-                dense factor.
+    step        Conjugate gradients solve H x = t - c, with an approximate factor of H. A search along x then ends where
+                at most half of the first derivative of the dual is left.
+    factor      H is the Laplacian of a graph, plus a diagonal: row i joins any two of its columns by an edge of weight
+                k r_i S_ij S_il. An exact elimination of a column would join any two of its neighbours likewise. Here a
+                random tree takes the place of these edges, with the same mean: each neighbour, from the lightest on, is
+                joined to one of the heavier ones, with a probability in proportion to their weights.
     stage       Potentials of the exact problem are a corner of the set of its optimal potentials; those of an entropic
                 problem lie near the centre of this set. From an exact start the rounds therefore begin at a larger
                 epsilon. The cells of the exact plan always take part, so that the problem on the cells has a solution.
 
 Costs are a matrix or belong to points. Of points only the pairs that count are visited (`softmin.select`).
 
-Source: X. Tang et al., Accelerating Sinkhorn Algorithm with Sparse Newton Iterations, arXiv 2401.12253.
+Sources: X. Tang et al., Accelerating Sinkhorn Algorithm with Sparse Newton Iterations, arXiv 2401.12253; R. Kyng,
+S. Sachdeva, Approximate Gaussian Elimination for Laplacians, 2016.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._kernels._compile import compiled, exp64, inner, largest
+from otloss._kernels._compile import bits_of_float64, compiled, exp64, inner, largest
 from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.sinkhorn_numbers import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
@@ -44,11 +47,12 @@ CUT = 1e-2  # error of the cells left out in a round, as a share of the error th
 RIDGE, LEAST_RIDGE = 0.02, 1e-13  # RIDGE error + LEAST_RIDGE, times q, is added to H; this shortens steps of weak cells
 PRODUCTS, FORCING = 150, 0.3  # conjugate gradients: the most products with H, and the residual that ends them
 DENSE = 0.05  # share of the pairs that hold cells, above which there are no coarser stages
-GROUPS, COLUMNS_OF_GROUP = 256, 4  # the most groups, and the least mean number of columns of a group
-FEWER = 0.8  # merging is given up if it leaves more than this share of the groups
+GOLDEN = 0.6180339887498949  # the fractional parts of its multiples stand for random numbers
+OCTAVES, OF_OCTAVE = 64, 4  # of shares from 1 down, and how many shares of an octave are kept
+INSERTED = 16  # up to so many shares are sorted by insertion, and all kept
 LARGEST_UPDATE = 50.0  # of g / epsilon
 LEFT, DOUBLINGS, SEARCHES = 0.5, 4, 40  # of a search: share of the first derivative that may be left, and most trials
-RELATIVE_ROUNDING = 1e-14  # of potentials, and of pivots and diagonals of the equations
+RELATIVE_ROUNDING = 1e-14  # of potentials
 NO_MASS_LEFT = 1e-17  # share of its weight below which a column counts as empty
 NEGLIGIBLE = 1e-17  # share of a row that may be left out of its sum
 
@@ -84,11 +88,38 @@ class Side(NamedTuple):
     mass: Any
 
 
-class Groups(NamedTuple):
-    """The group of each column, and H between groups as a lower triangle L with H = L L^T."""
+class Edges(NamedTuple):
+    """Edges from columns to columns that are eliminated later. Those of column j are a list that begins at heads[j].
 
-    of: Any
-    factor: Any
+    The last list is of places that are free.
+    """
+
+    heads: Any
+    nexts: Any
+    columns: Any
+    weights: Any
+
+
+class Thinning(NamedTuple):
+    """Scratch: places of shares, the shares, sums of those after each, and the places where octaves begin."""
+
+    places: Any
+    kept: Any
+    heavier: Any
+    bounds: Any
+
+
+class Factor(NamedTuple):
+    """L D L^T near H. Column order[k] is eliminated as the k-th, with the k-th pivot.
+
+    Its neighbours then are columns[starts[k] : starts[k + 1]]; shares are the weights of these edges over the pivot.
+    """
+
+    order: Any
+    pivots: Any
+    starts: Any
+    columns: Any
+    shares: Any
 
 
 @inner()
@@ -107,7 +138,7 @@ def target(side: Any, j: int, epsilon: float, ratio: float) -> float:
     return side.weights[j] * math.exp(-ratio * side.potential[j] / epsilon)
 
 
-@inner()
+@inner(fastmath={"contract", "nsz", "reassoc"})
 def turn_into_shares(scores: Any, count: int, rows: Any, i: int, epsilon: float, ratio: float) -> None:
     """Turn the exponents of a row into shares, and write its soft minimum and mass."""
     top = largest(scores, count)
@@ -242,7 +273,7 @@ def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, 
             at += 1
         for j in old:
             if stamp[j] != i and mass > 0:
-                places[at], prices[at] = j, cost_of(pairs, i, j)
+                places[at], prices[at], stamp[j] = j, cost_of(pairs, i, j), i
                 at += 1
         starts[i + 1] = at
     return Cells(starts, places[: starts[n]].copy(), prices[: starts[n]].copy(), np.empty(starts[n]))
@@ -287,133 +318,154 @@ def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) 
 
 
 @inner()
-def sums_by_group(cells: Any, i: int, of: Any, sums: Any, touched: Any) -> int:
-    """Add the shares of row i by groups to `sums`, which holds zeros; write these groups and return their number."""
+def order_of_elimination(cells: Any, m: int) -> Any:
+    """Return the columns, those of few cells first."""
+    counts = np.zeros(m, np.int64)
+    for j in cells.columns:
+        counts[j] += 1
+    return np.argsort(counts, kind="mergesort")
+
+
+@inner()
+def octave_of(share: float) -> int:
+    """Return the binary exponent of a share from 0 to 1, counted from the least one that counts."""
+    return max(0, OCTAVES - 1 - max(0, 1022 - (bits_of_float64(share) >> np.int64(52))))
+
+
+@inner()
+def next_phase(phase: float) -> float:
+    return phase + GOLDEN if phase + GOLDEN < 1 else phase + GOLDEN - 1
+
+
+@inner()
+def sort_shares(shares: Any, work: Any) -> None:
+    """Write the shares, the lightest first, and their places, by insertion."""
+    places, kept = work.places, work.kept
+    for a in range(shares.shape[0]):
+        b = a
+        while b > 0 and kept[b - 1] > shares[a]:
+            places[b], kept[b] = places[b - 1], kept[b - 1]
+            b -= 1
+        places[b], kept[b] = a, shares[a]
+
+
+@inner()
+def thin_out(shares: Any, work: Any, phase: float) -> int:
+    """Write shares and their places, from light to heavy octaves; OF_OCTAVE of them stand for more in one octave.
+
+    Returns the number of shares that are left.
+    """
+    places, kept, bounds = work.places, work.kept, work.bounds
+    bounds[:] = 0
+    for a in range(shares.shape[0]):
+        bounds[octave_of(shares[a]) + 2] += 1
+    for b in range(OCTAVES):
+        bounds[b + 2] += bounds[b + 1]
+    for a in range(shares.shape[0]):
+        b = octave_of(shares[a]) + 1
+        places[bounds[b]] = a
+        bounds[b] += 1
     count = 0
-    for e in range(cells.starts[i], cells.starts[i + 1]):
-        group = of[cells.columns[e]]
-        if sums[group] == 0:
-            touched[count] = group
+    for b in range(OCTAVES):
+        start, stop, total = bounds[b], bounds[b + 1], 0.0
+        chosen, every = min(stop - start, OF_OCTAVE), (stop - start) / OF_OCTAVE
+        for a in range(start, stop):
+            total += shares[places[a]]
+        for k in range(chosen):
+            place = places[start + k if every <= 1 else min(start + int((k + phase) * every), stop - 1)]
+            places[count], kept[count] = place, shares[place] if every <= 1 else total / chosen
             count += 1
-        sums[group] += cells.shares[e] + 1e-300  # above zero, so that the group is not written twice
     return count
 
 
 @inner()
-def merged(cells: Any, rows: Any, of: Any, count: int) -> tuple[Any, int]:
-    """Merge groups of columns; return the new group of each of `count` groups, and the number of new groups.
+def add_tree(edges: Any, ranks: Any, columns: Any, shares: Any, scale: float, work: Any, phase: float) -> float:
+    """Add a tree of edges between columns in place of edges of weights `scale shares[a] shares[b]` between all.
 
-    First, a row merges all its groups that are not merged yet, if they are several and hold more than half of its mass.
-    Then a group that is left joins the new group with the largest share of its heaviest row; without one it stays.
+    Returns the next phase, a number in place of a random one.
     """
-    into, best, sums = np.full(count, -1), np.zeros(count), np.zeros(count)
-    touched, made = np.empty(count, np.int64), 0
-    for is_second in (False, True):
-        for i in range(rows.mass.shape[0]):
-            size = sums_by_group(cells, i, of, sums, touched)
-            left, several, heaviest, home = 0.0, 0, 0.0, -1
-            for a in touched[:size]:
-                if into[a] < 0:
-                    left += sums[a]
-                    several += 1
-                elif sums[a] > heaviest and best[a] == 0:
-                    heaviest, home = sums[a], into[a]
-            makes_one = not is_second and left > 0.5 and several > 1
-            for a in touched[:size]:
-                if makes_one and into[a] < 0:
-                    into[a] = made
-                elif is_second and home >= 0 and (into[a] < 0 or best[a] > 0) and rows.mass[i] * sums[a] > best[a]:
-                    best[a], into[a] = rows.mass[i] * sums[a], home
-                sums[a] = 0.0
-            made += makes_one
-    for a in range(count):
-        if into[a] < 0:
-            into[a] = made
-            made += 1
-    return into, made
+    count = shares.shape[0]
+    if count <= INSERTED:
+        sort_shares(shares, work)
+    else:
+        count = thin_out(shares, work, phase)
+    places, kept, heavier, total = work.places, work.kept, work.heavier, 0.0
+    for a in range(count - 1, -1, -1):
+        heavier[a] = total
+        total += kept[a]
+    for a in range(count - 1):
+        weight = scale * kept[a] * heavier[a]
+        if not weight > 0:
+            continue
+        phase = next_phase(phase)
+        low, high = a + 1, count - 1
+        while low < high:  # the first b after a with heavier[b] <= phase heavier[a]
+            middle = (low + high) // 2
+            if heavier[middle] <= phase * heavier[a]:
+                high = middle
+            else:
+                low = middle + 1
+        first, second = columns[places[a]], columns[places[low]]
+        if ranks[first] > ranks[second]:
+            first, second = second, first
+        place = edges.heads[-1]
+        edges.heads[-1] = edges.nexts[place]
+        edges.columns[place], edges.weights[place] = second, weight
+        edges.nexts[place], edges.heads[first] = edges.heads[first], place
+    return phase
 
 
 @inner()
-def group_columns(cells: Any, rows: Any, m: int) -> tuple[Any, int]:
-    """Return the group of each column, and their number."""
-    most = max(1, min(GROUPS, m // COLUMNS_OF_GROUP))
-    of, count = np.arange(m), m
-    while count > most:
-        into, fewer = merged(cells, rows, of, count)
-        if fewer > FEWER * count:
-            for a in range(count):
-                into[a] = a * most // count
-            fewer = most
-        for j in range(m):
-            of[j] = into[of[j]]
-        count = fewer
-    return of, count
-
-
-@inner(fastmath={"contract", "nsz", "reassoc"})
-def factorise(a: Any) -> None:
-    """Write Cholesky's factor to the lower triangle. A row that is singular up to rounding gets 0 in solutions."""
-    for i in range(a.shape[0]):
-        for j in range(i):
-            total = a[i, j]
-            for k in range(j):
-                total -= a[i, k] * a[j, k]
-            a[i, j] = total / a[j, j]
-        total = a[i, i]
-        for k in range(i):
-            total -= a[i, k] * a[i, k]
-        a[i, i] = math.sqrt(total) if total > RELATIVE_ROUNDING * a[i, i] else np.inf
-
-
-@inner(fastmath={"contract", "nsz", "reassoc"})
-def solve_factorised(a: Any, x: Any) -> None:
-    for i in range(a.shape[0]):
-        total = x[i]
-        for k in range(i):
-            total -= a[i, k] * x[k]
-        x[i] = total / a[i, i]
-    for i in range(a.shape[0] - 1, -1, -1):
-        x[i] /= a[i, i]
-        for k in range(i):
-            x[k] -= a[i, k] * x[i]
-
-
-@inner(fastmath={"contract", "nsz", "reassoc"})
-def subtract_square(factor: Any, touched: Any, size: int, sums: Any, mass: float) -> None:
-    """Subtract mass sums sums^T from the lower triangle; sums are 0 but in the `size` groups that are touched."""
-    is_dense = 4 * size > sums.shape[0]
-    for a in touched[:size]:
-        weight, row = mass * sums[a], factor[a]
-        if is_dense:
-            for b in range(a + 1):
-                row[b] -= weight * sums[b]
-        else:
-            for b in touched[:size]:
-                row[b] -= weight * sums[b]
-
-
-@inner()
-def between_groups(cells: Any, rows: Any, diagonal: Any, damping: float, of: Any, count: int) -> Groups:
-    factor, sums, touched = np.zeros((count, count)), np.zeros(count), np.empty(count, np.int64)
-    for j in range(of.shape[0]):
-        factor[of[j], of[j]] += diagonal[j]
+def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) -> Factor:
+    """Return an approximate factor of H. `excess`, the diagonal beside the Laplacian, is overwritten."""
+    m, size, phase = order.shape[0], cells.columns.shape[0], 0.5
+    ranks = np.empty(m, np.int64)
+    ranks[order] = np.arange(m)
+    edges = Edges(np.full(m + 1, -1), np.arange(-1, size - 1), np.empty(size, np.int32), np.empty(size))
+    edges.heads[m] = size - 1
+    work = Thinning(np.empty(m, np.int64), np.empty(m), np.empty(m), np.empty(OCTAVES + 2, np.int64))
     for i in range(rows.mass.shape[0]):
-        size = sums_by_group(cells, i, of, sums, touched)
-        subtract_square(factor, touched, size, sums, damping * rows.mass[i])
-        for a in touched[:size]:
-            sums[a] = 0.0
-    factorise(factor)
-    return Groups(of, factor)
+        first, stop, scale = cells.starts[i], cells.starts[i + 1], damping * rows.mass[i]
+        phase = add_tree(edges, ranks, cells.columns[first:stop], cells.shares[first:stop], scale, work, phase)
+    pivots, starts, columns, shares = np.empty(m), np.zeros(m + 1, np.int64), np.empty(size, np.int32), np.empty(size)
+    place, near, weights = np.full(m, -1), np.empty(m, np.int64), np.empty(m)
+    for k in range(m):
+        j, at, count, total = order[k], starts[k], 0, 0.0
+        while edges.heads[j] >= 0:
+            e = edges.heads[j]
+            edges.heads[j], edges.nexts[e], edges.heads[m] = edges.nexts[e], edges.heads[m], e
+            neighbour = edges.columns[e]
+            if place[neighbour] < 0:
+                place[neighbour], near[count], weights[count] = count, neighbour, 0.0
+                count += 1
+            weights[place[neighbour]] += edges.weights[e]
+            total += edges.weights[e]
+        pivots[k], starts[k + 1] = total + excess[j], at + count
+        if at + count > columns.shape[0]:
+            more_columns, more_shares = np.empty(2 * (at + count), np.int32), np.empty(2 * (at + count))
+            more_columns[:at], more_shares[:at] = columns[:at], shares[:at]
+            columns, shares = more_columns, more_shares
+        for a in range(count):
+            columns[at + a], shares[at + a], place[near[a]] = near[a], weights[a] / pivots[k], -1
+            excess[near[a]] += shares[at + a] * excess[j]
+        if count > 1:
+            phase = add_tree(edges, ranks, near[:count], shares[at : at + count], pivots[k], work, phase)
+    return Factor(order, pivots, starts, columns, shares)
 
 
 @inner()
-def precondition(groups: Any, inverse: Any, residual: Any, sums: Any, out: Any) -> None:
-    sums[:] = 0.0
-    for j in range(residual.shape[0]):
-        sums[groups.of[j]] += residual[j]
-    solve_factorised(groups.factor, sums)
-    for j in range(residual.shape[0]):
-        out[j] = inverse[j] * residual[j] + sums[groups.of[j]]
+def precondition(factor: Any, residual: Any, out: Any) -> None:
+    """Write the solution of the approximate equations."""
+    out[:] = residual
+    for k in range(out.shape[0]):
+        value = out[factor.order[k]]
+        for e in range(factor.starts[k], factor.starts[k + 1]):
+            out[factor.columns[e]] += factor.shares[e] * value
+    for k in range(out.shape[0] - 1, -1, -1):
+        total = out[factor.order[k]] / factor.pivots[k] if factor.pivots[k] > 0 else 0.0
+        for e in range(factor.starts[k], factor.starts[k + 1]):
+            total += factor.shares[e] * out[factor.columns[e]]
+        out[factor.order[k]] = total
 
 
 @inner(fastmath={"contract", "nsz", "reassoc"})
@@ -440,27 +492,21 @@ def derivative_along(columns: Any, epsilon: float, ratio: float, x: Any) -> floa
 
 @inner()
 def find_step(
-    cells: Any, rows: Any, columns: Any, of: Any, count: int, epsilon: float, ratio: float, error: float, x: Any
+    cells: Any, rows: Any, columns: Any, order: Any, epsilon: float, ratio: float, error: float, x: Any
 ) -> int:  # fmt: skip
     """Write the step of g / epsilon to x, by conjugate gradients; return the number of products with H."""
     m, damping = x.shape[0], 1 / (1 + ratio)
-    diagonal, inverse, residual = np.empty(m), np.empty(m), np.empty(m)
-    direction, product, better, sums = np.empty(m), np.empty(m), np.empty(m), np.empty(count)
-    size = 0.0
+    diagonal, residual, excess = np.empty(m), np.empty(m), np.empty(m)
+    product, better, size = np.empty(m), np.empty(m), 0.0
     for j in range(m):
         wanted = target(columns, j, epsilon, ratio)
         x[j], residual[j] = 0.0, wanted - columns.mass[j]
         size += abs(residual[j])
-        diagonal[j] = columns.mass[j] + ratio * wanted + (RIDGE * error + LEAST_RIDGE) * wanted
-        inverse[j] = diagonal[j]
-    groups = between_groups(cells, rows, diagonal, damping, of, count)
-    for i in range(rows.mass.shape[0]):
-        for e in range(cells.starts[i], cells.starts[i + 1]):
-            inverse[cells.columns[e]] -= damping * rows.mass[i] * cells.shares[e] ** 2
-    for j in range(m):
-        inverse[j] = 1 / max(inverse[j], RELATIVE_ROUNDING * diagonal[j]) if diagonal[j] > 0 else 0.0
-    precondition(groups, inverse, residual, sums, direction)
-    before = 0.0
+        excess[j] = ratio * damping * columns.mass[j] + (ratio + RIDGE * error + LEAST_RIDGE) * wanted
+        diagonal[j] = excess[j] + damping * columns.mass[j]
+    factor = factorise(cells, rows, damping, excess, order)
+    precondition(factor, residual, better)
+    direction, before = better.copy(), 0.0
     for j in range(m):
         before += residual[j] * direction[j]
     enough = FORCING * min(1.0, math.sqrt(error)) * size
@@ -477,7 +523,7 @@ def find_step(
             size += abs(residual[j])
         if size <= enough:
             return products
-        precondition(groups, inverse, residual, sums, better)
+        precondition(factor, residual, better)
         for j in range(m):
             after += better[j] * residual[j]
         for j in range(m):
@@ -487,16 +533,14 @@ def find_step(
 
 
 @inner()
-def search_along(
-    cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, x: Any, derivative: float
-) -> float:  # fmt: skip
-    """Move g along x until at most the share LEFT of the derivative is left; return the error there."""
+def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, x: Any, derivative: float) -> None:
+    """Move g along x until at most the share LEFT of the derivative is left."""
     start = columns.potential.copy()
-    low, high, length, error = 0.0, np.inf, 1.0, np.inf
+    low, high, length = 0.0, np.inf, 1.0
     for _ in range(SEARCHES):
         for j in range(x.shape[0]):
             columns.potential[j] = start[j] + epsilon * length * x[j]
-        error = evaluate(cells, rows, columns, epsilon, ratio)
+        evaluate(cells, rows, columns, epsilon, ratio)
         after = derivative_along(columns, epsilon, ratio, x)
         if not after >= -LEFT * derivative:
             high = length
@@ -506,7 +550,6 @@ def search_along(
             low, length = length, 2 * length
         else:
             break
-    return error
 
 
 @inner()
@@ -516,20 +559,19 @@ def steps_on_cells(
     """Run Newton's method on the cells, from g; return the number of steps. The last update of g is exact."""
     m = columns.weights.shape[0]
     x, error, enough, steps = np.empty(m), np.inf, tolerance, 0
-    of, count = np.zeros(0, np.int64), 0
+    order, is_first = order_of_elimination(cells, m), True
     while True:
         for update in range(UPDATES + 1):
             error = evaluate(cells, rows, columns, epsilon, ratio)
-            if count == 0:
-                enough = max(tolerance, GAIN * error)
-                of, count = group_columns(cells, rows, m)
+            if is_first:
+                enough, is_first = max(tolerance, GAIN * error), False
             if update < UPDATES or error <= enough or steps == STEPS:
                 update_columns(columns, epsilon, ratio)
             if error <= enough:
                 return steps
         if steps == most or is_stopped(counter, error, np.nan):
             return steps
-        find_step(cells, rows, columns, of, count, epsilon, ratio, error, x)
+        find_step(cells, rows, columns, order, epsilon, ratio, error, x)
         derivative = derivative_along(columns, epsilon, ratio, x)
         if not derivative > 0:
             return steps
