@@ -42,11 +42,11 @@ TOLERANCE_FROM_EXACT, TOLERANCE_FROM_ZERO = 1e-2, 1e-4  # of these stages
 FIRST_EPSILON = 0.05  # of the marginal penalty, at most, from a start of zeros
 STEPS = 6  # of a round, at most
 UPDATES = 2  # exact updates of both sides on the cells before each step
-GAIN = 1e-2  # a round ends when the error has fallen by this factor
+GAIN, AIM = 1e-2, 0.3  # a round ends when the error has fallen by GAIN, or to AIM times the tolerance
 CUT = 1e-2  # error of the cells left out in a round, as a share of the error that the round aims at
 RIDGE, LEAST_RIDGE = 0.02, 1e-13  # RIDGE error + LEAST_RIDGE, times q, is added to H; this shortens steps of weak cells
 PRODUCTS, FORCING = 150, 0.3  # conjugate gradients: the most products with H, and the residual that ends them
-DENSE = 0.05  # share of the pairs that hold cells, above which there are no coarser stages
+DENSE = 0.15  # share of the pairs that are cells of a coarser stage, above which it does not pay
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples stand for random numbers
 OCTAVES, OF_OCTAVE = 64, 4  # of shares from 1 down, and how many shares of an octave are kept
 INSERTED = 16  # up to so many shares are sorted by insertion, and all kept
@@ -597,34 +597,27 @@ def support_of(places: Any, n: int) -> Cells:
 @inner()
 def solve_stage(
     counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, settled: float,
-    most: int, support: Any,
+    most: int, support: Any, densest: float,
 ) -> tuple[float, int]:  # fmt: skip
-    """Run rounds at one epsilon; return the error and the number of steps. f is then the exact update from g."""
+    """Run rounds at one epsilon; return the error and the number of steps. f is then the exact update from g.
+
+    A stage ends at once if more than the share `densest` of the pairs are cells.
+    """
     steps, cells, error = 0, support, 1.0
-    size = rows.weights.shape[0] + columns.weights.shape[0]
+    n, m = rows.weights.shape[0], columns.weights.shape[0]
     while True:
-        cut = max(tolerance, CUT * GAIN * error) / size
+        cut = max(tolerance, CUT * GAIN * error) / (n + m)
         cells = cells_of(pairs, rows, columns, epsilon, ratio, cut, cells)
         if steps < most and find_lost(pairs, rows, columns, epsilon, ratio) > 0:
             cells = cells_of(pairs, rows, columns, epsilon, ratio, cut, cells)
         error = column_error(columns, epsilon, ratio)
+        if cells.columns.shape[0] > densest * n * m:
+            return error, steps
         is_settled = settled == np.inf or largest_change(columns, epsilon, ratio) <= settled
         if steps >= most or is_stopped(counter, error, np.nan) or (error <= tolerance and is_settled):
             return error, steps
-        more = steps_on_cells(counter, cells, rows, columns, epsilon, ratio, 0.1 * tolerance, min(STEPS, most - steps))
+        more = steps_on_cells(counter, cells, rows, columns, epsilon, ratio, AIM * tolerance, min(STEPS, most - steps))
         steps += max(1, more)
-
-
-@inner()
-def is_dense(
-    pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, support: Any
-) -> bool:  # fmt: skip
-    """Return whether the plan between points has so many cells that a stage at a larger epsilon does not pay."""
-    n, m = rows.weights.shape[0], columns.weights.shape[0]
-    if pairs.x.shape[0] == 0 or support.columns.shape[0] == 0:
-        return False
-    cut = max(tolerance, CUT * GAIN) / (n + m)
-    return cells_of(pairs, rows, columns, epsilon, ratio, cut, support).columns.shape[0] > DENSE * n * m
 
 
 @compiled(seconds=8)
@@ -649,17 +642,17 @@ def newton_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None
             return
         pairs, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), 0
         rows, columns, support = side_of(p[k], f[k]), side_of(q[k], g[k]), support_of(plans[k], p.shape[1])
-        first, coarse = (COARSER_STAGES, TOLERANCE_FROM_EXACT) if plans.shape[2] else (0, TOLERANCE_FROM_ZERO)
+        first, coarse, densest = 0, TOLERANCE_FROM_ZERO, 1.0
+        if plans.shape[2] > 0:
+            first, coarse, densest = COARSER_STAGES, TOLERANCE_FROM_EXACT, DENSE
         if not outcome[k, ERROR] < np.inf:  # a start of zeros: potentials are at most of the size of rho
             while epsilon[k] * COARSER ** (first + 1) <= FIRST_EPSILON * rho < np.inf:
                 first += 1
-        if first > 0 and is_dense(pairs, rows, columns, epsilon[k], epsilon[k] / rho, tolerance, support):
-            first = 0
         for stage in range(first, -1, -1):
             width, is_last = epsilon[k] * COARSER**stage, stage == 0
             outcome[k, ERROR], more = solve_stage(
                 counter, pairs, rows, columns, width, width / rho, tolerance if is_last else coarse,
-                settled if is_last else np.inf, most - steps, support,
+                settled if is_last else np.inf, most - steps, support, 1.0 if is_last else densest,
             )  # fmt: skip
             steps += more
         outcome[k, ITERATIONS] = steps
