@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._kernels._compile import bits_of_float64, compiled, exp64, inner, largest
+from otloss._kernels._compile import bits_of_float64, compiled, exp64, inner, largest, spliced
 from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.sinkhorn_numbers import ERROR, ITERATIONS
 from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
@@ -279,7 +279,7 @@ def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, 
     return Cells(starts, places[: starts[n]].copy(), prices[: starts[n]].copy(), np.empty(starts[n]))
 
 
-@inner()
+@spliced
 def find_lost(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float) -> int:
     """Update g exactly where columns are so far off that their masses do not tell how far; return their number."""
     count = 0
@@ -415,7 +415,7 @@ def add_tree(edges: Any, ranks: Any, columns: Any, shares: Any, scale: float, wo
     return phase
 
 
-@inner()
+@spliced
 def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) -> Factor:
     """Return an approximate factor of H. `excess`, the diagonal beside the Laplacian, is overwritten."""
     m, size, phase = order.shape[0], cells.columns.shape[0], 0.5
@@ -490,26 +490,38 @@ def derivative_along(columns: Any, epsilon: float, ratio: float, x: Any) -> floa
     return total
 
 
-@inner()
+@spliced
 def find_step(
     cells: Any, rows: Any, columns: Any, order: Any, epsilon: float, ratio: float, error: float, x: Any
 ) -> int:  # fmt: skip
     """Write the step of g / epsilon to x, by conjugate gradients; return the number of products with H."""
     m, damping = x.shape[0], 1 / (1 + ratio)
     diagonal, residual, excess = np.empty(m), np.empty(m), np.empty(m)
-    product, better, size = np.empty(m), np.empty(m), 0.0
     for j in range(m):
         wanted = target(columns, j, epsilon, ratio)
-        x[j], residual[j] = 0.0, wanted - columns.mass[j]
-        size += abs(residual[j])
+        residual[j] = wanted - columns.mass[j]
         excess[j] = ratio * damping * columns.mass[j] + (ratio + RIDGE * error + LEAST_RIDGE) * wanted
         diagonal[j] = excess[j] + damping * columns.mass[j]
     factor = factorise(cells, rows, damping, excess, order)
+    return conjugate_gradients(
+        cells, rows, diagonal, damping, factor, residual, FORCING * min(1.0, math.sqrt(error)), x
+    )
+
+
+@inner()
+def conjugate_gradients(
+    cells: Any, rows: Any, diagonal: Any, damping: float, factor: Any, residual: Any, share: float, x: Any
+) -> int:  # fmt: skip
+    """Write the solution for the right side `residual`, which is overwritten by what is left, at most this share."""
+    m = x.shape[0]
+    product, better, before, size = np.empty(m), np.empty(m), 0.0, 0.0
     precondition(factor, residual, better)
-    direction, before = better.copy(), 0.0
+    direction = better.copy()
     for j in range(m):
+        x[j] = 0.0
         before += residual[j] * direction[j]
-    enough = FORCING * min(1.0, math.sqrt(error)) * size
+        size += abs(residual[j])
+    enough = share * size
     for products in range(PRODUCTS):
         apply_curvature(cells, rows, diagonal, damping, direction, product)
         along, after, size = 0.0, 0.0, 0.0
@@ -532,7 +544,7 @@ def find_step(
     return PRODUCTS
 
 
-@inner()
+@spliced
 def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, x: Any, derivative: float) -> None:
     """Move g along x until at most the share LEFT of the derivative is left."""
     start = columns.potential.copy()
@@ -552,7 +564,7 @@ def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
             break
 
 
-@inner()
+@spliced
 def steps_on_cells(
     counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, most: int
 ) -> int:
@@ -579,7 +591,7 @@ def steps_on_cells(
         steps += 1
 
 
-@inner()
+@spliced
 def support_of(places: Any, n: int) -> Cells:
     """Return the cells (2, count) of an exact plan, sorted by rows, without costs."""
     starts, columns = np.zeros(n + 1, np.int64), np.empty(places.shape[1], np.int32)
@@ -594,7 +606,7 @@ def support_of(places: Any, n: int) -> Cells:
     return Cells(starts, columns, np.empty(0), np.empty(0))
 
 
-@inner()
+@spliced
 def solve_stage(
     counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, settled: float,
     most: int, support: Any, densest: float,

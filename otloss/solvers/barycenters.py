@@ -13,7 +13,8 @@ histogram (H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn barycenters, 202
 It runs in products with K, for images axis by axis, as long as its numbers fit float64, and then in logarithms. Of
 plain barycenters, every tenth log u is extrapolated along the slowest direction.
 
-Where the iteration is slow, plain barycenters are found by Newton's method on the dual (`_Ascent`).
+Where the iteration is slow, plain barycenters are found by Newton's method on the dual
+(`otloss._kernels.barycenters`).
 
 At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant. Details of a much finer than the blur hardly
 change it, and the iteration does not reach them. So debiased barycenters of few bins are found by Newton's method on
@@ -49,14 +50,15 @@ from otloss._checks import (
     check_last_axis,
     check_positive,
     has_tangent,
+    needs_torch,
 )
 from otloss._foreign import explains_calls
-from otloss._progress import report
-from otloss.costs import Cost, GridCost, as_cost
+from otloss.costs import Cost, DenseCost, GridCost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.costs.within import is_symmetric
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.problem import DEFAULT_TOLERANCE, MASS_TOLERANCE
+from otloss.solvers.entropic.search import find_potentials
+from otloss.solvers.problem import DEFAULT_TOLERANCE, MASS_TOLERANCE, Problem, Settings
 
 _LARGEST_CONDITION = 1e15  # of the equations of a gradient; beyond, some are wrong by more than a thousandth
 _MOST_ENTRIES = 2**26  # of the plans of all problems together, which the gradient holds
@@ -68,11 +70,10 @@ _FALL_OF_TAU = 32.0  # smaller falls take more steps, and end at a larger tau, a
 _UNKNOWN, _SLOWEST = 1.0, 0.95  # the error where nothing is known, and the ratio of convergence in tau where it is slow
 _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
-# Plain barycenters of so many bins at most are found by Newton's method, from _PATIENCE iterations on.
-_ASCENT_BINS, _PATIENCE = 512, 500
-_FALL, _FIRST_EPSILON, _STAGE_ERROR = 4.0, 0.05, 1e-3  # of epsilon; as a share of the largest cost; of each step of it
-_CHANGES = 30  # halvings, or doublings, of a step of Newton's method
-_RIDGE, _LEAST_RIDGE = 0.02, 1e-13  # added to the curvature: the former times the error
+# Plain barycenters with at most _ASCENT_ENTRIES entries of plans are found by Newton's method where the contraction
+# over so many checks says that more than _PATIENCE iterations are left.
+_ASCENT_ENTRIES = 2**23
+_PATIENCE, _CHECKS, _MOST_STEPS = 500, 3, 1000
 _LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
 _LEAST_EXPONENT = -690.0
 _CHECK_EVERY = 10  # iterations
@@ -183,6 +184,18 @@ class _Problem:
         n, entries = self.cost.shape[0], self.p.numel() * self.cost.shape[0]
         return n <= _NEWTON_BINS and entries <= _NEWTON_ENTRIES and self.p.dtype == torch.float64
 
+    @property
+    def suits_ascent(self) -> bool:
+        """Whether Newton's method on the dual applies, where the iteration is slow."""
+        n, m = self.cost.shape
+        tensors = (self.p, self.weights, *self.cost.tensors())
+        return (
+            not self.debiased
+            and n * m <= _LARGEST_MATRIX
+            and self.p.dtype == torch.float64
+            and not needs_torch(*tensors)
+        )
+
     def detached(self) -> _Problem:
         """Without a graph and without tangents."""
         cost = self.cost._replaced({id(t): t.detach() for t in self.cost.tensors()})
@@ -210,13 +223,15 @@ class _Problem:
                 break
         return _State(log_u, log_d, log_a, torch.full_like(log_a[..., :1], _TAU)), off / mass
 
-    def iterated_in_products(self, tolerance: float, most: int, mass: Tensor) -> tuple[_State, Tensor, int]:
+    def iterated_in_products(
+        self, tolerance: float, most: int, mass: Tensor, *, patience: float = math.inf
+    ) -> tuple[_State, Tensor, int]:
         """Return the state after some iterations, its error, and their number: 0 where numbers do not fit."""
         p, share = self.p, self.weights.unsqueeze(-2)
         u, d = torch.ones_like(p[..., :1]).expand(*p.shape[:-1], self.cost.shape[0]), mass.new_ones(())
         u_before = u
         fitted = u, d, u[..., :1, :]  # the last, a, has the axis of one histogram
-        error, done = torch.full_like(mass, torch.inf), 0
+        error, done, errors = torch.full_like(mass, torch.inf), 0, list[float]()
         kernel = _Kernel.of(self.cost, self.epsilon) if p.dtype == torch.float64 else None
         for k in range(1, most + 1 if kernel is not None else 1):
             assert kernel is not None
@@ -237,6 +252,9 @@ class _Problem:
                 fitted, error, done = (new_u, d, a), off, k
                 if largest <= tolerance:
                     break
+                errors.append(largest)
+                if _is_hopeless(errors, tolerance, patience):
+                    break
                 if not self.debiased:
                     new_u = _extrapolated(u_before, u, new_u)
             u_before, u = u, new_u
@@ -244,6 +262,14 @@ class _Problem:
         log_a = a.log().squeeze(-2)
         log_d = d.log().expand_as(a).squeeze(-2)
         return _State(u.log(), log_d, log_a, torch.full_like(log_a[..., :1], _TAU)), error, done
+
+
+def _is_hopeless(errors: list[float], tolerance: float, patience: float) -> bool:
+    """Return whether the contraction of the last errors says that more than `patience` iterations are left."""
+    if len(errors) <= _CHECKS:
+        return False
+    speed = math.log(errors[-1 - _CHECKS] / errors[-1]) / (_CHECKS * _CHECK_EVERY)
+    return not speed > 0 or math.log(errors[-1] / tolerance) / speed > patience
 
 
 def _extrapolated(before: Tensor, u: Tensor, after: Tensor) -> Tensor:
@@ -290,107 +316,58 @@ def _exp(cost: Tensor, epsilon: float) -> Tensor:
 
 def _solve(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
     """The state and the error of its marginals: by the iteration, and where that is slow by Newton's method."""
-    k, n = problem.p.shape[-2], problem.cost.shape[0]
-    suits = problem.p.dtype == torch.float64 and not problem.debiased and n <= _ASCENT_BINS
-    state, error = problem.iterate(tolerance, min(_PATIENCE, most) if suits else most)
-    if not suits or most <= _PATIENCE or bool((error <= tolerance).all()):
-        return state, error
-    matrix, batch = problem.cost.dense().double(), error.shape
-    p, weights = problem.p.expand(*batch, k, -1).reshape(-1, k, problem.p.shape[-1]), problem.weights.expand(*batch, k)
-    log_u, log_a = state.log_u.reshape(-1, k, n).clone(), state.log_a.reshape(-1, n).clone()
-    flat = error.reshape(-1).clone()
-    for b in (~(flat <= tolerance)).nonzero().flatten().tolist():
-        ascent = _Ascent(p[b], weights.reshape(-1, k)[b].unsqueeze(-1), matrix)
-        log_u[b], log_a[b], flat[b] = ascent.solve(problem.epsilon, tolerance, most - _PATIENCE)
-    return _State(log_u.view_as(state.log_u), state.log_d, log_a.view_as(state.log_a), state.tau), flat.view(batch)
+    if not problem.suits_ascent:
+        return problem.iterate(tolerance, most)
+    mass = problem.p.sum((-2, -1)) / problem.p.shape[-2]
+    state, off, done = problem.iterated_in_products(tolerance, most, mass, patience=_PATIENCE)
+    error = off / mass
+    is_slow = ~(error <= tolerance)
+    if done < most and bool(is_slow.any()):
+        log_u, log_a = state.log_u.clone(), state.log_a.clone()
+        log_u[is_slow], log_a[is_slow], error[is_slow] = _ascend(problem, is_slow, tolerance, most - done)
+        state = dataclasses.replace(state, log_u=log_u, log_a=log_a)
+    return state, error
 
 
-@dataclass(frozen=True)
-class _Ascent:
-    """Newton's method on the dual of one barycenter, epsilon falling by steps.
+def _ascend(
+    problem: _Problem, chosen: Bool[Tensor, "*batch"], tolerance: float, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log u, log a and the errors of the chosen problems, by Newton's method."""
+    p, weights = problem.p[chosen].cpu(), problem.weights[chosen].cpu()
+    mass = p.sum(-1, keepdim=True)
+    p = p / mass
+    costs = problem.cost.dense().cpu().double().contiguous()
+    (count, k, _), n = p.shape, len(costs)
+    log_u, log_a, error = p.new_zeros(count, k, n), p.new_zeros(count, n), p.new_zeros(count)
+    takes_part = weights > 0
+    for counted in takes_part.unique(dim=0):  # problems in which the same histograms have a weight
+        (same,) = (takes_part == counted).all(-1).nonzero(as_tuple=True)
+        part = same.unsqueeze(-1), counted.nonzero().squeeze(-1)
+        log_u[part], log_a[same], error[same] = _run_kernel(
+            p[part], weights[part], costs, problem.epsilon, tolerance, min(most, _MOST_STEPS)
+        )
+    for b, i in (~takes_part).nonzero().tolist():  # a histogram without weight has no part in the barycenter
+        a, epsilon = log_a[b].exp(), p.new_tensor(problem.epsilon)
+        plan = Problem(a, p[b, i] * a.sum(), DenseCost(costs), epsilon, p.dtype)
+        settings = Settings(tolerance=max(tolerance, 2 * float(error[b])), grad="envelope")
+        log_u[b, i] = log_a[b] + find_potentials(plan, settings)[1].f / problem.epsilon
+    place = problem.p.device
+    return log_u.to(place), (log_a + mass[..., 0, :].log()).to(place), error.to(place)
 
-    With P_k the plans whose columns hold p_k, and a_k their rows, the dual is concave in log u where
-    `sum_k w_k log u_k = 0`, has the gradients -w_k a_k and, in each log u_k, the curvature
-    `H_k = diag(a_k) - P_k diag(1 / p_k) P_k^T`. So `H_k dlog u_k = a - a_k` for the a with `sum_k w_k dlog u_k = 0`.
 
-    Attributes:
-        p: (k, m); weights: (k, 1); matrix: (n, m).
-    """
+def _run_kernel(
+    p: Tensor, weights: Tensor, costs: Tensor, epsilon: float, tolerance: float, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from otloss._kernels._threads import Work, run_on_threads
+    from otloss._kernels.barycenters import barycenter_problems
 
-    p: Tensor
-    weights: Tensor
-    matrix: Tensor
-
-    def solve(self, epsilon: float, tolerance: float, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log u, log a and the error."""
-        steps = [epsilon]
-        while steps[0] * _FALL <= _FIRST_EPSILON * float(self.matrix.max()):
-            steps.insert(0, steps[0] * _FALL)
-        potential = derivative = self.matrix.new_zeros(len(self.p), len(self.matrix))
-        before = math.inf
-        for width in steps:
-            start = potential + (width - before) * derivative if before < math.inf else potential
-            goal = tolerance if width == epsilon else _STAGE_ERROR
-            log_u, log_a, error, done = self._settle(start / width, width, goal, most)
-            # Potentials are nearly a linear function of epsilon where it is small.
-            derivative = (log_u * width - potential) / (width - before) if before < math.inf else derivative
-            potential, before, most = log_u * width, width, most - done
-        return log_u, log_a, error
-
-    def plans(self, log_u: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """The plans (k, m, n), and the dual objective over epsilon."""
-        scores = self.matrix.mT / -epsilon + log_u.unsqueeze(-2)
-        top = scores.amax(-1, keepdim=True)
-        plans = scores.sub_(top).exp_()
-        sums = plans.sum(-1, keepdim=True)
-        value = -(self.weights.unsqueeze(-1) * self.p.unsqueeze(-1) * (top + sums.log())).sum()
-        return plans.mul_(self.p.unsqueeze(-1) / sums), value
-
-    def _settle(self, log_u: Tensor, epsilon: float, goal: float, most: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        mass, done = self.p.sum(-1).mean(), 0
-        while True:
-            for _ in range(2):  # an update by the iteration of the module
-                plans, value = self.plans(log_u, epsilon)
-                rows = plans.sum(-2)
-                log_rows = rows.clamp(min=torch.finfo(rows.dtype).tiny).log()
-                log_a = (self.weights * log_rows).sum(-2)
-                mean, before = (self.weights * rows).sum(-2), log_u
-                error = (self.weights * (rows - mean).abs()).sum() / mass
-                log_u = log_u + log_a - log_rows
-            report("Newton's method on the dual of a barycenter", float(error), tolerance=goal)
-            if bool(error <= goal) or done >= most:
-                return log_u, log_a, error, done
-            step = self._step(plans, rows, mean.clamp(min=_NO_MASS * mass), _RIDGE * error + _LEAST_RIDGE)
-            log_u = before + self._length(before, step, rows, value, epsilon) * step
-            done += 1
-
-    def _length(self, log_u: Tensor, step: Tensor, rows: Tensor, value: Tensor, epsilon: float) -> float:
-        """Halve a step that passes the maximum along it by far; double one that the ridge has shortened."""
-        derivative, length, grows = -(self.weights * rows * step).sum(), 1.0, False
-        for _ in range(_CHANGES):
-            plans, moved = self.plans(log_u + length * step, epsilon)
-            derivative_there = -(self.weights * plans.sum(-2) * step).sum()
-            if not bool((derivative_there >= -derivative / 2) & (moved >= value)):
-                length, stop = length / 2, grows
-            else:
-                grows = length >= 1 and bool(derivative_there > derivative / 2)
-                length, stop = length * 2 if grows else length, not grows
-            if stop:
-                break
-        return length
-
-    def _step(self, plans: Tensor, rows: Tensor, scale: Tensor, ridge: Tensor) -> Tensor:
-        """dlog u, in the variables `sqrt(scale) dlog u`, in which the equations are regular; scale (n,)."""
-        root = scale.sqrt()
-        half = plans / (torch.where(self.p > 0, self.p, 1.0).sqrt().unsqueeze(-1) * root)
-        curvature = -(half.mT @ half)
-        curvature.diagonal(dim1=-2, dim2=-1).add_(rows / scale + ridge)
-        constant = root / torch.linalg.vector_norm(root)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(curvature + torch.outer(constant, constant)))
-        right = (self.weights * (inverse @ (rows / root).unsqueeze(-1)).squeeze(-1)).sum(-2)
-        mean = torch.linalg.solve((self.weights.unsqueeze(-1) * inverse).sum(-3), right)
-        step = (inverse @ (mean - rows / root).unsqueeze(-1)).squeeze(-1) / root
-        return step - (self.weights * step).sum(-2)
+    (count, k, m), n = p.shape, len(costs)
+    log_u, log_a, outcome = p.new_zeros(count, k, n), p.new_zeros(count, n), p.new_zeros(count, 2)
+    posed = (*(t.contiguous().numpy() for t in (p, weights, costs.mT)), epsilon)
+    work = Work("Newton's method on the dual of a barycenter", count * k * n * m, tolerance)
+    answers = log_u.numpy(), log_a.numpy(), outcome.numpy()
+    run_on_threads(barycenter_problems, count, (posed, (tolerance, most), answers), work=work)
+    return log_u, log_a, outcome[:, 0]
 
 
 def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
@@ -584,7 +561,8 @@ def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _
     dtype = torch.promote_types(torch.promote_types(p.dtype, weights.dtype), cost.dtype)
     wide = torch.float64 if p.device.type != "mps" else torch.float32
     batch = check_broadcast(p=p.shape[:-2], weights=weights.shape[:-1])
-    # Masses agree up to rounding, which may exceed the tolerance: plans exist for equal ones only.
+    # Masses, and the sum of the weights, agree up to rounding, which may exceed the tolerance.
     p = p.to(wide) * (mass.mean(-1, keepdim=True) / mass).to(wide).unsqueeze(-1)
-    p, weights = p.expand(*batch, *p.shape[-2:]), weights.to(wide).expand(*batch, p.shape[-2])
+    weights = weights.to(wide) / weights.detach().to(wide).sum(-1, keepdim=True)
+    p, weights = p.expand(*batch, *p.shape[-2:]), weights.expand(*batch, p.shape[-2])
     return _Problem(p, fitted.to(p.device, wide), weights, float(check_positive("epsilon", epsilon)), debiased, dtype)

@@ -45,6 +45,20 @@ def test_is_the_minimum_and_equals_pot(debiased: bool) -> None:
     np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("weights", [[0.3, 0.0, 0.2, 0.1, 0.4], [0.3, 0.1, 0.2, 0.0001, 0.3999]])
+def test_is_the_minimum_where_newtons_method_finds_it(weights: list[float]) -> None:
+    """Heavy tails and nearly empty bins: columns without mass, whose potentials move by far."""
+    x, y = (draw(48, 2, seed=k).logit() * (1 + 0.3 / draw(48, 1, seed=k + 2)) for k in range(2))
+    p = draw(5, 48, seed=4) ** 3 * (draw(5, 48, seed=5) > 0.3) + 1e-12
+    p, cost, shares = p / p.sum(-1, keepdim=True), torch.cdist(x, y).square(), torch.tensor(weights).double()
+    epsilon = 0.003 * float(cost.mean())
+    actual = barycenter(p, cost, shares, epsilon=epsilon, tolerance=1e-9)
+    every = torch.cat([actual.unsqueeze(0), 0.999 * actual + 0.001 * torch.eye(48, dtype=torch.float64)])
+    values = (shares * sinkhorn(every.unsqueeze(1), p, cost, epsilon=epsilon, tolerance=1e-8)).sum(-1)
+    values = values + epsilon * torch.xlogy(every, every).sum(-1)
+    assert values[1:].amin() > values[0]  # mass moved to any bin raises what the barycenter minimises
+
+
 @pytest.mark.parametrize("epsilon", [0.05, 0.02, 0.002])
 def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
     x = torch.linspace(0, 1, 20, dtype=torch.float64)
