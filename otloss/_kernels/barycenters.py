@@ -144,7 +144,9 @@ def remove_mean(weights: Any, x: Any) -> None:
 
 
 @inner()
-def find_joint_step(cells: Any, rows: Any, columns: Any, weights: Any, error: float, x: Any) -> None:
+def find_joint_step(
+    counter: Any, cells: Any, rows: Any, columns: Any, weights: Any, error: float, x: Any
+) -> None:  # fmt: skip
     """Write the step of all potentials over epsilon, with sum_k w_k x_k = 0."""
     size = x.shape[0]
     diagonal, residual, excess, work = np.empty(size), np.empty(size), np.empty(size), np.empty(size)
@@ -165,7 +167,7 @@ def find_joint_step(cells: Any, rows: Any, columns: Any, weights: Any, error: fl
         along, after = 0.0, 0.0
         for j in range(size):
             along += direction[j] * product[j]
-        if not (along > 0 and before > enough):
+        if not (along > 0 and before > enough) or is_stopped(counter, error, np.nan):
             break
         for j in range(size):
             x[j] += before / along * direction[j]
@@ -198,8 +200,8 @@ def find_targets(cells: Any, rows: Any, columns: Any, weights: Any, epsilon: flo
 
 @inner()
 def steps_on_cells(
-    every: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float, most: int,
-    updates: int, log_a: Any,
+    counter: Any, every: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
+    most: int, updates: int, log_a: Any,
 ) -> int:  # fmt: skip
     """Run Newton's method on the cells; return the number of steps. Searches are over the cells of `every`."""
     x, moved, steps = np.empty(columns.mass.shape[0]), 0.0, 0
@@ -208,9 +210,9 @@ def steps_on_cells(
             find_targets(cells, rows, columns, weights, epsilon)
             update(columns, weights, epsilon, log_a)
         error = find_targets(cells, rows, columns, weights, epsilon)
-        if error <= tolerance:
+        if error <= tolerance or is_stopped(counter, error, np.nan):
             return steps
-        find_joint_step(cells, rows, columns, weights, error, x)
+        find_joint_step(counter, cells, rows, columns, weights, error, x)
         derivative = derivative_along(columns, epsilon, 0.0, x)
         if not derivative > 0:
             return steps
@@ -247,7 +249,9 @@ def settle(
         enough, few, searched, updates = max(AIM * tolerance, GAIN * error), min(STEPS, most - steps), cells, UPDATES
         if is_careful:
             few, searched, updates = 1, every, 0
-        steps += max(1, steps_on_cells(searched, cells, rows, columns, weights, epsilon, enough, few, updates, log_a))
+        steps += max(
+            1, steps_on_cells(counter, searched, cells, rows, columns, weights, epsilon, enough, few, updates, log_a)
+        )
         is_careful = False
 
 
