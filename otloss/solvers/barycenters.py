@@ -70,9 +70,9 @@ _FALL_OF_TAU = 32.0  # smaller falls take more steps, and end at a larger tau, a
 _UNKNOWN, _SLOWEST = 1.0, 0.95  # the error where nothing is known, and the ratio of convergence in tau where it is slow
 _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
-# Plain barycenters with at most _ASCENT_ENTRIES entries of plans are found by Newton's method where the contraction
-# over so many checks says that more than _PATIENCE iterations are left.
-_ASCENT_ENTRIES = 2**23
+# Plain barycenters with at most _ASCENT_ENTRIES entries of plans are found by Newton's method, of at most _MOST_STEPS,
+# where the contraction over _CHECKS checks says that more than _PATIENCE iterations are left.
+_ASCENT_ENTRIES = 2**24  # of one problem; each takes 20 bytes on each thread
 _PATIENCE, _CHECKS, _MOST_STEPS = 500, 3, 1000
 _LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
 _LEAST_EXPONENT = -690.0
@@ -187,14 +187,10 @@ class _Problem:
     @property
     def suits_ascent(self) -> bool:
         """Whether Newton's method on the dual applies, where the iteration is slow."""
-        n, m = self.cost.shape
-        tensors = (self.p, self.weights, *self.cost.tensors())
-        return (
-            not self.debiased
-            and n * m <= _LARGEST_MATRIX
-            and self.p.dtype == torch.float64
-            and not needs_torch(*tensors)
-        )
+        entries = self.p.shape[-2] * math.prod(self.cost.shape)
+        if self.debiased or entries > _ASCENT_ENTRIES or self.p.dtype != torch.float64:
+            return False
+        return not needs_torch(self.p, self.weights, *self.cost.tensors())
 
     def detached(self) -> _Problem:
         """Without a graph and without tangents."""
