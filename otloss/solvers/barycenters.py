@@ -135,9 +135,13 @@ def barycenter(
     if not problem.p.numel():  # no problems
         nothing = problem.p.sum((-2, -1)).unsqueeze(-1)
         return nothing.expand(*nothing.shape[:-1], problem.cost.shape[0]).to(problem.dtype)
+    with_graph = makes_graph(problem.p, problem.weights, *problem.cost.tensors())
+    by_newton = debiased and problem.suits_newton
     with torch.no_grad():
-        by_newton = debiased and problem.suits_newton
-        state, error = (_solve_by_newton if by_newton else _solve)(problem.detached(), tolerance, max_iterations)
+        if by_newton:
+            state, error = _solve_by_newton(problem.detached(), tolerance, max_iterations)
+        else:
+            state, error = _solve(problem.detached(), tolerance, max_iterations, with_graph=with_graph)
     if not bool((error <= tolerance).all()):
         warnings.warn(
             f"the barycenter did not converge: an error of {float(error.max()):.3g} where {tolerance:.3g} was asked "
@@ -151,7 +155,7 @@ def barycenter(
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),
         )
-    if not makes_graph(problem.p, problem.weights, *problem.cost.tensors()):
+    if not with_graph:
         return state.log_a.exp().to(problem.dtype)
     return _with_gradient(problem, state).to(problem.dtype)
 
@@ -310,7 +314,7 @@ def _exp(cost: Tensor, epsilon: float) -> Tensor:
     return torch.where(exponent > _LEAST_EXPONENT, exponent.clamp(min=_LEAST_EXPONENT).exp(), 0.0)
 
 
-def _solve(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
+def _solve(problem: _Problem, tolerance: float, most: int, *, with_graph: bool) -> tuple[_State, Tensor]:
     """The state and the error of its marginals: by the iteration, and where that is slow by Newton's method."""
     if not problem.suits_ascent:
         return problem.iterate(tolerance, most)
@@ -320,15 +324,20 @@ def _solve(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tens
     is_slow = ~(error <= tolerance)
     if done < most and bool(is_slow.any()):
         log_u, log_a = state.log_u.clone(), state.log_a.clone()
-        log_u[is_slow], log_a[is_slow], error[is_slow] = _ascend(problem, is_slow, tolerance, most - done)
+        log_u[is_slow], log_a[is_slow], error[is_slow] = _ascend(
+            problem, is_slow, tolerance, most - done, with_graph=with_graph
+        )
         state = dataclasses.replace(state, log_u=log_u, log_a=log_a)
     return state, error
 
 
 def _ascend(
-    problem: _Problem, chosen: Bool[Tensor, "*batch"], tolerance: float, most: int
+    problem: _Problem, chosen: Bool[Tensor, "*batch"], tolerance: float, most: int, *, with_graph: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log u, log a and the errors of the chosen problems, by Newton's method."""
+    """log u, log a and the errors of the chosen problems, by Newton's method.
+
+    Without a graph the log u of histograms without weight are 0: only derivatives need them.
+    """
     p, weights = problem.p[chosen].cpu(), problem.weights[chosen].cpu()
     mass = p.sum(-1, keepdim=True)
     p = p / mass
@@ -342,7 +351,8 @@ def _ascend(
         log_u[part], log_a[same], error[same] = _run_kernel(
             p[part], weights[part], costs, problem.epsilon, tolerance, min(most, _MOST_STEPS)
         )
-    for b, i in (~takes_part).nonzero().tolist():  # a histogram without weight has no part in the barycenter
+    # A histogram without weight has no part in the barycenter.
+    for b, i in (~takes_part).nonzero().tolist() if with_graph else []:
         a, epsilon = log_a[b].exp(), p.new_tensor(problem.epsilon)
         plan = Problem(a, p[b, i] * a.sum(), DenseCost(costs), epsilon, p.dtype)
         settings = Settings(tolerance=max(tolerance, 2 * float(error[b])), grad="envelope")
