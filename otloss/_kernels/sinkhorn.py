@@ -36,6 +36,7 @@ from otloss._kernels.sinkhorn_numbers import (
     FEWEST,
     FIRST_EPSILON,
     ITERATIONS,
+    LARGEST_ESTIMATE,
     LEAST_EIGENVALUE,
     LEAST_ITERATIONS,
     POTENTIAL_ERROR,
@@ -67,10 +68,9 @@ CHECK_EVERY = 10  # iterations between two measurements of the contraction
 LARGEST_RELAXED_PUSH = 0.8  # where w |r - 1| / (r + 1) is larger, an update is not over-relaxed (`sinkhorn_steps`)
 LOST = 1e-12  # a column is lost if its sum of G is below this or above its inverse: its potential is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
-# Steps of Lanczos' method. It ends after FIRST_STEPS or SECOND_STEPS if the least eigenvalue is above CLEAR_AT_FIRST or
-# CLEAR_AT_SECOND: a much smaller one would have shown by then.
-LANCZOS_STEPS, FIRST_STEPS, SECOND_STEPS = 24, 3, 8
-CLEAR_AT_FIRST, CLEAR_AT_SECOND = 0.3, 0.1
+# Steps of Lanczos' method. It ends after FIRST_STEPS if the least eigenvalue is above CLEAR: one that belongs to a few of
+# some thousand bins has shown by then, and after three steps it has not.
+LANCZOS_STEPS, FIRST_STEPS, CLEAR = 24, 8, 0.1
 # |softmin(f) - f| / epsilon from which a symmetric problem updates the potentials and not the factors.
 LARGEST_ASYMMETRY = 20.0
 # Shares of the mass from which bins take part: 1 / share has to fit the kernel.
@@ -268,25 +268,22 @@ def _iterate(
 
 
 @inner(fastmath=FAST)
-def _error_of_potential(work: Any, n: int, m: int) -> tuple[float, float]:
-    """Return an estimate of the largest error of g / epsilon after exact updates, and 1 - lambda.
+def eigenvalue_of_plan(work: Any, n: int, m: int) -> float:
+    """Return 1 - lambda, where lambda is the second eigenvalue of the operator T of `round_trip`.
 
-    Let e be the error of g / epsilon, r the residual P^T 1 / q - 1 and T the operator of `round_trip`. To first order
-    (1 - T) e = r. So |e| <= |r| / (1 - lambda), where lambda is the second eigenvalue of T, from a few steps of
-    Lanczos' method, and |.| the root of the mean square by q. Light bins hardly count in this mean, so the largest
-    |r_j| replaces |r|.
+    `work.p` and `work.q` are the marginals of the plan U G V, of mass one. A few steps of Lanczos' method; all vectors
+    but the marginals and the factors are overwritten.
     """
     p, q, u, v, sums, x, before = work.p, work.q, work.u, work.v, work.column_sums, work.x, work.before
     diagonal, beside, number = work.totals, work.scores, u.dtype.type
-    residual, spread_out = 0.0, 0.0
+    state = np.uint32(1)
     for j in range(m):
-        off = np.float64(sums[j] * v[j] / q[j]) - 1
-        residual = max(residual, abs(off))
-        # The start: multiples of the golden ratio without their whole parts, which resemble no eigenvector.
-        spread_out += 0.6180339887498949
-        spread_out -= 1.0 if spread_out >= 1.0 else 0.0
-        before[j], x[j] = number(0), number(spread_out)
-    count, least = 0, 1.0
+        # The start has pseudo-random numbers of sizes from 0.5 to 1. One with a pattern is orthogonal to eigenvectors
+        # of uniform weights, and one with small numbers nearly so to that of a bin which exchanges mass with one bin.
+        state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))
+        size = 0.5 + (state >> np.uint32(2)) * 2.0**-31
+        before[j], x[j] = number(0), number(size if state & np.uint32(1 << 31) else -size)
+    count = 0
     for k in range(min(LANCZOS_STEPS, m - 1)):
         # The first eigenvector is constant. Rounding brings it back, so it is removed each time.
         mean = number(0)
@@ -304,18 +301,28 @@ def _error_of_potential(work: Any, n: int, m: int) -> tuple[float, float]:
         round_trip(work.kernel, p, q, u, v, x, work.row_sums, sums, n, m)
         diagonal[k] = product(q, x, sums, m)
         count += 1
-        if count in (FIRST_STEPS, SECOND_STEPS):
+        if count == FIRST_STEPS:
             least = least_eigenvalue(diagonal, beside, count)
-            if least > (CLEAR_AT_FIRST if count == FIRST_STEPS else CLEAR_AT_SECOND):
-                break
+            if least > CLEAR:
+                return least
         a, b = number(diagonal[k]), number(beside[k - 1] if k > 0 else 0)
         for j in range(m):
             after = sums[j] - a * x[j] - b * before[j]
             before[j], x[j] = x[j], after
-    rounding = 1e-6 if work.kernel.itemsize == 4 else 1e-15
-    if count not in (FIRST_STEPS, SECOND_STEPS):
-        least = least_eigenvalue(diagonal, beside, count)
-    return (residual + rounding) / least, least
+    return least_eigenvalue(diagonal, beside, count)
+
+
+@inner()
+def error_of_potential(residual: float, least: float, itemsize: int) -> float:
+    """Return an estimate of the largest error of g / epsilon after exact updates.
+
+    Let e be the error and r the residual P^T 1 / q - 1. To first order (1 - T) e = r. So |e| <= |r| / (1 - lambda) in
+    the root of the mean square by q. Light bins hardly count in this mean, so the largest |r_j| replaces |r|. Where the
+    estimate is above LARGEST_ESTIMATE, the first order does not hold.
+    """
+    rounding = 1e-6 if itemsize == 4 else 1e-15
+    error = (residual + rounding) / least
+    return error if error <= LARGEST_ESTIMATE else np.inf
 
 
 @inner()
@@ -475,9 +482,12 @@ def _solve(
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
             lowest_g, highest_g = min(lowest_g, beta[j]), max(highest_g, beta[j])
-        uncertain, outcome[LEAST_EIGENVALUE] = _error_of_potential(work, n, m)
-        outcome[POTENTIAL_ERROR] = epsilon * uncertain
-        outcome[SPREAD] = highest_g - lowest_g
+        residual = 0.0
+        for j in range(m):
+            residual = max(residual, abs(np.float64(work.column_sums[j] * work.v[j] / work.q[j]) - 1))
+        least = eigenvalue_of_plan(work, n, m)
+        outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, cost.itemsize)
+        outcome[SPREAD], outcome[LEAST_EIGENVALUE] = highest_g - lowest_g, least
     outcome[ERROR], outcome[ITERATIONS] = error, done
 
 

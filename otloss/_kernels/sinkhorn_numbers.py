@@ -10,3 +10,5 @@ SETTLING = 200  # iterations at most, once within the tolerance, until light bin
 OVERSHOOT = 3.0  # an error this many times the least one shows that w is too large
 LEAST_CHANGE = 0.02  # of w
 LARGEST_RELAXED_STEP = 1.5  # larger steps of a potential over epsilon are not over-relaxed
+# Of the error of g / epsilon by a linear model: larger ones count as infinite. The second order is the square of this.
+LARGEST_ESTIMATE = 0.1

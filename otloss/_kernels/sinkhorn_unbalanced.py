@@ -34,6 +34,8 @@ from otloss._kernels.sinkhorn import (
     STAGE_ERROR,
     STAGE_ITERATIONS,
     count_positive,
+    eigenvalue_of_plan,
+    error_of_potential,
     extend,
     gather,
     highest_cost,
@@ -43,7 +45,16 @@ from otloss._kernels.sinkhorn import (
     take,
     write_plan,
 )
-from otloss._kernels.sinkhorn_numbers import ERROR, FIRST_EPSILON, ITERATIONS, POTENTIAL_ERROR, SETTLING, STAGE_FACTOR
+from otloss._kernels.sinkhorn_numbers import (
+    ERROR,
+    FIRST_EPSILON,
+    ITERATIONS,
+    LEAST_EIGENVALUE,
+    POTENTIAL_ERROR,
+    SETTLING,
+    SPREAD,
+    STAGE_FACTOR,
+)
 from otloss._kernels.sinkhorn_steps import (
     absorb,
     column_sums,
@@ -116,14 +127,14 @@ def _iterate(
 ) -> tuple[float, int, float]:  # fmt: skip
     """Iterate on phi and gamma until the error, relative to the mass of the plan, is within the tolerance.
 
-    Returns the error, the number of iterations, and at the last epsilon the largest step of the final exact updates.
+    Returns the error, the number of iterations, and at the last epsilon the largest relative error of a column.
     """
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     phi, gamma, kernel, steps = work.phi, work.gamma, work.kernel, work.scores
     pull, damping = sides.pull, sides.damping
     done, since, within, settling, stale = 0, 0, 0, True, True
     w, shift, hopeless = 1.0, 0.0, False
-    before = least = error = change = np.inf
+    before = least = error = residual = np.inf
     while True:
         if stale:
             for j in range(m):
@@ -157,11 +168,13 @@ def _iterate(
             )
             change = max(change, largest_size(steps, n))
             column_sums(kernel, u, sums, n, m)
-            off, total = 0.0, 0.0
+            off, total, residual = 0.0, 0.0, 0.0
             for j in range(m):
                 target = q[j] * math.exp(sides.columns + pull * shift - pull * gamma[j])
-                off += abs(sums[j] * v[j] - target)
+                away = abs(sums[j] * v[j] - target)
+                off += away
                 total += target
+                residual = max(residual, away / target)
             error = off / total
             within += error <= tolerance
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
@@ -177,7 +190,7 @@ def _iterate(
         phi[i] += shift
     for j in range(m):
         gamma[j] -= shift
-    return error, done, change
+    return error, done, residual
 
 
 @inner()
@@ -225,10 +238,10 @@ def _solve_by_steps(
 ) -> tuple[float, int, float, Any]:
     """Iterate at falling values of epsilon, from the potentials in gamma.
 
-    Returns the error, the number of iterations, the largest step of the last exact updates, and the last `Sides`.
+    Returns the error, the number of iterations, the largest relative error of a column, and the last `Sides`.
     """
     gamma, log_p, log_q = work.gamma, math.log(masses[0]), math.log(masses[1])
-    done, step, error, change = 0, epsilon, np.inf, np.inf
+    done, step, error, residual = 0, epsilon, np.inf, np.inf
     while not limits.warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
         step /= STAGE_FACTOR
     while True:
@@ -238,7 +251,7 @@ def _solve_by_steps(
         sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
         for j in range(m):
             gamma[j] = gamma[j] / step + log_p
-        error, more, change = _iterate(
+        error, more, residual = _iterate(
             cost, work, n, m, step, sides, limits.tolerance if last else STAGE_ERROR, limits.settled,
             left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, limits.patience if last else np.inf, last,
         )  # fmt: skip
@@ -248,7 +261,7 @@ def _solve_by_steps(
         for j in range(m):
             gamma[j] = step * (gamma[j] - log_p)
         step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
-    return error, done, change, sides
+    return error, done, residual, sides
 
 
 @spliced
@@ -270,7 +283,7 @@ def _solve(
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
         highest, block = gather(cost, work, n, m), work.costs
-    error, done, change, sides = _solve_by_steps(block, work, n, m, epsilon, highest, masses, limits)
+    error, done, residual, sides = _solve_by_steps(block, work, n, m, epsilon, highest, masses, limits)
     outcome[ITERATIONS] = done
     if not error < np.inf:
         return
@@ -278,14 +291,39 @@ def _solve(
     if plan.shape[0] > 0:
         write_plan(work, n, m, 1.0, plan)
     outcome[ERROR] = error
-    # Two exact updates contract the largest error by k^2.
-    rounding = 1e-6 if work.kernel.itemsize == 4 else 1e-15
-    outcome[POTENTIAL_ERROR] = epsilon * (change + rounding) / (1 - sides.damping * sides.damping)
+    if limits.settled < np.inf:
+        _write_uncertainty(work, n, m, epsilon, residual, sides.damping, outcome)
+
+
+@inner()
+def _write_uncertainty(
+    work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
+) -> None:  # fmt: skip
+    """Write the error and the spread of g, and the least eigenvalue of the equations for g without their constant.
+
+    The constant has a closed form; the caller shifts g by it.
+    """
+    p, q, u, v, sums, number = work.p, work.q, work.u, work.v, work.column_sums, work.u.dtype.type
+    lowest, highest, mass = np.inf, -np.inf, number(0)
+    for j in range(m):
+        lowest, highest = min(lowest, work.gamma[j]), max(highest, work.gamma[j])
+        q[j] = sums[j] * v[j]
+        mass += q[j]
+    # The marginals of the plan as shares of its mass take the places of p and q.
+    row_sums(work.kernel, v, work.row_sums, n, m)
+    for i in range(n):
+        u[i] /= mass
+        p[i] = work.row_sums[i] * u[i]
+    for j in range(m):
+        q[j] /= mass
+    least = 1 - damping * damping * (1 - eigenvalue_of_plan(work, n, m))
+    outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, work.kernel.itemsize)
+    outcome[SPREAD], outcome[LEAST_EIGENVALUE] = epsilon * (highest - lowest), least
 
 
 @compiled(seconds=4)
 def unbalanced_problems(counter: Any, posed: Any, limits: Any, answers: Any, space: Any) -> None:
-    """As `sinkhorn_problems`, with the marginal penalty rho. The error of g is a bound; its spread is not written.
+    """As `sinkhorn_problems`, with the marginal penalty rho.
 
     The error is infinite too where a side has no mass or factors underflow. Then `f` and `g` are not written, or not
     completely.

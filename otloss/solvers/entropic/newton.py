@@ -14,26 +14,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from otloss._kernels import may_run_on
 from otloss.costs import Cost, DenseCost, PointCost
+from otloss.solvers.entropic.dual import ROUNDING, Dual, bound_of_potential, error_of_potential, has_estimate
 from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep, in_float64
 from otloss.solvers.exact import solve_exactly
 from otloss.solvers.exact_clouds import solve_between_clouds, takes_clouds
 from otloss.solvers.problem import Problem
 
 MOST_STEPS = 1000  # of Newton's method
-LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
 SETTLING_STEPS = 40
-ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
-NO_SHARE = 1e-100  # of a row: products of smaller shares are subnormal, on which processors are slow
-RIDGE_OF_MASS = 1e-13  # of the mass: H does not determine the constant in b, nor parts that exchange nothing
+RIDGE = 1e-13  # of the masses of the columns: H does not determine parts that exchange nothing
 
 
 def newton_search(
@@ -86,15 +83,17 @@ def settled_search(problem: Problem, result: SearchResult, chosen: Bool[Tensor, 
 def _settled(problem: Problem, result: SearchResult, chosen: Tensor, goal: Goal) -> SearchResult:
     g = result.g[chosen].cpu().double()
     sweep = Sweep.of(problem)
-    dual, q = _Dual.of(problem, sweep), problem.q
+    dual, q = Dual.of(problem, sweep), problem.q
     b = g / sweep.epsilon
+    tiny = torch.finfo(b.dtype).tiny
     done = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
     for _ in range(min(SETTLING_STEPS, goal.most)):
-        gradient, curvature = dual.derivatives(b, ridge=RIDGE_OF_MASS)
+        gradient, curvature = dual.derivatives(b, ridge=RIDGE)
         step, failed = torch.linalg.solve_ex(curvature, gradient)
-        spread = (step.amax(-1) - step.amin(-1)).clamp(min=torch.finfo(b.dtype).tiny)
+        spread = step.amax(-1) - step.amin(-1) if dual.is_balanced else 2 * step.abs().amax(-1)
+        spread = spread.clamp(min=tiny)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
-        off = gradient.abs().sum(-1) / dual.mass.squeeze(-1)
+        off = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
         unfinished = (off > 0.1 * goal.tolerance) | ((spread > goal.settled) & (off > ROUNDING))
         usable = unfinished & (failed == 0) & torch.isfinite(spread)
         if not bool(usable.any()):
@@ -182,17 +181,12 @@ def _run(
     return f, g, torch.from_numpy(outcome[:, ERROR]), torch.from_numpy(outcome[:, ITERATIONS]).long()
 
 
-def has_estimate(problem: Problem) -> bool:
-    """Return whether `error_of_potential` applies to this problem."""
-    return problem.marginal_penalty is None and math.prod(problem.cost.shape) <= LARGEST_FOR_EIGENVALUE
-
-
 def _estimated(problem: Problem, g: Tensor, goal: Goal) -> Tensor:
     """Return the error of the potentials, NaN where it is not known."""
-    if goal.settled < math.inf and problem.marginal_penalty is not None:
-        return bound_of_potential(problem, g)
     if goal.settled < math.inf and has_estimate(problem):
         return error_of_potential(problem, g)
+    if goal.settled < math.inf and problem.marginal_penalty is not None:
+        return bound_of_potential(problem, g)
     return torch.full_like(problem.epsilon, math.nan)
 
 
@@ -210,70 +204,3 @@ def _with_better(result: SearchResult, chosen: Tensor, new: SearchResult, is_bet
     return dataclasses.replace(
         result, f=f, g=g, error=error, iterations=iterations, potential_error=uncertain, plan=None
     )
-
-
-def bound_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return a bound of the largest error of g in unbalanced problems, where two updates contract it by damping^2."""
-    sweep = Sweep.of(problem)
-    off = (sweep.g_from(sweep.f_from(g)) - g).abs().masked_fill(problem.q.detach() == 0, 0.0).amax(-1)
-    return off / (1 - sweep.damping.squeeze(-1) ** 2)
-
-
-def error_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return an estimate of the largest error of g in the unit of the cost, from the dense matrix in float64."""
-    sweep = Sweep.of(problem)
-    return _Dual.of(problem, sweep).error(g.to(sweep.epsilon.dtype) / sweep.epsilon) * sweep.epsilon.squeeze(-1)
-
-
-@dataclass(frozen=True)
-class _Dual:
-    """The dual as a function of b = g / epsilon.
-
-    Attributes:
-        scores: (..., n, m), log q - C / epsilon.
-        mass: (..., 1).
-    """
-
-    scores: Tensor
-    p: Tensor
-    q: Tensor
-    mass: Tensor
-
-    @staticmethod
-    def of(problem: Problem, sweep: Sweep) -> _Dual:
-        p, q = sweep.log_p.exp(), sweep.log_q.exp()
-        scores = -problem.cost.dense().to(p.dtype) / sweep.epsilon.unsqueeze(-1) + sweep.log_q.unsqueeze(-2)
-        return _Dual(scores, p, q, p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny))
-
-    def derivatives(self, b: Tensor, *, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return the gradient q - S^T p, and H plus a ridge and the projection on constants."""
-        p, q, mass = self.p, self.q, self.mass
-        rows = torch.softmax(self.scores + torch.where(q > 0, b, 0.0).unsqueeze(-2), -1)  # S
-        rows.masked_fill_(rows < NO_SHARE, 0.0)
-        received = (p.unsqueeze(-2) @ rows).squeeze(-2)
-        curvature = torch.diag_embed(received + ridge * mass) - (rows * p.unsqueeze(-1)).mT @ rows
-        return q - received, curvature + q.unsqueeze(-1) * q.unsqueeze(-2) / mass.unsqueeze(-1)
-
-    def error(self, b: Tensor) -> Tensor:
-        """Return the largest relative error of columns over the second least eigenvalue of H, in the metric of q."""
-        gradient, curvature = self.derivatives(b)
-        scale = torch.where(self.q > 0, self.q, 1.0).sqrt()
-        # Bins without mass get the eigenvalue 1. The product of the weights gives it to the constant.
-        scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((self.q == 0).to(b.dtype))
-        least = _least_eigenvalue(scaled)
-        residual = torch.where(self.q > 0, gradient / scale.square(), 0.0).abs().amax(-1)
-        error = (residual + ROUNDING) / least.clamp(min=ROUNDING)
-        return torch.where(least > ROUNDING, error, torch.inf)
-
-
-def _least_eigenvalue(matrix: Tensor) -> Tensor:
-    """Return the least eigenvalue of symmetric matrices with eigenvalues in [0, 1]; 0 if they are singular."""
-    factors, pivots, failed = torch.linalg.lu_factor_ex(matrix)
-    start = (0.6180339887498949 * torch.arange(1, matrix.shape[-1] + 1, dtype=matrix.dtype, device=matrix.device)) % 1
-    x = (start - start.mean()).expand(matrix.shape[:-1]).unsqueeze(-1) + 0.01
-    least = torch.ones_like(matrix[..., 0, 0])
-    for _ in range(INVERSE_ITERATIONS):
-        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-        x = torch.linalg.lu_solve(factors, pivots, x)
-        least = 1 / torch.linalg.vector_norm(x, dim=(-2, -1))
-    return least.masked_fill((failed != 0) | ~least.isfinite(), 0.0)

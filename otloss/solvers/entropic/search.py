@@ -39,15 +39,14 @@ from otloss.solvers.entropic.coarse import (
     takes_clusters,
     warn_where_slow,
 )
-from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep, in_float64, iterate_in_logs
-from otloss.solvers.entropic.newton import (
+from otloss.solvers.entropic.dual import (
     bound_of_potential,
     error_of_potential,
     has_estimate,
-    is_between_large_clouds,
-    newton_search,
-    settled_search,
+    shifted_to_equal_mass,
 )
+from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep, in_float64, iterate_in_logs
+from otloss.solvers.entropic.newton import is_between_large_clouds, newton_search, settled_search
 from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, has_float64, tolerance_of
 
 # Entries of a matrix. Above, the kernel on one thread takes longer than soft minima on all threads.
@@ -108,9 +107,10 @@ def find_potentials(
     with torch.no_grad():
         searched = _on_cpu(problem) if is_faster_on_cpu(problem, settings.impl) else problem
         searched, result = _search(searched, settings, goal)
+        result = shifted_to_equal_mass(searched, result)
         _check_not_too_small(searched, result, min(LEAST_EPSILON / tolerance, LARGEST_LEAST))
         if accurate:
-            result = _with_accurate_potentials(searched, result, goal)
+            result = shifted_to_equal_mass(searched, _with_accurate_potentials(searched, result, goal))
         result = result.to(problem.p.device)
     if searched.cost.dtype != problem.cost.dtype:
         problem = in_float64(problem, with_graph=True)
@@ -276,12 +276,10 @@ def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) 
     if goal.settled == math.inf or goal.symmetric:
         return result
     is_empty = problem.q.detach() == 0
-    if problem.marginal_penalty is not None:
-        bound = bound_of_potential(problem, result.g)
-        unknown = torch.full_like(bound, torch.nan)
-        return dataclasses.replace(result, potential_error=bound, spread=unknown, least_eigenvalue=unknown)
     if problem.p.device.type != "cpu" or not has_estimate(problem):
-        return result
+        if problem.marginal_penalty is None:
+            return result
+        return dataclasses.replace(result, potential_error=bound_of_potential(problem, result.g))
     spread = result.g.masked_fill(is_empty, -torch.inf).amax(-1) - result.g.masked_fill(is_empty, torch.inf).amin(-1)
     return dataclasses.replace(
         result,
@@ -388,10 +386,11 @@ def _warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
         return
     poor = error > UNCERTAIN * spread + NEGLIGIBLE_ERROR * problem.epsilon.detach()
     if bool(poor.any()):
-        share = (error / spread)[poor].amax()
+        share = float((error / spread)[poor].amax())
+        size = f"by {100 * share:.2g} %" if math.isfinite(share) else "by an unknown amount"
         warnings.warn(
-            f"the gradients of the weights are uncertain in {int(poor.sum())} of {poor.numel()} entropic problems, by "
-            f"{100 * float(share):.2g} % in the worst: the plan falls into parts that hardly exchange mass. Raise "
+            f"the gradients of the weights are uncertain in {int(poor.sum())} of {poor.numel()} entropic problems, "
+            f"{size} in the worst: the plan falls into parts that hardly exchange mass. Raise "
             "epsilon; solve(...).potential_error gives it for each problem. Values and gradients of costs are right.",
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),

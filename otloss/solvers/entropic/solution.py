@@ -131,10 +131,7 @@ class EntropicSolution:
     def _rounding(self) -> Tensor:
         """Return what rounding may add to a sum over bins. Bounds include it."""
         problem, f, g = self._in_float64
-        p, q, epsilon = problem.p, problem.q, problem.epsilon
-        mass = p.sum(-1) + q.sum(-1)
-        terms = (p * f.abs()).sum(-1) + (q * g.abs()).sum(-1) + epsilon * mass
-        return 4 * torch.finfo(terms.dtype).eps * terms
+        return 4 * torch.finfo(f.dtype).eps * sizes_of_terms(problem, f, g)
 
     # ---- derivatives of the value ----
 
@@ -180,13 +177,31 @@ def dual_term(potential: Tensor, rho: float | None) -> Tensor:
     return potential if rho is None else -rho * torch.expm1(-potential / rho)
 
 
+def kept_mass(weights: Tensor, potential: Tensor, rho: float) -> Tensor:
+    """Return w_i exp(-f_i / rho), 0 at bins without mass: exp(-f_i / rho) alone may overflow at light bins."""
+    return (weights.log() - potential / rho).exp()
+
+
 def dual_sum(weights: Tensor, potential: Tensor, rho: float) -> tuple[Tensor, Tensor]:
-    """Return sum_i w_i rho (1 - exp(-f_i / rho)) and the mass sum_i w_i exp(-f_i / rho), 0 at bins without mass."""
-    exponent = -potential / rho
-    # The share exp(-f / rho) of a light bin may overflow although its mass does not.
-    mass = torch.where(weights > 0, (weights.log() + exponent).exp(), 0.0)
+    """Return sum_i w_i rho (1 - exp(-f_i / rho)) and the mass sum_i w_i exp(-f_i / rho)."""
+    exponent, mass = -potential / rho, kept_mass(weights, potential, rho)
     gain = torch.where(exponent > 1, mass - weights, weights * exponent.clamp(max=1.0).expm1())
     return -rho * gain.sum(-1), mass.sum(-1)
+
+
+def sizes_of_terms(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return the sum of the sizes of all terms of the primal and dual objectives, each times its own conditioning."""
+    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    rho, mass_p, mass_q = problem.marginal_penalty, p.sum(-1), q.sum(-1)
+    if rho is None:
+        return (p * f.abs()).sum(-1) + (q * g.abs()).sum(-1) + epsilon * (mass_p + mass_q)
+    total = epsilon * mass_p * mass_q
+    for weights, potential in ((p, f), (q, g)):
+        kept, size = kept_mass(weights, potential, rho), potential.abs()
+        # The exponential in the kept mass has the relative error of its exponent.
+        gain = torch.where(size > rho, rho * (weights + kept), weights * size)
+        total = total + (gain + kept * (size + epsilon.unsqueeze(-1) * (1 + size / rho))).sum(-1)
+    return total
 
 
 def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
@@ -200,16 +215,17 @@ def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"
     return from_p + from_q - epsilon * (kept - mass_p * mass_q)
 
 
-def column_marginal(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
-    """Return P^T 1."""
+def log_marginal_ratios(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log(P 1 / p) and log(P^T 1 / q), as their limits at bins without mass."""
     sweep = Sweep.of(problem)
-    return problem.q.detach().to(g.dtype) * ((g - sweep.softmin_columns(f)) / sweep.epsilon).exp()
+    return (f - sweep.softmin_rows(g)) / sweep.epsilon, (g - sweep.softmin_columns(f)) / sweep.epsilon
 
 
-def row_marginal(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
-    """Return P 1."""
-    sweep = Sweep.of(problem)
-    return problem.p.detach().to(f.dtype) * ((f - sweep.softmin_rows(g)) / sweep.epsilon).exp()
+def marginals(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return P 1 and P^T 1."""
+    ratios = log_marginal_ratios(problem, f, g)
+    p, q = ((w.detach().to(f.dtype).log() + x).exp() for w, x in zip((problem.p, problem.q), ratios, strict=True))
+    return p, q
 
 
 def linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
@@ -222,7 +238,7 @@ def linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch
 
 def relative_entropy(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return the entropy term, `sum P log(P / p q^T)` or KL: the derivative of the value in epsilon."""
-    rows, columns = row_marginal(problem, f, g), column_marginal(problem, f, g)
+    rows, columns = marginals(problem, f, g)
     inner = (f * rows).sum(-1) + (g * columns).sum(-1) - linear_cost(problem, f, g)
     entropy = inner / problem.epsilon.detach().to(f.dtype)
     if problem.marginal_penalty is None:
@@ -295,12 +311,21 @@ def _gap_balanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
 def _gap_unbalanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
     rho = problem.marginal_penalty
     assert rho is not None
-    rows, columns = row_marginal(problem, f, g), column_marginal(problem, f, g)
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-    mass = p.sum(-1) * q.sum(-1)
-    primal = (f * rows).sum(-1) + (g * columns).sum(-1) - epsilon * (rows.sum(-1) - mass)
-    for marginal, weights in ((rows, p), (columns, q)):
-        ratio = torch.where(weights > 0, marginal / weights, 1.0)
-        primal = primal + rho * (torch.xlogy(marginal, ratio) - marginal + weights).sum(-1)
-    dual = dual_sum(p, f, rho)[0] + dual_sum(q, g, rho)[0] - epsilon * (rows.sum(-1) - mass)
-    return primal - dual
+    ratio_p, ratio_q = log_marginal_ratios(problem, f, g)
+    rows, columns = (p.log() + ratio_p).exp(), (q.log() + ratio_q).exp()
+    # The entropy term of the plan consists of f, g and C, so the costs cancel; -epsilon (sum P - mass) stands in both.
+    primal = (f * rows).sum(-1) + (g * columns).sum(-1)
+    primal = primal + rho * (_divergence(rows, p, ratio_p) + _divergence(columns, q, ratio_q))
+    return primal - dual_sum(p, f, rho)[0] - dual_sum(q, g, rho)[0]
+
+
+def _divergence(marginal: Tensor, weights: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return KL(marginal | weights) = sum_i w_i (x_i e^x_i - e^x_i + 1), x the logarithm of their ratio."""
+    small = log_ratio.clamp(max=1.0)
+    terms = torch.where(
+        log_ratio > 1.0,
+        marginal * (log_ratio - 1) + weights,
+        weights * (small * small.exp() - small.expm1()),
+    )
+    return terms.sum(-1)

@@ -1,0 +1,162 @@
+"""The dual objective of an entropic problem as a function of one side's potential: Newton's equations, and how far off
+potentials are.
+
+Let b = g / epsilon, let f be the exact update from g, and let S be the plan with rows scaled to one. The rows of the
+plan sum to a = p exp(-f / rho), and its columns should sum to t = q exp(-g / rho). With r = epsilon / rho and
+k = 1 / (1 + r), the dual has in b
+
+    the gradient            t - S^T a
+    the negative Hessian    H = diag(S^T a + r t) - k S^T diag(a) S
+
+In balanced problems rho is infinite: a = p, t = q, r = 0 and k = 1, and a constant in b changes nothing. Where rho is
+large, a constant changes next to nothing: the marginal error, an error of masses, tells it only up to rho times the
+tolerance. But the best constant has a closed form (`shifted_to_equal_mass`).
+
+The error of g is at most the largest relative error of the columns over the least eigenvalue of H, where constants are
+left out, and where both are taken in the metric of t. This is a linear model. Near the limit of its validity the true
+error may be many times larger, so that a larger estimate than LARGEST_ESTIMATE becomes infinite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._kernels.sinkhorn_numbers import LARGEST_ESTIMATE
+from otloss.solvers.entropic.log_domain import SearchResult, Sweep
+from otloss.solvers.problem import Problem
+
+LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
+ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
+NO_SHARE = 1e-100  # of a row: products of smaller shares are subnormal, on which processors are slow
+
+
+@dataclass(frozen=True)
+class Dual:
+    """The dual of a batch of problems.
+
+    Attributes:
+        scores: (..., n, m), log q - C / epsilon.
+        log_p, log_q: logarithms of the weights, or in balanced problems of the shares of the mass.
+        ratio: (..., 1), r.
+    """
+
+    scores: Float[Tensor, "*batch n m"]
+    log_p: Float[Tensor, "*batch n"]
+    log_q: Float[Tensor, "*batch m"]
+    ratio: Float[Tensor, "*batch 1"]
+    is_balanced: bool
+
+    @staticmethod
+    def of(problem: Problem, sweep: Sweep) -> Dual:
+        dtype, rho = sweep.log_p.dtype, problem.marginal_penalty
+        scores = -problem.cost.dense().to(dtype) / sweep.epsilon.unsqueeze(-1) + sweep.log_q.unsqueeze(-2)
+        ratio = torch.zeros_like(sweep.epsilon) if rho is None else sweep.epsilon / rho
+        return Dual(scores, sweep.log_p, sweep.log_q, ratio, rho is None)
+
+    def target(self, b: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
+        """Return t, what the columns of the plan should sum to."""
+        return (self.log_q - self.ratio * b).exp()
+
+    def derivatives(self, b: Float[Tensor, "*batch m"], *, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Return the gradient t - S^T a, and H plus a ridge, in balanced problems plus the projection on constants."""
+        exponents = self.scores + b.masked_fill(self.log_q == -torch.inf, 0.0).unsqueeze(-2)
+        rows = torch.softmax(exponents, -1)  # S
+        rows.masked_fill_(rows < NO_SHARE, 0.0)
+        damping = 1 / (1 + self.ratio)
+        masses = (self.log_p + self.ratio * damping * torch.logsumexp(exponents, -1)).exp()  # a
+        target, received = self.target(b), (masses.unsqueeze(-2) @ rows).squeeze(-2)
+        total = target.sum(-1, keepdim=True)
+        diagonal = received + (self.ratio + ridge) * target
+        curvature = torch.diag_embed(diagonal) - damping.unsqueeze(-1) * (rows * masses.unsqueeze(-1)).mT @ rows
+        if self.is_balanced:
+            curvature = curvature + _constants(target, total)
+        return target - received, curvature
+
+    def error(self, b: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+        """Return the largest relative error of columns over the least eigenvalue of H; infinite where it is unknown."""
+        gradient, curvature = self.derivatives(b)
+        target = self.target(b)
+        if not self.is_balanced:
+            curvature = curvature + _constants(target, target.sum(-1, keepdim=True))
+        has_mass = target > 0
+        scale = torch.where(has_mass, target, 1.0).sqrt()
+        # Bins without mass get the eigenvalue 1. The projection gives it to the constant.
+        scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((~has_mass).to(b.dtype))
+        least = _least_eigenvalue(scaled)
+        residual = torch.where(has_mass, gradient / scale.square(), 0.0).abs().amax(-1)
+        error = (residual + ROUNDING) / least
+        return torch.where(error <= LARGEST_ESTIMATE, error, torch.inf)
+
+
+def has_estimate(problem: Problem) -> bool:
+    """Return whether `error_of_potential` takes less time than the search."""
+    return math.prod(problem.cost.shape) <= LARGEST_FOR_EIGENVALUE
+
+
+def error_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+    """Return an estimate of the largest error of g in the unit of the cost, from the dense matrix in float64."""
+    sweep = Sweep.of(problem)
+    return Dual.of(problem, sweep).error(g.to(sweep.epsilon.dtype) / sweep.epsilon) * sweep.epsilon.squeeze(-1)
+
+
+def bound_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+    """Return a bound of the largest error of g in unbalanced problems, where two updates contract it by k^2."""
+    sweep = Sweep.of(problem)
+    off = (sweep.g_from(sweep.f_from(g)) - g).abs().masked_fill(problem.q.detach() == 0, 0.0).amax(-1)
+    return off / (1 - sweep.damping.squeeze(-1) ** 2)
+
+
+def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResult:
+    """Return the potentials g - s and f + k s of unbalanced problems, with the s that maximises the dual.
+
+    f stays the exact update from g. The rows of the plan sum to p exp(-f / rho); they have the mass that its columns
+    should have, sum_j q_j exp(-g_j / rho), for
+
+        s (1 + k) = rho log(sum_i p_i exp(-f_i / rho) / sum_j q_j exp(-g_j / rho))
+
+    Source: T. Sejourne, F.-X. Vialard, G. Peyre, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn,
+    2022.
+    """
+    rho = problem.marginal_penalty
+    if rho is None:
+        return result
+    f, g = result.f, result.g
+    epsilon = problem.epsilon.detach().to(f.dtype).unsqueeze(-1)
+    of_rows, of_columns = (
+        torch.logsumexp(weights.detach().to(f.dtype).log() - potential / rho, -1, keepdim=True)
+        for weights, potential in ((problem.p, f), (problem.q, g))
+    )
+    damping = rho / (rho + epsilon)
+    shift = (rho / (1 + damping) * (of_rows - of_columns)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # empty sides
+    plan, error = result.plan, result.potential_error
+    if error is not None:  # of the logarithms
+        error = error + 4 * torch.finfo(f.dtype).eps * rho
+    if plan is not None:
+        plan = plan * (-shift / (rho + epsilon)).exp().unsqueeze(-1).to(plan.dtype)
+    return dataclasses.replace(result, f=f + damping * shift, g=g - shift, plan=plan, potential_error=error)
+
+
+def _constants(target: Tensor, total: Tensor) -> Tensor:
+    """Return t t^T over the mass of t: it maps a constant to t, and what t weighs to zero it maps to zero."""
+    tiny = torch.finfo(target.dtype).tiny
+    return target.unsqueeze(-1) * target.unsqueeze(-2) / total.clamp(min=tiny).unsqueeze(-1)
+
+
+def _least_eigenvalue(matrix: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch"]:
+    """Return the least eigenvalue of symmetric matrices with eigenvalues of at least 0; 0 if they are singular."""
+    factors, pivots, failed = torch.linalg.lu_factor_ex(matrix)
+    # A start with a pattern is orthogonal to some eigenvectors of uniform weights.
+    start = torch.rand(matrix.shape[-1], dtype=matrix.dtype, generator=torch.Generator().manual_seed(0))
+    x = (start - 0.5).to(matrix.device).expand(matrix.shape[:-1]).unsqueeze(-1)
+    least = torch.ones_like(matrix[..., 0, 0])
+    for _ in range(INVERSE_ITERATIONS):
+        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+        x = torch.linalg.lu_solve(factors, pivots, x)
+        least = 1 / torch.linalg.vector_norm(x, dim=(-2, -1))
+    return least.masked_fill((failed != 0) | ~least.isfinite(), 0.0)
