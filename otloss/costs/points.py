@@ -318,14 +318,16 @@ class _SquaredDistances(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (upstream,) = gradients
         x, y = ctx.saved_tensors
-        centre = y.detach().mean(-2, keepdim=True)
-        x_c, y_c = x - centre, y - centre
+        # Both products cancel where pairs that are near each other count and lie far from the centre.
+        wide = x.dtype if x.device.type == "mps" else torch.float64
+        upstream, a, b = (t.to(wide) for t in (*gradients, x, y))
+        centre = b.detach().mean(-2, keepdim=True)
+        a, b = a - centre, b - centre
         with torch.autocast(x.device.type, enabled=False):
-            by_x = 2 * (upstream.sum(-1).unsqueeze(-1) * x_c - upstream @ y_c)
-            by_y = 2 * (upstream.sum(-2).unsqueeze(-1) * y_c - upstream.mT @ x_c)
-        return by_x.sum_to_size(x.shape), by_y.sum_to_size(y.shape)
+            by_x = 2 * (upstream.sum(-1).unsqueeze(-1) * a - upstream @ b)
+            by_y = 2 * (upstream.sum(-2).unsqueeze(-1) * b - upstream.mT @ a)
+        return by_x.sum_to_size(x.shape).to(x.dtype), by_y.sum_to_size(y.shape).to(y.dtype)
 
 
 def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:

@@ -63,27 +63,34 @@ class Dual:
         """Return t, what the columns of the plan should sum to."""
         return (self.log_q - self.ratio * b).exp()
 
+    def gradient(self, b: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
+        """Return t - S^T a."""
+        _, _, received = self._plan(b)
+        return self.target(b) - received
+
     def derivatives(self, b: Float[Tensor, "*batch m"], *, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return the gradient t - S^T a, and H plus a ridge, in balanced problems plus the projection on constants."""
+        rows, masses, received = self._plan(b)
+        target, damping = self.target(b), 1 / (1 + self.ratio)
+        curvature = torch.diag_embed(received + (self.ratio + ridge) * target)
+        curvature -= damping.unsqueeze(-1) * (rows * masses.unsqueeze(-1)).mT @ rows
+        return target - received, curvature + _constants(target) if self.is_balanced else curvature
+
+    def _plan(self, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return S, a and S^T a."""
         exponents = self.scores + b.masked_fill(self.log_q == -torch.inf, 0.0).unsqueeze(-2)
-        rows = torch.softmax(exponents, -1)  # S
+        rows = torch.softmax(exponents, -1)
         rows.masked_fill_(rows < NO_SHARE, 0.0)
-        damping = 1 / (1 + self.ratio)
-        masses = (self.log_p + self.ratio * damping * torch.logsumexp(exponents, -1)).exp()  # a
-        target, received = self.target(b), (masses.unsqueeze(-2) @ rows).squeeze(-2)
-        total = target.sum(-1, keepdim=True)
-        diagonal = received + (self.ratio + ridge) * target
-        curvature = torch.diag_embed(diagonal) - damping.unsqueeze(-1) * (rows * masses.unsqueeze(-1)).mT @ rows
-        if self.is_balanced:
-            curvature = curvature + _constants(target, total)
-        return target - received, curvature
+        pull = self.ratio / (1 + self.ratio)
+        masses = (self.log_p if self.is_balanced else self.log_p + pull * torch.logsumexp(exponents, -1)).exp()
+        return rows, masses, (masses.unsqueeze(-2) @ rows).squeeze(-2)
 
     def error(self, b: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
         """Return the largest relative error of columns over the least eigenvalue of H; infinite where it is unknown."""
         gradient, curvature = self.derivatives(b)
         target = self.target(b)
         if not self.is_balanced:
-            curvature = curvature + _constants(target, target.sum(-1, keepdim=True))
+            curvature = curvature + _constants(target)
         has_mass = target > 0
         scale = torch.where(has_mass, target, 1.0).sqrt()
         # Bins without mass get the eigenvalue 1. The projection gives it to the constant.
@@ -142,9 +149,9 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
     return dataclasses.replace(result, f=f + damping * shift, g=g - shift, plan=plan, potential_error=error)
 
 
-def _constants(target: Tensor, total: Tensor) -> Tensor:
+def _constants(target: Tensor) -> Tensor:
     """Return t t^T over the mass of t: it maps a constant to t, and what t weighs to zero it maps to zero."""
-    tiny = torch.finfo(target.dtype).tiny
+    tiny, total = torch.finfo(target.dtype).tiny, target.sum(-1, keepdim=True)
     return target.unsqueeze(-1) * target.unsqueeze(-2) / total.clamp(min=tiny).unsqueeze(-1)
 
 

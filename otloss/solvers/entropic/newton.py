@@ -69,10 +69,6 @@ def settled_search(problem: Problem, result: SearchResult, chosen: Bool[Tensor, 
     Slow modes hardly count in the marginal error. So the dense equations of each step are solved up to rounding here,
     and the steps end where one changes no factor of a plan by a larger share than `goal.settled`.
 
-    Along a step h the third derivative of the dual is at most the second times the spread of h, its largest minus its
-    least entry. So a step shortened by the factor log(1 + spread) / spread always increases the dual.
-
-    Source: F. Bach, Self-concordant analysis for logistic regression, 2010.
     """
     hard = _chosen(problem, chosen)
     new = _settled(hard, result, chosen, goal)
@@ -98,13 +94,25 @@ def _settled(problem: Problem, result: SearchResult, chosen: Tensor, goal: Goal)
         usable = unfinished & (failed == 0) & torch.isfinite(spread)
         if not bool(usable.any()):
             break
-        shortened = (torch.log1p(spread) / spread).unsqueeze(-1) * step
-        b = torch.where(usable.unsqueeze(-1), b + shortened, b)
+        b = torch.where(usable.unsqueeze(-1), b + _shortened(dual, b, step, gradient, spread), b)
         done = done + usable
     f = sweep.f_from(torch.where(q > 0, b * sweep.epsilon, g))
     g = torch.where(q > 0, b * sweep.epsilon, sweep.g_from(f))
     error = sweep.error(g, sweep.g_from(f), sweep.log_q)
     return SearchResult(f, g, error, done, dual.error(g / sweep.epsilon) * problem.epsilon)
+
+
+def _shortened(dual: Dual, b: Tensor, step: Tensor, gradient: Tensor, spread: Tensor) -> Tensor:
+    """Return the step where it halves the derivative of the dual along itself, and elsewhere a safe share of it.
+
+    Along a step h the third derivative of the dual is at most the second times the spread of h, its largest minus its
+    least entry. So a step times log(1 + spread) / spread always increases the dual, but it is at most that logarithm.
+
+    Source: F. Bach, Self-concordant analysis for logistic regression, 2010.
+    """
+    before, after = (gradient * step).sum(-1), (dual.gradient(b + step) * step).sum(-1)
+    share = torch.where(after.abs() <= 0.5 * before, 1.0, torch.log1p(spread) / spread)
+    return share.unsqueeze(-1) * step
 
 
 def _chosen(problem: Problem, chosen: Tensor) -> Problem:
