@@ -40,6 +40,7 @@ from otloss._kernels import may_run_on
 from otloss._kernels.problems import solve_batch
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import makes_graph
+from otloss.solvers.exact_blocks import LEAST_RATIO, blocks_of_plan, rounding_of, settle, with_capped_prices
 from otloss.solvers.problem import Problem
 
 # Per problem; the simplex needs a small multiple of n + m.
@@ -214,7 +215,7 @@ def solve_exactly(problem: Problem) -> ExactSolution:
     start = problem.start
     if start is None and isinstance(cost, PointCost) and _are_apart(cost):
         start = _start_from_sinkhorn(problem, matrix.detach())
-    optimum = solve_exact(problem.p, problem.q, matrix, start=start)
+    optimum = solve_exact(problem.p, problem.q, matrix, start=start, dtype=problem.dtype)
     cell_costs = None if moving is None else moving.pairs(optimum.rows, optimum.columns)
     return ExactSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
 
@@ -264,6 +265,7 @@ def solve_exact(
     matrix: Float[Tensor, "*batch n m"],
     *,
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Optimum:
     """Solve checked problems (weights as `histogram_pair` returns them, finite costs), without a graph.
 
@@ -271,6 +273,7 @@ def solve_exact(
         p, q, matrix: as for `emd`; their leading axes broadcast.
         start: potentials (f, g) of similar problems, with axes that broadcast likewise. They save pivots and change no
             value.
+        dtype: that the weights were given in, whose rounding may leave mass over in a block; that of p by default.
 
     Raises:
         ValueError: if `start` holds a NaN or an infinity.
@@ -288,9 +291,28 @@ def solve_exact(
     arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
     check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
+    for k in np.flatnonzero(outcome[:, 2] > LEAST_RATIO * outcome[:, 0]):
+        _settle_blocks(k, weights, matrices[owners[k]], arrays, float(torch.finfo(dtype or p.dtype).eps))
     pivots = outcome[:, 3].astype(np.int64)
     answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
     return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
+
+
+def _settle_blocks(
+    k: int, weights: list[np.ndarray], matrix: np.ndarray, answers: tuple[np.ndarray, ...], unit: float
+) -> None:  # fmt: skip
+    """Solve problem k again where its bins fall into blocks that only priced pairs connect; fill its answers."""
+    f, g, cells, flows, outcome = (array[k] for array in answers)
+    p, q = (w[k] for w in weights)
+    blocks = blocks_of_plan(matrix, cells, flows, rounding_of(float(p.sum()), len(p) + len(q), unit))
+    if blocks is None:
+        return
+    capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)
+    again = solve_batch(p[None], q[None], capped, owner, start=None, most=_MAX_PIVOTS)
+    check_outcome(again[-1], [p[None], q[None]], torch.Size())
+    for old, new in zip((f, g, cells, flows, outcome), again, strict=True):
+        old[:] = new[0]
+    outcome[:2] = settle(p, q, matrix, blocks, f, g, cells, flows)
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:
