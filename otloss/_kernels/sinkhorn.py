@@ -68,8 +68,8 @@ CHECK_EVERY = 10  # iterations between two measurements of the contraction
 LARGEST_RELAXED_PUSH = 0.8  # where w |r - 1| / (r + 1) is larger, an update is not over-relaxed (`sinkhorn_steps`)
 LOST = 1e-12  # a column is lost if its sum of G is below this or above its inverse: its potential is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
-# Steps of Lanczos' method. It ends after FIRST_STEPS if the least eigenvalue is above CLEAR: one that belongs to a few of
-# some thousand bins has shown by then, and after three steps it has not.
+# Steps of Lanczos' method. It ends after FIRST_STEPS if the least eigenvalue is above CLEAR: one of a few bins among
+# thousands has shown by then, and after three steps it has not.
 LANCZOS_STEPS, FIRST_STEPS, CLEAR = 24, 8, 0.1
 # |softmin(f) - f| / epsilon from which a symmetric problem updates the potentials and not the factors.
 LARGEST_ASYMMETRY = 20.0

@@ -291,8 +291,9 @@ def solve_exact(
     arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
     check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
+    unit = max(torch.finfo(each).eps for each in (dtype or p.dtype, p.dtype))
     for k in np.flatnonzero(outcome[:, 2] > LEAST_RATIO * outcome[:, 0]):
-        _settle_blocks(k, weights, matrices[owners[k]], arrays, float(torch.finfo(dtype or p.dtype).eps))
+        _settle_blocks(k, weights, matrices[owners[k]], arrays, unit)
     pivots = outcome[:, 3].astype(np.int64)
     answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
     return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))

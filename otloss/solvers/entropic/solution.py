@@ -311,7 +311,7 @@ def _gap_balanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
 def _gap_unbalanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
     rho = problem.marginal_penalty
     assert rho is not None
-    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    p, q = (w.detach().to(f.dtype) for w in (problem.p, problem.q))
     ratio_p, ratio_q = log_marginal_ratios(problem, f, g)
     rows, columns = (p.log() + ratio_p).exp(), (q.log() + ratio_q).exp()
     # The entropy term of the plan consists of f, g and C, so the costs cancel; -epsilon (sum P - mass) stands in both.

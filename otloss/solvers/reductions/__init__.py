@@ -7,20 +7,21 @@ apply. `reduce` tries them in this order:
     partial_mass    a part of the mass: a dummy bin on each side takes what stays
     empty_sides     entropic problems without mass on a side are solved for uniform weights instead
     large_epsilon   epsilon is capped where the limit is reached; wide problems are solved in float64
+    priced_blocks   entropic problems whose bins fall into blocks of equal mass, between which costs are far larger
 """
 
 from __future__ import annotations
 
 from otloss.solvers.problem import Problem, Settings
-from otloss.solvers.reductions import empty_sides, large_epsilon, partial_mass, plain_costs
+from otloss.solvers.reductions import empty_sides, large_epsilon, partial_mass, plain_costs, priced_blocks
 from otloss.solvers.reductions.way_back import WayBack
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, list[WayBack]]:
     """Return the problem for the solvers, and the ways back, the one of the first reduction first."""
     ways_back: list[WayBack] = []
-    for reduction in (plain_costs.reduce, partial_mass.reduce, empty_sides.reduce, large_epsilon.reduce):
-        reduced = reduction(problem, settings)
+    for reduction in (plain_costs, partial_mass, empty_sides, large_epsilon, priced_blocks):
+        reduced = reduction.reduce(problem, settings)
         if reduced is not None:
             problem, way_back = reduced
             ways_back.append(way_back)
