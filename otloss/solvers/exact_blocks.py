@@ -86,6 +86,16 @@ def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
     return Blocks(rows, columns)
 
 
+def blocks_of_cells(rows: np.ndarray, columns: np.ndarray, n: int, m: int) -> Blocks:
+    """Return the same for the graph whose edges are these cells."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    edges = coo_array((np.ones(len(rows), bool), (rows, columns + n)), (n + m, n + m))
+    _, labels = connected_components(edges, directed=False)
+    return Blocks(labels[:n], labels[n:])
+
+
 def blocks_of_plan(
     matrix: np.ndarray, cells: np.ndarray, flows: np.ndarray, rounding: float
 ) -> Blocks | None:  # fmt: skip

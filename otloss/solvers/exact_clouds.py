@@ -34,6 +34,7 @@ from otloss._kernels.problems import SIMPLEX
 from otloss.costs import Cost, PointCost
 from otloss.solvers.entropic.coarse import grouped
 from otloss.solvers.exact import ExactSolution, Optimum, check_outcome, solve_exact
+from otloss.solvers.exact_blocks import LEAST_RATIO, blocks_of_cells, price_of, rounding_of
 from otloss.solvers.problem import Problem
 
 METRICS = ("sqeuclidean", "euclidean", "l1")
@@ -45,6 +46,7 @@ CLUSTERS, POINTS_OF_CLUSTER = 1000, 4  # the most for a matrix, and of a cluster
 CELLS, MORE_CELLS = 16, 4  # of a point to begin with, and of those that are added at a time
 ROUNDING = 4e-15  # reduced costs above this, relative to the numbers they are the difference of, count as zero
 MOST_PIVOTS = 1000  # per point
+MOST_BLOCKS = 64  # whose potentials are shifted against each other
 PLAN_BLOCK = 2**24  # cells of the dense plan made at a time
 
 
@@ -120,14 +122,20 @@ def _optimum(problem: Problem) -> Optimum:
         f = among.softmin(g, 0.0)
     basis = _Basis.solved(among, a, b, f, g)
     rows, columns, flows = basis.plan()
-    value = float(flows @ among.pairs(rows, columns))
+    costs = among.pairs(rows, columns)
+    value, scale = float(flows @ costs), float(among.largest() * a.sum())
+    if scale > LEAST_RATIO * value:
+        unit = max(torch.finfo(dtype).eps for dtype in (problem.dtype, problem.p.dtype))
+        rounding = rounding_of(float(a.sum()), sum(among.shape), unit)
+        flows = basis.settle_blocks(rows, columns, flows, price_of(costs.numpy(), flows.numpy(), rounding))
+        value = float(flows @ costs)
     rows, places, flows = of_x.split(rows, flows)
     columns, places_of_columns, flows = of_y.split(columns[places], flows)
     g = torch.full_like(q, -torch.inf).index_copy_(0, of_y.members, basis.g[of_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
     dual = p @ f + q[of_y.members] @ g[of_y.members] * (a.sum() / of_y.masses.sum())
-    gap, scale = value - float(dual), float(among.largest() * a.sum())
+    gap = value - float(dual)
     check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
     answer = (a.new_tensor(value), a.new_tensor(gap), torch.tensor(basis.pivots), f, g)
     cells = (rows[places_of_columns], columns, flows)
@@ -273,6 +281,28 @@ class _Basis:
         ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
         return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
 
+    def settle_blocks(self, rows: Tensor, columns: Tensor, flows: Tensor, price: float) -> Tensor:
+        """Shift the potentials of blocks that only pairs of at least this price connect; return the flows within them.
+
+        The least cost between two blocks is bounded by that between the boxes around their points.
+        """
+        cheap = self.costs < price
+        blocks = blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
+        if not 1 < blocks.count <= MOST_BLOCKS:
+            return flows
+        f, g = self.f.numpy(), self.g.numpy()
+        x, y = (
+            _boxes(points, labels, blocks.count) for points, labels in ((self.x, blocks.rows), (self.y, blocks.columns))
+        )
+        apart = np.maximum(0.0, np.maximum(x[0][:, None] - y[1], y[0] - x[1][:, None]))
+        nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
+        slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
+        shifts = blocks.shifts(f, g, slack - _largest(g, blocks.columns, blocks.count))
+        f += shifts[blocks.rows]
+        g -= shifts[blocks.columns]
+        inside = blocks.rows[rows.numpy()] == blocks.columns[columns.numpy()]
+        return flows * torch.from_numpy(inside)
+
     def _near(self, own: Tensor | None, other: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the cells of least reduced cost, at most `count` for each row, or for each column.
 
@@ -297,6 +327,20 @@ class _Basis:
 
     def _reduced(self, f: Tensor, g: Tensor) -> np.ndarray:
         return self.costs - f.numpy()[self.rows] - g.numpy()[self.columns]
+
+
+def _boxes(points: np.ndarray, labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lower and upper corners (count, d) of the boxes around the points of each label."""
+    low, high = np.full((count, points.shape[1]), np.inf), np.full((count, points.shape[1]), -np.inf)
+    np.minimum.at(low, labels, points)
+    np.maximum.at(high, labels, points)
+    return low, high
+
+
+def _largest(values: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
+    largest = np.full(count, -np.inf)
+    np.maximum.at(largest, labels, values)
+    return largest
 
 
 def _leaves_first(rows: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
