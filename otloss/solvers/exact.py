@@ -40,8 +40,15 @@ from otloss._kernels import may_run_on
 from otloss._kernels.problems import solve_batch
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.exact_blocks import LEAST_RATIO, blocks_of_plan, rounding_of, settle, with_capped_prices
-from otloss.solvers.problem import Problem
+from otloss.solvers.exact_blocks import (
+    LEAST_RATIO,
+    blocks_of_plan,
+    rounding_of,
+    settle,
+    warn_of_prices,
+    with_capped_prices,
+)
+from otloss.solvers.problem import MASS_TOLERANCE, Problem
 
 # Per problem; the simplex needs a small multiple of n + m.
 _MAX_PIVOTS = 10_000_000
@@ -123,7 +130,10 @@ class ExactSolution:
 
     @property
     def potential_error(self) -> Tensor:
-        return torch.zeros_like(self.value.detach())
+        """The rounding of the potentials in the dtype of the answer, without the constant that may be moved."""
+        sizes = [(w - w.mean(-1, keepdim=True)).abs().amax(-1) for w in (self.optimum.f, self.optimum.g)]
+        rounding = torch.finfo(self.problem.dtype).eps * torch.maximum(*sizes)
+        return rounding.to(self.problem.p.device)
 
     @cached_property
     def marginal_error(self) -> Tensor:
@@ -291,22 +301,27 @@ def solve_exact(
     arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
     check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
-    unit = max(torch.finfo(each).eps for each in (dtype or p.dtype, p.dtype))
     for k in np.flatnonzero(outcome[:, 2] > LEAST_RATIO * outcome[:, 0]):
-        _settle_blocks(k, weights, matrices[owners[k]], arrays, unit)
+        _settle_blocks(int(k), weights, matrices[owners[k]], arrays, (dtype or p.dtype, p.dtype))
     pivots = outcome[:, 3].astype(np.int64)
     answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
     return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
 
 
 def _settle_blocks(
-    k: int, weights: list[np.ndarray], matrix: np.ndarray, answers: tuple[np.ndarray, ...], unit: float
+    k: int, weights: list[np.ndarray], matrix: np.ndarray, answers: tuple[np.ndarray, ...],
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:  # fmt: skip
-    """Solve problem k again where its bins fall into blocks that only priced pairs connect; fill its answers."""
+    """Solve problem k again where its bins fall into blocks that only priced pairs connect; fill its answers.
+
+    The weights were given in the coarsest of the dtypes.
+    """
+    unit, tolerance = max(torch.finfo(dtype).eps for dtype in dtypes), max(MASS_TOLERANCE[dtype] for dtype in dtypes)
     f, g, cells, flows, outcome = (array[k] for array in answers)
     p, q = (w[k] for w in weights)
     blocks = blocks_of_plan(matrix, cells, flows, rounding_of(float(p.sum()), len(p) + len(q), unit))
     if blocks is None:
+        warn_of_prices(matrix[cells[0], cells[1]].astype(np.float64), flows, tolerance)
         return
     capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)
     again = solve_batch(p[None], q[None], capped, owner, start=None, most=_MAX_PIVOTS)

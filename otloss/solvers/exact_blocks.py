@@ -14,9 +14,14 @@ d_l + S_kl (S closed under sums along paths) meets the constraints, and is d whe
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
+from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
+
 LEAST_RATIO = 1e3  # of a price to the largest cost that the plan pays
+LEAST_SHARE = 0.01  # of the value, from which mass that may be rounding counts
 ROUNDINGS = 4.0  # of the weights' dtype: the share of the mass that rounding may leave over in a block
 
 
@@ -58,6 +63,29 @@ def price_of(costs: np.ndarray, flows: np.ndarray, rounding: float) -> float:
     """
     paid = float(costs[flows > rounding].max(initial=0.0))
     return LEAST_RATIO * paid if paid > 0 else np.inf
+
+
+def warn_of_prices(costs: np.ndarray, flows: np.ndarray, tolerance: float) -> None:
+    """Warn where a share `tolerance` of the mass, which may be rounding, pays far more than the rest and counts.
+
+    Args:
+        costs, flows: of the cells of a plan.
+    """
+    order = np.argsort(-costs)
+    is_light = np.cumsum(flows[order]) <= tolerance * flows.sum()
+    light, rest = order[is_light], order[~is_light]
+    ordinary = float(costs[rest].max(initial=0.0))
+    at_a_price = light[costs[light] > LEAST_RATIO * ordinary]
+    if ordinary == 0 or costs[at_a_price] @ flows[at_a_price] <= LEAST_SHARE * (costs @ flows):
+        return
+    warnings.warn(
+        f"{flows[at_a_price].sum() / flows.sum():.2g} of the mass moves at costs of up to "
+        f"{costs[at_a_price].max():.3g}, where all other mass pays at most {ordinary:.3g}. If that is rounding of the "
+        "weights, scale them so that p and q have the same mass in each group of bins that exchanges mass, or give "
+        "+inf for the pairs that must not be used.",
+        ConvergenceWarning,
+        stacklevel=level_of_the_caller(),
+    )
 
 
 def rounding_of(mass: float, bins: int, unit: float) -> float:

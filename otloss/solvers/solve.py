@@ -30,6 +30,8 @@ from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
 
+# Mass that is off by the marginal error may have potentials that are off by so many epsilons.
+EPSILONS_OF_AN_ERROR = 10.0
 _DEFAULTS = Settings()
 
 
@@ -248,7 +250,8 @@ def sinkhorn_divergence(
     """Return the debiased divergence `S(p, q) - S(p, p) / 2 - S(q, q) / 2`, S the entropic transport cost, per problem.
 
     It is zero at p = q, and at least zero where `exp(-C / epsilon)` is positive definite: for distances, squared
-    distances and the cosine cost, not for every matrix.
+    distances and the cosine cost, not for every matrix. What the errors of the three terms may have put below zero is
+    zero, with its gradient, so that a root is safe: `torch.where(value > 0, value, 1.0).sqrt().where(value > 0, 0.0)`.
 
     Args:
         p, q, cost, epsilon: as for `sinkhorn`, but costs are finite and at least 0; with `marginal_penalty`,
@@ -283,18 +286,29 @@ def sinkhorn_divergence(
     among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
     problem = pose(p, q, cost, epsilon=epsilon, settings=settings)
     problem, _ = reduce_epsilon(problem, settings) or (problem, None)  # for all three alike
-    settings = dataclasses.replace(settings, tolerance=tolerance_of(problem, settings))
+    tolerance = tolerance_of(problem, settings)
+    settings = dataclasses.replace(settings, tolerance=tolerance)
     dtype, wide = problem.dtype, torch.float64 if has_float64(problem.p.device) else problem.p.dtype
     problem = dataclasses.replace(problem, dtype=wide)  # the difference would lose digits
-    value = answer(problem, settings).value
+    between = answer(problem, settings)
+    value, error = between.value, _error_of_value(between, problem, tolerance)
     for weights, among in ((problem.p, among_p), (problem.q, among_q)):
         cost_within = among.to(problem.cost.dtype)
         with_itself = dataclasses.replace(problem, p=weights, q=weights, cost=cost_within, start=None)
-        value = value - answer(with_itself, settings, symmetric=True).value / 2
+        within = answer(with_itself, settings, symmetric=True)
+        value, error = value - within.value / 2, error + _error_of_value(within, problem, tolerance)
     if settings.marginal_penalty is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
-    return value.to(dtype)
+    is_error = (value < 0) & (value >= -error)
+    return (value - value.detach().where(is_error, 0.0)).to(dtype)
+
+
+def _error_of_value(transport: Transport, problem: Problem, tolerance: float) -> Float[Tensor, "*batch"]:
+    """Return how far off a value may be: the share of the mass that is off, times what that mass may cost more."""
+    mass = problem.p.detach().sum(-1) + problem.q.detach().sum(-1)
+    size = transport.value.detach().abs() + EPSILONS_OF_AN_ERROR * problem.epsilon.detach() * mass
+    return (tolerance + transport.marginal_error) * size
 
 
 def answer(problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None) -> Transport:

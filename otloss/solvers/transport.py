@@ -74,8 +74,8 @@ class Transport:
         potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
             largest one of g, in the unit of the cost. Where the plan falls into parts that hardly exchange mass it is
             large although the marginal error is small. Infinite where rounding decides them, NaN where it is not known
-            (without the numba kernel, or above 2**20 entries), 0 for exact transport, whose potentials are
-            optimal, and one pair of many where the optimum is degenerate. With a marginal penalty it is a bound, too
+            (on a GPU, or above 2**20 entries). Exact potentials are optimal, and one pair of many where the optimum is
+            degenerate: it is their rounding. With a marginal penalty and more than 2**20 entries it is a bound, too
             large by up to the penalty over 2 epsilon, for bins that keep mass.
     """
 
