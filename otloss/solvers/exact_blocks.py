@@ -61,8 +61,8 @@ def price_of(costs: np.ndarray, flows: np.ndarray, rounding: float) -> float:
 
     `rounding` is the mass of a cell of the plan that rounding explains.
     """
-    paid = float(costs[flows > rounding].max(initial=0.0))
-    return LEAST_RATIO * paid if paid > 0 else np.inf
+    largest = float(costs[flows > rounding].max(initial=0.0))
+    return LEAST_RATIO * largest if largest > 0 else np.inf
 
 
 def warn_of_prices(costs: np.ndarray, flows: np.ndarray, tolerance: float) -> None:

@@ -1,7 +1,9 @@
 """Slow, independent answers: linear programming, one-sided finite differences of it, and what needs no oracle."""
 
 from collections.abc import Callable
+from typing import Any
 
+import mpmath
 import numpy as np
 import torch
 from scipy.optimize import linprog
@@ -83,3 +85,48 @@ def sparse_weights(rng: np.random.Generator, n: int) -> np.ndarray:
     p[rng.permutation(n)[: n // 3]] = 0
     weights: np.ndarray = p / p.sum()
     return weights
+
+
+def precise_potentials(
+    p: list[float], q: list[float], cost: list[list[float]], epsilon: float, rho: float | None, g: list[float]
+) -> tuple[list[Any], list[Any], Any]:
+    """Return f, g and the optimum of an entropic problem with weights above 0, in 50 digits; ValueError if singular.
+
+    Newton's method on the dual as a function of g, from a g near the optimum. `rho` is the marginal penalty.
+    """
+    with mpmath.workdps(50):
+        a, b, C = mpmath.matrix(p), mpmath.matrix(q), mpmath.matrix(cost)
+        n, m, mass = len(p), len(q), mpmath.fsum(p) if rho is None else mpmath.mpf(1)
+        damping = mpmath.mpf(1) if rho is None else 1 / (1 + mpmath.mpf(epsilon) / rho)
+        if rho is None:
+            b = b * (mpmath.fsum(a) / mpmath.fsum(b))
+        x = mpmath.matrix(g)
+        for _ in range(200):
+            scores = [[(x[j] - C[i, j]) / epsilon for j in range(m)] for i in range(n)]
+            tops = [max(row) for row in scores]
+            sums = [mpmath.fsum(b[j] * mpmath.exp(scores[i][j] - tops[i]) for j in range(m)) for i in range(n)]
+            f = [-damping * epsilon * (tops[i] + mpmath.log(sums[i] / mass)) for i in range(n)]
+            rows = [a[i] if rho is None else a[i] * mpmath.exp(-f[i] / rho) for i in range(n)]
+            share = [[b[j] * mpmath.exp(scores[i][j] - tops[i]) / sums[i] for j in range(m)] for i in range(n)]
+            target = [b[j] if rho is None else b[j] * mpmath.exp(-x[j] / rho) for j in range(m)]
+            columns = [mpmath.fsum(rows[i] * share[i][j] for i in range(n)) for j in range(m)]
+            system = mpmath.matrix(m, m)
+            for j in range(m):
+                for k in range(m):
+                    system[j, k] = -damping * mpmath.fsum(rows[i] * share[i][j] * share[i][k] for i in range(n))
+                    system[j, k] += target[j] * target[k] / mpmath.fsum(target) if rho is None else 0
+                system[j, j] += columns[j] + (0 if rho is None else target[j] * epsilon / rho)
+            try:
+                step = mpmath.lu_solve(system, mpmath.matrix([t - c for t, c in zip(target, columns, strict=True)]))
+            except ZeroDivisionError as error:
+                raise ValueError("no digit is left") from error
+            size = max(abs(s) for s in step)
+            x += epsilon * step * (1 if size < 0.5 else mpmath.log1p(size) / size)
+            if size < mpmath.mpf(10) ** -30:
+                break
+        if rho is None:
+            value = mpmath.fdot(a, f) + mpmath.fdot(b, x)
+        else:
+            gains = [rho * (w - kept) for w, kept in zip([*a, *b], [*rows, *target], strict=True)]
+            value = mpmath.fsum(gains) - epsilon * (mpmath.fsum(rows) - mpmath.fsum(a) * mpmath.fsum(b))
+        return f, list(x), value

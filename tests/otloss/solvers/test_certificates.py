@@ -1,0 +1,132 @@
+"""What an answer says of its own error, against optima in 50 digits: gap, potential_error and the warnings."""
+
+import math
+import random
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import otloss
+from otloss import ConvergenceWarning
+from tests.otloss.oracles import precise_potentials
+
+
+class Case(NamedTuple):
+    p: Tensor
+    q: Tensor
+    cost: Tensor
+    epsilon: float
+    marginal_penalty: float | None
+
+
+def hostile(seed: int, *, balanced: bool) -> Case:
+    """Small problems with blocks, ties and light bins; in unbalanced ones masses and penalties of any size."""
+    chosen, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype = chosen.choice([torch.float32, torch.float64])
+    n, m = chosen.choice([2, 4, 5]), chosen.choice([2, 4, 5])
+    cost = torch.rand(n, m, generator=generator, dtype=torch.float64)
+    kind = chosen.choice(["random", "blocks", "ties"])
+    if kind == "blocks":
+        rows, columns = (torch.randint(0, 2, (k,), generator=generator) for k in (n, m))
+        cost = 0.3 * cost + 2.0 * (rows[:, None] != columns)
+    elif kind == "ties":
+        cost = (5 * cost).floor()
+    scale = max(float(cost.mean()), 1e-2)
+    light = chosen.choice([0, 0, 1, 5])  # uniform weights have the most plans in parts of equal mass
+    p, q = (10 ** (-light * torch.rand(k, generator=generator, dtype=torch.float64)) for k in (n, m))
+    p, q = p / p.sum(), q / q.sum()
+    penalty = None
+    if not balanced:
+        penalty = scale * 10 ** chosen.uniform(-1, 7)
+        q = q * chosen.choice([1.0, 1.0, 0.1, 3.0])
+        size = chosen.choice([1.0, 1.0, 770.0])
+        p, q = size * p, size * q
+    return Case(p.to(dtype), q.to(dtype), cost.to(dtype), scale * 10 ** chosen.uniform(-2.3, 1), penalty)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_gap_and_potential_error_hold_what_they_say(balanced: bool) -> None:
+    unknown = 0
+    for seed in range(60):
+        case = hostile(seed, balanced=balanced)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # of parts that exchange nothing
+            try:
+                answer = otloss.solve(*case[:3], epsilon=case.epsilon, marginal_penalty=case.marginal_penalty)
+            except otloss.extending.SmallEpsilonError:
+                continue
+        epsilon = float(torch.tensor(case.epsilon, dtype=case.cost.dtype))
+        posed = [w.double().tolist() for w in (answer._problem.p, answer._problem.q)]  # balanced in their dtype
+        g = answer._solution.potentials[1].tolist()
+        told = float(answer._solution.potential_error)
+        unknown += math.isinf(told)
+        try:
+            _, right, optimum = precise_potentials(*posed, case.cost.tolist(), epsilon, case.marginal_penalty, g)
+        except ValueError:
+            assert math.isinf(told)
+            continue
+        off = [float(a) - b for a, b in zip(right, g, strict=True)]
+        shift = (max(off) + min(off)) / 2 if balanced else 0.0
+        rounding = 1e-12 * max(*map(abs, g), epsilon) + 1e-7 * epsilon * (case.cost.dtype == torch.float32)
+        assert max(abs(x - shift) for x in off) <= 2 * told + rounding, seed
+        missing = float(optimum - float(answer.dual_value))
+        assert 0 <= missing <= float(answer.gap), seed
+    assert unknown <= 12
+
+
+@pytest.mark.parametrize("penalty", [1e5, 1e8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_penalty_leaves_the_gradients_right(penalty: float, dtype: torch.dtype) -> None:
+    """The constant between the potentials counts in the marginal error only as itself over the penalty."""
+    p = torch.full((3,), 1 / 3, dtype=dtype, requires_grad=True)
+    q = torch.tensor([0.2, 0.3, 0.5], dtype=dtype, requires_grad=True)
+    cost = torch.tensor([[3.6, 1.8, 4.2], [3.2, 3.7, 4.1], [4.5, 4.7, 4.2]], dtype=dtype)
+    epsilon = 2.0**-10
+    otloss.sinkhorn(p, q, cost, epsilon=epsilon, marginal_penalty=penalty).backward()
+    g = otloss.solve(p.detach(), q.detach(), cost, epsilon=epsilon, marginal_penalty=penalty).potentials[1]
+    potentials = precise_potentials(p.tolist(), q.tolist(), cost.tolist(), epsilon, penalty, g.tolist())
+    for weights, potential in zip((p, q), potentials, strict=False):
+        share = torch.tensor([float(x) for x in potential], dtype=torch.float64) / penalty
+        right = -penalty * torch.expm1(-share) - epsilon * torch.expm1(-share)
+        torch.testing.assert_close(
+            weights.grad.double(), right, rtol=0.0, atol=1e-4 if dtype == torch.float32 else 1e-6
+        )
+
+
+def test_an_unknown_error_of_the_potentials_is_infinite_and_warned_of() -> None:
+    """Two parts that exchange exp(-40) of the mass: float64 cannot tell how their potentials compare."""
+    p, cost = torch.full((2,), 0.5, dtype=torch.float64), torch.tensor([[0.0, 1.0], [1.5, 0.0]], dtype=torch.float64)
+    assert float(otloss.solve(p, p, cost, epsilon=1 / 16).potential_error) < 1e-3
+    with pytest.warns(ConvergenceWarning, match="unknown amount"):
+        answer = otloss.solve(p.clone().requires_grad_(), p, cost, epsilon=1 / 32)
+    assert bool(answer.potential_error.isinf())
+
+
+def test_parts_of_equally_many_bins_of_equal_mass() -> None:
+    """The eigenvector that tells parts {0, 3} and {1, 2} apart is orthogonal to many regular starts."""
+    p, q = torch.full((2,), 0.5), torch.full((4,), 0.25)
+    cost = torch.tensor([[0.0, 1.56, 3.04, 0.92], [2.63, 0.0, 2.94, 3.07]])
+    with pytest.warns(ConvergenceWarning, match="unknown amount"):
+        answer = otloss.solve(p.clone().requires_grad_(), q, cost, epsilon=0.03)
+    assert bool(answer.potential_error.isinf())
+
+
+def test_a_light_bin_far_from_its_start() -> None:
+    """With a penalty, its potential moves by some hundred epsilons, and hardly counts in the marginal error."""
+    p, q = torch.tensor([[1.34, 8e-9], [0.65, 8e-9]], dtype=torch.float64)
+    cost = torch.tensor([[0.0, 10.0], [1.0, 0.0]], dtype=torch.float64)
+    answer = otloss.solve(p, q, cost, epsilon=0.01, marginal_penalty=12.5)
+    f, g, _ = precise_potentials(p.tolist(), q.tolist(), cost.tolist(), 0.01, 12.5, answer.potentials[1].tolist())
+    for potential, right in zip(answer.potentials, (f, g), strict=True):
+        expected = torch.tensor([float(x) for x in right], dtype=torch.float64)
+        torch.testing.assert_close(potential, expected, rtol=0.0, atol=1e-5)
+
+
+def test_the_gap_without_weights() -> None:
+    answer = otloss.solve(
+        torch.tensor([1.0]), torch.tensor([0.0, 1.0]), torch.tensor([[0.0, 1.0]]), epsilon=1e-4, marginal_penalty=1e-4
+    )
+    assert 0 <= float(answer.gap) < 1e-9

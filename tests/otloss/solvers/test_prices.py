@@ -1,0 +1,152 @@
+"""Finite prices for pairs that must not be: blocks of bins, each solved by itself, are the reference."""
+
+import math
+import random
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import otloss
+from otloss import ConvergenceWarning
+from otloss.costs import PointCost
+
+
+class Priced(NamedTuple):
+    """A problem in blocks: rows and columns give the block of each bin."""
+
+    p: Tensor
+    q: Tensor
+    cost: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+def priced(seed: int, dtype: torch.dtype, *, largest: float) -> Priced:
+    """Blocks of equal mass up to the rounding of the dtype, with bins without mass, in any order."""
+    chosen, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    blocks, price = chosen.choice([2, 3, 5]), 10 ** chosen.uniform(3.5, largest)
+    of_rows, of_columns = (
+        torch.arange(3 * blocks)[torch.randperm(3 * blocks, generator=generator)] % blocks for _ in "pq"
+    )
+    n = len(of_rows)
+    cost, spread = (torch.rand(n, n, generator=generator, dtype=torch.float64) for _ in range(2))
+    cost = torch.where(of_rows[:, None] == of_columns, cost, price * (1 + spread))
+    mass = torch.rand(blocks, generator=generator, dtype=torch.float64) + 0.1
+    sides = []
+    for labels in (of_rows, of_columns):
+        weights = torch.rand(n, generator=generator, dtype=torch.float64) + 0.01
+        weights[torch.nonzero(labels == 0)[0]] = 0.0
+        sums = torch.zeros(blocks, dtype=torch.float64).index_add_(0, labels, weights)
+        weights = (weights * (mass / sums)[labels]).to(dtype)
+        sides.append(weights / weights.sum())
+    return Priced(*sides, cost.to(dtype), of_rows, of_columns)
+
+
+def by_blocks(problem: Priced, epsilon: float | None) -> tuple[float, Tensor, Tensor]:
+    """The value in float64, and the derivatives in the weights, centred over the bins of each block that hold mass."""
+    value, gradients = 0.0, [torch.zeros(len(w), dtype=torch.float64) for w in problem[:2]]
+    for k in range(int(problem.rows.max()) + 1):
+        inside = problem.rows == k, problem.columns == k
+        p, q = (w[part].double() for w, part in zip(problem[:2], inside, strict=True))
+        q = q * (p.sum() / q.sum())
+        leaves = [w.requires_grad_() for w in (p, q)]
+        part = otloss.solve(*leaves, problem.cost[inside[0]][:, inside[1]].double(), epsilon=epsilon)
+        mass = float(p.detach().sum())
+        # The entropy against p q^T is that against p q^T / mass, less the logarithm of the mass.
+        value += float(part.value.detach()) - (0.0 if epsilon is None else epsilon * mass * math.log(mass))
+        for gradient, places, found in zip(gradients, inside, torch.autograd.grad(part.value, leaves), strict=True):
+            gradient[places] = found
+    return value, *(centred(g, *labels) for g, labels in zip(gradients, labels_of(problem), strict=True))
+
+
+def labels_of(problem: Priced) -> list[tuple[Tensor, Tensor]]:
+    return [(problem.p, problem.rows), (problem.q, problem.columns)]
+
+
+def centred(gradient: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
+    gradient = gradient.double().clone()
+    for k in range(int(labels.max()) + 1):
+        gradient[labels == k] -= gradient[(labels == k) & (weights > 0)].mean()
+    return gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("epsilon", [None, 0.05])
+def test_blocks_that_only_prices_connect(epsilon: float | None, dtype: torch.dtype) -> None:
+    size = (2e-5 if dtype == torch.float32 else 1e-9) * (1 if epsilon is None else 20)
+    for seed in range(12):
+        problem = priced(seed, dtype, largest=18 if epsilon is None else 12)
+        leaves = [w.requires_grad_() for w in problem[:3]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # how blocks compare is uncertain
+            answer = otloss.solve(*leaves, epsilon=epsilon)
+        gradients = torch.autograd.grad(answer.value, leaves)
+        problem = Priced(*(t.detach() for t in problem))
+        value, *expected = by_blocks(problem, epsilon)
+        assert float(answer.value.detach()) == pytest.approx(value, abs=size)
+        for gradient, labels, right in zip(gradients, labels_of(problem), expected, strict=False):
+            torch.testing.assert_close(centred(gradient, *labels), right, rtol=0.0, atol=5 * size)
+        crossing = gradients[2][problem.rows[:, None] != problem.columns].sum()
+        assert 0 <= float(crossing) < 1e-5
+        assert 0 <= float(answer.gap) < 1e3 * size
+        if epsilon is None:
+            f, g = (potential.detach().double() for potential in answer.potentials)
+            assert float((f[:, None] + g - problem.cost.double()).max()) < size
+
+
+def test_a_divergence_with_prices() -> None:
+    """Its arithmetic is wider than its weights, whose rounding counts."""
+    problem = priced(3, torch.float32, largest=4)
+    inside = problem.rows[:, None] == problem.columns
+    among = 1 - torch.eye(len(problem.p))
+    values = []
+    for price in (1e5, 1e9):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            cost = torch.where(inside, problem.cost, price)
+            values.append(otloss.sinkhorn_divergence(*problem[:2], cost, epsilon=0.05, cost_p=among, cost_q=among))
+    torch.testing.assert_close(*values)
+
+
+def test_mass_that_may_be_rounding_is_named() -> None:
+    """Two millionths of the mass have to pay: more than float32 explains, and less than a user may mean."""
+    cost = torch.full((4, 4), 1e9)
+    cost[:3, :3], cost[3, 3] = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 2.0], [3.0, 2.0, 1.0]]), 0.0
+    p, q = torch.tensor([0.2, 0.2, 0.3, 0.3]), torch.tensor([0.2, 0.2, 0.300002, 0.299998])
+    with pytest.warns(ConvergenceWarning, match="of the mass moves at costs of up to 1e"):
+        value = otloss.emd(p, q, cost)
+    assert float(value) == pytest.approx(2e-6 * 1e9, rel=0.1)
+    assert float(otloss.solve(p, p.flip(0), cost[:3, :1].new_ones(4, 4)).potential_error) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clouds_far_apart_keep_small_potentials(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a matrix: nothing is exchanged between two clusters, so that any constant between them is optimal."""
+    monkeypatch.setattr("otloss.solvers.exact_clouds.LEAST_PAIRS", 2**15)
+    x, y = torch.randn(2, 300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[:150], y[:150] = x[:150] + 1e4, y[:150] + 1e4
+    cost = PointCost(x.to(dtype), y.to(dtype))
+    answer = otloss.solve(None, None, cost)
+    near = otloss.solve(None, None, PointCost(cost.x[:150], cost.y[:150])).value
+    rest = otloss.solve(None, None, PointCost(cost.x[150:], cost.y[150:])).value
+    torch.testing.assert_close(answer.value, (near + rest) / 2)
+    assert max(float(potential.abs().max()) for potential in answer.potentials) < 1e3
+    assert float(answer.gap) < 1e-6
+
+
+def test_gradients_of_points_in_clusters_far_apart() -> None:
+    """Sums over float32 coordinates of 1e4 cancel to differences of 1."""
+    x, y = torch.randn(2, 16, 2, generator=torch.Generator().manual_seed(1))
+    x[:8], y[:8] = x[:8] + 1e4, y[:8] + 1e4
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        points = x.detach().to(dtype, copy=True).requires_grad_()
+        p = torch.full((16,), 1 / 16, dtype=dtype)
+        otloss.sinkhorn(p, p, PointCost(points, y.to(dtype)), epsilon=0.2, tolerance=1e-6).backward()
+        gradients.append(points.grad.double())
+    torch.testing.assert_close(
+        gradients[0], gradients[1], rtol=0.0, atol=1e-3 * float(gradients[1].norm(dim=-1).mean())
+    )
