@@ -1,12 +1,15 @@
 """README.md and the pages of docs/: Python blocks run as printed, and links point to files that exist."""
 
 import ast
+import os
 import re
+import subprocess
 import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import chdir
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,31 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, empty_folder: Path, capsy
         run(block, f"{name_of(page)}, block {number}", names, capsys)
 
 
+KERNELS = """
+import sys, warnings, torch, otloss, otloss_llm
+from numba.core.dispatcher import Dispatcher
+warnings.simplefilter("ignore")
+def compiled():
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("otloss")]
+    kernels = {one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
+    return {(k.py_func.__name__, str(s)) for k in kernels if hasattr(k.py_func, "seconds") for s in k.overloads}
+torch.set_num_threads(1)
+otloss.warm_up()
+otloss_llm.warm_up()
+before = compiled()
+for block in sys.argv[1:]:
+    exec(block, {"__name__": "readme"})
+print(len(before) > 30, sorted(compiled() - before))
+"""
+
+
+def test_warm_up_compiles_what_the_readme_needs(empty_folder: Path) -> None:
+    blocks = [block for block in BLOCKS if "transformers" not in block or find_spec("trl")]
+    given: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", KERNELS, *blocks], check=True, timeout=600, **given)
+    assert done.stdout.splitlines()[-1] == "True []"
+
+
 OF_PARTS = [ROOT / "docs" / name for name in FRAGMENTS]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -92,7 +120,9 @@ def test_an_install_line_installs_what_the_blocks_import(page: Path) -> None:
     nodes = [node for tree in trees for node in ast.walk(tree)]
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    packages = {str(module).partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"pandas"}  # of the reader
+    packages = (
+        {str(module).partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"pandas"}
+    )  # of the reader
     expected = {DISTRIBUTIONS.get(package, package) for package in packages}
     assert expected <= installed_by(PROJECT["name"] + lines[0])
 

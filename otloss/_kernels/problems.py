@@ -70,7 +70,9 @@ def _run_assignment(start: np.ndarray, problems: Arrays, answers: Arrays, *, mos
     if kind not in _compiled:
         counter = np.zeros(3, np.int64)
         kernel, given, memory = _simplex(start, problems, answers, most=most)
-        compile_together((assign_problems, (counter, *arguments, scratch(1))), (kernel, (counter, *given, memory(1, 1))))
+        compile_together(
+            (assign_problems, (counter, *arguments, scratch(1))), (kernel, (counter, *given, memory(1, 1)))
+        )
         _compiled.add(kind)
     run_on_threads(assign_problems, count, arguments, lambda: (scratch(n),), work=work)
 
