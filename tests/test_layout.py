@@ -62,7 +62,8 @@ def test_files_are_named_by_what_they_do() -> None:
 # Beside the kernels' own tests: kernels of applications and of point clouds, the notices of the compiler, and what a
 # command line checks before torch is imported; the table of names of other packages.
 PRIVATE = {
-    "test_gromov.py", "test_documents.py", "test_clusters.py", "test_warm_up.py", "test_cli.py", "test_foreign_keywords.py",
+    "test_gromov.py", "test_documents.py", "test_clusters.py", "test_warm_up.py", "test_cli.py",
+    "test_foreign_keywords.py",
 }  # fmt: skip
 
 

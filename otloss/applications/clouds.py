@@ -163,7 +163,7 @@ def _check_lists(x: Any, y: Any) -> None:
 
 
 def _check_order(*arguments: Any) -> None:
-    """Raise ValueError for weights before the points of each cloud, GeomLoss's order, unless the shapes fit ours too."""
+    """Raise ValueError for weights before the points of each cloud, unless the shapes fit our order too."""
     if not all(isinstance(t, Tensor) for t in arguments):
         return
     a, x, b, y = (tuple(t.shape) for t in arguments)
