@@ -28,13 +28,13 @@ _BINS, _ROWS = 300, 5000
 def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64)) -> None:
     """Compile the kernels of the functions named, values and gradients, or of all functions that have kernels.
 
-    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. All of them take
-    100 to 170 CPU seconds, by the machine; a log line names each. Those of exact transport between large clouds, and of barycenters where
-    iterations are slow, are left to their first call. With both dtypes, where torch may use several threads, a second
-    process compiles those for float64. What is compiled is kept on disk beside the package, or in the user's cache
-    folder where that cannot be written to. The environment variable NUMBA_CACHE_DIR, set before Python starts, chooses
-    another folder. numba reads kernels only from a folder that it may write to. Where there is none, each process
-    compiles for itself, and says so in a log line. The token losses have `otloss_llm.warm_up`.
+    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. All of them take 100 to
+    170 CPU seconds, by the machine; a log line names each. Those of exact transport between large clouds, and of
+    barycenters where iterations are slow, are left to their first call. With both dtypes, where torch may use several
+    threads, a second process compiles those for float64. What is compiled is kept on disk beside the package, or in the
+    user's cache folder where that cannot be written to. The environment variable NUMBA_CACHE_DIR, set before Python
+    starts, chooses another folder. numba reads kernels only from a folder that it may write to. Where there is none,
+    each process compiles for itself, and says so in a log line. The token losses have `otloss_llm.warm_up`.
 
     A kernel may also be compiled in the middle of a loop, where the numbers of a problem ask for one that those before
     did not need: Newton's method where iterations are slow, or float64 where float32 does not suffice.
