@@ -3,8 +3,11 @@
 from otloss import _distribution as _distribution  # first: the other imports fail where files are mixed
 
 # isort: split
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from otloss import costs as costs
 from otloss import nn as nn
+from otloss._foreign import missing_name as _missing_name
 from otloss._warm_up import warm_up as warm_up
 from otloss.applications.clouds import cloud_loss as cloud_loss
 from otloss.applications.documents import document_search as document_search
@@ -73,3 +76,9 @@ __all__ = [
     "wasserstein_circular",
     "wasserstein_tree",
 ]
+
+if not _TYPE_CHECKING:  # for type checkers a module with this function has every name
+
+    def __getattr__(name: str) -> object:
+        """Raise an error that says what to call in place of a name of another package."""
+        raise _missing_name(__name__, name, __all__)

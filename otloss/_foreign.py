@@ -1,4 +1,4 @@
-"""Calls as other packages take them: their keywords are explained, and arrays of numpy are tensors.
+"""Calls as other packages take them: their names and keywords are explained, and arrays of numpy are tensors.
 
 Signatures stay as they are: decorators read the arguments of a call before Python does.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import opcode
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -70,11 +72,83 @@ _KEYWORDS = {
     "label_smoothing": _Keyword(
         "torch", "target", "give soft labels as the target: otloss.losses.soft_labels(target, K, kind)"
     ),
+    "reduction": _Keyword(
+        "torch", None, "take .mean() or .sum() of the values, or a module, such as otloss.nn.CloudLoss(reduction=...)"
+    ),
     "mode": _Keyword("EMOLoss", "weighting", 'leave it out for mode=1, and give weighting="transport" for mode=2'),
     "cost_embedding": _Keyword("EMOLoss", "embedding", "give embedding=cost_embedding"),
 }  # fmt: skip
+# Whose names they are, the names, and what to call here.
+_CALLS = (
+    ("POT", "emd2 emd2_lazy", "otloss.emd(p, q, cost)"),
+    ("POT", "sinkhorn2", "otloss.solve(p, q, cost, epsilon=reg).linear_cost"),
+    ("POT", "sinkhorn_log sinkhorn_stabilized sinkhorn_epsilon_scaling sinkhorn_knopp",
+     "otloss.solve(p, q, cost, epsilon=reg).plan()"),
+    ("POT", "solve_sample empirical_sinkhorn empirical_sinkhorn2",
+     "otloss.solve(None, None, otloss.costs.PointCost(x, y), epsilon=...)"),
+    ("POT", "empirical_sinkhorn_divergence", "otloss.cloud_loss(x, y, epsilon=...)"),
+    ("POT", "solve_batch solve_sample_batch", "otloss.solve(p, q, cost, epsilon=...), whose leading axes are batch"),
+    ("POT", "emd_1d emd2_1d", "otloss.wasserstein_1d(p, q, x, y, order=2)"),
+    ("POT", "wasserstein_circle binary_search_circle", "otloss.wasserstein_circular(p, q, x, period=1)"),
+    ("POT", "sliced_wasserstein_distance", "otloss.sliced_wasserstein(x, y).sqrt()"),
+    ("POT", "sinkhorn_unbalanced sinkhorn_unbalanced2 mm_unbalanced mm_unbalanced2 lbfgsb_unbalanced",
+     "otloss.solve(p, q, cost, epsilon=reg, marginal_penalty=reg_m)"),
+    ("POT", "partial_wasserstein partial_wasserstein2", "otloss.emd(p, q, cost, mass=m)"),
+    ("POT", "entropic_partial_wasserstein", "otloss.solve(p, q, cost, epsilon=reg, mass=m)"),
+    ("POT", "gromov_wasserstein gromov_wasserstein2 solve_gromov fused_gromov_wasserstein fused_gromov_wasserstein2",
+     "otloss.fused_gromov(C1, C2, M, p, q, alpha=...)"),
+    ("POT", "entropic_gromov_wasserstein entropic_gromov_wasserstein2 entropic_fused_gromov_wasserstein "
+     "entropic_fused_gromov_wasserstein2", "otloss.fused_gromov(C1, C2, M, p, q, alpha=..., epsilon=...)"),
+    ("POT", "barycenter_sinkhorn barycenter_debiased barycenter_stabilized",
+     "otloss.barycenter(A.T, C.T, weights, epsilon=reg, debiased=...)"),
+    ("POT", "convolutional_barycenter2d convolutional_barycenter2d_debiased",
+     "otloss.barycenter(images.flatten(1), otloss.costs.GridCost(shape), epsilon=..., debiased=...)"),
+    ("POT", "dist dist_batch", "otloss.costs.PointCost(x, y)"),
+    ("POT", "unif", "None, which stands for equal weights"),
+    ("POT", "EMDTransport SinkhornTransport LinearTransport", "otloss.estimators.TransportAdapter"),
+    ("GeomLoss", "SamplesLoss", "otloss.cloud_loss(x, y, blur=...) or otloss.nn.CloudLoss"),
+    ("GeomLoss", "ImagesBarycenter", "otloss.barycenter(p, otloss.costs.GridCost(shape), epsilon=..., debiased=True)"),
+    ("OTT", "PointCloud", "otloss.costs.PointCost(x, y)"),
+    ("OTT", "Geometry", "otloss.costs.DenseCost(matrix)"),
+    ("OTT", "Grid", "otloss.costs.GridCost(shape)"),
+    ("OTT", "LinearProblem Sinkhorn LRSinkhorn", "otloss.solve(p, q, cost, epsilon=...) or otloss.nn.Sinkhorn"),
+    ("OTT", "QuadraticProblem GromovWasserstein", "otloss.fused_gromov(C1, C2, M, p, q)"),
+    ("OTT", "FixedBarycenter", "otloss.barycenter(p, cost, weights, epsilon=...)"),
+    ("OTT", "sinkdiv", "otloss.sinkhorn_divergence(p, q, cost, epsilon=...) or otloss.cloud_loss(x, y)"),
+    ("OTT", "wassdis_p", "otloss.cloud_loss(x, y, kind=\"emd\")"),
+    ("OTT", "hungarian", "otloss.match(cost)"),
+    ("OTT", "uniform_distance quantile_distance north_west_distance", "otloss.wasserstein_1d(p, q, x, y, order=...)"),
+    ("OTT", "ranks", "otloss.soft_rank(x, epsilon=...)"),
+    ("OTT", "topk_mask", "otloss.soft_top_k(x, k, epsilon=...)"),
+    ("scipy", "wasserstein_distance", "otloss.wasserstein_1d(None, None, u, v) for samples u, v"),
+    ("scipy", "wasserstein_distance_nd",
+     "otloss.emd(None, None, otloss.costs.PointCost(u, v, metric=\"euclidean\")) for samples u, v"),
+    ("scipy", "energy_distance", "(2 * otloss.cdf_distance(p, q, x)).sqrt() for weights p, q at values x"),
+    ("scipy", "linear_sum_assignment", "otloss.match(cost)"),
+    ("ntloss", "NTLoss", "otloss.number_token_loss(logits, labels, values, form=\"wasserstein\")"),
+    ("ntloss", "NTLossDotProduct", "otloss.number_token_loss(logits, labels, values, form=\"mse\")"),
+    ("EMOLoss", "EMOLoss", "otloss_llm.emo_loss(logits[:, :-1], labels[:, 1:], embedding)"),
+    ("torchmetrics", "ContinuousRankedProbabilityScore continuous_ranked_probability_score", "otloss.losses.crps"),
+    ("dlordinal", "EMDLoss", "otloss.ordinal_loss(logits, target)"),
+    ("dlordinal", "CLM", "otloss.nn.CumulativeLinkHead"),
+)  # fmt: skip
 # The exponent of POT's functions on a line; `p` are the weights here.
 _EXPONENT = _Keyword("POT", "order", "give order= for the exponent")
+
+
+def missing_name(module: str, name: str, own: Iterable[str]) -> Exception:
+    """Return what the `__getattr__` of a module is to raise.
+
+    That is an AttributeError. Python shows the text of an AttributeError nowhere if it imports the name, so there it is
+    an ImportError, where the name is one of another package or nearly one of the module's own.
+    """
+    advice = next((f", which is {of}'s; use {ours}" for of, names, ours in _CALLS if name in names.split()), "")
+    if not advice and name[0] != "_" and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.75)):
+        advice = f"; did you mean {near[0]}?"
+    code = sys._getframe(2)
+    if advice and code.f_lasti >= 0 and code.f_code.co_code[code.f_lasti] == opcode.opmap["IMPORT_FROM"]:
+        return ImportError(f"{module} has no {name!r}{advice}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{advice}", name=name)
 
 
 def explains_calls(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -90,7 +164,7 @@ def explains_calls(function: Callable[_P, _R]) -> Callable[_P, _R]:
             extra, options = args[len(positional) :], [n for n in own if n not in positional]
             while isinstance(extra[0], int | float) and options and isinstance(own[options[0]].default, str):
                 options.pop(0)  # a number is not meant for an option of words, as `kind`
-            _raise_too_many(name, extra, positional, options)
+            raise TypeError(_TOO_MANY.get(name) or _too_many(name, extra, positional, options))
         if "order" in own and "p" in positional and isinstance(settings.get("p"), int | float):
             raise TypeError(f"{name} got p={settings['p']}, a number, and p are weights here; {_EXPONENT.advice}.")
         return function(*args, **settings)
@@ -118,15 +192,22 @@ def _message(function: str, name: str, keyword: _Keyword, own: Mapping[str, Any]
     return f"{function} has no option {name!r}, which is {keyword.library}'s; {advice}."
 
 
-def _raise_too_many(function: str, extra: tuple[Any, ...], positional: list[str], options: list[str]) -> None:
+# Calls with more arguments than a function takes that are meant for another function.
+_TOO_MANY = {
+    "match": "match takes one argument, the costs, such as match(torch.cdist(x, y)) between two clouds; for pairs of "
+    "two clouds that are drawn by an optimal plan, call pair(x, y).",
+}
+
+
+def _too_many(function: str, extra: tuple[Any, ...], positional: list[str], options: list[str]) -> str:
     named = [
         f"{name}={value!r}" if isinstance(value, int | float | str) else f"{name}=..."
         for name, value in zip(options, extra, strict=False)
     ]
     advice = f"give options by name: {', '.join(named)}" if named else "leave out the others"
-    raise TypeError(
-        f"{function} takes {len(positional)} arguments without a name, {', '.join(positional)}, and got "
-        f"{len(positional) + len(extra)}; {advice}."
+    return (
+        f"{function} takes {len(positional)} argument{'s' * (len(positional) != 1)} without a name, "
+        f"{', '.join(positional)}, and got {len(positional) + len(extra)}; {advice}."
     )
 
 

@@ -1,4 +1,8 @@
-"""One log line from a call that takes longer than ten seconds: what it does, its error, and how long that will take."""
+"""Log lines from a call that takes longer than ten seconds: what it does, its error, and how long that will take.
+
+The first line comes after ten seconds, and one more each time that the call has taken twice as long. Calls are timed by
+a clock that stands still while a kernel is compiled, which has log lines of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from torch import Tensor
 _log = logging.getLogger("otloss")
 
 SECONDS = 10.0  # after which a call says so
-SAMPLE = 0.5  # share of SECONDS, from which a loop's error is looked at
-LEAST_WAIT = 1.0  # seconds between two looks that an estimate is made from
+SAMPLE = 0.5  # share of the seconds until the next line, from which a loop's error is looked at
+LEAST_WAIT = 1.0  # seconds between two looks that an estimate is made from, if the line is less late than that
 
 
 class _Look(NamedTuple):
@@ -23,16 +27,37 @@ class _Look(NamedTuple):
     share: float
 
 
+class _Clock:
+    """Seconds, but for those in which any thread compiles a kernel."""
+
+    def __init__(self) -> None:
+        self._left_out, self._paused_at = 0.0, math.nan
+
+    def now(self) -> float:
+        paused_at = self._paused_at
+        return (time.perf_counter() if math.isnan(paused_at) else paused_at) - self._left_out
+
+    def pause(self) -> None:
+        self._paused_at = time.perf_counter()
+
+    def resume(self) -> float:
+        """Return the seconds since `pause`."""
+        seconds = 0.0 if math.isnan(self._paused_at) else time.perf_counter() - self._paused_at
+        self._left_out, self._paused_at = self._left_out + seconds, math.nan
+        return seconds
+
+
 class _Call(threading.local):
     """The outermost public call on this thread."""
 
     name = ""
     started = 0.0
-    is_told = False
+    due = SECONDS  # the seconds of the call at which the next line is due
     work = ""
     first = _Look(0.0, math.nan, math.nan)
 
 
+clock = _Clock()
 _call = _Call()
 
 
@@ -40,7 +65,7 @@ def begin(name: str) -> bool:
     """Note the start of a public call; return whether it is the outermost one, which is to `end`."""
     if _call.name:
         return False
-    _call.name, _call.started, _call.is_told, _call.work = name, time.perf_counter(), False, ""
+    _call.name, _call.started, _call.due, _call.work = name, clock.now(), SECONDS, ""
     return True
 
 
@@ -49,29 +74,32 @@ def end() -> None:
 
 
 def report(work: str, error: float | Tensor = math.nan, *, tolerance: float = 0.0, share: float = math.nan) -> None:
-    """Say once what a call that takes long does; loops and kernels call it as often as they like.
+    """Say what a call that takes long does; loops and kernels call it as often as they like.
 
     Args:
         work: what the loop does, in words.
         error: its error so far, which is to fall to `tolerance`.
         share: of the loop that is done.
     """
-    if not _call.name or _call.is_told:
+    if not _call.name:
         return
-    elapsed = time.perf_counter() - _call.started
-    if elapsed < SAMPLE * SECONDS:
+    elapsed, is_new = clock.now() - _call.started, _call.work != work
+    if elapsed < _call.due * (SAMPLE if is_new else 1.0):
         return
     worst = float(error.detach().amax()) if isinstance(error, Tensor) else error
     look = _Look(elapsed, worst, share)
-    if _call.work != work:
+    if is_new:
         _call.work, _call.first = work, look
-    if elapsed < SECONDS or elapsed - _call.first.time < LEAST_WAIT:
+    late = elapsed - _call.due
+    if late < 0 or max(late, elapsed - _call.first.time) < LEAST_WAIT:
         return
-    _call.is_told = True
     known = "" if math.isnan(worst) else f", error {worst:.2g}" + f" (to fall to {tolerance:.2g})" * (tolerance > 0)
     left = _seconds_left(_call.first, look, tolerance)
     time_left = "the time left is not known" if left is None else f"about {left:.2g} s left"
     _log.warning("%s runs for %.0f s: %s%s; %s", _call.name, elapsed, work, known, time_left)
+    _call.first = look
+    while _call.due <= elapsed:
+        _call.due *= 2
 
 
 def _seconds_left(first: _Look, now: _Look, tolerance: float) -> float | None:

@@ -28,17 +28,21 @@ _BINS, _ROWS = 300, 5000
 def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64)) -> None:
     """Compile the kernels of the functions named, values and gradients, or of all functions that have kernels.
 
-    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. All of them take about
-    80 CPU seconds; a log line names each. Those of Newton's method and of exact transport between large clouds are left
-    to their first call. With both dtypes, where torch may use several threads, a second process
-    compiles those for float64. What is compiled is kept on disk beside the package, or in the user's cache folder where
-    that cannot be written to. The environment variable NUMBA_CACHE_DIR, set before Python starts, chooses another
-    folder. numba reads kernels only from a folder that it may write to. Where there is none, each process compiles for
-    itself, and says so in a log line. The token losses have `otloss_llm.warm_up`.
+    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. All of them take 100 to
+    170 CPU seconds, by the machine; a log line names each. Those of exact transport between large clouds, and of
+    barycenters where iterations are slow, are left to their first call. With both dtypes, where torch may use several
+    threads, a second process compiles those for float64. What is compiled is kept on disk beside the package, or in the
+    user's cache folder where that cannot be written to. The environment variable NUMBA_CACHE_DIR, set before Python
+    starts, chooses another folder. numba reads kernels only from a folder that it may write to. Where there is none,
+    each process compiles for itself, and says so in a log line. The token losses have `otloss_llm.warm_up`.
+
+    A kernel may also be compiled in the middle of a loop, where the numbers of a problem ask for one that those before
+    did not need: Newton's method where iterations are slow, or float64 where float32 does not suffice.
 
     Args:
-        names: some of "emd", "sinkhorn", "solve", "sinkhorn_divergence", "wasserstein_1d", "cdf_distance",
-            "sliced_wasserstein", "ordinal_loss", "boosting", "documents" and "fused_gromov"; none for all.
+        names: some of "emd", "sinkhorn", "solve", "sinkhorn_divergence", "newton" (of the entropic ones, where
+            iterations are slow), "wasserstein_1d", "cdf_distance", "sliced_wasserstein", "ordinal_loss", "boosting",
+            "documents" and "fused_gromov"; none for all.
         dtypes: torch.float32, torch.float64 or both.
 
     Raises:
@@ -139,6 +143,11 @@ def _divergence(dtype: torch.dtype) -> None:
     sinkhorn_divergence(p, q, PointCost(x, x.detach() + 1), epsilon=1.0).backward()
 
 
+def _newton(_: torch.dtype) -> None:
+    x = _points(50, torch.float64).detach()
+    sinkhorn(None, None, PointCost(x, 2 * x.flip(-1)), epsilon=1e-3)
+
+
 def _line(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
     x = torch.linspace(0, 1, _BINS, dtype=dtype, device="cpu").expand(_ROWS // 50, _BINS).clone().requires_grad_()
     p, q = (_weights(_ROWS // 50, _BINS, dtype=dtype) for _ in range(2))
@@ -193,12 +202,13 @@ def _fused_gromov(dtype: torch.dtype) -> None:
 
 
 # Their kernels are the same ones for every dtype.
-_IN_FLOAT64 = ("fused_gromov",)
+_IN_FLOAT64 = ("newton", "fused_gromov")
 _EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
     "emd": _emd,
     "sinkhorn": _sinkhorn,
     "solve": _solve,
     "sinkhorn_divergence": _divergence,
+    "newton": _newton,
     "wasserstein_1d": _quantiles,
     "cdf_distance": lambda dtype: _line(cdf_distance, dtype),
     "sliced_wasserstein": _sliced,

@@ -10,7 +10,8 @@ of how to build your own. The names may change from one minor version to the nex
     autograd        once_only, check_no_tangent, check_no_transform: errors in place of derivatives that are not given;
                     makes_graph; eager: decorates a function that runs outside of graphs of torch.compile
     errors          ConvergenceWarning, level_of_the_caller, SmallEpsilonError;
-                    explains_calls, takes_arrays: decorators for calls as other packages take them;
+                    explains_calls, takes_arrays: decorators for calls as other packages take them; missing_name: the
+                    error of a module for their names;
                     missing_package, install_hint, DISTRIBUTION: packages of an extra
     losses          reduced; SCALINGS, TEXT_OVER_WORST, checked_values, number_line,
                     signed_log: the line of number tokens
@@ -43,6 +44,7 @@ from otloss._checks import missing_package as missing_package
 from otloss._distribution import DISTRIBUTION as DISTRIBUTION
 from otloss._distribution import install_hint as install_hint
 from otloss._foreign import explains_calls as explains_calls
+from otloss._foreign import missing_name as missing_name
 from otloss._foreign import takes_arrays as takes_arrays
 from otloss._kernels import may_run_on as may_run_on
 from otloss.costs.cost import arithmetic_dtype as arithmetic_dtype

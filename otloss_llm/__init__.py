@@ -13,6 +13,7 @@ from otloss_llm import _start as _start  # before torch, for Ctrl-C while that i
 # isort: split
 from otloss import __version__ as __version__
 from otloss.extending import install_hint as _install_hint
+from otloss.extending import missing_name as _missing_name
 from otloss.extending import missing_package as _missing_package
 from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.costs.choice import NumberSettings as NumberSettings
@@ -91,7 +92,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Load the trainer on first use: the losses alone need no transformers."""
     if name not in _NEEDS_TRANSFORMERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _missing_name(__name__, name, __all__)
     try:
         from otloss_llm.training import trainer
     except ImportError as error:

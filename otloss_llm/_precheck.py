@@ -23,8 +23,8 @@ COMMANDS = {
         "ObjectiveArguments",
         "ObjectiveTrainingArguments",
     ),
-    "generate": ("ModelArguments", "GenerateArguments"),
-    "evaluate": ("ModelArguments", "EvaluateArguments"),
+    "generate": ("UsedModelArguments", "GenerateArguments"),
+    "evaluate": ("UsedModelArguments", "EvaluateArguments"),
     "compare": (
         "CompareModelArguments",
         "CompareTextArguments",
@@ -33,6 +33,13 @@ COMMANDS = {
         "ObjectiveTrainingArguments",
     ),
 }
+# Options of train that have another name in generate and evaluate.
+_OF_TRAIN = {
+    "per_device_eval_batch_size": "--batch_size", "per_device_train_batch_size": "--batch_size",
+    "validation_text": "--text", "test_text": "--text", "train_text": "--text",
+    "validation_questions": "--questions", "test_questions": "--questions", "train_questions": "--questions",
+    "bf16": "--dtype bfloat16", "fp16": "--dtype float16", "no_cuda": "--use_cpu", "output_dir": "--output_file",
+}  # fmt: skip
 _MODELS = ("model_name_or_path", "tokenizer_name", "judge", "model_sizes", "source")
 _TEXTS = (
     "train_text", "validation_text", "test_text", "train_questions", "validation_questions", "test_questions",
@@ -77,7 +84,8 @@ def first_error(arguments: Sequence[str]) -> str | None:
 
 def unknown_option(command: str, written: str, options: list[str]) -> str:
     """The error of an option that the command does not have."""
-    near = get_close_matches(written.partition("=")[0], options, n=1)
+    named = _OF_TRAIN.get(_name(written.partition("=")[0]), "")
+    near = [named] if named.partition(" ")[0] in options else get_close_matches(written.partition("=")[0], options, n=1)
     return f"{command} has no option {written!r}{f', did you mean {near[0]}?' if near else ''} (see {command} --help)."
 
 

@@ -60,8 +60,11 @@ def test_files_are_named_by_what_they_do() -> None:
 
 
 # Beside the kernels' own tests: kernels of applications and of point clouds, the notices of the compiler, and what a
-# command line checks before torch is imported.
-PRIVATE = {"test_gromov.py", "test_documents.py", "test_clusters.py", "test_warm_up.py", "test_cli.py"}
+# command line checks before torch is imported; the table of names of other packages.
+PRIVATE = {
+    "test_gromov.py", "test_documents.py", "test_clusters.py", "test_warm_up.py", "test_cli.py",
+    "test_foreign_keywords.py",
+}  # fmt: skip
 
 
 def test_tests_mirror_the_sources_and_import_private_names_for_kernels_alone() -> None:

@@ -1,9 +1,15 @@
 """README.md and the pages of docs/: Python blocks run as printed, and links point to files that exist."""
 
+import ast
+import os
 import re
+import subprocess
+import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import chdir
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +68,81 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, empty_folder: Path, capsy
     names: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks, start=1):
         run(block, f"{name_of(page)}, block {number}", names, capsys)
+
+
+KERNELS = """
+import sys, warnings, torch, otloss, otloss_llm
+from numba.core.dispatcher import Dispatcher
+warnings.simplefilter("ignore")
+def compiled():
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("otloss")]
+    kernels = {one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
+    return {(k.py_func.__name__, str(s)) for k in kernels if hasattr(k.py_func, "seconds") for s in k.overloads}
+torch.set_num_threads(1)
+otloss.warm_up()
+otloss_llm.warm_up()
+before = compiled()
+for block in sys.argv[1:]:
+    exec(block, {"__name__": "readme"})
+print(len(before) > 30, sorted(compiled() - before))
+"""
+
+
+def test_warm_up_compiles_what_the_readme_needs(empty_folder: Path) -> None:
+    blocks = [block for block in BLOCKS if "transformers" not in block or find_spec("trl")]
+    given: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", KERNELS, *blocks], check=True, timeout=600, **given)
+    assert done.stdout.splitlines()[-1] == "True []"
+
+
+OF_PARTS = [ROOT / "docs" / name for name in FRAGMENTS]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "emo": "EMOLoss", "ot": "POT", "otloss_llm": "otloss"}  # by module
+
+
+def installed_by(*requirements: str) -> set[str]:
+    """The distributions that requirements name, those of the extras among them."""
+    names = set()
+    for requirement in requirements:
+        name, extras = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()  # type: ignore[union-attr]
+        own = name == PROJECT["name"]
+        inside = [one for extra in (extras or "").split(",") if own and extra for one in EXTRAS[extra]]
+        names |= {"otloss" if own else name} | installed_by(*inside, *(PROJECT["dependencies"] if own else ()))
+    return names
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_an_install_line_installs_what_the_blocks_import(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(r'pip install "\.(\[[\w,]+\])"', text) or ["[all]"]
+    trees = [ast.parse(block) for block in BLOCK.findall(text)] if page not in OF_PARTS else []
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    packages = (
+        {str(module).partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"pandas"}
+    )  # of the reader
+    expected = {DISTRIBUTIONS.get(package, package) for package in packages}
+    assert expected <= installed_by(PROJECT["name"] + lines[0])
+
+
+def test_messages_and_pages_name_extras_that_hold_the_package() -> None:
+    pages = [README, *(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))]
+    named = {name for text in pages for many in re.findall(r"otloss\[([\w,]+)\]", text) for name in many.split(",")}
+    listed = re.search(r"extras: ([^\n]*)", README)
+    assert listed is not None
+    assert named | set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", listed[1]))) <= EXTRAS.keys()
+    packages: dict[str, set[str]] = {"plot": {"matplotlib"}, "boost": {"xgboost", "lightgbm"}, "bench": {"ntloss"}}
+    for path in (path for folder in ("otloss", "otloss_llm", "benchmarks") for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        hints = re.findall(r"install_hint\([\"'](\w+)[\"']\)", text)
+        assert set(hints) <= EXTRAS.keys(), path
+        for names in re.findall(r"missing_package\(error, (\"[^)]*)\)|_OF_THE_EXTRA = \(([^)]*)\)", text):
+            packages.setdefault(hints[0] if hints else "llm", set()).update(re.findall(r"\w+", "".join(names)))
+    assert {"transformers", "tokenizers"} <= packages["llm"]
+    for extra, names in packages.items():
+        assert names <= installed_by(*EXTRAS[extra]), extra
 
 
 def test_links_point_to_files() -> None:

@@ -36,6 +36,11 @@ class KernelCache(FunctionCache):
         stamp = repr((numba.__version__, locator.get_source_stamp(), sources))
         self._cache_file = _Files(locator.get_cache_path(), self._impl.filename_base, stamp)
 
+    def is_kept(self, signature: tuple[Any, ...], context: Any) -> bool:
+        """Whether there is a file for the signature, which may be damaged."""
+        context.refresh()
+        return self._cache_file.has(self._index_key(signature, context.codegen()))
+
     def save_overload(self, signature: Any, result: Any) -> None:
         try:
             super().save_overload(signature, result)
@@ -51,6 +56,9 @@ class KernelCache(FunctionCache):
 
 class _Files(IndexDataCacheFile):
     """The files of a kernel: a digest and the pickled result of numba."""
+
+    def has(self, key: Any) -> bool:
+        return self._path(key).exists()
 
     def load(self, key: Any) -> Any:
         try:

@@ -1,6 +1,7 @@
 """One log line before and after a kernel is compiled, which takes seconds; the garbage collector is off meanwhile.
 
-numba calls the listener for the functions of every package; it ignores those of others.
+numba calls the listener for the functions of every package; it ignores those of others. The clock of a call stands
+still while a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -8,14 +9,24 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from numba import types
 from numba.core import event
 
+from otloss._kernels._cache import KernelCache
+from otloss._progress import clock
+
 _log = logging.getLogger("otloss")
+
+# What kernels are for that the numbers of a problem ask for, and not its shape: one of these may be compiled late.
+_FOR = {
+    "newton_problems": "Newton's method, for a problem of slow iterations",
+    "barycenter_problems": "Newton's method, for a barycenter of slow iterations",
+    "split_flows": "for clouds with equal points",
+}
 
 
 class _Listener(event.Listener):
@@ -26,21 +37,25 @@ class _Listener(event.Listener):
     """
 
     def __init__(self) -> None:
-        self._depth, self._collects, self._start = 0, False, 0.0
+        self._depth, self._collects = 0, False
+        self.announced: set[tuple[Any, Any]] = set()
 
     def on_start(self, occurrence: Any) -> None:
         self._depth += self._depth > 0 or _is_ours(occurrence.data["dispatcher"])
         if self._depth == 1:
-            self._collects, self._start = gc.isenabled(), time.perf_counter()
+            self._collects = gc.isenabled()
+            clock.pause()
             gc.disable()
             with suppress(Exception):
-                _announce(occurrence.data["dispatcher"], occurrence.data["args"])
+                compilation = occurrence.data["dispatcher"], tuple(occurrence.data["args"])
+                if compilation not in self.announced:
+                    _announce([compilation])
 
     def on_end(self, occurrence: Any) -> None:
         if self._depth == 1:
             if self._collects:
                 gc.enable()
-            seconds = time.perf_counter() - self._start
+            seconds = clock.resume()
             with suppress(Exception):
                 _log.info("compiled the CPU kernel %s in %.1f s", _name(occurrence.data["dispatcher"]), seconds)
         self._depth -= self._depth > 0
@@ -50,15 +65,42 @@ class _Listener(event.Listener):
         if self._depth > 0 and self._collects:
             gc.enable()
         self._depth = 0
+        clock.resume()
 
 
-def _announce(dispatcher: Any, arguments: Any) -> None:
-    folder = dispatcher.stats.cache_path
+def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
+    """Compile kernels for the arguments of a call of each, or read them from disk; one log line announces all.
+
+    For a kernel that takes over from another one where the numbers of a problem are hard: a loop over problems of one
+    shape compiles it with the first.
+    """
+    compilations = [(kernel, tuple(map(kernel.typeof_pyval, arguments))) for kernel, arguments in calls]
+    missing = [one for one in compilations if one[1] not in one[0].overloads and not _is_kept(*one)]
+    if len(missing) > 1:
+        _announce(missing)
+        _listener.announced.update(missing)
+    for kernel, signature in compilations:
+        kernel.compile(signature)
+
+
+def _is_kept(kernel: Any, signature: tuple[Any, ...]) -> bool:
+    return isinstance(kernel._cache, KernelCache) and kernel._cache.is_kept(signature, kernel.targetctx)
+
+
+def _announce(compilations: Sequence[tuple[Any, Any]]) -> None:
+    folder = compilations[0][0].stats.cache_path
     kept = f"kept in {folder}" if folder else (
         "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"
     )  # fmt: skip
-    name, seconds = _name(dispatcher) + _dtype(arguments), getattr(dispatcher.py_func, "seconds", 1)
-    _log.warning("compiling the CPU kernel %s: takes about %d s, once; %s", name, seconds, kept)
+    names = " and ".join(_name(kernel) + _dtype(arguments) + _purpose(kernel) for kernel, arguments in compilations)
+    seconds = " and ".join(f"{getattr(kernel.py_func, 'seconds', 1)} s" for kernel, _ in compilations)
+    plural, takes = ("", "takes") if len(compilations) == 1 else ("s", "take")
+    _log.warning("compiling the CPU kernel%s %s: %s about %s, once; %s", plural, names, takes, seconds, kept)
+
+
+def _purpose(kernel: Any) -> str:
+    purpose = _FOR.get(kernel.py_func.__name__)
+    return f" ({purpose})" if purpose else ""
 
 
 def _is_ours(dispatcher: Any) -> bool:

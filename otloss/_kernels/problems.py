@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 # Rows of a matrix over its columns, above which the transposed problem takes less time: pivots change shorter trees.
 MOST_ROWS = 16
 Arrays = tuple[np.ndarray, ...]
 SIMPLEX = "pivots of the network simplex, the error is a reduced cost below zero"
+_compiled: set[tuple[np.dtype, bool]] = set()  # dtypes of costs, and whether there is a start, of assignments so far
 
 
 def solve_batch(
@@ -39,7 +42,7 @@ def solve_batch(
     if not _are_assignments(p, q):
         _run_simplex(start, problems, filled, most=most)
         return filled
-    _run_assignment(start, problems, filled)
+    _run_assignment(start, problems, filled, most=most)
     rest = np.flatnonzero(filled[-1][:, 3] < 0)  # given up
     if rest.size:
         of_rest = tuple(array[rest] for array in filled)
@@ -56,18 +59,26 @@ def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
     return all(bool((w[:, 0] > 0).all()) and bool((w == w[:, :1]).all()) for w in (p, q))
 
 
-def _run_assignment(start: np.ndarray, problems: Arrays, answers: Arrays) -> None:
+def _run_assignment(start: np.ndarray, problems: Arrays, answers: Arrays, *, most: int) -> None:
+    from otloss._kernels._notices import compile_together
     from otloss._kernels._threads import Work, run_on_threads
     from otloss._kernels.assignment import assign_problems, scratch
 
     count, n = problems[0].shape
     arguments, work = (start, problems, answers), Work("shortest paths of an assignment", count * n * n)
+    kind = problems[2].dtype, start.shape[1] > 0
+    if kind not in _compiled:
+        counter = np.zeros(3, np.int64)
+        kernel, given, memory = _simplex(start, problems, answers, most=most)
+        compile_together(
+            (assign_problems, (counter, *arguments, scratch(1))), (kernel, (counter, *given, memory(1, 1)))
+        )
+        _compiled.add(kind)
     run_on_threads(assign_problems, count, arguments, lambda: (scratch(n),), work=work)
 
 
 def _run_simplex(start: np.ndarray, problems: Arrays, answers: Arrays, *, most: int) -> None:
     from otloss._kernels._threads import Work, run_on_threads
-    from otloss._kernels.exact import scratch, solve_problems, solve_problems_from
 
     p, q, matrices, owners = problems
     f, g, cells, flows, outcome = answers
@@ -78,12 +89,19 @@ def _run_simplex(start: np.ndarray, problems: Arrays, answers: Arrays, *, most: 
         _run_simplex(start, (q, p, columns, owners), (g, f, turned, flows, outcome), most=most)
         cells[:] = turned[:, ::-1]
         return
-    shared = (problems, most, answers)
-    kernel, arguments = (solve_problems_from, (start, *shared)) if start.shape[1] else (solve_problems, shared)
-    work = Work(SIMPLEX, count * n * m)
-    run_on_threads(kernel, count, arguments, lambda: (scratch(n, m, matrices.dtype),), work=work)
+    kernel, arguments, scratch = _simplex(start, problems, answers, most=most)
+    run_on_threads(kernel, count, arguments, lambda: (scratch(n, m),), work=Work(SIMPLEX, count * n * m))
     empty = ~(p.any(1) & q.any(1))
     if empty.any():
         # Without mass f_i + g_j <= C_ij is the only condition: the derivative in p_i is the least cost of its row.
         f[empty], g[empty] = matrices[owners[empty]].min(-1), 0.0
         cells[empty], flows[empty], outcome[empty] = 0, 0.0, 0.0
+
+
+def _simplex(start: np.ndarray, problems: Arrays, answers: Arrays, *, most: int) -> tuple[Any, Arrays, Any]:
+    """Return the kernel, its arguments, and the function of n and m that makes the memory of a thread."""
+    from otloss._kernels.exact import scratch, solve_problems, solve_problems_from
+
+    shared: Any = (problems, most, answers)
+    kernel, arguments = (solve_problems_from, (start, *shared)) if start.shape[1] else (solve_problems, shared)
+    return kernel, arguments, lambda n, m: scratch(n, m, problems[2].dtype)

@@ -119,6 +119,7 @@ def cloud_loss(
         "tolerance": tolerance}, sliced={"projections": projections, "generator": generator},
     )  # fmt: skip
     _check_lists(x, y)
+    _check_order(x, y, a, b)
     one = _Cloud.of("x", x, ("a", a), ("mask_x", mask_x), empty)
     other = _Cloud.of("y", y, ("b", b), ("mask_y", mask_y), empty)
     one, other = _both_or_neither(one, other)
@@ -158,6 +159,20 @@ def _check_lists(x: Any, y: Any) -> None:
         raise ValueError(
             f"x is a list of {len(x)} clouds and y of {len(y)}, expected as many: they are taken in pairs. For one "
             "cloud against each of several pass it as a tensor (n, d)."
+        )
+
+
+def _check_order(*arguments: Any) -> None:
+    """Raise ValueError for weights before the points of each cloud, unless the shapes fit our order too."""
+    if not all(isinstance(t, Tensor) for t in arguments):
+        return
+    a, x, b, y = (tuple(t.shape) for t in arguments)
+    are_theirs = a == x[:-1] and b == y[:-1] and x[-1:] == y[-1:] and min(len(a), len(b)) > 0
+    are_ours = len(a) > 1 and len(x) > 1 and a[-1] == x[-1] and a[-2] == b[-1] and x[-2] == y[-1]
+    if are_theirs and not are_ours:
+        raise ValueError(
+            f"x has shape {a}, y {x}, a {b} and b {y}: weights stand before the points of each cloud in GeomLoss's "
+            "SamplesLoss()(a, x, b, y); expected points first, cloud_loss(x, y, a, b)."
         )
 
 

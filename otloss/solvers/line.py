@@ -41,6 +41,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # Bins below which the operations of torch for `cdf_distance` take no longer than starting a kernel.
 _SMALL = 2**13
+_OF_SAMPLES = "If they are samples u and v, call wasserstein_1d(None, None, u, v)."
 
 
 @explains_calls
@@ -111,7 +112,10 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
 
 
 def _weights_first(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate `wasserstein_1d`: raise where four arguments without a name are in the order of `ot.wasserstein_1d`."""
+    """Decorate `wasserstein_1d`: raise where four arguments without a name are in the order of `ot.wasserstein_1d`.
+
+    Two arguments that are no weights of the same bins may be samples, as of `scipy.stats.wasserstein_distance`.
+    """
 
     @functools.wraps(function)
     def call(*args: _P.args, **settings: _P.kwargs) -> _R:
@@ -124,7 +128,12 @@ def _weights_first(function: Callable[_P, _R]) -> Callable[_P, _R]:
                     "p and q do not sum to 1, and the positions x and y do: positions stand first in POT's "
                     "ot.wasserstein_1d(x, y, p, q); expected wasserstein_1d(p, q, x, y), or p=, q=, x= and y= by name."
                 )
-        return function(*args, **settings)
+        try:
+            return function(*args, **settings)
+        except ValueError as error:
+            if len(args) != 2 or settings.keys() & {"x", "y"} or not str(error).startswith(("p ", "q ")):
+                raise
+            raise ValueError(f"{error} {_OF_SAMPLES}") from None
 
     return call
 
@@ -148,7 +157,8 @@ def wasserstein_1d(
     """Return W_order^order between histograms on the line, the least cost of moving p to q at |x - y|^order per unit.
 
     Args:
-        p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q, x and y broadcast.
+        p: (..., n) weights >= 0, or None for 1 / n each: of samples u and v the distance is
+            `wasserstein_1d(None, None, u, v)`. The leading axes of p, q, x and y broadcast.
         q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         x: (n,) or (..., n) positions of p's bins, 0 to n - 1 by default; any order, repeated ones may occur.
         y: (m,) or (..., m) positions of q's bins, those of p by default.

@@ -43,6 +43,17 @@ class ModelArguments:
 
 
 @dataclass
+class UsedModelArguments(ModelArguments):
+    """Which model, and where it runs."""
+
+    use_cpu: bool = _option("Run on the CPU, though there is a GPU; as for train.", False)
+
+    @property
+    def device(self) -> str:
+        return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
+
+
+@dataclass
 class CompareModelArguments(ModelArguments):
     """Which model; none with --source."""
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from otloss_llm.cli.arguments import EvaluateArguments, ModelArguments
+from otloss_llm.cli.arguments import EvaluateArguments, UsedModelArguments
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.labelled import LabelledText, read_labelled_texts
 from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions, spread, token_counts
@@ -38,7 +37,7 @@ from otloss_llm.training.loading import load_cost, named_source
 LONGEST_NUMBER = 12  # tokens of a number that --decode reads
 
 
-def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
+def run(model_args: UsedModelArguments, args: EvaluateArguments) -> tuple[str, int]:
     """Returns what goes to stdout, and the exit code."""
     # Files are read, and answers checked, before a model is loaded.
     texts = read_texts(args.text, text_column=args.text_column) if args.text else []
@@ -51,7 +50,7 @@ def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
     )
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(model_args.device)
     results: dict[str, Any] = {"model": model_args.model_name_or_path}
     if texts:
         results |= _score_text(model, tokenizer, PackedBlocks.from_texts(texts, tokenizer, args.block_size), args)

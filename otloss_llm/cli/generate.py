@@ -6,16 +6,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-import torch
-
-from otloss_llm.cli.arguments import GenerateArguments, ModelArguments
+from otloss_llm.cli.arguments import GenerateArguments, UsedModelArguments
 from otloss_llm.data.text import read_texts
 from otloss_llm.evaluation import sampling
 from otloss_llm.models.loading import load_model_and_tokenizer
 from otloss_llm.training.folders import write_text
 
 
-def run(model_args: ModelArguments, args: GenerateArguments) -> tuple[str, int]:
+def run(model_args: UsedModelArguments, args: GenerateArguments) -> tuple[str, int]:
     """Returns what goes to stdout, and the exit code."""
     prompts = list(args.prompt)
     if args.prompts_file:
@@ -26,7 +24,7 @@ def run(model_args: ModelArguments, args: GenerateArguments) -> tuple[str, int]:
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
     )
     samples = sampling.sample_texts(
-        model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, prompts=prompts or None,
+        model.to(model_args.device), tokenizer, prompts=prompts or None,
         num_samples=args.num_samples, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         top_p=args.top_p, top_k=args.top_k, batch_size=args.batch_size, seed=args.seed,
     )  # fmt: skip

@@ -7,6 +7,7 @@ An entry in `FORMULAS` or `TERMS` is all that a new name needs.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -54,6 +55,12 @@ TERMS: dict[str, Entry] = {
     "number": Entry(WithNumbers, 0.3, "WEIGHT"),
 }
 
+# Names of these objectives elsewhere.
+_ELSEWHERE = {
+    "ntl": "number_token", "ntloss": "number_token", "number": "number_token", "wasserstein": "number_token",
+    "ce": "mle", "cross_entropy": "mle", "nll": "mle", "sft": "mle", "emd": "emo", "emoloss": "emo",
+    "label_smoothing": "mle+smoothing:0.1",
+}  # fmt: skip
 EXPECTED = (
     f"{', '.join(FORMULAS)}, emo+number, or with a number: "
     f"{', '.join(f'{name}:{entry.number}' for name, entry in FORMULAS.items() if entry.number)}, emo:transport, "
@@ -83,7 +90,9 @@ def parse_objective(text: str) -> Objective:
     lower = text.strip().lower()
     name, *terms = (part.partition(":") for part in re.split(rf"\+(?={'|'.join(TERMS)})", lower))
     if name[0] not in FORMULAS or (name[2] and FORMULAS[name[0]].number is None):
-        raise ValueError(f"objective is {text!r}, expected one of {EXPECTED}.")
+        near = [_ELSEWHERE[name[0]]] if name[0] in _ELSEWHERE else difflib.get_close_matches(name[0], FORMULAS, n=1)
+        meant = f" (did you mean {near[0]!r}?)" if near and near[0] != name[0] else ""
+        raise ValueError(f"objective is {text!r}{meant}, expected one of {EXPECTED}.")
     try:
         if name[0] == "emo":
             numbers = bool(terms) and terms[0][0] == "number" and not (name[2] and terms[0][2])

@@ -1,5 +1,7 @@
 """Calls as other packages take them: each raises an error that names ours, and arrays of numpy are tensors."""
 
+import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +10,10 @@ import pytest
 import torch
 
 import otloss
+import otloss_llm
 from otloss import nn
 from otloss.costs import PointCost
-from otloss_llm import emo_loss
+from otloss_llm import emo_loss, parse_objective
 from tests.errors import raising
 
 X, Y = torch.rand(4, 2, generator=torch.Generator().manual_seed(0)), torch.rand(5, 2)
@@ -38,6 +41,42 @@ def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) ->
         CALLS[function](**{keyword: 0.5})
 
 
+# Whose names have another one here, and which.
+NAMES = {
+    "emd2": "otloss.emd", "sinkhorn2": "otloss.solve", "gromov_wasserstein2": "otloss.fused_gromov",
+    "sinkhorn_unbalanced": "marginal_penalty=reg_m", "SamplesLoss": "otloss.cloud_loss", "PointCloud": "PointCost",
+    "wasserstein_distance": r"wasserstein_1d\(None, None, u, v\)", "EMOLoss": "otloss_llm.emo_loss",
+    "NTLoss": "number_token_loss", "ContinuousRankedProbabilityScore": "losses.crps", "warmup": "did you mean warm_up",
+    "linear_sum_assignment": "otloss.match",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [otloss, otloss_llm])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_foreign_name_names_ours(module: Any, name: str) -> None:
+    assert not hasattr(module, name)
+    assert getattr(module, name, None) is None
+    with pytest.raises(AttributeError, match=f"'{module.__name__}' has no attribute '{name}'.*{NAMES[name]}"):
+        getattr(module, name)
+    with pytest.raises(ImportError, match=f"^{module.__name__} has no '{name}'.*{NAMES[name]}"):
+        exec(f"from {module.__name__} import {name}")
+    with pytest.raises(ImportError, match=f"^cannot import name '{name}x_y_z'"):
+        exec(f"from {module.__name__} import {name}x_y_z")
+
+
+def test_what_foreign_names_name_exists() -> None:
+    """And the names themselves are neither ours nor twice in the table."""
+    from otloss import _foreign
+
+    names = [name for _, several, _ in _foreign._CALLS for name in several.split()]
+    assert len(set(names)) == len(names)
+    assert not {*names} & {*otloss.__all__, *otloss_llm.__all__}
+    for _, _, ours in _foreign._CALLS:
+        for called in re.findall(r"otloss(?:_llm)?(?:\.\w+)+", ours):
+            module, _, attribute = called.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), called
+
+
 GRID, LABELS, D = torch.linspace(-1, 1, 4), torch.arange(4), torch.cdist(X, X)
 W1: Any = otloss.wasserstein_1d
 test_what_a_call_says = raising(
@@ -47,9 +86,23 @@ test_what_a_call_says = raising(
     (lambda: emo_loss(C, LABELS, C.T, mode=2), TypeError, 'weighting="transport"'),
     (lambda: W1(GRID, GRID, P, P.flip(0)), r"do not sum to 1, .*expected wasserstein_1d\(p, q, x, y\)"),
     (lambda: W1(GRID, GRID, P, P, p=2), TypeError, "got p=2, a number, .*order="),
+    (lambda: W1(GRID + 1, P), "different masses.* If they are samples u and v, call .*None, None, u, v"),
+    (lambda: W1(GRID, P), "p holds -1.0 in bin 0.* If they are samples u and v"),
+    (lambda: W1(P, Q), "p has 4 bins and q 5.* If they are samples u and v"),
+    (lambda: otloss.match(X, Y), TypeError, r"match\(torch.cdist\(x, y\)\).* call pair\(x, y\)"),
+    (lambda: otloss.cloud_loss(X, Y, reduction="mean"), TypeError, r"take .mean\(\).*otloss.nn.CloudLoss\(reduction"),
+    (lambda: otloss.cloud_loss(P, X, Q, Y), r"GeomLoss's SamplesLoss.*expected points first, cloud_loss\(x, y, a, b\)"),
+    (lambda: nn.CloudLoss()(*(t.expand(3, *t.shape) for t in (P, X, Q, Y))), "expected points first"),
+    (lambda: parse_objective("ntl"), "objective is 'ntl'.*did you mean 'number_token'"),
     (lambda: otloss.fused_gromov(D, D, P, P), r"weights stand third, .*fused_gromov\(C1, C2, p=p, q=q\)"),
     (lambda: otloss.fused_gromov(C, D, torch.cdist(Y, Y)), r"feature cost stands first, .*\(C1, C2, M, p, q\)"),
 )
+
+
+def test_our_order_of_a_cloud_loss_is_never_taken_for_another_one() -> None:
+    """Shapes that fit both orders: 3 clouds of 2 points in 2 dimensions, and of 3."""
+    x, y, a, b = torch.rand(3, 2), torch.rand(3, 2, 2), torch.full((3,), 1 / 3), torch.full((3, 2), 1 / 2)
+    torch.testing.assert_close(otloss.cloud_loss(x, y, a, b), torch.stack([otloss.cloud_loss(x, one) for one in y]))
 
 
 def test_arrays_of_numpy_are_tensors_of_their_dtype() -> None:

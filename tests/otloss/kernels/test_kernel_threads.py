@@ -16,11 +16,13 @@ import numba
 import numpy as np
 import pytest
 import torch
+from numba.core.event import trigger_event
 
 import otloss
 from otloss import _progress
 from otloss._kernels import _cache, _threads
 from otloss._kernels._compile import compiled
+from otloss._kernels._notices import compile_together
 from otloss._kernels._threads import next_task, run_on_threads
 from otloss.extending import eager
 from tests.otloss.draws import draw, normal
@@ -141,6 +143,10 @@ def doubled(x: np.ndarray) -> float:
     return x.itemsize * 2 * x[0]
 
 
+def tripled(x: np.ndarray) -> float:
+    return x.itemsize * 3 * x[0]
+
+
 def is_right(kernel: Any, dtypes: Any = DTYPES) -> bool:
     return all(kernel(np.full(3, 1.5, dtype)) == 3 * np.dtype(dtype).itemsize for dtype in dtypes)
 
@@ -188,6 +194,7 @@ def test_a_full_disk_stops_no_call(folder: Path, compilations: Any, caplog: Any,
 PROCESSES = """
 import multiprocessing, sys, numba
 from otloss._kernels._compile import compiled
+from otloss._kernels._notices import compile_together
 from tests.otloss.kernels.test_kernel_threads import DTYPES, doubled, is_right
 numba.config.CACHE_DIR, context = sys.argv[1], multiprocessing.get_context("fork")
 start = context.Barrier(8)
@@ -245,19 +252,86 @@ def test_an_interrupt_ends_a_kernel(call: str) -> None:
     assert out == "interrupted\nTrue\n"
 
 
-def test_a_long_call_says_once_how_long_it_will_take(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 1 at 6 s to 0.01 at 11 s: three more powers of ten take 7.5 s."""
-    clock = iter([0.0, 1.0, 6.0, 9.0, 11.0, 12.0])
+@eager
+def solves_slowly(*steps: Callable[[], None] | float) -> None:
+    for step in steps:
+        if callable(step):
+            step()
+        else:
+            _progress.report("iterations", torch.tensor([step, step / 2]), tolerance=1e-5)
+
+
+def lines_at(caplog: Any, monkeypatch: pytest.MonkeyPatch, seconds: list[float], *steps: Any) -> list[str]:
+    """The lines of a call whose clock shows these seconds at its start and at each step."""
+    clock = iter(seconds)
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-
-    @eager
-    def solves_slowly() -> None:
-        for off in (1.0, 1.0, 0.1, 0.01, 1e-3):
-            _progress.report("iterations", torch.tensor([off, off / 2]), tolerance=1e-5)
-
     with caplog.at_level(logging.WARNING, "otloss"):
         _progress.report("outside of calls")
-        eager(solves_slowly)()
-    (message,) = caplog.messages
+        eager(solves_slowly)(*steps)
+    assert next(clock, None) is None
+    return list(caplog.messages)
+
+
+def test_a_long_call_says_how_long_it_will_take(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 at 6 s to 0.01 at 11 s: three more powers of ten take 7.5 s."""
+    seconds, errors = [0.0, 1.0, 6.0, 9.0, 11.0, 12.0], (1.0, 1.0, 0.1, 0.01, 1e-3)
+    (message,) = lines_at(caplog, monkeypatch, seconds, *errors)
     assert message.startswith("solves_slowly runs for 11 s: iterations, error 0.01 (to fall to 1e-05)")
     assert message.endswith("about 7.5 s left")
+
+
+def test_a_long_call_says_so_each_time_that_it_has_taken_twice_as_long(caplog: Any, monkeypatch: Any) -> None:
+    """Each estimate is of the last half: the error falls more slowly from 10 s on."""
+    seconds = [0.0, *range(1, 100)]
+    errors = [10 ** (-0.1 * t if t < 10 else -1 - 0.01 * (t - 10)) for t in seconds[1:]]
+    lines = lines_at(caplog, monkeypatch, seconds, *errors)
+    assert [line.partition(" s:")[0] for line in lines] == [f"solves_slowly runs for {t}" for t in (10, 20, 40, 80)]
+    assert [line.rpartition("about ")[2] for line in lines] == [
+        "40 s left",
+        "3.9e+02 s left",
+        "3.7e+02 s left",
+        "3.3e+02 s left",
+    ]
+
+
+def test_time_of_compilation_is_not_time_of_the_call(caplog: Any, monkeypatch: Any, folder: Path) -> None:
+    """Of 26 s of a call 15 go to a kernel, which another thread compiles while the main thread looks at it."""
+    compilation = trigger_event("numba:compile", data={"dispatcher": compiled(seconds=15)(doubled), "args": ()})
+    begin, end = compilation.__enter__, lambda: compilation.__exit__(None, None, None)
+    monkeypatch.setattr(doubled, "__module__", "otloss.tests")
+    seconds = [0.0, 1.0, 16.0, 20.0, 26.0]
+    announced, told = lines_at(caplog, monkeypatch, seconds, begin, 1.0, end, 1.0, 0.1)
+    assert "takes about 15 s, once; kept in" in announced
+    assert told.startswith("solves_slowly runs for 11 s: iterations, error 0.1")
+
+
+def test_kernels_that_are_compiled_together_have_one_line(caplog: Any, monkeypatch: Any, folder: Path) -> None:
+    for function in (doubled, tripled):
+        monkeypatch.setattr(function, "__module__", "otloss.tests")
+    numbers = np.full(3, 1.5, np.float32)
+    for has_file in (False, True):
+        kernels = compiled(seconds=3)(doubled), compiled(seconds=4)(tripled)
+        for _ in range(2):
+            compile_together(*((kernel, (numbers,)) for kernel in kernels))
+        assert [kernel(numbers) for kernel in kernels] == [12.0, 18.0]
+        assert [sum(kernel.stats.cache_misses.values()) for kernel in kernels] == [1 - has_file] * 2
+    (line,) = caplog.messages
+    assert line.startswith(
+        "compiling the CPU kernels otloss.tests.doubled for float32 and otloss.tests.tripled for float32"
+    )
+    assert ": take about 3 s and 4 s, once; kept in" in line
+
+
+# The simplex takes over where paths grow long: in a loop over problems of one shape that may be any step.
+ASSIGNMENTS = """
+import torch, otloss
+for dtype in (torch.float32, torch.float64):
+    otloss.emd(None, None, 1 - torch.eye(5, dtype=dtype))
+from otloss._kernels.exact import solve_problems
+print(len(solve_problems.overloads))
+"""
+
+
+def test_the_first_assignment_compiles_what_later_ones_may_need() -> None:
+    done = subprocess.run([sys.executable, "-c", ASSIGNMENTS], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout == "2\n"

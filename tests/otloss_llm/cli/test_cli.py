@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 import otloss_llm
@@ -58,11 +59,14 @@ def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, tiny: Tiny, tm
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run")) <= model.config.vocab_size
 
 
-def test_evaluate_prints_what_the_library_computes(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+def test_evaluate_prints_what_the_library_computes(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "scores.json"
-    ended = cli(
-        "evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=BLOCK, output_file=output)
-    )
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        scored = options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=BLOCK, output_file=output)
+        ended = cli("evaluate", "--use_cpu", *scored)
     model, tokenizer = load_model(str(tiny.gpt2)), load_tokenizer(str(tiny.gpt2))
     blocks = PackedBlocks.from_texts([tiny.text.read_text(encoding="utf-8")], tokenizer, BLOCK)
     scores = perplexity(model, blocks, cost=EmbeddingCost.from_model(model, directions=None))
@@ -70,6 +74,16 @@ def test_evaluate_prints_what_the_library_computes(cli: Cli, tiny: Tiny, tmp_pat
     assert ended.json["transport_cost"] == pytest.approx(scores.transport_cost)
     assert ended.json["tokens"] == len(blocks) * (BLOCK - 1)
     assert read(output) == ended.json
+
+
+@pytest.mark.parametrize(("written", "meant"), [
+    (["--bf16"], "--dtype bfloat16?"), (["--per_device_eval_batch_size", "4"], "--batch_size?"),
+    (["--validation_text", "x.txt"], "--text?"), (["--max_tokens", "4"], "--max_new_tokens?"),
+])  # fmt: skip
+def test_an_option_of_train_names_that_of_evaluate(cli: Cli, tiny: Tiny, written: list[str], meant: str) -> None:
+    arguments = ["evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text), *written]
+    assert f"did you mean {meant}" in str(first_error(arguments))
+    assert f"did you mean {meant}" in cli(*arguments).error
 
 
 def test_texts_are_classified_in_context(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
