@@ -52,7 +52,7 @@ OWN_SETTINGS = {
 SAMPLED = 0.5  # of the rows in each round
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
 KINDS = (None, "gbtree", "gbdt", "goss", "plain")
-_BLOCK = 4096  # rows that are compared at a time
+_COMPARED = 4096  # rows that are compared at a time
 _FILLED = 2**16  # rows that XGBoost gets at a time
 
 
@@ -89,17 +89,17 @@ class Table:
     def groups(self) -> np.ndarray:
         """The place of the bytes of each row among those of the distinct rows."""
         table = self.features
-        if any((np.signbit(block) & (block == 0)).any() for block in _blocks(table)):
+        if any((np.signbit(block) & (block == 0)).any() for block in _blocks(table, _COMPARED)):
             table = table + 0.0  # -0.0 + 0.0 is 0.0
         rows = np.ascontiguousarray(table).view(np.dtype((np.void, table.itemsize * table.shape[1])))[:, 0]
         order = np.argsort(rows)
-        is_new = [rows[block[1:]] != rows[block[:-1]] for block in _blocks(order, overlap=1)]
+        is_new = [rows[block[1:]] != rows[block[:-1]] for block in _blocks(order, _COMPARED, overlap=1)]
         groups = np.zeros(len(rows), np.int64)
         groups[order[1:]] = np.concatenate(is_new).cumsum()
         return groups
 
 
-def _blocks(array: np.ndarray, *, size: int = _BLOCK, overlap: int = 0) -> Iterator[np.ndarray]:
+def _blocks(array: np.ndarray, size: int, *, overlap: int = 0) -> Iterator[np.ndarray]:
     """Parts of an array, so that what is made of one is small; `overlap` rows of each are in the next one too."""
     for start in range(0, len(array), size):
         yield array[start : start + size + overlap]
@@ -145,7 +145,7 @@ class Part:
     def is_constant(self) -> bool:
         """Return whether all rows have equal features, where NaN equals NaN."""
         first = self[:1].features()
-        blocks = (self.table.features[rows] for rows in _blocks(self.rows))
+        blocks = (self.table.features[rows] for rows in _blocks(self.rows, _COMPARED))
         return all(((block == first) | (np.isnan(block) & np.isnan(first))).all() for block in blocks)
 
 
@@ -292,7 +292,7 @@ def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int
 
     class Blocks(xgboost.DataIter):
         def reset(self) -> None:
-            self.blocks = _blocks(np.arange(len(part.rows)), size=_FILLED)
+            self.blocks = _blocks(np.arange(len(part.rows)), _FILLED)
 
         def next(self, input_data: Callable[..., None]) -> bool:
             block = next(self.blocks, None)

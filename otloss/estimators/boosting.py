@@ -42,9 +42,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
     as one row of their weight, for `subsample` too. NaN features are missing values.
 
-    Whole-number weights count rows: two is a row given twice, as scikit-learn checks. Of other weights only the ratios
-    matter: they are divided by their mean over the rows that have weight, so that `min_child_weight` and `lambda`, which
-    are in the unit of weights, mean what they do without weights. That is after `class_weight`.
+    Whole-number weights count rows: two is a row given twice, as scikit-learn checks. Of other weights (times those of
+    `class_weight`) only the ratios matter: they are divided by their mean over the rows that have weight. So
+    `min_child_weight` and `lambda`, which are in the unit of the weights, mean what they do without weights.
 
     A pandas column of dtype category is split by sets of its categories, and one of ordered categories by their order.
     The dtype at `fit` declares them all, also for rows to come: `predict` looks labels up there, and raises ValueError
@@ -167,6 +167,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
         Warns:
             ConvergenceWarning: if `n_estimators` rounds ended training before early stopping did.
+            UserWarning: if no tree splits, so that the class frequencies are predicted, or labels have fractions.
         """
         with unchanged_on_error(self):
             eval_set = joined_evaluation(eval_set, eval_X, eval_y)
