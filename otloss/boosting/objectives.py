@@ -67,7 +67,9 @@ def xgboost_objective(num_classes: int, *, interface: str = "native", **settings
         transport: factor of the transport term, 1 by default; with 0 (plain cross-entropy) trees are the
             library's own.
         cross_entropy: factor of the cross-entropy, 0 by default.
-        class_weight: (K,) numbers by class position, which multiply the weights of rows.
+        class_weight: (K,) numbers by class position, which multiply the weights of rows. Weights are taken as they
+            come from the library: limits and penalties of trees (`min_child_weight`, `lambda`) are in their unit, so
+            weights of sum one leave too little to split. Divide them by their mean.
         interface: "native" for `xgboost.train(obj=)`: f(predictions, data). "sklearn" for `XGBClassifier(objective=)`:
             f(y_true, y_pred, sample_weight).
 

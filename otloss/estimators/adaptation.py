@@ -27,7 +27,7 @@ from scipy.linalg import eigh
 from scipy.spatial import cKDTree
 from scipy.spatial.distance import cdist
 from scipy.special import softmax
-from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from otloss._checks import check_positive
@@ -37,7 +37,7 @@ from otloss.solvers.solve import solve
 METHODS = ("linear", "barycentric")
 
 
-class TransportAdapter(TransformerMixin, BaseEstimator):
+class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
     """A transformer that moves samples of a source domain into a target domain.
 
     Train a classifier on the transformed source samples, with their labels. Neither method sees labels: classes that

@@ -16,7 +16,7 @@ from sklearn.utils.validation import _num_samples, check_is_fitted, validate_dat
 
 from otloss._ordered_classes import check_choice
 from otloss.estimators.criterion import Criterion, check_real, make_criterion
-from otloss.estimators.decode import RULES, decode, scores
+from otloss.estimators.decode import RULES, decode
 from otloss.estimators.features import text_is_named
 from otloss.estimators.label_order import LabelOrder, label_order
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
@@ -77,19 +77,12 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
             return np.log(self.predict_proba(X))
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Return a score of each class, (n, len(classes_)), the largest of which `predict` chooses.
+        """Return `predict_log_proba`, (n, len(classes_)), whatever `decode` is; of two classes the log-odds, (n,).
 
-        It is minus the expected loss under which the rule `decode` is the best answer: the absolute error in ranks for
-        "median", the distance to the mean for "mean", the cost for "cost"; the log-probability for "argmax". Of two
-        classes it is the difference of the second to the first, (n,), above 0 where the second is chosen.
+        scikit-learn's `CalibratedClassifierCV` fits its maps to it, and its ranking scores read it. Of two classes it
+        is above 0 where the second one is more probable. `predict` chooses the largest with `decode="argmax"` only.
         """
-        self._check_decode()
-        if self.decode == "argmax":
-            each = self.predict_log_proba(X)
-        else:
-            distribution, criterion = self._distribution(X), self._criterion
-            each = scores(distribution, self.decode, values=criterion.values, cost=criterion.cost)
-            each = each[:, self._order.columns]
+        each = self.predict_log_proba(X)
         return each[:, 1] - each[:, 0] if each.shape[1] == 2 else each
 
     def predict_distribution(self, X: Any) -> Distribution:

@@ -6,8 +6,10 @@ keeps them in the booster; LightGBM takes them as the margins of the rows, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +25,9 @@ from otloss.boosting import (
     xgboost_objective,
 )
 
-BOOSTERS = ("xgboost", "lightgbm")
+# The oldest versions that the tests have run with: XGBoost 3.1 is the first whose `base_score` holds a number a class.
+OLDEST = {"xgboost": (3, 1), "lightgbm": (4, 5)}
+BOOSTERS = tuple(OLDEST)
 XGBOOST_FIRST_NAMES = {
     "eta": "learning_rate",
     "n_jobs": "nthread",
@@ -48,6 +52,8 @@ OWN_SETTINGS = {
 SAMPLED = 0.5  # of the rows in each round
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
 KINDS = (None, "gbtree", "gbdt", "goss", "plain")
+_COMPARED = 4096  # rows that are compared at a time
+_FILLED = 2**16  # rows that XGBoost gets at a time
 
 
 @dataclass(frozen=True)
@@ -73,16 +79,50 @@ class TreeSettings:
     extra: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Part:
-    """Features (n, d), positions (n,) and weights (n,) of the rows to train on, or to watch the loss of."""
+@dataclass(eq=False)
+class Table:
+    """Features (N, d), and numbers (N,) that equal rows have in common, in an order that the rows alone decide."""
 
     features: np.ndarray
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """The place of the bytes of each row among those of the distinct rows."""
+        table = self.features
+        if any((np.signbit(block) & (block == 0)).any() for block in _blocks(table, _COMPARED)):
+            table = table + 0.0  # -0.0 + 0.0 is 0.0
+        rows = np.ascontiguousarray(table).view(np.dtype((np.void, table.itemsize * table.shape[1])))[:, 0]
+        order = np.argsort(rows)
+        is_new = [rows[block[1:]] != rows[block[:-1]] for block in _blocks(order, _COMPARED, overlap=1)]
+        groups = np.zeros(len(rows), np.int64)
+        groups[order[1:]] = np.concatenate(is_new).cumsum()
+        return groups
+
+
+def _blocks(array: np.ndarray, size: int, *, overlap: int = 0) -> Iterator[np.ndarray]:
+    """Parts of an array, so that what is made of one is small; `overlap` rows of each are in the next one too."""
+    for start in range(0, len(array), size):
+        yield array[start : start + size + overlap]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows to train on, or to watch the loss of: places (n,) in a table, their positions (n,) and weights (n,).
+
+    Only `features` copies rows of the table, for training.
+    """
+
+    table: Table
+    rows: np.ndarray
     target: np.ndarray
     weight: np.ndarray
 
-    def __getitem__(self, index: np.ndarray) -> Part:
-        return Part(self.features[index], self.target[index], self.weight[index])
+    def __getitem__(self, index: np.ndarray | slice) -> Part:
+        return Part(self.table, self.rows[index], self.target[index], self.weight[index])
+
+    def features(self) -> np.ndarray:
+        """Return a copy of the features (n, d)."""
+        return self.table.features[self.rows]
 
     def get_label(self) -> np.ndarray:
         """Return the positions, as objectives and metrics ask a DMatrix for them."""
@@ -98,10 +138,15 @@ class Part:
         So that a weight of two is a row given twice to the last bit: both libraries hold gradients in float32, where
         one of 2 g and two of g round differently.
         """
-        table = np.column_stack([self.features + 0.0, self.target])  # -0.0 + 0.0 is 0.0
-        rows = np.ascontiguousarray(table).view(np.dtype((np.void, table.itemsize * table.shape[1])))[:, 0]
-        _, first, which = np.unique(rows, return_index=True, return_inverse=True)
-        return Part(self.features[first], self.target[first], np.bincount(which, weights=self.weight))
+        keys = self.table.groups[self.rows] * (self.target.max() + 1) + self.target
+        _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+        return replace(self[first], weight=np.bincount(which, weights=self.weight))
+
+    def is_constant(self) -> bool:
+        """Return whether all rows have equal features, where NaN equals NaN."""
+        first = self[:1].features()
+        blocks = (self.table.features[rows] for rows in _blocks(self.rows, _COMPARED))
+        return all(((block == first) | (np.isnan(block) & np.isnan(first))).all() for block in blocks)
 
 
 History = dict[str, dict[str, list[float]]]  # loss after each round, by the name of the part watched and of the loss
@@ -136,7 +181,7 @@ class Trees:
             return self.start + self.booster.predict(features, raw_score=True)
         import xgboost
 
-        data = xgboost.DMatrix(features, **_xgboost_types(features, self.categorical))
+        data = xgboost.DMatrix(features, **_xgboost_types(features.shape[1], self.categorical))
         return np.asarray(self.booster.predict(data, output_margin=True), dtype=np.float64)
 
     def gains(self, columns: int) -> np.ndarray:
@@ -150,12 +195,17 @@ class Trees:
 
 
 def require_library(name: str) -> None:
-    """Raise ImportError, with how to install it, if the library is not there."""
+    """Raise ImportError, with how to install it, if the library is not there or older than `OLDEST`."""
     try:
-        import_module(name)
+        version = import_module(name).__version__
     except ImportError as error:
         missing_package(error, name)
         raise ImportError(f'booster="{name}" needs the library {name}: {install_hint("boost")}.') from error
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < OLDEST[name]:
+        oldest = ".".join(map(str, OLDEST[name]))
+        raise ImportError(
+            f'booster="{name}" found {name} {version}, expected {oldest} or later: {install_hint("boost")} --upgrade.'
+        )
 
 
 def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Sequence[Part] = ()) -> Trees:
@@ -165,8 +215,7 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
     """
     rows = rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
-    first = rows.features[0]
-    if ((rows.features == first) | (np.isnan(rows.features) & np.isnan(first))).all():  # an error of LightGBM
+    if rows.is_constant():  # an error of LightGBM
         return Trees(library, None, start, settings.categorical, 0, {}, settled=True)
     if not watched:
         settings = replace(settings, patience=None)
@@ -225,11 +274,37 @@ def _lightgbm_names() -> dict[str, str]:
     return {name: first for first, names in aliases.items() for name in (first, *names)}
 
 
-def _xgboost_types(features: np.ndarray, categorical: tuple[int, ...]) -> dict[str, Any]:
+def _xgboost_types(columns: int, categorical: tuple[int, ...]) -> dict[str, Any]:
     if not categorical:
         return {}
-    types = ["c" if column in categorical else "q" for column in range(features.shape[1])]
+    types = ["c" if column in categorical else "q" for column in range(columns)]
     return {"feature_types": types, "enable_categorical": True}
+
+
+def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int, ...], reference: Any) -> Any:
+    """Return a DMatrix: with histograms one of bins, a byte a number, which is filled block by block."""
+    import xgboost
+
+    types = _xgboost_types(part.table.features.shape[1], categorical)
+    if parameters["tree_method"] != "hist":
+        return xgboost.DMatrix(part.features(), label=part.target, weight=part.weight, **types)
+    is_categorical = types.pop("enable_categorical", False)
+
+    class Blocks(xgboost.DataIter):
+        def reset(self) -> None:
+            self.blocks = _blocks(np.arange(len(part.rows)), _FILLED)
+
+        def next(self, input_data: Callable[..., None]) -> bool:
+            block = next(self.blocks, None)
+            if block is not None:
+                rows = part[block]
+                input_data(data=rows.features(), label=rows.target, weight=rows.weight, **types)
+            return block is not None
+
+    return xgboost.QuantileDMatrix(
+        Blocks(), ref=reference, max_bin=parameters["max_bin"], nthread=parameters["nthread"],
+        enable_categorical=is_categorical,
+    )  # fmt: skip
 
 
 def _train_xgboost(
@@ -240,9 +315,8 @@ def _train_xgboost(
 
     parts: dict[int, Part] = {}  # A DMatrix copies its labels and weights for each call, which takes 0.1 ms a round.
 
-    def data(part: Part) -> Any:
-        types = _xgboost_types(part.features, settings.categorical)
-        matrix = xgboost.DMatrix(part.features, label=part.target, weight=part.weight, **types)
+    def data(part: Part, reference: Any = None) -> Any:
+        matrix = _xgboost_data(part, parameters, settings.categorical, reference)
         parts[id(matrix)] = part
         return matrix
 
@@ -255,6 +329,7 @@ def _train_xgboost(
         "base_score": start.tolist(),
         "disable_default_eval_metric": True,
         "tree_method": "hist",
+        "max_bin": 256,
         "learning_rate": settings.learning_rate,
         "max_depth": settings.max_depth,
         "min_child_weight": 0.1,
@@ -263,13 +338,14 @@ def _train_xgboost(
         "seed": settings.seed,
         **settings.extra,
     }
+    training = data(rows)
     history: dict[str, Any] = {}
     booster = xgboost.train(
         parameters,
-        data(rows),
+        training,
         num_boost_round=settings.rounds,
         obj=lambda scores, matrix: objective(scores, parts[id(matrix)]),
-        evals=[(data(part), name) for name, part in watched.items()],
+        evals=[(data(part, training), name) for name, part in watched.items()],
         custom_metric=lambda scores, matrix: metric(scores, parts[id(matrix)]),
         early_stopping_rounds=settings.patience,
         evals_result=history,
@@ -344,11 +420,12 @@ def _train_lightgbm(
     parameters = _lightgbm_parameters(settings)
 
     def data(part: Part, reference: Any = None) -> Any:
-        margin = np.tile(start, (len(part.target), 1))
-        return lightgbm.Dataset(
-            part.features, part.target, weight=part.weight, init_score=margin, reference=reference, params=parameters,
-            categorical_feature=list(settings.categorical),
-        )  # fmt: skip
+        rows = lightgbm.Dataset(
+            part.features(), part.target, weight=part.weight, reference=reference,
+            params={**parameters, "objective": "none"}, categorical_feature=list(settings.categorical),
+        ).construct()  # fmt: skip
+        # The features are freed here, before more is allocated.
+        return rows.set_init_score(np.tile(start, (len(part.target), 1)))
 
     training = data(rows)
     history: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
 from otloss.estimators.boosters import (
     BOOSTERS,
     Part,
+    Table,
     Trees,
     TreeSettings,
     checked_parameters,
@@ -25,6 +26,13 @@ from otloss.estimators.boosters import (
     train_trees,
 )
 from otloss.estimators.criterion import check_real
+from otloss.metrics.rank_labels import is_whole
+
+_CONSTANT = (
+    "OrdinalBoostingClassifier split no row from another, so that it predicts the class frequencies: the loss is too "
+    "small beside the limits and penalties of the trees. Raise transport and cross_entropy or the weights, or lower "
+    "min_child_weight, gamma and lambda in booster_params."
+)
 
 
 class OrdinalBoostingClassifier(OrdinalBase):
@@ -33,6 +41,10 @@ class OrdinalBoostingClassifier(OrdinalBase):
     Minimises the sum by weight of transport * L + cross_entropy * (-log P_y), starting from the class frequencies;
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
     as one row of their weight, for `subsample` too. NaN features are missing values.
+
+    Whole-number weights count rows: two is a row given twice, as scikit-learn checks. Of other weights (times those of
+    `class_weight`) only the ratios matter: they are divided by their mean over the rows that have weight. So
+    `min_child_weight` and `lambda`, which are in the unit of the weights, mean what they do without weights.
 
     A pandas column of dtype category is split by sets of its categories, and one of ordered categories by their order.
     The dtype at `fit` declares them all, also for rows to come: `predict` looks labels up there, and raises ValueError
@@ -135,15 +147,19 @@ class OrdinalBoostingClassifier(OrdinalBase):
         self.n_jobs = n_jobs
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, eval_set: Any = None) -> OrdinalBoostingClassifier:
+    def fit(
+        self, X: Any, y: Any, sample_weight: Any = None, *, eval_set: Any = None, eval_X: Any = None, eval_y: Any = None
+    ) -> OrdinalBoostingClassifier:
         """Fit to features X (n, d), NaN where missing, labels y (n,), and weights (n,) if given; return self.
 
-        A sparse X is made dense; what it does not hold is 0, not missing.
+        A sparse X is made dense; what it does not hold is 0, not missing. Features stay float32 where they are.
 
         Args:
             eval_set: (X, y) or (X, y, sample_weight), or a list of them, whose losses go to `evals_result_`.
                 The last one is what early stopping goes by, unless it is False: then all rows of X are trained on. A
                 pipeline passes it on as it is.
+            eval_X, eval_y: features and labels, or tuples of as many, in place of `eval_set`, as LightGBM names them.
+                A pipeline with `transform_input=["eval_X"]` transforms `eval_X` as it does X.
 
         Raises:
             ImportError: if the library of `booster` is not installed.
@@ -151,8 +167,10 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
         Warns:
             ConvergenceWarning: if `n_estimators` rounds ended training before early stopping did.
+            UserWarning: if no tree splits, so that the class frequencies are predicted, or labels have fractions.
         """
         with unchanged_on_error(self):
+            eval_set = joined_evaluation(eval_set, eval_X, eval_y)
             self._category_dtypes = category_dtypes(X)
             self._fit(coded(X, self._category_dtypes), y, sample_weight, eval_set=eval_set)
         return self
@@ -182,7 +200,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         return tags
 
     def _accepts(self) -> dict[str, Any]:
-        return {**super()._accepts(), "ensure_all_finite": "allow-nan"}
+        return {**super()._accepts(), "dtype": [np.float64, np.float32], "ensure_all_finite": "allow-nan"}
 
     def _check_settings(self) -> None:
         super()._check_settings()
@@ -192,6 +210,13 @@ class OrdinalBoostingClassifier(OrdinalBase):
             check_count(name, getattr(self, name))
         check_real("learning_rate", self.learning_rate, least=0.0, above=True)
         checked_parameters(self.booster, self.booster_params or {})
+
+    def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+        X, positions, weights = super()._weighted_rows(X, y, sample_weight)
+        if is_whole(weights).all():
+            return X, positions, weights
+        relative = weights / weights.max()  # This avoids overflow and underflow.
+        return X, positions, relative / relative.mean()
 
     def _features(self, X: Any) -> np.ndarray:
         if self._category_dtypes and hasattr(X, "columns"):
@@ -207,7 +232,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         random: np.random.RandomState,
         eval_set: Any = None,
     ) -> None:
-        rows = Part(X, positions, weights)
+        rows = Part(Table(X), np.arange(len(X)), positions, weights)
         self.n_estimators_, self.best_iteration_, self.evals_result_ = 0, None, {}
         self._trees = None
         watched = [self._evaluation_part(name, *part) for name, part in evaluation_parts(eval_set).items()]
@@ -222,6 +247,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
         patience = self.n_iter_no_change if stops else None
         trees = train_trees(self.booster, replace(settings, patience=patience), rows[kept], watched)
         self.evals_result_ = trees.history
+        if trees.booster is not None and not trees.gains(X.shape[1]).any():
+            warnings.warn(_CONSTANT, stacklevel=4)
         if not trees.settled:
             warnings.warn(self._unsettled(trees.rounds), ConvergenceWarning, stacklevel=4)
         if stops and trees.booster is not None:
@@ -242,7 +269,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
         try:
             X, y = self._features(X), column_or_1d(y)
             check_consistent_length(X, y)
-            return Part(*self._weighted_rows(X, y, sample_weight))
+            X, positions, weights = self._weighted_rows(X, y, sample_weight)
+            return Part(Table(X), np.arange(len(X)), positions, weights)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
@@ -269,6 +297,25 @@ class OrdinalBoostingClassifier(OrdinalBase):
     def _logits(self, X: np.ndarray) -> np.ndarray:
         assert self._trees is not None
         return self._trees.scores(X)
+
+
+def joined_evaluation(eval_set: Any, eval_X: Any, eval_y: Any) -> Any:
+    """Return `eval_set`, or `eval_X` and `eval_y` in its form.
+
+    Raises:
+        ValueError: if both are given, one of the two is missing, or tuples differ in length.
+    """
+    if eval_X is None and eval_y is None:
+        return eval_set
+    if eval_set is not None or eval_X is None or eval_y is None:
+        given = [n for n, v in (("eval_set", eval_set), ("eval_X", eval_X), ("eval_y", eval_y)) if v is not None]
+        raise ValueError(f"{' and '.join(given)} are given, expected eval_set, or both eval_X and eval_y.")
+    several = isinstance(eval_X, tuple), isinstance(eval_y, tuple)
+    if not any(several):
+        return [(eval_X, eval_y)]
+    if not all(several) or len(eval_X) != len(eval_y):
+        raise ValueError("eval_X and eval_y differ, expected tuples of as many tables of features and lists of labels.")
+    return list(zip(eval_X, eval_y, strict=True))
 
 
 def evaluation_parts(eval_set: Any) -> dict[str, Any]:

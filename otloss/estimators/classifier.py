@@ -42,18 +42,19 @@ class OrdinalClassifier(OrdinalBase):
     thresholds.
 
     `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
-    sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Where these are
-    text, integers are read as such indices, with an `EncodedLabelsWarning` if the orders differ ("high", "low",
-    "medium"). Labels that are numbers have to be 0 to K - 1 there, with their values in `values`: ValueError says so
-    where gaps would be lost. Worker processes (`n_jobs`) get indices alone, except from `BaggingClassifier`: there a
-    `LabelOrderWarning` says that an order or gaps would be lost, as an error would reject labels without gaps too.
+    sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Integers that are
+    not all among the categories are read as such indices: always where these are text, with an `EncodedLabelsWarning`
+    if the orders differ ("high", "low", "medium"), and where they are numbers such as 1 to 5 if each index occurs.
+    Without `categories`, or where the indices are categories themselves (0 to 10, of which `y` holds 0, 5 and 10), an
+    index cannot be told from a label, and gaps or the order of text are lost. There pass labels 0 to K - 1 with
+    categories=range(K), and in `values` the number that each stands for.
 
     Args:
         categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype or
             polars Enum; a training set may lack some. By default the order of an ordered pandas Categorical or a polars
             Enum. Else whole numbers stand for every integer from the smallest to the largest: labels 1, 2, 5 have the
             positions 0, 1, 4, as in `otloss.metrics`. Other labels are sorted; for text a `LabelOrderWarning` says so,
-            and numbers with fractions are classes where each has two rows or more on average.
+            and numbers with fractions are classes where each has two rows or more on average, with a warning.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
             the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
             index. Training divides values by their mean gap, a cost by its largest entry over K - 1.
@@ -69,7 +70,8 @@ class OrdinalClassifier(OrdinalBase):
             (proportional odds): few parameters, for few rows or labels that follow one direction of the features.
         link: of the cumulative model, "logit", "probit" or "cloglog" (complementary log-log: proportional hazards).
         hidden_layer_sizes: widths of hidden layers of rectified units; () for a linear model.
-        alpha: L2 penalty on the weights, as 1 / C in `LogisticRegression`; biases and thresholds have none.
+        alpha: L2 penalty on the weights, as 1 / C in `LogisticRegression`; biases and thresholds have none. Its
+            unit is that of the rows' weights: with weights of sum one give it divided by the number of rows.
         class_weight: None, "balanced", or a dict from label to weight.
         decode: how `predict` chooses. "median", the default, has the least expected absolute error in ranks, and so
             few errors of several ranks. "argmax" is the most probable class, for accuracy: the only rule with which

@@ -24,20 +24,7 @@ def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.
     if rule == "median":
         # Rounding may put a sum such as 0.1 + 0.4 slightly below one half; equal errors would differ by it.
         return (distribution.cumsum(1) >= 0.5 - 1e-12).argmax(1)
-    return scores(distribution, rule, values=values, cost=cost).argmax(1)
-
-
-def scores(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.ndarray | None = None) -> np.ndarray:
-    """Return minus the expected loss of each position (n, m), whose largest is that of `decode`; not for "argmax".
-
-    >>> scores(np.array([[0.45, 0.15, 0.4]]), "median", values=np.arange(3.0)).round(2)
-    array([[-0.95, -0.85, -1.05]])
-    """
     if rule == "mean":
-        return -np.abs((distribution @ values)[:, None] - values)
-    if rule == "median":
-        # The median does not depend on how far apart the values are, so these are errors in ranks.
-        ranks = np.arange(distribution.shape[1])
-        cost = np.abs(ranks[:, None] - ranks)
+        return np.abs((distribution @ values)[:, None] - values).argmin(1)
     assert cost is not None, rule
-    return -distribution @ cost
+    return (distribution @ cost).argmin(1)

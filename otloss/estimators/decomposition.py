@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from sklearn import get_config
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils import check_array, column_or_1d, get_tags, indexable
+from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, get_routing_for_object, process_routing
 from sklearn.utils.validation import has_fit_parameter, validate_data
 
 from otloss._ordered_classes import check_choice
@@ -24,7 +26,9 @@ class OrdinalDecomposition(OrdinalBase):
 
     Args:
         estimator: a classifier with `predict_proba`, cloned for each threshold; `LogisticRegression()` by default. It
-            gets X as it is, and checks it: it may be a pipeline that fills in missing values or encodes text.
+            gets X as it is, and checks it: it may be a pipeline that fills in missing values or encodes text. A
+            pipeline gets weights through scikit-learn's metadata routing: its classifier requests them by
+            `set_fit_request(sample_weight=True)`.
         categories: all labels in rank order, as for `OrdinalClassifier`.
         values: (K,) increasing class values of `decode="mean"` and `expected_value`, 0 to K - 1 by default.
         decode: "median", "argmax" or "mean", as for `OrdinalClassifier`.
@@ -66,13 +70,22 @@ class OrdinalDecomposition(OrdinalBase):
             self._fit(X, y, sample_weight)
         return self
 
+    def get_metadata_routing(self) -> MetadataRouter:
+        """Return how weights reach `estimator`: as it requests them, where scikit-learn's routing is on."""
+        to_estimator = MethodMapping().add(caller="fit", callee="fit")
+        router = MetadataRouter(owner=self).add_self_request(self)
+        return router.add(estimator=self._binary(), method_mapping=to_estimator)
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags = get_tags(self._binary()).input_tags
         return tags
 
     def _binary(self) -> Any:
-        return LogisticRegression() if self.estimator is None else self.estimator
+        if self.estimator is not None:
+            return self.estimator
+        default = LogisticRegression()
+        return default.set_fit_request(sample_weight=True) if get_config()["enable_metadata_routing"] else default
 
     def _check_decode(self) -> None:
         check_choice("decode", self.decode, RULES[:-1])  # There is no cost here.
@@ -96,15 +109,26 @@ class OrdinalDecomposition(OrdinalBase):
         return X
 
     def _train(self, X: Any, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState) -> None:
-        weighted: dict[str, Any] = {}
-        if (weights != 1).any():
-            if not has_fit_parameter(self._binary(), "sample_weight"):
-                raise ValueError(
-                    f"sample_weight is given, and the fit of {type(self._binary()).__name__} takes none; leave it out."
-                )
-            weighted = {"sample_weight": weights}
+        weighted = self._routed(weights) if (weights != 1).any() else {}
         thresholds = range(len(self.classes_) - 1)
         self.estimators_ = [clone(self._binary()).fit(X, (positions > k).astype(int), **weighted) for k in thresholds]
+
+    def _routed(self, weights: np.ndarray) -> dict[str, Any]:
+        """Return the keywords that hand weights to the fit of `estimator`."""
+        if get_config()["enable_metadata_routing"]:
+            if not get_routing_for_object(self._binary()).consumes("fit", ["sample_weight"]):
+                raise ValueError(
+                    f"sample_weight is given, and {type(self._binary()).__name__} does not request it; call "
+                    "set_fit_request(sample_weight=True) of the classifier, or leave it out."
+                )
+            return dict(process_routing(self, "fit", sample_weight=weights).estimator.fit)
+        if not has_fit_parameter(self._binary(), "sample_weight"):
+            raise ValueError(
+                f"sample_weight is given, and the fit of {type(self._binary()).__name__} takes none; leave it out, or "
+                "for a pipeline call sklearn.set_config(enable_metadata_routing=True), and "
+                "set_fit_request(sample_weight=True) of its classifier."
+            )
+        return {"sample_weight": weights}
 
     def _logits(self, X: Any) -> np.ndarray:
         above = np.column_stack([binary.predict_proba(X)[:, 1] for binary in self.estimators_])

@@ -9,14 +9,13 @@ Three numberings meet in a classifier of ordered labels, and this module is the 
   holds has no output and probability zero, and the class values of the labels seen keep their distances.
 
 scikit-learn's `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass the index of
-each label among the sorted labels in place of the label. Integers where all categories are text are such indices. An
-integer may be a label and an index. The functions of scikit-learn that are on the stack tell which of them it is, and
-an index from which the label cannot be known raises ValueError.
+each label among the sorted labels in place of the label. The labels and the categories alone decide what `y` holds,
+never the caller: integers that are not all categories are indices among the sorted categories. Integers that are all
+categories are labels, also where they could be indices: only with the categories 0 to K - 1 are both the same.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -75,11 +74,11 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
         ValueError, TypeError: if a label is missing (NaN, None) or unknown, or if categories repeat or have no order.
     """
     present = np.unique(plain_labels("y", y))
-    encoder = _encoder() if present.dtype.kind in "iu" else None
     if categories is None:
         _check_are_classes(y, present)
-        if encoder is not None:
-            _check_gaps(encoder)
+    if present.dtype.kind == "f" and not is_whole(present).all():
+        _warn_of_fractions(present)
+    if categories is None:
         return _ordered(present, _implied(present), is_explicit=False)
     if hasattr(categories, "categories"):
         ordered = ordered_categories(categories)
@@ -89,10 +88,8 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
     names = plain_labels("categories", categories)
     if not names.size or np.unique(names).size != names.size:
         raise ValueError(f"categories is {shown(names)}, expected each label once, lowest rank first.")
-    if present.dtype.kind in "iu" and names.dtype.kind == "U":
-        return _ordered(present, _indices(present, names, encoder), names=names, is_explicit=True)
-    if encoder is not None:
-        _check_not_encoded(names, encoder)
+    if present.dtype.kind in "iu" and (names.dtype.kind == "U" or not np.isin(present, names).all()):
+        return _ordered(present, _indices(present, names), names=names, is_explicit=True)
     _check_labels(present, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
     return _ordered(present, names, is_explicit=True)
 
@@ -134,122 +131,41 @@ def _implied(present: Labels) -> Labels:
     return every.astype(present.dtype)  # Unsigned integers keep their dtype.
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    """A function of scikit-learn that passes indices among the sorted labels in place of labels.
-
-    Attributes:
-        name: what calls that function.
-        count: how many different labels there are.
-        labels: these, sorted, where they can be known.
-    """
-
-    name: str
-    count: int
-    labels: Labels | None
-
-
-# The functions in which scikit-learn fits with indices, in the user's process or in a worker's.
-_ENCODERS = {
-    ("sklearn.ensemble._base", "_fit_single_estimator"): "VotingClassifier or StackingClassifier",
-    ("sklearn.ensemble._bagging", "_parallel_build_estimators"): "BaggingClassifier",
-    ("sklearn.model_selection._validation", "_fit_and_predict"): "cross_val_predict",
-}
-
-
-def _encoder() -> _Encoder | None:
-    """The outermost of these functions on the stack and the labels that it began with; the innermost has the count."""
-    frame = sys._getframe(1)
-    outermost, count, labels = "", 0, None
-    while frame is not None:
-        module, variables = frame.f_globals.get("__name__", ""), frame.f_locals
-        if not outermost and module == "sklearn.multiclass":
-            return None  # It made its own labels, 0 and 1.
-        name = _ENCODERS.get((module, frame.f_code.co_name))
-        if name is not None and variables.get("method") != "predict" and variables.get("y") is not None:
-            of_bagging = getattr(variables.get("ensemble"), "classes_", None)  # The other functions encode y.
-            outermost, count = name, count or len(np.unique(variables["y"]) if of_bagging is None else of_bagging)
-            classes = of_bagging
-        elif outermost and module.startswith("sklearn."):
-            # Without worker processes, the caller and its encoder are on the stack too.
-            caller = variables.get("self")
-            encoder = variables.get("le") or getattr(caller, "le_", None) or getattr(caller, "_label_encoder", None)
-            classes = getattr(encoder, "classes_", None)
-        else:
-            classes = None
-        labels = classes if classes is not None and len(classes) == count else labels
-        frame = frame.f_back  # type: ignore[assignment]
-    if not outermost:
-        return None
-    return _Encoder(outermost, count, None if labels is None else plain_labels("y", labels))
-
-
-def _check_gaps(encoder: _Encoder) -> None:
-    """Raise ValueError if the labels are numbers with gaps, which their indices lose; warn if they are text."""
-    labels = encoder.labels
-    if labels is None:  # in a worker process
-        warnings.warn(
-            f"{encoder.name} passes the index of each label among the sorted labels, which are not known in a worker "
-            f"process: if they are text or have gaps, their order or their gaps are lost. Fit it to the labels 0 to "
-            f"{encoder.count - 1} with categories=range({encoder.count}).",
-            LabelOrderWarning,
-            stacklevel=6,
-        )
-        return
-    every, doubt = implied_order(labels)
-    if doubt:
-        warnings.warn(
-            f"{encoder.name} passes the index of each label among the sorted labels {shown(labels)}, whose order is "
-            "taken for the rank order; name the rank order by categories=.",
-            LabelOrderWarning,
-            stacklevel=6,
-        )
-    elif len(every) != len(labels):
-        raise ValueError(
-            f"{encoder.name} passes the index of each label among the sorted labels {shown(labels)}, so that their "
-            f"gaps are lost. Fit it to the labels 0 to {len(labels) - 1}, and give the estimator values="
-            f"{labels.tolist()}."
-        )
-
-
-def _check_not_encoded(names: Labels, encoder: _Encoder) -> None:
-    """Raise ValueError unless indices among the sorted labels are these labels themselves."""
-    by_name = np.sort(names)
-    if encoder.labels is None:
-        same = np.array_equal(by_name, np.arange(encoder.count))
-    else:
-        same = np.array_equal(encoder.labels, np.arange(encoder.count)) and bool(np.isin(encoder.labels, by_name).all())
-    if same:
-        return
-    raise ValueError(
-        f"{encoder.name} passes the index of each label among the {encoder.count} different labels of y in place of "
-        f"the label, and categories is {shown(names)}. Fit it to the labels 0 to {encoder.count - 1} with "
-        f"categories=range({encoder.count}), and give the estimator values=, the number that each label stands for."
+def _warn_of_fractions(present: Labels) -> None:
+    warnings.warn(
+        f"y holds the labels {shown(present)}, numbers with fractions, which scikit-learn takes for the target of a "
+        "regression: its cross-validation neither shuffles nor stratifies them. Use whole numbers, for example "
+        "numpy.searchsorted(labels, y) with values=labels, the sorted labels, or labels of text with categories=.",
+        UserWarning,
+        stacklevel=5,
     )
 
 
-def _indices(present: Labels, names: Labels, encoder: _Encoder | None) -> Labels:
+def _indices(present: Labels, names: Labels) -> Labels:
     """Return indices (K,) of the categories among the sorted categories, in rank order.
 
     Raises:
         ValueError: if the integers may be labels as well, or may count the labels of `y` alone, of which some category
-            is missing: without a known caller the largest index has to be among those seen.
+            is missing. So the largest index has to be among those seen, and where categories are numbers, all of them.
     """
     by_name = np.sort(names)
-    complete = encoder is not None and encoder.count == len(names)
+    is_text = names.dtype.kind == "U"
     as_text = present.astype(str)
-    are_names = encoder is None and bool(np.isin(as_text, names).all())
-    if are_names and not np.array_equal(by_name[present.clip(0, len(names) - 1)], as_text):
+    if (
+        is_text
+        and np.isin(as_text, names).all()
+        and not np.array_equal(by_name[present.clip(0, len(names) - 1)], as_text)
+    ):
         raise ValueError(
             f"y holds the integers {shown(present)} and categories is {shown(names)}: each integer may be the label of "
             "that name or the index of another label. Give categories as integers, or call y.astype(str)."
         )
-    if present[0] < 0 or present[-1] >= len(names) or not (complete or present[-1] == len(names) - 1):
-        who = "scikit-learn's Voting, Stacking, Bagging and cross_val_predict" if encoder is None else encoder.name
-        pass_them = "pass them" if encoder is None else "passes them"
+    are_indices = present[0] >= 0 and present[-1] == len(names) - 1
+    if not are_indices or not (is_text or len(present) == len(names)):
         raise ValueError(
             f"y holds the integers {shown(present)} and categories is {shown(names)}, expected these labels, or all "
-            f"their indices as {who} {pass_them}. Use the labels 0, 1, 2, ... in rank order there."
+            "their indices as scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. Use the labels "
+            "0, 1, 2, ... in rank order there; elsewhere add the missing labels to categories, or drop their rows."
         )
     codes = np.searchsorted(by_name, names)
     if (np.diff(codes) < 0).any():

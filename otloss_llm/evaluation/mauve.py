@@ -179,7 +179,7 @@ def principal_components(
     if not np.isfinite(both).all():
         raise ValueError("features hold NaN or infinite values; find the texts that they come from.")
     both = normalize(both)
-    reduced = PCA().fit(both)
+    reduced = PCA().set_output(transform="default").fit(both)
     count = int(np.searchsorted(np.cumsum(reduced.explained_variance_ratio_), EXPLAINED)) + 1
     p_points, q_points = np.split(reduced.transform(both)[:, :count], [len(p_features)])
     return p_points, q_points

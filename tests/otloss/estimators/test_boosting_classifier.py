@@ -1,16 +1,25 @@
 """What the boosted estimators learn: the loss asked for, starts, stopping, settings, missing values."""
 
 import pickle
+import tomllib
+import tracemalloc
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.special import softmax
+from sklearn import config_context
+from sklearn.ensemble import AdaBoostClassifier
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler
 
 from otloss.boosting import start_scores
 from otloss.estimators import OrdinalBoostingClassifier
+from otloss.estimators.boosters import OLDEST, Part, Table, require_library
 from tests.errors import raising
 from tests.otloss.estimators.test_estimators import NAMES, ordered_rows
 
@@ -121,6 +130,112 @@ def test_settings_by_any_name_take_precedence_and_seeds_and_few_rows_count(libra
     assert boosted(library, n_estimators=100).fit(rows, y).score(rows, y) == 1.0
 
 
+@LIBRARIES
+@pytest.mark.parametrize("class_weight", [None, {0: 0.3, 2: 2.0}], ids=str)
+def test_the_unit_of_weights_is_no_matter(library: str, class_weight: Any) -> None:
+    random = np.random.default_rng(0)
+    weight, valid = random.exponential(size=120) * (np.arange(120) % 5 > 0), random.exponential(size=120)
+    kept = weight > 0
+    settings = {"class_weight": class_weight, "n_estimators": 10, "booster_params": {"subsample": 0.5}}
+
+    def fitted(factor: float, rows: Any = slice(None)) -> OrdinalBoostingClassifier:
+        # Doubles hold the products to a last bit or so, and trees may tell that: of powers of two they hold all.
+        factor = 2.0 ** round(np.log2(factor))
+        return boosted(library, **settings).fit(
+            X[rows], Y[rows], factor * weight[rows], eval_set=(X, Y, factor * valid)
+        )
+
+    expected = fitted(1.0)
+    assert expected.feature_importances_.sum() == pytest.approx(1)
+    for factor in (1e-300, 1e-6, 1 / 120, 1e3):
+        model = fitted(factor)
+        np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
+        for actual, wanted in zip(model.evals_result_.values(), expected.evals_result_.values(), strict=True):
+            np.testing.assert_allclose(*(list(of.values()) for of in (actual, wanted)), rtol=1e-12)
+    np.testing.assert_array_equal(fitted(1e-6, kept).predict_proba(X), expected.predict_proba(X))
+    one = boosted(library, n_estimators=10, learning_rate=0.3)
+    assert AdaBoostClassifier(one, n_estimators=3).fit(X, Y).score(X, Y) > 0.8
+
+
+@LIBRARIES
+def test_trees_without_a_split_are_warned_of(library: str) -> None:
+    with pytest.warns(UserWarning, match="split no row from another") as caught:
+        model = boosted(library, n_estimators=3, transport=1e-6).fit(X, Y)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert np.ptp(model.predict_proba(X), axis=0).max() < 1e-3
+
+
+@LIBRARIES
+def test_features_are_copied_once_at_most(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tracemalloc counts arrays of numpy: XGBoost gets them in blocks, LightGBM a copy in the order of training."""
+    for size in ("_FILLED", "_COMPARED"):
+        monkeypatch.setattr(f"otloss.estimators.boosters.{size}", 100)
+    random = np.random.default_rng(0)
+    rows, weight = random.normal(size=(3000, 400)).astype(np.float32), random.exponential(size=3000)
+    y = np.digitize(rows[:, 0], [-0.5, 0.5])
+    settings = {"early_stopping": True, "n_iter_no_change": 1, "learning_rate": 1.0}
+    model = boosted(library, n_estimators=2, max_depth=1, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model.fit(rows[:600, :2], y[:600])  # imports and kernels
+        tracemalloc.start()
+        model.fit(rows, y, weight)
+        peak = tracemalloc.get_traced_memory()[1] / rows.nbytes
+        tracemalloc.stop()
+    assert peak < {"xgboost": 0.4, "lightgbm": 1.4}[library]
+
+
+def test_equal_rows_are_one_whatever_the_dtype_the_memory_order_and_the_sign_of_zero() -> None:
+    random = np.random.default_rng(0)
+    distinct = np.column_stack([np.arange(40.0), random.choice([0.0, np.nan, 1.0], 40)])
+    copies = np.repeat(np.arange(40), random.integers(1, 4, size=40))
+    table = random.permutation(distinct[copies]) * [1.0, -1.0]
+    assert np.signbit(table[table[:, 1] == 0, 1]).any()
+    table[::2] += 0.0
+    for rows in (table, np.asfortranarray(table), table.astype(np.float32)):
+        part = Part(Table(rows), np.arange(len(rows)), np.zeros(len(rows), int), np.ones(len(rows))).merged()
+        order = np.argsort(part.features()[:, 0])
+        np.testing.assert_array_equal(part.features()[order], distinct * [1.0, -1.0])
+        np.testing.assert_array_equal(part.weight[order], np.bincount(copies))
+
+
+@LIBRARIES
+def test_a_pipeline_transforms_what_is_evaluated(library: str) -> None:
+    parts = {"eval_X": (X, X[::2]), "eval_y": (Y, Y[::2])}
+    expected = boosted(library, n_estimators=3).fit(X, Y, **parts)
+    assert (
+        expected.evals_result_
+        == boosted(library, n_estimators=3).fit(X, Y, eval_set=[(X, Y), (X[::2], Y[::2])]).evals_result_
+    )
+    with config_context(enable_metadata_routing=True):
+        model = boosted(library, n_estimators=3).set_fit_request(eval_X=True, eval_y=True)
+        scaling = Pipeline([("scale", StandardScaler()), ("model", model)], transform_input=["eval_X"])
+        scaling.fit(1000 * X, Y, eval_X=tuple(1000 * part for part in parts["eval_X"]), eval_y=parts["eval_y"])
+    for name, losses in expected.evals_result_.items():
+        np.testing.assert_allclose(model.evals_result_[name]["rps"], losses["rps"], rtol=1e-3)
+
+
+@LIBRARIES
+def test_libraries_older_than_the_range_of_the_tests_are_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
+    (wanted,) = (one for one in pyproject["project"]["optional-dependencies"]["boost"] if one.startswith(library))
+    assert wanted == f"{library}>={'.'.join(map(str, OLDEST[library]))}"
+    major, minor = OLDEST[library]
+    module = pytest.importorskip(library)
+    monkeypatch.setattr(module, "__version__", f"{major}.{minor - 1}.9")
+    with pytest.raises(ImportError, match=f"found {library} .*, expected {major}.{minor} or later: pip install"):
+        boosted(library).fit(X, Y)
+    for version in (f"{major}.{minor}.0rc1", f"{major + 7}.0.dev1"):
+        monkeypatch.setattr(module, "__version__", version)
+        require_library(library)
+
+
+test_evaluation_sets_that_cannot_be_are_named = raising(
+    ({"eval_X": X}, "eval_X are given, expected eval_set, or both"),
+    ({"eval_X": (X, X), "eval_y": Y}, "expected tuples of as many"),
+    ({"eval_X": (X, X), "eval_y": (Y,)}, "expected tuples of as many"),
+    call=lambda given: boosted("lightgbm").fit(X, Y, **given),
+)
 test_settings_that_cannot_be_are_named = raising(
     ("lightgbm", {"num_trees": 7}, "holds 'num_trees', which follows from the estimator's arguments"),
     ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),

@@ -6,11 +6,13 @@ scikit-learn's checks run in test_estimators.py.
 import numpy as np
 import pytest
 from scipy.sparse import coo_array, csr_array
+from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
+from sklearn.model_selection import GridSearchCV
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.tree import DecisionTreeClassifier
@@ -67,6 +69,26 @@ def test_the_inner_estimator_alone_checks_features() -> None:
         np.testing.assert_array_equal(clone(tree).fit(rows, y).predict_proba(X), tree.predict_proba(X))
     with pytest.raises(ValueError, match="X has 9 features"):
         tree.predict(X[:, :9])
+
+
+def test_a_pipeline_gets_weights_by_metadata_routing() -> None:
+    weight, tree = np.arange(len(y)) % 3, DecisionTreeClassifier(max_depth=2, random_state=0)
+    expected = OrdinalDecomposition(clone(tree)).fit(X, y, sample_weight=weight).predict_proba(X)
+    with pytest.raises(ValueError, match=r"fit of Pipeline takes none; .*enable_metadata_routing=True"):
+        OrdinalDecomposition(make_pipeline(SimpleImputer(), tree)).fit(X, y, sample_weight=weight)
+    with config_context(enable_metadata_routing=True):
+        requesting = clone(tree).set_fit_request(sample_weight=True)
+        for inner in (requesting, make_pipeline(SimpleImputer(), requesting)):
+            model = (
+                OrdinalDecomposition(inner).set_fit_request(sample_weight=True).set_score_request(sample_weight=False)
+            )
+            np.testing.assert_array_equal(model.fit(X, y, sample_weight=weight).predict_proba(X), expected)
+            search = GridSearchCV(model, {"decode": ["median"]}, cv=2)  # which splits the weights
+            search.fit(X, y, sample_weight=weight)
+            np.testing.assert_array_equal(search.predict_proba(X), expected)
+        OrdinalDecomposition().fit(X, y, sample_weight=weight)
+        with pytest.raises(ValueError, match="Pipeline does not request it; call set_fit_request"):
+            OrdinalDecomposition(make_pipeline(SimpleImputer(), tree)).fit(X, y, sample_weight=weight)
 
 
 test_errors_name_the_estimator = raising(

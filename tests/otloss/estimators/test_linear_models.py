@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes
 
 from otloss.estimators import OrdinalClassifier
@@ -83,16 +84,18 @@ def test_warm_start() -> None:
     assert other.predict_proba(X).shape == (len(X), 3)
 
 
-@pytest.mark.parametrize("rule", ["argmax", "median", "mean", "cost"])
 @pytest.mark.parametrize("grades", [2, 4])
-def test_predict_chooses_the_largest_decision(rule: str, grades: int) -> None:
+def test_calibration_of_scikit_learn_is_the_same_for_every_decision(grades: int) -> None:
+    """It reads `decision_function`, the log-probabilities, whose softmax is the forecast."""
     labels, gaps = np.minimum(y, grades - 1), np.arange(grades)[:, None] - np.arange(grades)
-    cost, values = np.where(gaps > 0, 3.0 * gaps, -gaps), np.arange(grades) ** 2.0
-    options = {"cost": cost} if rule == "cost" else {"values": values}
-    model = OrdinalClassifier(decode=rule, **options).fit(X, labels)
-    decision = model.decision_function(X)
-    chosen = (decision > 0).astype(int) if grades == 2 else decision.argmax(1)
-    np.testing.assert_array_equal(model.classes_[chosen], model.predict(X))
-    if rule == "argmax":
-        logs = model.predict_log_proba(X)
-        np.testing.assert_allclose(decision, logs[:, 1] - logs[:, 0] if grades == 2 else logs)
+    options: dict[str, Any] = {"cost": np.where(gaps > 0, 3.0 * gaps, -gaps)}
+    models = [OrdinalClassifier(decode=rule, **options) for rule in ("argmax", "median", "mean", "cost")]
+    for model in models:
+        logs = model.fit(X, labels).predict_log_proba(X)
+        np.testing.assert_allclose(model.decision_function(X), logs[:, 1] - logs[:, 0] if grades == 2 else logs)
+    (methods,) = CalibratedClassifierCV._parameter_constraints["method"]
+    for method in methods.options:  # "temperature" is new in scikit-learn 1.8
+        calibrated = (CalibratedClassifierCV(model, method=method, cv=3) for model in models)
+        first, *others = (model.fit(X, labels).predict_proba(X) for model in calibrated)
+        for other in others:
+            np.testing.assert_array_equal(other, first)

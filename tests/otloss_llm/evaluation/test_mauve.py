@@ -5,10 +5,11 @@ import pytest
 from scipy.integrate import quad
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import entropy
+from sklearn import config_context
 
 pytest.importorskip("sklearn")
 
-from otloss_llm.evaluation.mauve import SCALE, area_of_shares, cluster_divergence, mauve
+from otloss_llm.evaluation.mauve import SCALE, area_of_shares, cluster_divergence, mauve, principal_components
 
 
 def test_the_area_of_two_bins_is_its_integral() -> None:
@@ -57,3 +58,10 @@ def test_divergences_of_clusters_are_those_of_their_counts() -> None:
     equal, apart = cluster_divergence(x, x, clusters=4), cluster_divergence(x[:20], y[40:], clusters=2)
     assert (equal.js, equal.forward, equal.reverse) == (0.0, 0.0, 0.0)
     assert apart.js == pytest.approx(np.log(2))
+
+
+def test_the_global_output_of_scikit_learn_changes_nothing() -> None:
+    p, q = np.random.default_rng(0).normal(size=(2, 20, 4))
+    expected = principal_components(p, q)
+    with config_context(transform_output="pandas"):
+        np.testing.assert_array_equal(principal_components(p, q), expected)
