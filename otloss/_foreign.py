@@ -8,8 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import opcode
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -136,18 +134,11 @@ _CALLS = (
 _EXPONENT = _Keyword("POT", "order", "give order= for the exponent")
 
 
-def missing_name(module: str, name: str, own: Iterable[str]) -> Exception:
-    """Return what the `__getattr__` of a module is to raise.
-
-    That is an AttributeError. Python shows the text of an AttributeError nowhere if it imports the name, so there it is
-    an ImportError, where the name is one of another package or nearly one of the module's own.
-    """
+def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:
+    """Return what the `__getattr__` of a module is to raise; Python does not show it for `from module import name`."""
     advice = next((f", which is {of}'s; use {ours}" for of, names, ours in _CALLS if name in names.split()), "")
     if not advice and name[0] != "_" and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.75)):
         advice = f"; did you mean {near[0]}?"
-    code = sys._getframe(2)
-    if advice and code.f_lasti >= 0 and code.f_code.co_code[code.f_lasti] == opcode.opmap["IMPORT_FROM"]:
-        return ImportError(f"{module} has no {name!r}{advice}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}{advice}", name=name)
 
 

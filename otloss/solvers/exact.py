@@ -211,10 +211,11 @@ class ExactSolution:
         return owners.unsqueeze(-1) * (n * m) + self.optimum.rows * m + self.optimum.columns
 
 
-def solve_exactly(problem: Problem) -> ExactSolution:
+def solve_exactly(problem: Problem, *, warns: bool = True) -> ExactSolution:
     """Solve a reduced problem; its cost becomes a matrix.
 
-    The value between points is differentiated through the costs of the pairs that exchange mass alone.
+    The value between points is differentiated through the costs of the pairs that exchange mass alone. With `warns`,
+    mass that may be rounding and pays a price is named.
     """
     cost = problem.cost
     moving = cost if isinstance(cost, PointCost) and not callable(cost.metric) and makes_graph(cost.x, cost.y) else None
@@ -225,7 +226,7 @@ def solve_exactly(problem: Problem) -> ExactSolution:
     start = problem.start
     if start is None and isinstance(cost, PointCost) and _are_apart(cost):
         start = _start_from_sinkhorn(problem, matrix.detach())
-    optimum = solve_exact(problem.p, problem.q, matrix, start=start, dtype=problem.dtype)
+    optimum = solve_exact(problem.p, problem.q, matrix, start=start, dtype=problem.dtype, warns=warns)
     cell_costs = None if moving is None else moving.pairs(optimum.rows, optimum.columns)
     return ExactSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
 
@@ -276,6 +277,7 @@ def solve_exact(
     *,
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None,
     dtype: torch.dtype | None = None,
+    warns: bool = False,
 ) -> Optimum:
     """Solve checked problems (weights as `histogram_pair` returns them, finite costs), without a graph.
 
@@ -284,6 +286,7 @@ def solve_exact(
         start: potentials (f, g) of similar problems, with axes that broadcast likewise. They save pivots and change no
             value.
         dtype: that the weights were given in, whose rounding may leave mass over in a block; that of p by default.
+        warns: whether mass that may be rounding and pays a price is named.
 
     Raises:
         ValueError: if `start` holds a NaN or an infinity.
@@ -302,7 +305,7 @@ def solve_exact(
     check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
     for k in np.flatnonzero(outcome[:, 2] > LEAST_RATIO * outcome[:, 0]):
-        _settle_blocks(int(k), weights, matrices[owners[k]], arrays, (dtype or p.dtype, p.dtype))
+        _settle_blocks(int(k), weights, matrices[owners[k]], arrays, (dtype or p.dtype, p.dtype), warns=warns)
     pivots = outcome[:, 3].astype(np.int64)
     answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
     return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
@@ -310,7 +313,7 @@ def solve_exact(
 
 def _settle_blocks(
     k: int, weights: list[np.ndarray], matrix: np.ndarray, answers: tuple[np.ndarray, ...],
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple[torch.dtype, ...], *, warns: bool,
 ) -> None:  # fmt: skip
     """Solve problem k again where its bins fall into blocks that only priced pairs connect; fill its answers.
 
@@ -320,8 +323,9 @@ def _settle_blocks(
     f, g, cells, flows, outcome = (array[k] for array in answers)
     p, q = (w[k] for w in weights)
     blocks = blocks_of_plan(matrix, cells, flows, rounding_of(float(p.sum()), len(p) + len(q), unit))
-    if blocks is None:
+    if blocks is None and warns:
         warn_of_prices(matrix[cells[0], cells[1]].astype(np.float64), flows, tolerance)
+    if blocks is None:
         return
     capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)
     again = solve_batch(p[None], q[None], capped, owner, start=None, most=_MAX_PIVOTS)

@@ -144,9 +144,10 @@ def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return potentials of exact transport and the cells of its plans, or g and None where the exact solver fails."""
     problem = dataclasses.replace(problem, is_exact=True)
     try:
-        optimum = (solve_between_clouds if takes_clouds(problem) else solve_exactly)(problem).optimum
+        solution = solve_between_clouds(problem) if takes_clouds(problem) else solve_exactly(problem, warns=False)
     except RuntimeError:  # not certified; Newton's method measures its own error
         return g, None
+    optimum = solution.optimum
     return optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
 
 
