@@ -124,6 +124,11 @@ class Problem:
     def batch(self) -> torch.Size:
         return self.p.shape[:-1]
 
+    @cached_property
+    def largest_cost(self) -> Float[Tensor, "*batch"]:
+        """The largest cost or a bound of it, per matrix and without a graph."""
+        return self.cost.largest()
+
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that a value depends on: p, q, epsilon, and those of the cost that require a gradient."""

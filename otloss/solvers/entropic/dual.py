@@ -33,6 +33,7 @@ from otloss.solvers.problem import Problem
 
 LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
 ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
+NEGLIGIBLE_SHIFT = 1e-3  # of epsilon: the marginal error allows a shift of itself times the marginal penalty
 NO_SHARE = 1e-100  # of a row: products of smaller shares are subnormal, on which processors are slow
 
 
@@ -130,9 +131,12 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
     Source: T. Sejourne, F.-X. Vialard, G. Peyre, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn,
     2022.
     """
-    rho = problem.marginal_penalty
-    if rho is None:
+    rho, error = problem.marginal_penalty, result.error
+    if rho is None or not error.numel():
         return result
+    uncertain = result.potential_error
+    if rho * error.amax().item() <= NEGLIGIBLE_SHIFT * problem.epsilon.amin().item():  # NaN goes on
+        return result if uncertain is None else dataclasses.replace(result, potential_error=uncertain + rho * error)
     f, g = result.f, result.g
     epsilon = problem.epsilon.detach().to(f.dtype).unsqueeze(-1)
     of_rows, of_columns = (
@@ -141,12 +145,12 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
     )
     damping = rho / (rho + epsilon)
     shift = (rho / (1 + damping) * (of_rows - of_columns)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # empty sides
-    plan, error = result.plan, result.potential_error
-    if error is not None:  # of the logarithms
-        error = error + 4 * torch.finfo(f.dtype).eps * rho
+    plan = result.plan
+    if uncertain is not None:  # by the rounding of the logarithms
+        uncertain = uncertain + 4 * torch.finfo(f.dtype).eps * rho
     if plan is not None:
         plan = plan * (-shift / (rho + epsilon)).exp().unsqueeze(-1).to(plan.dtype)
-    return dataclasses.replace(result, f=f + damping * shift, g=g - shift, plan=plan, potential_error=error)
+    return dataclasses.replace(result, f=f + damping * shift, g=g - shift, plan=plan, potential_error=uncertain)
 
 
 def _constants(target: Tensor) -> Tensor:

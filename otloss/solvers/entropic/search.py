@@ -110,7 +110,9 @@ def find_potentials(
         result = shifted_to_equal_mass(searched, result)
         _check_not_too_small(searched, result, min(LEAST_EPSILON / tolerance, LARGEST_LEAST))
         if accurate:
-            result = shifted_to_equal_mass(searched, _with_accurate_potentials(searched, result, goal))
+            accurate_result = _with_accurate_potentials(searched, result, goal)
+            if accurate_result is not result:
+                result = shifted_to_equal_mass(searched, accurate_result)
         result = result.to(problem.p.device)
     if searched.cost.dtype != problem.cost.dtype:
         problem = in_float64(problem, with_graph=True)

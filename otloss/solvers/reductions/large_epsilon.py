@@ -23,7 +23,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     """Reduce entropic problems above those ratios; raise ValueError if a cost overflows."""
     if problem.is_exact:
         return None
-    highest, epsilon = problem.cost.largest(), problem.epsilon.detach()
+    highest, epsilon = problem.largest_cost, problem.epsilon.detach()
     if not highest.numel() or not epsilon.numel():
         return None
     if not math.isfinite(highest.amax().item()):

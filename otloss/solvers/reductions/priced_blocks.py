@@ -30,10 +30,13 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     cost = problem.cost
     if problem.is_exact or problem.marginal_penalty is not None or type(cost) is not DenseCost:
         return None
-    if needs_torch(problem.p, problem.q, problem.epsilon, cost.matrix):
+    highest, epsilon = problem.largest_cost, problem.epsilon.detach()
+    if not highest.numel() or not epsilon.numel():
         return None
-    highest, epsilon = cost.largest(), problem.epsilon.detach()
-    if not highest.numel() or not epsilon.numel() or not bool((highest > LEAST_RATIO * epsilon).any()):
+    # Two numbers: for a single problem a comparison by torch takes longer.
+    if highest.amax().item() <= LEAST_RATIO * epsilon.amin().item():
+        return None
+    if needs_torch(problem.p, problem.q, problem.epsilon, cost.matrix):
         return None
     batch, (n, m) = problem.batch, cost.shape
     p, q = (w.detach().to("cpu", torch.float64).reshape(-1, w.shape[-1]).numpy() for w in (problem.p, problem.q))
