@@ -57,6 +57,11 @@ LONGEST = 10.0  # of a change of a potential over epsilon that is a step as it i
 NEAR = 4.0  # cells tell the masses as long as no potential over epsilon has moved by more
 
 
+def answers(problems: int, histograms: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return log_u, log_a and the outcome for `barycenter_problems`."""
+    return np.zeros((problems, histograms, n)), np.zeros((problems, n)), np.zeros((problems, 2))
+
+
 @inner()
 def update(columns: Any, weights: Any, epsilon: float, log_a: Any) -> None:
     """Update the potentials by the plain iteration, and write log c."""

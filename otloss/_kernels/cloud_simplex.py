@@ -94,17 +94,22 @@ def _select(
     return keep_columns(y, g, count, bounds, least, near, near_g)
 
 
+def answers_of_near_cells(n: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `columns` and `prices` for `near_cells`."""
+    return np.empty((n, count), np.int64), np.empty((n, count))
+
+
 @compiled(seconds=3)
 def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, columns: Any, prices: Any) -> None:
     """Write for each point of x the K columns (n, K) of the least C - g, out of those with C - g below `above` (n,).
 
-    Where there are fewer, the rest is NONE. The points x (n, d) and y (d + 1, m) are in orders in which neighbours
-    follow each other; the last row of y is 0, 1, ..., m - 1. `prices` (n, K) is scratch.
+    Where there are fewer, the rest is NONE. The points x (n, d) and y, of `as_columns`, are in orders in which
+    neighbours follow each other. `prices` (n, K) is scratch.
     """
     (n, d), m, most = x.shape, y.shape[1], columns.shape[1]
     scores, distances, best = np.empty(PIECE), np.empty(PIECE), np.empty(most)
     bounds, slack = np.empty(m + CHUNK), np.empty(m)
-    near, near_g = np.empty((2, d + 1, m)), np.empty((2, m))
+    near, near_g = np.empty((2, *y.shape)), np.empty((2, m))
     while True:
         first = next_task(counter) * ROWS * BLOCK
         if first >= n:
@@ -221,15 +226,16 @@ def _ship(tree: Any, flow: Any, cost: Any, left: Any, v: int, w: int, price: flo
 
 @compiled(seconds=2)
 def first_tree(
-    x: Any, y: Any, p: Any, q: Any, g: Any, metric: int, rows: Any, columns: Any, tree: Any, flow: Any, cost: Any,
-    potential: Any,
-) -> int:  # fmt: skip
-    """Write the tree of a greedy plan along these cells; return its root.
+    x: Any, y: Any, p: Any, q: Any, g: Any, metric: int, rows: Any, columns: Any
+) -> tuple[int, Any, Any, Any, Any]:  # fmt: skip
+    """Return a greedy plan along these cells: the root of its tree, `tree`, `flow`, `cost`, and the potentials.
 
     Points ship in the order of the cells. What is left then ships in the order of x, to the cheapest open columns. The
     last two open nodes are the root and its last child.
     """
     n, m = x.shape[0], y.shape[0]
+    tree, flow = np.empty((5, n + m), np.int32), np.empty(n + m, np.int64)
+    cost, potential = np.empty(n + m), np.empty(n + m)
     left, closed, open_columns = np.empty(n + m, np.int64), np.empty(n + m, np.int64), np.empty(m, np.int64)
     whole_masses(p, q, n, m, left)
     other: Any = np.int64(0)
@@ -264,7 +270,7 @@ def first_tree(
         tree[SIZE, tree[PARENT, v]] += tree[SIZE, v]
         _attach(tree, v, tree[PARENT, v])
     _refresh(tree, cost, potential, other)
-    return other
+    return other, tree, flow, cost, potential
 
 
 @inner()
@@ -374,10 +380,10 @@ def search_cells(
 
 
 @compiled()
-def flows_of(tree: Any, p: Any, q: Any, root: int, moved: Any) -> None:
-    """Write the real mass on the edge above each node, summed up from the leaves; 0 above the root."""
+def flows_of(tree: Any, p: Any, q: Any, root: int) -> Any:
+    """Return the real mass on the edge above each node, summed up from the leaves; 0 above the root."""
     n, count = p.shape[0], p.shape[0] + q.shape[0]
-    order, v = np.empty(count, np.int64), root
+    moved, order, v = np.empty(count), np.empty(count, np.int64), root
     for t in range(count):
         order[t] = v
         v = _after(tree, v, root)
@@ -388,15 +394,18 @@ def flows_of(tree: Any, p: Any, q: Any, root: int, moved: Any) -> None:
         # The search worked with rounded masses, so tiny flows may come out negative.
         moved[v] = max(moved[v] if v < n else -moved[v], 0.0)
     moved[root] = 0.0
+    return moved
 
 
 @compiled()
-def split_flows(groups: Any, masses: Any, of_flows: Any, flows: Any, members: Any, parts: Any, moved: Any) -> None:
-    """Divide each flow among the members of the group that it leaves; write member, flow and mass of each part.
+def split_flows(groups: Any, masses: Any, of_flows: Any, flows: Any) -> tuple[Any, Any, Any]:
+    """Divide each flow among the members of the group that it leaves; return member, flow and mass of each part.
 
-    Members and flows are sorted by their groups. There are as many parts as members and flows together, less the number
-    of groups, so the parts form a tree again.
+    Members and flows are sorted by their groups, which are 0, 1, 2 and so on. There are as many parts as members and
+    flows together, less the number of groups, so the parts form a tree again.
     """
+    count = groups.shape[0] + flows.shape[0] - (groups[-1] + 1)
+    members, parts, moved = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count)
     i, k, gone, used = 0, 0, 0.0, 0.0
     for at in range(moved.shape[0]):
         is_last_member = i + 1 == groups.shape[0] or groups[i + 1] != groups[i]
@@ -409,3 +418,4 @@ def split_flows(groups: Any, masses: Any, of_flows: Any, flows: Any, members: An
             i, gone = i + 1, 0.0
         if is_last_member or not closes_member:
             k, used = k + 1, 0.0
+    return members, parts, moved

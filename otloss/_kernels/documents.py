@@ -17,6 +17,12 @@ from otloss._kernels._threads import next_task
 from otloss._kernels.simplex import least, lower
 
 
+def answers(words_p: np.ndarray, words_q: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return the array for the costs of `pair_distances`."""
+    (problems,) = np.broadcast_shapes(words_p.shape[:1], words_q.shape[:1])
+    return np.empty((problems, words_p.shape[1], words_q.shape[1]), dtype)
+
+
 @compiled(fastmath={"contract", "nsz", "reassoc"})
 def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, costs: Any) -> None:
     """Fill costs (B, n, m) with the distances of words_p (B or 1, n) to words_q (B or 1, m); 0 at negative words."""
@@ -42,15 +48,16 @@ def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, costs
 
 
 @compiled()
-def dual_bounds(
-    table: Any, p: Any, starts: Any, words: Any, masses: Any, bounds: Any, block: Any, f: Any, g: Any
-) -> None:
-    """Fill bounds (N,), one for each document.
+def dual_bounds(table: Any, p: Any, starts: Any, words: Any, masses: Any) -> Any:
+    """Return bounds (N,), one for each document.
 
     Document k has the words and masses from starts[k] to starts[k + 1]. table (n, V) holds the distances of the n words
-    of p to all words. block (n, longest), f (n,) and g (longest,) are scratch.
+    of p to all words.
     """
-    n = table.shape[0]
+    n, longest = table.shape[0], 0
+    for k in range(starts.shape[0] - 1):
+        longest = max(longest, starts[k + 1] - starts[k])
+    bounds, block, f, g = np.empty(starts.shape[0] - 1), np.empty((n, longest)), np.empty(n), np.empty(longest)
     for k in range(bounds.shape[0]):
         first, m = starts[k], starts[k + 1] - starts[k]
         for j in range(m):
@@ -75,3 +82,4 @@ def dual_bounds(
         for i in range(n):
             from_q += p[i] * least(block[i], g, m)
         bounds[k] = from_p if from_p > from_q else from_q
+    return bounds

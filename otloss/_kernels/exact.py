@@ -17,9 +17,8 @@ are still optimal, that is the tree of the optimum.
 Kernels take arrays in three tuples. Tuples without names, since numba takes 2 microseconds more to read a NamedTuple:
 
     problems    p (B, n), q (B, m), matrices (K, n, m), owners (B,): problem k uses matrices[owners[k]]
-    answers     f (B, n), g (B, m), cells (B, 2, n + m - 1), flows (B, n + m - 1), outcome (B, 4), to be filled.
-                The outcome is the value, the duality gap, a scale to judge the gap by, and the number of pivots,
-                which is -1 where it would exceed `most`.
+    answers     of the function `answers`, to be filled. The outcome is the value, the duality gap, a scale to judge
+                the gap by, and the number of pivots, which is -1 where it would exceed `most`.
     memory      whole, real, tree, block of `scratch`, one tuple per thread
 """
 
@@ -62,6 +61,17 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
         np.empty((6, n + m)),
         np.empty((5, n + m), np.int32),
         np.empty((n, m), dtype),
+    )
+
+
+def answers(problems: int, n: int, m: int) -> tuple[np.ndarray, ...]:
+    """Return the arrays that kernels fill: f, g, cells, flows and outcome."""
+    return (
+        np.empty((problems, n)),
+        np.empty((problems, m)),
+        np.empty((problems, 2, n + m - 1), np.int64),
+        np.empty((problems, n + m - 1)),
+        np.empty((problems, 4)),
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from otloss._kernels._compile import compiled, inner
 from otloss._kernels._threads import is_stopped, next_task
 from otloss._kernels.exact import PIVOTS, solve_one
+from otloss._kernels.exact import answers as answers_of_exact
 from otloss._kernels.exact import scratch as scratch_of_exact
 
 # Scratch matrices (n, m), and those of two sides.
@@ -54,9 +55,13 @@ def scratch(n: int, m: int) -> tuple[Scratch]:
     """Return the memory of a thread."""
     solver = tuple(scratch_of_exact(n, m, np.float64))
     squares = np.empty((n, n)), np.empty((m, m))
-    vectors = np.empty(n), np.empty(m), np.empty(n), np.empty(m)
-    plan = np.empty((2, n + m - 1), np.int64), np.empty(n + m - 1)
-    return (Scratch(solver, np.zeros((8, n, m)), *squares, *vectors, *plan, np.empty(4)),)
+    answer = (array[0] for array in answers_of_exact(1, n, m))
+    return (Scratch(solver, np.zeros((8, n, m)), *squares, np.empty(n), np.empty(m), *answer),)
+
+
+def answers(problems: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `values` and `converged` for `descend_problems`."""
+    return np.empty(problems), np.empty(problems, np.bool_)
 
 
 @inner()

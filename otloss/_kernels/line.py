@@ -29,6 +29,19 @@ _OCCUPIED, _PARTNER = range(2)
 _ONE = np.uint64(1)  # an index of this type needs no test whether it is negative
 
 
+def answers(problems: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return `values` and `scales` for the kernels of values."""
+    return np.empty(problems, dtype), np.empty((2, problems))
+
+
+def answers_of_gradients(problems: int, inputs: Any, wanted: Any) -> tuple[np.ndarray, ...]:
+    """Return the arrays for the gradients in the inputs (weights and positions, a row per problem or one row)."""
+    return tuple(
+        np.empty((problems if want else 0, rows.shape[1]), rows.dtype)
+        for want, rows in zip(wanted, inputs, strict=True)
+    )  # fmt: skip
+
+
 @inner()
 def _price(difference: float, order: float) -> float:
     if order == 1.0:

@@ -37,13 +37,13 @@ def line_value(
     orders = _orders(rows[2:])
     if orders is None:
         return None
-    scales = np.empty((2, batch.numel()))
+    answers = line.answers(batch.numel(), _numpy(rows[0]).dtype)
     settings = (float(exponent), tolerance)
     if torch.is_grad_enabled() and any(t.requires_grad for t in rows):
-        value: Tensor = _ClosedForm.apply(reference, settings, scales, orders, *rows)
+        value: Tensor = _ClosedForm.apply(reference, settings, answers, orders, *rows)
     else:
-        value = _values(settings, scales, orders, rows)
-    return None if np.isnan(scales).any() else value.reshape(batch)
+        value = _values(settings, answers, orders, rows)
+    return None if np.isnan(answers[1]).any() else value.reshape(batch)
 
 
 class _ClosedForm(torch.autograd.Function):
@@ -52,13 +52,13 @@ class _ClosedForm(torch.autograd.Function):
         ctx: Any,
         reference: Callable[..., Tensor],
         settings: tuple[float, float],
-        scales: np.ndarray,
+        answers: tuple[np.ndarray, np.ndarray],
         orders: list[np.ndarray],
         *rows: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*rows)
-        ctx.reference, ctx.exponent, ctx.scales, ctx.orders = reference, settings[0], scales, orders
-        return _values(settings, scales, orders, rows)
+        ctx.reference, ctx.exponent, ctx.scales, ctx.orders = reference, settings[0], answers[1], orders
+        return _values(settings, answers, orders, rows)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
@@ -67,12 +67,10 @@ class _ClosedForm(torch.autograd.Function):
             return None, None, None, None, *_reference_gradients(ctx.reference, rows, upstream[0], wanted)
         kernel = line.cdf_gradients if len(rows) == 3 else line.quantile_gradients
         problems = ctx.scales.shape[1]
-        gradients = tuple(
-            torch.empty(problems if want else 0, t.shape[-1], dtype=t.dtype, device=t.device)
-            for want, t in zip(wanted, rows, strict=True)
-        )
-        threads, problem = torch.get_num_threads(), (*map(_numpy, rows), *ctx.orders)
-        arguments = (problem, ctx.exponent, upstream[0].contiguous().numpy(), ctx.scales, tuple(map(_numpy, gradients)))
+        threads, inputs = torch.get_num_threads(), tuple(map(_numpy, rows))
+        filled, problem = line.answers_of_gradients(problems, inputs, wanted), (*inputs, *ctx.orders)
+        arguments = (problem, ctx.exponent, upstream[0].contiguous().numpy(), ctx.scales, filled)
+        gradients = map(torch.from_numpy, filled)
         run_on_threads(kernel, threads, (*arguments, threads))
         gradients_of_inputs = (
             (g.sum(0, keepdim=True) if t.shape[0] == 1 and problems > 1 else g) if want else None
@@ -82,13 +80,14 @@ class _ClosedForm(torch.autograd.Function):
 
 
 def _values(
-    settings: tuple[float, float], scales: np.ndarray, orders: list[np.ndarray], rows: Sequence[Tensor]
-) -> Tensor:
+    settings: tuple[float, float], answers: tuple[np.ndarray, np.ndarray], orders: list[np.ndarray],
+    rows: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
     kernel = line.cdf_values if len(rows) == 3 else line.quantile_values
     problem = (*map(_numpy, rows), *orders)
-    values, threads = np.empty(scales.shape[1], problem[0].dtype), torch.get_num_threads()
-    run_on_threads(kernel, threads, (problem, settings, values, scales, threads))
-    return torch.from_numpy(values)
+    threads = torch.get_num_threads()
+    run_on_threads(kernel, threads, (problem, settings, *answers, threads))
+    return torch.from_numpy(answers[0])
 
 
 def _reference_gradients(
@@ -130,10 +129,9 @@ def _order_of_row(row: np.ndarray) -> np.ndarray | None:
 def _orders_of_rows(tensors: list[Tensor]) -> list[np.ndarray | None]:
     bits = [_numpy(t).view(np.int32 if t.dtype == torch.float32 else np.int64) for t in tensors]
     bits.append(bits[0][:0])  # the kernel takes two
-    orders = [np.empty(b.shape, np.int32) for b in bits]
-    finite = [np.empty(b.shape[0], np.bool_) for b in bits]
+    orders, finite = zip(*map(sorting.answers, bits), strict=True)
     threads = torch.get_num_threads()
-    run_on_threads(sorting.sort_rows, threads, (tuple(bits[:2]), tuple(orders[:2]), tuple(finite[:2]), threads))
+    run_on_threads(sorting.sort_rows, threads, (tuple(bits[:2]), orders[:2], finite[:2], threads))
     return [order if is_finite.all() else None for order, is_finite in zip(orders, finite, strict=True)][: len(tensors)]
 
 

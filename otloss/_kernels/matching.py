@@ -74,17 +74,25 @@ def _match(counter: Any, cost: Any, n: int, m: int, g: Any, whole: Any, real: An
     return done
 
 
+def answers(pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrays for the rows and columns of all pairs; what is not written is FREE."""
+    return np.full(pairs, FREE), np.full(pairs, FREE)
+
+
 @compiled(seconds=3)
-def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: Any, entries: int, bins: int) -> int:
+def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: Any) -> int:
     """Write the pairs of each problem to `rows` and `columns`, in the order of rows.
 
     Returns the number of a problem that has no matching, or -1.
 
     costs: of all problems in one array, float32 or float64; +inf forbids a pair. places: (B, 5), for each problem where
     its costs begin, the stride of its rows, the numbers of rows and of columns, and where its pairs go. rows, columns:
-    int64; a problem without a matching has INVALID or INFEASIBLE in its first place of `rows`. entries, bins: the most
-    costs, and the most rows or columns, of a problem.
+    of the function `answers`; a problem without a matching has INVALID or INFEASIBLE in its first place of `rows`.
     """
+    entries, bins = 0, 0
+    for k in range(places.shape[0]):
+        n, m = places[k, 2], places[k, 3]
+        entries, bins = max(entries, n * m), max(bins, n, m)
     block, g = np.empty(entries, costs.dtype), np.empty(bins)
     whole, real = np.empty((5, bins), np.int64), np.empty((2, bins))  # as of `assignment.scratch`
     failed = FREE

@@ -60,8 +60,8 @@ NEGLIGIBLE = 1e-17  # share of a row that may be left out of its sum
 class Pairs(NamedTuple):
     """The costs: of a matrix (n, m), or of points. The other of the two is empty.
 
-    x is (n, d), in an order in which neighbours follow each other. y is (d + 2, m): d coordinates, the number of the
-    column, and the least mass of its cells, which `cells_of` writes.
+    x is (n, d), in an order in which neighbours follow each other. y is `as_columns(points, scratch=1)`: d coordinates,
+    the number of the column, and the least mass of its cells, which `cells_of` writes.
     """
 
     matrix: Any
@@ -120,6 +120,11 @@ class Factor(NamedTuple):
     starts: Any
     columns: Any
     shares: Any
+
+
+def answers(n: int, g: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the answers for `newton_problems`, from the start g (B, m) and its error (B,)."""
+    return np.zeros((len(g), n)), g.copy(), np.stack([error, np.zeros(len(g))], 1)
 
 
 @inner()
@@ -350,6 +355,14 @@ def sort_shares(shares: Any, work: Any) -> None:
 
 
 @inner()
+def thinning_of(columns: int) -> Thinning:
+    """Return scratch for rows of at most so many shares."""
+    return Thinning(
+        np.empty(columns, np.int64), np.empty(columns), np.empty(columns), np.empty(OCTAVES + 2, np.int64)
+    )  # fmt: skip
+
+
+@inner()
 def thin_out(shares: Any, work: Any, phase: float) -> int:
     """Write shares and their places, from light to heavy octaves; OF_OCTAVE of them stand for more in one octave.
 
@@ -423,7 +436,7 @@ def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) ->
     ranks[order] = np.arange(m)
     edges = Edges(np.full(m + 1, -1), np.arange(-1, size - 1), np.empty(size, np.int32), np.empty(size))
     edges.heads[m] = size - 1
-    work = Thinning(np.empty(m, np.int64), np.empty(m), np.empty(m), np.empty(OCTAVES + 2, np.int64))
+    work = thinning_of(m)
     for i in range(rows.mass.shape[0]):
         first, stop, scale = cells.starts[i], cells.starts[i + 1], damping * rows.mass[i]
         phase = add_tree(edges, ranks, cells.columns[first:stop], cells.shares[first:stop], scale, work, phase)

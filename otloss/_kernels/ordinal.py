@@ -24,6 +24,17 @@ LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting.derivatives
 ROWS = 64  # of a block: its buffers for five classes fit the first cache
 
 
+def answers_of_scores(logits: np.ndarray, *, with_gradients: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return `values` and `gradients` for `ranked_scores`."""
+    rows, classes = logits.shape
+    return np.empty(rows, logits.dtype), np.empty((rows if with_gradients else 0, classes), logits.dtype)
+
+
+def answers_of_curvatures(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `answers` for `gradients_and_curvatures`, in the memory order of the scores."""
+    return np.empty_like(scores, np.float32), np.empty_like(scores, np.float32)
+
+
 @inner()
 def _softmax(logits: Any, first: int, count: int, P: Any, sums: Any) -> None:
     """Write probabilities (classes, rows), and the largest logit and the sum of exponentials of each row."""

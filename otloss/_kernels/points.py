@@ -24,6 +24,7 @@ from otloss._kernels.softmin import (
     EUCLIDEAN,
     ROWS,
     SQUARED,
+    answers,
     centred,
     finished,
     points_rows,
@@ -117,8 +118,7 @@ def _by_rows(
     (points, which_x), (others, which_y) = shared(x, 2, batch), shared(y.mT, 2, batch)
     scores, shift, inverse, width = centred(h, epsilon, batch, x.dtype)
     (n, d), problems = x.shape[-2:], len(scores)
-    out, total = (np.empty((problems, n), scores.dtype) for _ in range(2))
-    gradients = np.empty((0 if a is None else problems, n, d), scores.dtype)
+    out, total, gradients = answers(problems, n, scores.dtype, None if a is None else d)
     other = shift.expand(-1, n) if a is None else a.detach().double().expand(*batch, n).reshape(-1, n) + shift
     cutoff, span = _cutoff(x, y, width, None if orders is None else left_out)
     run_on_threads(

@@ -29,15 +29,11 @@ def solve_batch(
         cells, flows: (B, 2, n + m - 1) and (B, n + m - 1), rows and columns of the plan's cells and the mass there.
         outcome: (B, 4), value, duality gap, the scale to judge the gap by, and pivots, -1 where they did not suffice.
     """
+    from otloss._kernels.exact import answers
+
     (count, n), m = p.shape, q.shape[1]
     start = np.empty((count, 0)) if start is None else start
-    filled = (
-        np.empty((count, n)),
-        np.empty((count, m)),
-        np.empty((count, 2, n + m - 1), np.int64),
-        np.empty((count, n + m - 1)),
-        np.empty((count, 4)),
-    )
+    filled = answers(count, n, m)
     problems = (p, q, matrices, owners)
     if not _are_assignments(p, q):
         _run_simplex(start, problems, filled, most=most)

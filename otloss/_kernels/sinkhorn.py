@@ -135,6 +135,12 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[tuple[np.ndarray, ...]]:
     return ((wide, narrow, np.empty((2, n, m), dtype), np.empty((2, longest + 1), np.int64)),)
 
 
+def answers(problems: int, n: int, m: int, g: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return f, g and the outcome for the kernels, from a start g (B, m) if there is one."""
+    start = np.zeros((problems, m)) if g is None else np.array(g, np.float64, order="C")
+    return np.zeros((problems, n)), start, np.full((problems, 5), np.nan)
+
+
 @inner()
 def named(counter: Any, space: Any) -> Scratch:
     wide, narrow, matrices, places = space

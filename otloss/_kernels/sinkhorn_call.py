@@ -45,15 +45,11 @@ def run_kernel(
     uncertain. The last two are NaN in unbalanced problems.
     """
     from otloss._kernels._threads import PASSES, Work, run_on_threads
-    from otloss._kernels.sinkhorn import scratch, sinkhorn_problems, symmetric_problems
+    from otloss._kernels.sinkhorn import answers, scratch, sinkhorn_problems, symmetric_problems
     from otloss._kernels.sinkhorn_unbalanced import unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
-    potential_p, outcome = np.zeros((count, n)), np.full((count, 5), np.nan)
-    if g is None:
-        potential_q = np.zeros((count, m))
-    else:
-        potential_q = g.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format).numpy()
+    potential_p, potential_q, outcome = answers(count, n, m, None if g is None else g.detach().numpy())
     matrices = costs.contiguous().numpy()
     kernel = sinkhorn_problems if rho is None else unbalanced_problems
     if symmetric and rho is None:

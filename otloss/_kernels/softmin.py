@@ -46,6 +46,23 @@ def tasks(n: int, problems: int, rows: int = ROWS) -> int:
     return (n + rows - 1) // rows * problems
 
 
+def answers(problems: int, n: int, dtype: Any, axes: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `out`, `total` and `gradients` for the kernels of this file; with `axes` the last one is filled."""
+    shape = (0, n, 0) if axes is None else (problems, n, axes)
+    return np.empty((problems, n), dtype), np.empty((problems, n), dtype), np.empty(shape, dtype)
+
+
+def as_columns(points: np.ndarray, scratch: int = 0) -> np.ndarray:
+    """Return points (m, d) as columns (d + 1 + scratch, m): coordinates, their numbers, and rows that a kernel writes.
+
+    Kernels that `select` columns know them by these numbers.
+    """
+    m, d = points.shape
+    columns = np.zeros((d + 1 + scratch, m))
+    columns[:d], columns[d] = points.T, np.arange(m)
+    return columns
+
+
 @inner(fastmath={"reassoc", "nsz"})
 def _sum(terms: Any, count: int) -> Any:
     total = terms[0]
@@ -149,10 +166,11 @@ def add_slack(y: Any, best: int, half: Any, metric: int, bounds: Any) -> None:
 
 @inner(fastmath=False)
 def _first_of(value: Any, scores: Any, count: int) -> int:
+    """Return the first place of the value among the scores; the last place of all if it is NaN."""
     start = 0
     while start + PIECE < count and largest(scores[start : start + PIECE], PIECE) != value:
         start += PIECE
-    while scores[start] != value:
+    while start + 1 < count and scores[start] != value:
         start += 1
     return start
 
@@ -179,7 +197,7 @@ def scores_in_box(points: Any, y: Any, h: Any, count: int, metric: int, half: An
 
 @inner(fastmath=False)
 def keep_columns(y: Any, h: Any, count: int, bounds: Any, least: Any, near: Any, near_h: Any) -> int:
-    """Copy the chunks of columns with a bound of at least `least` to `near`; return the number of columns.
+    """Copy the chunks of columns with a bound of at least `least`, or of NaN, to `near`; return the number of columns.
 
     All rows of y are copied, also those beyond d.
     """
@@ -189,7 +207,7 @@ def keep_columns(y: Any, h: Any, count: int, bounds: Any, least: Any, near: Any,
     for start in range(0, count, CHUNK):
         hits = np.int32(0)
         for j in range(CHUNK):
-            hits += np.int32(bounds[start + j] >= least)
+            hits += np.int32(not bounds[start + j] < least)
         if hits > 0:
             taken = min(CHUNK, count - start)
             for k in range(y.shape[0]):
@@ -307,7 +325,7 @@ def dense_softmin(
     batch = broadcast_shape(rows.shape[:-2], potential.shape[:-1], shape)
     matrices, which = shared(rows, 2, batch)
     h, shift, inverse, width = centred(potential, epsilon, batch, rows.dtype)
-    out, total = (np.empty((h.shape[0], rows.shape[-2]), h.dtype) for _ in range(2))
+    out, total, _ = answers(len(h), rows.shape[-2], h.dtype)
     run_on_threads(
         matrix_softmin,
         tasks(*out.T.shape),

@@ -10,6 +10,11 @@ from otloss._kernels._compile import compiled, inner
 from otloss._kernels._threads import next_task
 
 
+def answers(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order of each row, and whether its numbers are finite, to be filled by `sort_rows`."""
+    return np.empty(bits.shape, np.int32), np.empty(bits.shape[0], np.bool_)
+
+
 @inner()
 def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts: Any) -> bool:
     """Write the stable order of a row to `order`, by radix sort; return whether all numbers are finite."""

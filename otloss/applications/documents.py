@@ -119,7 +119,7 @@ def _word_costs(embedding: Tensor, ids_p: Tensor, ids_q: Tensor) -> Float[Tensor
     if makes_graph(embedding) or not may_run_on(embedding, ids_p, ids_q):
         x, y = (embedding[ids.clamp(min=0)] for ids in (ids_p, ids_q))
         return PointCost(x, y, metric="euclidean").dense()
-    from otloss._kernels.documents import pair_distances
+    from otloss._kernels.documents import answers, pair_distances
     from otloss.extending import ENTRIES, run_on_threads
 
     vectors = embedding.detach().to(arithmetic_dtype(embedding.dtype)).contiguous()
@@ -129,10 +129,11 @@ def _word_costs(embedding: Tensor, ids_p: Tensor, ids_q: Tensor) -> Float[Tensor
         (ids if ids.dim() == 1 else ids.expand(*batch, ids.shape[-1])).reshape(-1, ids.shape[-1]).long().contiguous()
         for ids in (ids_p, ids_q)
     ]
-    costs = vectors.new_empty(batch.numel(), n, m)
-    arguments = [t.numpy() for t in (vectors, *sides, costs)]
-    run_on_threads(pair_distances, len(costs), arguments, one_thread=costs.numel() * vectors.shape[1] < ENTRIES)
-    return costs.reshape(*batch, n, m)
+    table, words_p, words_q = (t.numpy() for t in (vectors, *sides))
+    costs = answers(words_p, words_q, table.dtype)
+    one_thread = costs.size * table.shape[1] < ENTRIES
+    run_on_threads(pair_distances, len(costs), (table, words_p, words_q, costs), one_thread=one_thread)
+    return torch.from_numpy(costs).reshape(*batch, n, m)
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,5 @@ def _search(
 def _lower_bounds(table: np.ndarray, p: np.ndarray, documents: _Bags) -> np.ndarray:
     from otloss._kernels.documents import dual_bounds
 
-    longest = int(np.diff(documents.starts).max())
-    bounds, scratch = np.empty(len(documents)), (np.empty((len(p), longest)), np.empty(len(p)), np.empty(longest))
-    dual_bounds(table, p, documents.starts, documents.words, documents.masses, bounds, *scratch)
+    bounds: np.ndarray = dual_bounds(table, p, documents.starts, documents.words, documents.masses)
     return bounds

@@ -205,7 +205,7 @@ def _descend_by_kernel(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, most: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same as `_descend` without an epsilon, on a CPU, by the numba kernel."""
-    from otloss._kernels.gromov import Problems, descend_problems, scratch
+    from otloss._kernels.gromov import Problems, answers, descend_problems, scratch
     from otloss.extending import Work, run_on_threads
 
     batch, (n, m) = p.shape[:-1], plan.shape[-2:]
@@ -216,7 +216,7 @@ def _descend_by_kernel(
     ]
     weights = [t.reshape(count, t.shape[-1]).contiguous().numpy() for t in (p, q)]
     plans = plan.expand(*batch, n, m).reshape(count, n, m).clone()
-    values, done = p.new_empty(count), torch.empty(count, dtype=torch.bool, device="cpu")
+    values, done = (torch.from_numpy(array) for array in answers(count))
     problems = Problems(*matrices, *weights)
     arguments = (problems, energy.alpha, most, tolerance, plans.numpy(), values.numpy(), done.numpy())
     work = Work("steps of Frank and Wolfe", count * n * m * (n + m))

@@ -71,44 +71,41 @@ def match(
             k = int(shapes.min(1).max(initial=0))
         order = np.arange(problems)
         places[:, 0], places[:, 4] = order * (n * m), order * k
-    rows, columns = _assignments(cost.detach().reshape(-1), places, problems * k, n * m, max(n, m), batch)
+    rows, columns = _assignments(cost.detach().reshape(-1), places, problems * k, batch)
     return (rows.view(*batch, k), columns.view(*batch, k)) if batch else (rows, columns)
 
 
 def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    places, pairs, begin, at, bins = [], [], 0, 0, 0
+    places, pairs, begin, at = [], [], 0, 0
     for k, cost in enumerate(costs):
         shape = check_floating(f"cost[{k}]", cost).shape
         if len(shape) != 2:
             raise ValueError(f"cost[{k}] has shape {tuple(shape)}, expected a matrix.")
         n, m = shape
-        small, large = (n, m) if n < m else (m, n)
+        small = n if n < m else m
         places.append((begin, m, n, m, at))
         pairs.append(small)
         begin, at = begin + n * m, at + small
-        bins = large if large > bins else bins
     if not places:
         return []
     # One call instead of a `reshape(-1)` for each of many small tensors.
     flat = _flatten_dense_tensors(costs).detach()
-    both = _assignments(flat, np.array(places), at, begin, bins, (len(pairs),))
+    both = _assignments(flat, np.array(places), at, (len(pairs),))
     return list(zip(*(t.unsafe_split_with_sizes(pairs) for t in both), strict=True))
 
 
 def _assignments(
-    costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int, batch: tuple[int, ...]
+    costs: Tensor, places: np.ndarray, pairs: int, batch: tuple[int, ...]
 ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
     """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
     check_no_transform()
-    rows, columns = np.empty(pairs, np.int64), np.empty(pairs, np.int64)
+    run_on_threads, Work, match_problems, answers = _kernel()
+    rows, columns = answers(pairs)
     if pairs:
-        rows.fill(NONE)
-        columns.fill(NONE)
         flat = costs.to("cpu", costs.dtype if costs.dtype == torch.float64 else torch.float32).numpy()
-        run_on_threads, Work, match_problems = _kernel()
         failed = max(
             run_on_threads(
-                match_problems, len(places), (flat, places, rows, columns, entries, bins),
+                match_problems, len(places), (flat, places, rows, columns),
                 one_thread=flat.size < _ENTRIES, work=Work("shortest paths of an assignment", flat.size),
             )
         )  # fmt: skip
@@ -121,10 +118,10 @@ def _assignments(
 @functools.cache
 def _kernel() -> Any:
     """What `_assignments` calls; an import takes as long as a small problem, each time."""
-    from otloss._kernels.matching import match_problems
+    from otloss._kernels.matching import answers, match_problems
     from otloss.extending import Work, run_on_threads
 
-    return run_on_threads, Work, match_problems
+    return run_on_threads, Work, match_problems, answers
 
 
 def _raise(place: Any, found: int) -> None:

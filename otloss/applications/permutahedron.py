@@ -67,12 +67,12 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bool) -> Tensor:
-        from otloss._kernels.isotonic import project_rows
+        from otloss._kernels.isotonic import answers, project_rows
 
         if x.dtype == torch.float64:
             check_range(x.amax(-1) - x.amin(-1))
         rows = _rows(x)
-        order, projection, blocks = np.argsort(rows, -1), np.empty_like(rows), np.empty(rows.shape, np.int64)
+        order, (projection, blocks) = np.argsort(rows, -1), answers(rows)
         settings = order, w, scale, float(epsilon), sorts
         _run(project_rows, rows, *settings, projection, blocks)
         ctx.save_for_backward(x)
@@ -81,11 +81,11 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from otloss._kernels.isotonic import project_backward
+        from otloss._kernels.isotonic import answers, project_backward
 
         (x,) = ctx.saved_tensors
         rows = _rows(x)
-        gradient = np.empty_like(rows)
+        gradient, _ = answers(rows)
         _run(project_backward, rows, *ctx.settings, _rows(gradients[0]), ctx.blocks, gradient)
         message = 'a second derivative of regularization="quadratic" was asked for; use "entropy", which gives them.'
         return once_only(torch.from_numpy(gradient).reshape(x.shape).to(x), message, x, gradients[0]), *[None] * 4

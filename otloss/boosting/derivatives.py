@@ -92,7 +92,7 @@ def gradients(
     from otloss._kernels._threads import run_on_threads
 
     scores = _laid_out(scores, order)
-    answers = tuple(np.empty_like(scores, np.float32) for _ in range(2))  # They have the memory order of the scores.
+    answers = ordinal.answers_of_curvatures(scores)
     factors = (curvature.factor, curvature.entropy_factor, curvature.least)
     settings = (loss.transport, loss.cross_entropy, *factors)
     inputs, of_loss, threads = (scores, labels, weights), (loss.gaps, loss.costs), torch.get_num_threads()
@@ -110,9 +110,9 @@ def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLo
     from otloss._kernels import ordinal
     from otloss._kernels._threads import run_on_threads
 
-    z, answers = np.require(scores, np.float64, ["C", "W"]), np.empty(len(scores))
+    z = np.require(scores, np.float64, ["C", "W"])
+    answers, no_gradient = ordinal.answers_of_scores(z, with_gradients=False)
     y, gaps, threads = labels.astype(np.int64), loss.transport * loss.gaps, torch.get_num_threads()
-    no_gradient = np.empty((0, loss.num_classes))
     arguments = (z, y, gaps, loss.cross_entropy, 1.0, 0.0, answers, no_gradient, threads)
     run_on_threads(ordinal.ranked_scores, threads, arguments)
     return answers

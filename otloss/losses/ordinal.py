@@ -170,18 +170,17 @@ class _RankedScore(torch.autograd.Function):
         from otloss._kernels._threads import ENTRIES, run_on_threads
 
         assert isinstance(rows.geometry, Line)
-        values = logits.new_empty(len(logits))
-        gradients = logits.new_empty(logits.shape if ctx.needs_input_grad[-1] else (0, logits.shape[1]))
-        ctx.save_for_backward(logits, gradients)
         ctx.settings = rows, mix, divisor
         z, label, gaps = (
             t.detach().contiguous().resolve_neg().numpy() for t in (logits, rows.target, rows.geometry.gaps)
         )
+        filled = ordinal.answers_of_scores(z, with_gradients=ctx.needs_input_grad[-1])
         # A small batch is finished before a second thread has started.
         threads = max(1, min(torch.get_num_threads(), logits.numel() // ENTRIES))
         settings = mix, 1.0 / (divisor or 1), MASS_TOLERANCE[logits.dtype]
-        arguments = (z, label, gaps, *settings, values.numpy(), gradients.numpy(), threads)
-        run_on_threads(ordinal.ranked_scores, threads, arguments)
+        run_on_threads(ordinal.ranked_scores, threads, (z, label, gaps, *settings, *filled, threads))
+        values, gradients = map(torch.from_numpy, filled)
+        ctx.save_for_backward(logits, gradients)
         return values if divisor is None else values.sum()
 
     @staticmethod

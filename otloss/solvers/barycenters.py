@@ -365,14 +365,14 @@ def _run_kernel(
     p: Tensor, weights: Tensor, costs: Tensor, epsilon: float, tolerance: float, most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     from otloss._kernels._threads import Work, run_on_threads
-    from otloss._kernels.barycenters import barycenter_problems
+    from otloss._kernels.barycenters import answers, barycenter_problems
 
     (count, k, m), n = p.shape, len(costs)
-    log_u, log_a, outcome = p.new_zeros(count, k, n), p.new_zeros(count, n), p.new_zeros(count, 2)
+    filled = answers(count, k, n)
     posed = (*(t.contiguous().numpy() for t in (p, weights, costs.mT)), epsilon)
     work = Work("Newton's method on the dual of a barycenter", count * k * n * m, tolerance)
-    answers = log_u.numpy(), log_a.numpy(), outcome.numpy()
-    run_on_threads(barycenter_problems, count, (posed, (tolerance, most), answers), work=work)
+    run_on_threads(barycenter_problems, count, (posed, (tolerance, most), filled), work=work)
+    log_u, log_a, outcome = map(torch.from_numpy, filled)
     return log_u, log_a, outcome[:, 0]
 
 

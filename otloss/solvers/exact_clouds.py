@@ -176,10 +176,8 @@ class _Distinct:
         if len(self.members) == len(self.points):
             return self.members[ends], torch.arange(len(ends)), flows
         ends, sorting = ends.sort(stable=True)
-        count = len(self.members) + len(flows) - len(self.points)
-        members, parts, moved = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count)
         arrays = (self.groups, self.weights, ends, flows[sorting])
-        split_flows(*(t.numpy() for t in arrays), members, parts, moved)
+        members, parts, moved = split_flows(*(t.numpy() for t in arrays))
         return self.members[torch.from_numpy(members)], sorting[torch.from_numpy(parts)], torch.from_numpy(moved)
 
 
@@ -217,12 +215,9 @@ class _Basis:
         self.costs = self._costs(self.rows, self.columns)
         reduced = self._reduced(f, g)
         first = np.concatenate([_leaves_first(self.rows, self.columns + n, reduced, n + m), np.argsort(reduced)])
-        self.tree, self.flow = np.empty((5, n + m), np.int32), np.empty(n + m, np.int64)
-        self.edges, self.potential = np.empty(n + m), np.empty(n + m)
-        self.root = first_tree(
-            self.x, self.y, self.p, self.q, g.numpy(), self.metric, self.rows[first], self.columns[first], self.tree,
-            self.flow, self.edges, self.potential,
-        )  # fmt: skip
+        self.root, self.tree, self.flow, self.edges, self.potential = first_tree(
+            self.x, self.y, self.p, self.q, g.numpy(), self.metric, self.rows[first], self.columns[first]
+        )
         self.pivots, self.by_rows = 0, True
         self.search()
 
@@ -274,8 +269,7 @@ class _Basis:
         """The rows, columns and mass of the n + m - 1 cells of the tree."""
         from otloss._kernels.cloud_simplex import PARENT, flows_of
 
-        n, moved = len(self.p), np.empty(len(self.potential))
-        flows_of(self.tree, self.p, self.q, self.root, moved)
+        n, moved = len(self.p), flows_of(self.tree, self.p, self.q, self.root)
         nodes = np.delete(np.arange(len(moved)), self.root)
         above = self.tree[PARENT, nodes].astype(np.int64)
         ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
@@ -309,14 +303,13 @@ class _Basis:
         Only those of negative reduced cost, or with no potentials of its own side all.
         """
         from otloss._kernels._threads import Work, run_on_threads
-        from otloss._kernels.cloud_simplex import NONE, near_cells
-        from otloss._kernels.softmin import BLOCK, ROWS, tasks
+        from otloss._kernels.cloud_simplex import NONE, answers_of_near_cells, near_cells
+        from otloss._kernels.softmin import BLOCK, ROWS, as_columns, tasks
 
         x, y = (self.x, self.y) if by_rows else (self.y, self.x)
-        numbered = np.concatenate([y.T, np.arange(len(y))[None]])
-        places = np.empty((len(x), count), np.int64)
+        places, prices = answers_of_near_cells(len(x), count)
         above = np.full(len(x), np.inf) if own is None else own.numpy()
-        arguments = (x, numbered, other.numpy(), above, self.metric, places, np.empty(places.shape))
+        arguments = (x, as_columns(y), other.numpy(), above, self.metric, places, prices)
         run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments, work=Work("", len(x) * len(y), passes=1))
         mine, their_place = np.nonzero(places != NONE)
         theirs = places[mine, their_place]

@@ -156,9 +156,10 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Call the kernel, from g with this error: f, g, the error and the steps."""
     from otloss._kernels._threads import Work, run_on_threads
-    from otloss._kernels.newton import newton_problems
+    from otloss._kernels.newton import answers, newton_problems
     from otloss._kernels.points import METRICS, order_of
     from otloss._kernels.sinkhorn_numbers import ERROR, ITERATIONS
+    from otloss._kernels.softmin import as_columns
 
     rho, cost = problem.marginal_penalty, problem.cost
     p, q = problem.p, problem.q
@@ -171,23 +172,21 @@ def _run(
         by_row, by_column = order_of(cost.x), order_of(cost.y)
         place = [torch.argsort(order) for order in (by_row, by_column)]
         cells = cells if plans is None else np.stack([place[k][plans[:, k]].numpy() for k in range(2)], 1)
-        y = cost.y[by_column].mT
-        numbered = torch.cat([y, torch.zeros_like(y[:2])]).numpy()
-        numbered[-2] = np.arange(m)
-        costs = np.empty((1, 0, 0)), cost.x[by_row].contiguous().numpy(), numbered, METRICS[str(cost.metric)]
+        y = as_columns(cost.y[by_column].numpy(), scratch=1)
+        costs = np.empty((1, 0, 0)), cost.x[by_row].contiguous().numpy(), y, METRICS[str(cost.metric)]
     else:
         costs = cost.dense().reshape(-1, n, m).numpy(), np.empty((0, 0)), np.empty((0, 0)), 0
     owner = np.arange(count) % len(costs[0])
-    f, g = torch.zeros_like(p), g[:, by_column].contiguous()
-    outcome = np.stack([error.numpy(), np.zeros(count)], 1)
+    filled = answers(n, g[:, by_column].numpy(), error.numpy())
     weights = p[:, by_row].contiguous().numpy(), q[:, by_column].contiguous().numpy()
     penalty = math.inf if rho is None else float(rho)
     posed = (*weights, costs, owner, problem.epsilon.contiguous().numpy(), penalty, cells)
     limits = (goal.tolerance, goal.settled, min(goal.most, MOST_STEPS))
     work = Work("Newton's method", count * n * m, goal.tolerance)
-    run_on_threads(newton_problems, count, (posed, limits, (f.numpy(), g.numpy(), outcome)), work=work)
+    run_on_threads(newton_problems, count, (posed, limits, filled), work=work)
+    f, g, outcome = (torch.from_numpy(array) for array in filled)
     f, g = (torch.empty_like(t).index_copy_(1, order, t) for t, order in ((f, by_row), (g, by_column)))
-    return f, g, torch.from_numpy(outcome[:, ERROR]), torch.from_numpy(outcome[:, ITERATIONS]).long()
+    return f, g, outcome[:, ERROR], outcome[:, ITERATIONS].long()
 
 
 def _estimated(problem: Problem, g: Tensor, goal: Goal) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from otloss._kernels import newton
-from otloss._kernels.newton import Cells, Side, Thinning
+from otloss._kernels.newton import Cells, Side
 
 
 @numba.njit
@@ -24,8 +24,7 @@ def inverse_of(starts: Any, columns: Any, shares: Any, mass: Any, damping: float
 
 @numba.njit
 def thinned(shares: Any) -> Any:
-    n = shares.shape[0]
-    work = Thinning(np.empty(n, np.int64), np.empty(n), np.empty(n), np.empty(newton.OCTAVES + 2, np.int64))
+    work = newton.thinning_of(shares.shape[0])
     count = newton.thin_out(shares, work, 0.5)
     return work.kept[:count], work.places[:count]
 
