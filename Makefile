@@ -19,7 +19,7 @@ FOR_DEV := $(VENV)/.installed-dev
 OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs look links gallery gallery-page test test-all test-portable test-lowest test-newest mutants lint bench release clean
+.PHONY: help demo docs look links gallery gallery-page test test-all test-bounds test-portable test-lowest test-newest mutants lint bench release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,13 @@ test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
 
 test-all: $(FOR_DEV)  ## the slow tests too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu" --hypothesis-profile default
+
+# Kernels that check indices. They are compiled with fewer optimisations, which takes less time, and kept apart.
+CHECKED := NUMBA_BOUNDSCHECK=1 NUMBA_OPT=1 NUMBA_LOOP_VECTORIZE=0 NUMBA_CACHE_DIR=$(CURDIR)/build/bounds
+
+test-bounds: $(FOR_DEV)  ## the tests of kernels, and a sweep of sizes, with an error for each index beyond an array; about 10 minutes
+	@OMP_NUM_THREADS=1 $(CHECKED) $(BIN)/python .ci/compile_kernels.py
+	OMP_NUM_THREADS=1 $(CHECKED) $(BIN)/python -m pytest -n auto tests/otloss/kernels tests/otloss_llm/kernels
 
 # The same numbers come out of other instructions and orders of summation, up to rounding.
 test-portable: $(FOR_DEV)  ## tests/otloss three times, with other code paths of torch, MKL and numba, on one thread and on two

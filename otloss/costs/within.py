@@ -30,8 +30,8 @@ def costs_within(cost: Cost) -> tuple[Cost, Cost]:
 
 def _is_within(cost: DenseCost) -> bool:
     matrix = cost.matrix.detach()
-    if matrix.shape[-2] != matrix.shape[-1]:
-        return False
+    if matrix.shape[-2] != matrix.shape[-1] or not matrix.numel():
+        return matrix.shape[-2] == matrix.shape[-1]
     allowed = 8 * torch.finfo(cost.dtype).eps * matrix.amax()
     # Without the zeros a matrix between other bins, of a single one for example, would pass.
     return bool((matrix - matrix.mT).abs().amax() <= allowed and cost.diagonal().detach().abs().amax() <= allowed)

@@ -4,7 +4,7 @@ import pytest
 
 # Sizes at which work is split into blocks or given to kernels, so small that the problems of tests are split.
 SMALL_BLOCKS = {
-    "otloss._kernels._threads.ENTRIES": 0,
+    "otloss._kernels._threads.ENTRIES": 1,
     "otloss.costs.cost._BLOCK_ENTRIES": 20,
     "otloss.costs.distances._BLOCK_ENTRIES": 90 * 3 * 7,
     "otloss.losses.number_tokens._PIECE_ON_CPU": 30,

@@ -1,5 +1,6 @@
 """Moving clouds against GeomLoss, linear programs and loops, and rigid registration against motions that are known."""
 
+import math
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.autograd import gradcheck
 import otloss
 from otloss import cloud_loss, register
 from tests.errors import raising
-from tests.otloss.draws import draw, weights
+from tests.otloss.draws import draw, normal, weights
 
 KINDS: list[dict[str, Any]] = [
     {"kind": "divergence", "epsilon": 0.2, "tolerance": 1e-10},
@@ -55,6 +56,34 @@ def test_the_default_blur_is_that_of_geomloss_and_one_too_small_for_the_clouds_i
         assert cloud_loss(1e12 * x, 1e12 * y, **{**options, "blur": 1e3 * least}).isfinite()
     with pytest.warns(otloss.ConvergenceWarning, match=r"Raise epsilon \(blur, for cloud_loss\)"):
         cloud_loss(100 * draw(200, 2), 100 * draw(200, 2, seed=1), blur=0.01, tolerance=1e-18)
+
+
+def dense_divergence(x: Tensor, y: Tensor, epsilon: float) -> float:
+    """By logarithms in float64, at falling values of epsilon."""
+
+    def cost(x: Tensor, y: Tensor) -> float:
+        C, f, g = torch.cdist(x, y).square(), x.new_zeros(len(x)), y.new_zeros(len(y))
+        for stage in range(4, -1, -1):
+            width = epsilon * 2.0**stage
+            for _ in range(200):
+                f = -width * (torch.logsumexp((g - C) / width, 1) - math.log(len(y)))
+                g = -width * (torch.logsumexp((f - C.mT) / width, 1) - math.log(len(x)))
+        return float(f.mean() + g.mean())
+
+    return cost(x, y) - (cost(x, x) + cost(y, y)) / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clouds_on_a_line_by_the_way_of_large_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newton's method between points; at a small blur the value is that of sorted points."""
+    monkeypatch.setattr("otloss._kernels.points.LEAST_PAIRS", 0)
+    monkeypatch.setattr("otloss.solvers.entropic.search.PATIENCE", 2)
+    for n, m in ((1, 3), (2, 1), (30, 40)):
+        x, y = normal(n, 1, seed=1, scale=0.7), normal(m, 1, seed=2)
+        expected = dense_divergence(x, y, 2 * 0.2**2) / 2
+        assert float(cloud_loss(x.to(dtype), y.to(dtype), blur=0.2)) == pytest.approx(expected, rel=1e-4)
+        expected = float(otloss.wasserstein_1d(None, None, x[:, 0], y[:, 0], order=2)) / 2
+        assert float(cloud_loss(x.to(dtype), y.to(dtype), blur=0.005)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_assignments_have_the_precision_of_the_points_and_large_ones_start_from_sinkhorn() -> None:
