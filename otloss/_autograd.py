@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from otloss._checks import called, has_tangent
+from otloss._checks import called, has_tangent, raise_inside_vmap
 from otloss._progress import begin, end
 
 _P = ParamSpec("_P")
@@ -43,8 +43,11 @@ def check_no_tangent(advice: str, *inputs: Tensor) -> None:
 def check_no_transform() -> None:
     """Raise NotImplementedError inside transforms of `torch.func`, whose tensors do not let their numbers be read."""
     if torch._C._are_functorch_transforms_active():
+        functorch = torch._C._functorch
+        if any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack()):
+            raise_inside_vmap()
         raise NotImplementedError(
-            f"{called()} does not work inside transforms of torch.func (grad, jvp, vmap, ...) with these arguments: "
+            f"{called()} does not work inside transforms of torch.func (grad, jvp, ...) with these arguments: "
             "it reads the numbers of its tensors. Call torch.autograd.grad, or in forward mode use "
             "torch.autograd.forward_ad."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from numbers import Integral, Real
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,6 +26,41 @@ def check_not_recorded() -> None:
         )
 
 
+def check_not_batched(tensor: Tensor) -> None:
+    """Raise NotImplementedError for a tensor that `torch.vmap` maps over, whose numbers cannot be read."""
+    if torch._C._are_functorch_transforms_active() and _plain(tensor)[1]:
+        raise_inside_vmap()
+
+
+def raise_inside_vmap() -> NoReturn:
+    raise NotImplementedError(
+        f"{called()} does not work inside torch.vmap (which jacfwd and hessian of torch.func use): it reads the "
+        "numbers of its tensors. Leading axes are batch axes: pass the batch itself in one call, or one problem at a "
+        "time in a loop, and differentiate by torch.autograd.grad."
+    )
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor, for a check to read: without a graph, and inside `torch.vmap` of all examples.
+
+    The axis that `torch.vmap` maps over comes first.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return tensor.detach()
+    return _plain(tensor)[0].detach()
+
+
+def _plain(tensor: Tensor) -> tuple[Tensor, bool]:
+    """Return what the wrappers of `torch.func` hold, mapped axes first, and whether there are such axes."""
+    functorch, is_batched = torch._C._functorch, False
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        axis = functorch.maybe_get_bdim(tensor) if functorch.is_batchedtensor(tensor) else None
+        tensor = functorch.get_unwrapped(tensor)
+        if axis is not None:
+            tensor, is_batched = tensor.movedim(axis, 0), True
+    return tensor, is_batched
+
+
 def called() -> str:
     """Return the name of the function of this library that the user called."""
     frame: FrameType | None = sys._getframe(1)
@@ -39,15 +74,21 @@ def called() -> str:
             and module not in _OF_DECORATORS
             and not frame.f_code.co_qualname.startswith("_")
         ):
-            name = frame.f_code.co_qualname
+            name = frame.f_code.co_qualname.removesuffix(".__init__")
         frame = frame.f_back
     return name
 
 
-def check_tensor(name: str, value: Any) -> Tensor:
-    """Return `value` if it is a dense tensor of real numbers, no float narrower than 16 bits, else raise TypeError."""
-    check_not_recorded()
+def check_tensor(name: str, value: Any, *, is_read: bool = True) -> Tensor:
+    """Return `value` if it is a dense tensor of real numbers, no float narrower than 16 bits, else raise TypeError.
+
+    A tensor that is read, by the rest of the function, is not one of a program that is recorded, nor of `torch.vmap`.
+    """
+    if is_read:
+        check_not_recorded()
     if isinstance(value, Tensor):
+        if is_read:
+            check_not_batched(value)
         if value.layout != torch.strided or value.is_nested:
             got, fix = ("a nested tensor", "pad it with") if value.is_nested else (f"of layout {value.layout}", "call")
             call = "to_padded_tensor(0.0)" if value.is_nested else "to_dense()"
@@ -72,13 +113,18 @@ def check_tensor(name: str, value: Any) -> Tensor:
     )
 
 
-def check_floating(name: str, value: Any) -> Tensor:
-    """Return `value` if it is a floating-point tensor that holds numbers, else raise TypeError or ValueError."""
-    check_not_recorded()
+def check_floating(name: str, value: Any, *, is_read: bool = True) -> Tensor:
+    """Return `value` if it is a floating-point tensor that holds numbers, else raise TypeError or ValueError.
+
+    `is_read` as for `check_tensor`.
+    """
     is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta)
-    if is_plain and value.dtype in _FLOATS:
-        return value  # lists of many small tensors would feel the rest
-    tensor = check_tensor(name, value)
+    if is_plain and value.dtype in _FLOATS:  # lists of many small tensors would feel the rest
+        if is_read:
+            check_not_recorded()
+            check_not_batched(value)
+        return value
+    tensor = check_tensor(name, value, is_read=is_read)
     if not tensor.is_floating_point():
         raise TypeError(
             f"{name} has dtype {tensor.dtype}, expected a floating dtype; call {name}.float(), or .astype(float)."
@@ -115,21 +161,22 @@ def is_differentiated(*tensors: Tensor) -> bool:
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError naming the first NaN or infinity in `tensor`."""
     check_not_meta(name, tensor)
+    tensor = numbers(tensor)
     # A sum is one pass without a temporary, and it is finite only if all numbers are.
-    if torch.isfinite(tensor.detach().sum()):
+    if torch.isfinite(tensor.sum()):
         return
-    bad = ~torch.isfinite(tensor.detach())
+    bad = ~torch.isfinite(tensor)
     if bad.any():
         first = tuple(int(i) for i in bad.nonzero()[0])
         raise ValueError(
             f"{name} holds {int(bad.sum())} NaN or infinite values, the first at index {first} "
-            f"({float(tensor.detach()[first])}); expected finite numbers. Find where they arise before this call."
+            f"({float(tensor[first])}); expected finite numbers. Find where they arise before this call."
         )
 
 
 def check_below_infinity(name: str, tensor: Tensor) -> None:
     """Raise ValueError if an entry is NaN or +inf; -inf may occur."""
-    tensor = tensor.detach()
+    tensor = numbers(tensor)
     if tensor.numel() and not tensor.amax() < torch.inf:  # NaN where any entry is
         bad = tensor[~(tensor < torch.inf)]
         raise ValueError(

@@ -69,6 +69,11 @@ def begin(name: str) -> bool:
     return True
 
 
+def outermost() -> str:
+    """Return the name of the outermost public call on this thread, "" outside of all."""
+    return _call.name
+
+
 def end() -> None:
     _call.name = ""
 

@@ -28,6 +28,7 @@ from otloss.extending import (
     check_floating,
     check_integers,
     check_last_axis,
+    check_no_transform,
     check_tensor,
     eager,
     emd,
@@ -200,6 +201,7 @@ def document_search(query: Any, corpus: Any, embedding: Float[Tensor, "vocabular
         >>> document_search(torch.tensor([1, 0, 0]), corpus, embedding, k=2).distances
         tensor([0.5000, 1.6667], dtype=torch.float64)
     """
+    check_no_transform()
     check_cloud("embedding", embedding)
     queries, batch = _bags("query", query, len(embedding))
     documents, shape = _bags("corpus", corpus, len(embedding))

@@ -17,7 +17,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.applications.matching import match
-from otloss.extending import check_finite, check_floating, check_integers, check_positive, eager, solve
+from otloss.extending import (
+    check_finite,
+    check_floating,
+    check_integers,
+    check_no_transform,
+    check_positive,
+    eager,
+    solve,
+)
 
 
 @eager
@@ -56,6 +64,7 @@ def pair(
         >>> pair(x0, x1, condition=(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 1])))
         tensor([0, 1, 2])
     """
+    check_no_transform()
     for name, x in (("x0", x0), ("x1", x1)):
         check_finite(name, check_floating(name, x))
     if x0.dim() == 0 or x0.shape[1:] != x1.shape[1:] or 0 in (*x0.shape, *x1.shape):

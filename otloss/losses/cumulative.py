@@ -35,6 +35,8 @@ LINKS = ("logit", "probit", "cloglog")
 _WIDEST = 30.0  # a log-gap: probabilities are 0 and 1 long before, and squares of thresholds are finite in float32
 _NARROW = -7.0  # Below this log-gap, log(1 - exp(-gap)) is computed by its series.
 _NARROW_NORMAL = -4.0  # Below this log-gap, the mass of a normal variable in the gap is computed by its series.
+_NORMAL_TAIL = -3.0  # Below it, Phi of a recorded program is a continued fraction
+_FRACTIONS = 20  # of so many terms, for nine digits.
 _LARGEST_LOG_HAZARD = 60.0  # Its exponential is finite in float32; log-probabilities of -1e26 are zero enough.
 
 
@@ -61,7 +63,7 @@ def cumulative_log_probabilities(
                 [-2.1269, -1.8989, -0.3133]])
     """
     for name, tensor in (("score", score), ("log_gaps", log_gaps)):
-        check_floating(name, tensor)
+        check_floating(name, tensor, is_read=False)
     check_choice("link", link, LINKS)
     if log_gaps.dim() != 1:
         raise ValueError(f"log_gaps has shape {tuple(log_gaps.shape)}, expected (K - 2,) for K classes.")
@@ -75,9 +77,8 @@ def cumulative_log_probabilities(
         increase = a[..., :-1] + gaps + _log_one_minus_exp(log_gaps)  # log(exp(a_k) - exp(a_{k-1}))
         below = _log_one_minus_exp(torch.cat([a[..., :1], increase], -1))
         return pad(below, (0, 1)) + pad(-a.clamp(max=_LARGEST_LOG_HAZARD).exp(), (1, 0))
-    log_ndtr = torch.special.log_ndtr
     return torch.cat(
-        [log_ndtr(a[..., :1]), _log_normal_mass(a[..., :-1], a[..., 1:], log_gaps), log_ndtr(-a[..., -1:])], -1
+        [_log_ndtr(a[..., :1]), _log_normal_mass(a[..., :-1], a[..., 1:], log_gaps), _log_ndtr(-a[..., -1:])], -1
     )
 
 
@@ -144,6 +145,19 @@ def _log_normal_mass(low: Tensor, high: Tensor, log_gaps: Tensor) -> Tensor:
     correction = torch.log1p(gaps.square() * (middle.square() - 1) / 24)
     series = log_gaps - middle.square() / 2 - math.log(2 * math.pi) / 2 + correction
     width = log_gaps.clamp(min=_NARROW_NORMAL).exp()
-    at_upper = torch.special.log_ndtr(upper)
-    ratio = at_upper - torch.special.log_ndtr(upper - width)
+    at_upper = _log_ndtr(upper)
+    ratio = at_upper - _log_ndtr(upper - width)
     return torch.where(narrow, series, at_upper + _log_one_minus_exp(ratio.log()))
+
+
+def _log_ndtr(x: Tensor) -> Tensor:
+    """Return log Phi(x); in a recorded program by operations that ONNX has, whose `log_ndtr` is NaN in the tail."""
+    if not (torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None):
+        return torch.special.log_ndtr(x)
+    low = x.clamp(max=_NORMAL_TAIL)  # Laplace's continued fraction of the tail: phi(x) / (|x| + 1 / (|x| + 2 / ...))
+    fraction = -low
+    for k in range(_FRACTIONS, 0, -1):
+        fraction = k / fraction - low
+    tail = -low.square() / 2 - math.log(2 * math.pi) / 2 - fraction.log()
+    body = torch.log(torch.erfc(-x.clamp(min=_NORMAL_TAIL) / math.sqrt(2)) / 2)
+    return torch.where(x < _NORMAL_TAIL, tail, body)

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
 from otloss._autograd import eager
-from otloss._checks import is_differentiated
+from otloss._checks import is_differentiated, numbers
 from otloss._foreign import explains_calls
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
@@ -82,8 +82,9 @@ def ordinal_loss(
         A scalar, or (...), in the promoted dtype of the floating inputs, under autocast at least float32; its unit is
         that of x or the cost.
         Differentiable in logits, x, the cost and the weights; in soft labels too, centred over the classes except for
-        the cross-entropy. Second derivatives are right, but for soft labels with a cost, where they raise. Without any
-        weight (all positions ignored, an empty batch) a mean is 0, with gradients of zero.
+        the cross-entropy. Second derivatives are right, but for soft labels with a cost, where they raise. Inside
+        `torch.vmap`, as for gradients of each example, no position may be ignored. Without any weight (all positions
+        ignored, an empty batch) a mean is 0, with gradients of zero.
 
     Raises:
         TypeError: if logits are not floating, or target has neither dtype and shape of positions nor of soft labels.
@@ -135,11 +136,12 @@ def _values(rows: Rows, mix: float) -> Float[Tensor, " rows"]:
         nll = -(label * log_q.masked_fill((label == 0) & (log_q == -torch.inf), 0.0)).sum(-1)
     else:
         nll = cross_entropy_of_classes(logits, label, reduction="none")
-    finite = torch.isfinite(nll.detach())
+    of_rows = numbers(nll).flatten()
+    finite = torch.isfinite(of_rows)
     if not finite.all():
         row = int((~finite).nonzero()[0])
         raise ValueError(
-            f"the cross-entropy of row {row} (of the positions that take part) is {float(nll.detach()[row])}: the "
+            f"the cross-entropy of row {row} (of the positions that take part) is {float(of_rows[row])}: the "
             "logit of its label is -inf or overflowed; expected finite logits at every label. Unmask that class, leave "
             "the position out, or set cross_entropy=0."
         )

@@ -22,10 +22,13 @@ from otloss._checks import (
     check_below_infinity,
     check_finite,
     check_floating,
+    check_not_batched,
     check_not_meta,
     check_not_negative,
+    check_not_recorded,
     check_reduction,
     check_tensor,
+    numbers,
 )
 from otloss.losses.geometry import Geometry, GeometrySettings
 from otloss.solvers.problem import MASS_TOLERANCE
@@ -116,15 +119,17 @@ def posed_rows(
     Raises:
         TypeError, ValueError: as `ordinal_loss`.
     """
-    check_floating("logits", logits)
-    check_not_meta("target", check_tensor("target", target))
+    # What follows runs inside torch.vmap too: what it reads, it reads by `numbers`.
+    check_not_recorded()
+    check_floating("logits", logits, is_read=False)
+    check_not_meta("target", check_tensor("target", target, is_read=False))
     check_reduction(reduction)
     logits, target = _classes_last(logits, target, dim)
     classes, shape = _last_axis(logits), logits.shape[:-1]
     geometry = None if distances is None else distances.geometry(classes, logits.device)
     soft = _is_soft(target, logits)
     weights = {"class_weight": class_weight, "sample_weight": sample_weight}
-    others = [check_tensor(name, given).dtype for name, given in weights.items() if given is not None]
+    others = [check_tensor(name, w, is_read=False).dtype for name, w in weights.items() if w is not None]
     dtype = dtype_of_loss(logits)
     for other in (target.dtype, *others, *(() if distances is None else distances.dtypes)):
         if other.is_floating_point:
@@ -155,7 +160,10 @@ def _kept(target: Tensor, ignore_index: int | None, soft: bool) -> Bool[Tensor, 
             "soft labels out by sample_weight 0."
         )
     kept = target != ignore_index
-    return None if kept.all() else kept
+    if numbers(kept).all():
+        return None
+    check_not_batched(kept)  # the number of positions that are left differs between the examples
+    return kept
 
 
 def _weights_by_class(weights: Tensor, label: Tensor, classes: int, dtype: torch.dtype) -> Float[Tensor, " rows"]:
@@ -176,7 +184,7 @@ def position_weights(
     if sample_weight is None:
         return None
     try:
-        spread = check_tensor("sample_weight", sample_weight).expand(shape)
+        spread = check_tensor("sample_weight", sample_weight, is_read=False).expand(shape)
     except RuntimeError:
         raise ValueError(
             f"sample_weight has shape {tuple(sample_weight.shape)}, expected {tuple(shape)}, one a position."
@@ -186,8 +194,8 @@ def position_weights(
 
 def _check_weights(name: str, weights: Tensor) -> Tensor:
     check_finite(name, weights)
-    if weights.numel() and weights.detach().amin() < 0:
-        raise ValueError(f"{name} holds {float(weights.detach().amin())}, expected weights >= 0.")
+    if weights.numel() and (least := float(numbers(weights).amin())) < 0:
+        raise ValueError(f"{name} holds {least}, expected weights >= 0.")
     return weights
 
 
@@ -260,6 +268,7 @@ def _is_soft(target: Tensor, logits: Tensor) -> bool:
 
 def check_positions(name: str, target: Tensor, classes: int, ignore_index: int | None) -> None:
     """Raise ValueError if a class position or token id is out of range and not ignored."""
+    target = numbers(target)
     outside = (target < 0) | (target >= classes)
     if ignore_index is not None:
         outside &= target != ignore_index
@@ -275,7 +284,7 @@ def check_positions(name: str, target: Tensor, classes: int, ignore_index: int |
 
 def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
     """Raise ValueError if an entry is NaN or +inf, or a row is -inf throughout."""
-    top = rows.detach().amax(-1)  # It is NaN if an entry is NaN.
+    top = numbers(rows).amax(-1).flatten()  # It is NaN if an entry is NaN.
     if torch.isfinite(top).all():
         return
     check_below_infinity("logits", rows)
@@ -288,16 +297,21 @@ def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
 
 def normalised(target: Tensor, dtype: torch.dtype) -> Float[Tensor, "rows classes"]:
     """Return soft labels in `dtype` with mass one; raise ValueError if the mass is not one up to rounding."""
-    values = target.detach()
-    mass = values.sum(-1, dtype=torch.float64)
+    # The mass is detached, as it is for histograms in the solvers.
+    mass = target.detach().sum(-1, dtype=torch.float64)
+    _check_soft(numbers(target).flatten(0, -2), numbers(mass).flatten())
+    return target.to(dtype) / mass.unsqueeze(-1).to(dtype)
+
+
+def _check_soft(target: Float[Tensor, "rows classes"], mass: Float[Tensor, " rows"]) -> None:
     off = (mass - 1).abs()
     # A NaN or an infinity makes the mass NaN or infinite, and the comparison false.
-    if values.numel() and not (values.amin() >= 0 and off.amax() <= MASS_TOLERANCE[target.dtype]):
+    if target.numel() and not (target.amin() >= 0 and off.amax() <= MASS_TOLERANCE[target.dtype]):
         check_finite("target", target)
-        if values.amin() < 0:
-            row, k = (int(i) for i in (values < 0).nonzero()[0])
+        if target.amin() < 0:
+            row, k = (int(i) for i in (target < 0).nonzero()[0])
             raise ValueError(
-                f"target holds {float(values[row, k])} for class {k} of row {row}, expected soft labels >= 0; clamp "
+                f"target holds {float(target[row, k])} for class {k} of row {row}, expected soft labels >= 0; clamp "
                 "rounding errors with target.clamp(min=0)."
             )
         row = int(off.argmax())
@@ -305,8 +319,6 @@ def normalised(target: Tensor, dtype: torch.dtype) -> Float[Tensor, "rows classe
             f"the soft labels of row {row} sum to {float(mass[row]):.9g}, expected 1; normalise them with "
             "target / target.sum(-1, keepdim=True)."
         )
-    # The mass is detached, as it is for histograms in the solvers.
-    return target.to(dtype) / mass.unsqueeze(-1).to(dtype)
 
 
 def check_cross_entropy(weight: Any) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from otloss._autograd import eager
+from otloss._checks import numbers
 from otloss._ordered_classes import check_choice
 from otloss.losses.rows import Rows, posed_rows
 
@@ -82,8 +83,9 @@ def _values(rows: Rows, kind: str) -> Float[Tensor, " rows"]:
         values = (rows.target * by_label).sum(-1)
     else:
         values = by_label.gather(-1, rows.target.unsqueeze(-1)).squeeze(-1)
-    if values.numel() and values.detach().amax() > -_EXCLUDED / 2:
-        row = int(values.detach().argmax())
+    of_rows = numbers(values).flatten()
+    if of_rows.numel() and of_rows.amax() > -_EXCLUDED / 2:
+        row = int(of_rows.argmax())
         raise ValueError(
             f"the loss of row {row} (of the positions that take part) is infinite: all classes on the side of a "
             "threshold where its label lies have logit -inf. Unmask a class, or leave the position out."

@@ -1,4 +1,8 @@
-"""Heads for ordered classes: one score and ordered thresholds, or the odds of going on from each class."""
+"""Heads for ordered classes: one score and ordered thresholds, or the odds of going on from each class.
+
+As the last layers of models they go through `torch.export`, `torch.onnx.export`, `torch.jit.trace`, and `torch.compile`
+with fullgraph=True; `predict` reads numbers and does not.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ class _Head(nn.Module):
             return decode_classes(self(features), rule, x=x)
 
     def _checked(self, features: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch features"]:
-        check_last_axis("features", check_floating("features", features), self.in_features)
+        check_last_axis("features", check_floating("features", features, is_read=False), self.in_features)
         return features
 
     def extra_repr(self) -> str:

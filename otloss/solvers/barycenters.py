@@ -41,7 +41,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._autograd import eager
+from otloss._autograd import check_no_transform, eager
 from otloss._checks import (
     check_broadcast,
     check_count,
@@ -135,7 +135,10 @@ def barycenter(
     if not problem.p.numel():  # no problems
         nothing = problem.p.sum((-2, -1)).unsqueeze(-1)
         return nothing.expand(*nothing.shape[:-1], problem.cost.shape[0]).to(problem.dtype)
-    with_graph = makes_graph(problem.p, problem.weights, *problem.cost.tensors())
+    given = problem.p, problem.weights, *problem.cost.tensors()
+    with_graph = makes_graph(*given)
+    if with_graph and not has_tangent(*given):
+        check_no_transform()  # torch.func differentiates as create_graph=True does
     by_newton = debiased and problem.suits_newton
     with torch.no_grad():
         if by_newton:

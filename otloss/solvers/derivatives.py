@@ -38,6 +38,7 @@ from torch import Tensor
 
 from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import is_differentiated
+from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.condition import MOST_CORRECTIONS, SMALL_STEP, check_condition, correction, no_implicit_answer
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
@@ -51,10 +52,7 @@ _SECOND_OF_EXACT = (
     "a second derivative of emd was asked for, but emd is piecewise linear and gives first derivatives only; "
     "drop create_graph=True, or use a smooth (entropic) transport cost."
 )
-_SECOND_OF_ENTROPIC = (
-    'a second derivative of an entropic transport value was asked for, and grad="envelope" gives first ones only; use '
-    'grad="implicit", or drop create_graph=True.'
-)
+_WITH_GRAD = ("sinkhorn", "sinkhorn_divergence", "solve")  # the functions that have the option `grad`
 
 _S = TypeVar("_S", ExactSolution, EntropicSolution)
 
@@ -72,14 +70,30 @@ def with_envelope(solution: _S) -> _S:
     if not makes_graph(*inputs):
         return solution
     check_no_transform()
-    value: Tensor = _Envelope.apply(solution, *inputs)
+    value: Tensor = _Envelope.apply(solution, _no_second_derivative(problem), *inputs)
     return dataclasses.replace(solution, value=value)
+
+
+def _no_second_derivative(problem: Problem) -> str:
+    """Return why there is none, with advice that the function takes which was called."""
+    if problem.is_exact:
+        return _SECOND_OF_EXACT
+    if (name := outermost()) in _WITH_GRAD:
+        return (
+            f'a second derivative of {name} was asked for, and grad="envelope" gives first ones only; use '
+            'grad="implicit", or drop create_graph=True.'
+        )
+    return (
+        f"a second derivative of {name or 'an entropic transport value'} was asked for, which gives first ones only; "
+        'drop create_graph=True, or compute the cost by sinkhorn(..., grad="implicit") or '
+        'sinkhorn_divergence(..., grad="implicit").'
+    )
 
 
 class _Envelope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, solution: ExactSolution | EntropicSolution, *inputs: Tensor) -> Tensor:
-        ctx.solution, ctx.count = solution, len(inputs)
+    def forward(ctx: Any, solution: ExactSolution | EntropicSolution, no_second: str, *inputs: Tensor) -> Tensor:
+        ctx.solution, ctx.no_second, ctx.count = solution, no_second, len(inputs)
         # Those without a gradient too: torch then notices where one of them was changed in place in between.
         ctx.save_for_backward(*inputs, *solution.problem.cost.tensors())
         return solution.value.clone()
@@ -87,7 +101,7 @@ class _Envelope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors[: ctx.count]
-        upstream, wanted = gradients[0].detach(), ctx.needs_input_grad[1:]
+        upstream, wanted = gradients[0].detach(), ctx.needs_input_grad[2:]
         solution: ExactSolution | EntropicSolution = ctx.solution
         with torch.no_grad():
             by_inputs: list[Tensor | None] = [None] * ctx.count
@@ -101,14 +115,15 @@ class _Envelope(torch.autograd.Function):
                 by_inputs[2] = upstream * solution.relative_entropy
             if any(wanted[3:]):
                 by_inputs[3:] = solution.cost_gradients(upstream)
-        message = _SECOND_OF_EXACT if solution.problem.is_exact else _SECOND_OF_ENTROPIC
-        return None, *(
-            None if t is None else once_only(t.to(i.dtype), message, gradients[0], *inputs)
+        return None, None, *(
+            None if t is None else once_only(t.to(i.dtype), ctx.no_second, gradients[0], *inputs)
             for t, i in zip(by_inputs, inputs, strict=True)
         )  # fmt: skip
 
     @staticmethod
-    def jvp(ctx: Any, _: None, p: Tensor | None, q: Tensor | None, __: None, *cost: Tensor | None) -> Tensor:
+    def jvp(
+        ctx: Any, _: None, __: None, p: Tensor | None, q: Tensor | None, ___: None, *cost: Tensor | None
+    ) -> Tensor:
         """Exact transport alone: `with_envelope` raises before for entropic problems."""
         solution: ExactSolution = ctx.solution
         change = torch.zeros_like(solution.optimum.value)

@@ -3,6 +3,7 @@ error, and what surrounds a call changes nothing: autocast, and torch's defaults
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -87,6 +88,70 @@ def test_forward_mode_is_right_or_an_error_that_names_the_function(name: str) ->
             assert float((actual * upstream(actual)).sum()) == pytest.approx(expected, rel=1e-6, abs=1e-8), given
 
 
+# They work inside of torch.vmap in these inputs, but for a soft label with a cost, which is exact transport.
+PER_EXAMPLE = {"ordinal_loss", "threshold_loss", "cumulative_log_probabilities"}
+OF_EXAMPLES = {"logits", "score", "sample_weight"}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule for log_ndtr
+@pytest.mark.parametrize("name", ENTRIES)
+def test_vmap_is_a_loop_or_an_error_that_says_to_pass_the_batch(name: str) -> None:
+    entry, function = ENTRIES[name], name.partition(",")[0].split()[0]
+    for given, point in entry.inputs.items():
+
+        def value(t: Tensor, given: str = given) -> Tensor:
+            return entry.value({**entry.inputs, **entry.fixed, given: t})
+
+        def by_grad(t: Tensor, value: Callable[[Tensor], Tensor] = value) -> Tensor:
+            return torch.func.grad(lambda t: (upstream(result := value(t)) * result).sum())(t)
+
+        examples = torch.stack([point, point.flip(-1)])
+        for transformed in (value, by_grad):
+            try:
+                actual = torch.vmap(transformed)(examples)
+            except NotImplementedError as error:
+                assert function not in PER_EXAMPLE or given not in OF_EXAMPLES or "soft with a cost" in name
+                assert str(error).startswith(function) or "ost does not work inside" in str(error), error
+                assert "pass the batch itself" in str(error), error
+            else:
+                torch.testing.assert_close(actual, torch.stack([transformed(t) for t in examples]))
+
+
+def test_gradients_of_each_example_by_vmap() -> None:
+    head, X, y = otloss.nn.CumulativeLinkHead(3, 4), torch.randn(5, 3), torch.arange(5) % 4
+
+    def value(weights: dict[str, Tensor], x: Tensor, label: Tensor) -> Tensor:
+        logits = torch.func.functional_call(head, weights, (x,))
+        return otloss.ordinal_loss(logits, label, cross_entropy=0.3, ignore_index=-100)
+
+    actual = torch.vmap(torch.func.grad(value), in_dims=(None, 0, 0))(dict(head.named_parameters()), X, y)
+    for k in range(5):
+        head.zero_grad()
+        value(dict(head.named_parameters()), X[k], y[k]).backward()
+        torch.testing.assert_close({n: t[k] for n, t in actual.items()}, {n: t.grad for n, t in head.named_parameters()})
+    for bad, message in ((4, "out of range, the first at (4, 0)"), (-100, "pass the batch itself")):
+        with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
+            torch.vmap(value, in_dims=(None, 0, 0))(dict(head.named_parameters()), X, y.index_fill(0, torch.tensor(4), bad))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_second_derivative_or_an_error_whose_advice_the_function_takes(name: str) -> None:
+    entry, called = FUNCTIONS[name], name.partition(",")[0].split()[0]
+    leaves = {given: t.clone().requires_grad_() for given, t in entry.inputs.items()}
+    value = entry.value({**leaves, **entry.fixed}).sum()
+    if not value.requires_grad:
+        return
+    try:
+        first = torch.autograd.grad(value, list(leaves.values()), create_graph=True, materialize_grads=True)
+        squares = torch.stack([g.square().sum() for g in first])
+        if squares.requires_grad:
+            torch.autograd.grad(squares.sum(), list(leaves.values()), allow_unused=True)
+    except RuntimeError as error:
+        for function, keyword in re.findall(r"(?:(\w+)\([^()]*)?\b(\w+)=", str(error)):
+            of = getattr(otloss, function or called, None) or getattr(losses, function or called)
+            assert keyword == "create_graph" or keyword in inspect.signature(of).parameters, error
+
+
 @contextmanager
 def defaults(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -154,7 +219,8 @@ def test_compiled_functions_give_the_same_and_recording_them_raises_one_sentence
         def forward(self, *tensors: Tensor) -> Tensor:
             return entry.value(dict(zip(inputs, tensors, strict=True)))
 
-    for way, record in (("torch.jit.trace", torch.jit.trace), ("torch.export", torch.export.export)):
+    records = {"torch.jit.trace": torch.jit.trace, "torch.export": torch.export.export}
+    for way, record in records.items() if name != "cumulative_log_probabilities" else ():
         told = rf"^({name}|\w*[cC]ost\S*) reads the numbers .* so {way} cannot record it"
         with pytest.raises(RuntimeError, match=told):
             record(Recorded(), tuple(inputs.values()))

@@ -310,6 +310,24 @@ def test_state() -> None:
             assert autocast(features).dtype == torch.float32
 
 
+HEADS = {link: nn.CumulativeLinkHead(3, 5, link=link) for link in ("logit", "probit", "cloglog")}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compilers
+@pytest.mark.parametrize("head", [*HEADS.values(), nn.CornHead(3, 5)], ids=[*HEADS, "corn"])
+def test_heads_are_exported_traced_and_compiled_whole(head: torch.nn.Module) -> None:
+    """As the last layers of models that are deployed: also for other numbers of rows, and for scores far out."""
+    example, features = torch.randn(2, 3), torch.tensor([[0.1, -0.4, 0.3], [40.0, 9, 2], [-40.0, 3, 8], [-9.0, 1, 3]])
+    rows = {0: torch.export.Dim("rows")}
+    exported = torch.export.export(head, (example,), dynamic_shapes=(rows,))
+    torch._dynamo.reset()
+    compiled = torch.compile(head, fullgraph=True, backend="eager")
+    for recorded in (exported.module(), torch.jit.trace(head, (example,)), compiled):
+        torch.testing.assert_close(recorded(features), head(features), rtol=1e-5, atol=1e-5)
+    operations = {str(node.target) for node in exported.graph.nodes}
+    assert not {name for name in operations if "erfcx" in name or "log_ndtr" in name}  # ONNX makes NaN of them
+
+
 test_bad_heads = raising(
     (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 4)), r"features has shape \(2, 4\)"),
     (lambda: decode_classes(torch.zeros(2, 3), x=torch.arange(3)), "x is given with rule='median'"),
