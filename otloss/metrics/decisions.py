@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from otloss.metrics.arrays import read_shares, read_values
+from otloss.metrics.arrays import read_shares
 from otloss.metrics.inputs import read_decisions
 
 
@@ -152,9 +152,9 @@ def _errors(
     values: ArrayLike | None,
     sample_weight: ArrayLike | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each example's absolute error, rank of its true class, and share of the weight: (n,) each."""
+    """Return each example's absolute error, index of its true class, and share of the weight: (n,) each."""
     true, predicted, order = read_decisions(y_true, y_pred, labels)
-    v = read_values(values, order.size)
+    v = order.values(values)
     return np.abs(v[true] - v[predicted]), true, read_shares(sample_weight, true.size)
 
 

@@ -10,13 +10,13 @@ With F_k = P(Y <= k) the forecast of one example, y its true class, G_k = 1[y <=
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_count
-from otloss.metrics.arrays import read_values
 from otloss.metrics.inputs import Forecast, read_forecast
 
 NORMAL_95 = 1.959964  # the middle 95 % of a normal variable, in deviations
@@ -152,10 +152,9 @@ def threshold_calibration_error(
         >>> threshold_calibration_error([0, 1, 1, 1], [[0.5, 0.5]] * 4)
         0.25
     """
-    curves = threshold_reliability(
-        y_true, proba, labels=labels, columns=columns, bins=bins, strategy=strategy, sample_weight=sample_weight
-    )
-    return float(np.mean([curve.error for curve in curves]))
+    forecast = _read_thresholds(y_true, proba, labels, columns, sample_weight, bins, strategy)
+    # The thresholds between two classes that occur have one and the same curve.
+    return float(np.average([c.error for c in _curves(forecast, bins, strategy)], weights=np.diff(forecast.order.ranks)))
 
 
 def threshold_reliability(
@@ -168,7 +167,10 @@ def threshold_reliability(
     strategy: str = "uniform",
     sample_weight: ArrayLike | None = None,
 ) -> list[Reliability]:
-    """Return the reliability curve of P(Y <= k) for each threshold but the last class, in rank order.
+    """Return the reliability curve of P(Y <= k) for each class but the last, in rank order.
+
+    Of a range of whole numbers, the classes that occur in y_true or `columns` have one: up to the next of them, the
+    curves of all thresholds are the same.
 
     Args, Raises, Source: as `threshold_calibration_error`.
 
@@ -177,14 +179,25 @@ def threshold_reliability(
         >>> curve.forecast, curve.observed
         (array([0.5]), array([0.25]))
     """
+    return _curves(_read_thresholds(y_true, proba, labels, columns, sample_weight, bins, strategy), bins, strategy)
+
+
+def _read_thresholds(
+    y_true: ArrayLike, proba: ArrayLike, labels: Any, columns: ArrayLike, sample_weight: Any, bins: int, strategy: str
+) -> Forecast:
+    """Return the forecast, of two classes or more."""
     check_count("bins", bins)
     if strategy not in ("uniform", "quantile"):
         raise ValueError(f'strategy is {strategy!r}, expected "uniform" or "quantile".')
     forecast = read_forecast(y_true, proba, labels, columns, sample_weight)
-    if forecast.labels.size < 2:
+    if forecast.order.labels.size < 2:
         raise ValueError(
-            f"labels is {forecast.labels.tolist()}, expected at least two classes; one class has no threshold."
+            f"labels is {forecast.order.labels.tolist()}, expected at least two classes; one class has no threshold."
         )
+    return forecast
+
+
+def _curves(forecast: Forecast, bins: int, strategy: str) -> list[Reliability]:
     curves = []
     for k, (below, was_below) in enumerate(zip(forecast.below.T, forecast.was_below.T, strict=True)):
         index = _bin_index(below, forecast.weight, bins, strategy)
@@ -194,7 +207,7 @@ def threshold_reliability(
         is_filled = weight > 0
         count = weight[is_filled] ** 2 / np.bincount(index, forecast.weight**2, minlength=bins)[is_filled]
         weight, forecast_mass, observed_mass = (x[is_filled] for x in (weight, forecast_mass, observed_mass))
-        label = forecast.labels[k].item()
+        label = forecast.order.labels[k].item()
         curves.append(Reliability(label, forecast_mass / weight, observed_mass / weight, weight, count))
     return curves
 
@@ -210,7 +223,7 @@ def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str) 
 
 
 def _mean_distance(forecast: Forecast, values: ArrayLike | None, normalize: bool, *, power: int) -> float:
-    v = read_values(values, forecast.labels.size)
+    v = forecast.order.values(values)
     apart = np.abs(forecast.below - forecast.was_below) ** power @ np.diff(v)  # (n,)
     scale = v[-1] - v[0] if normalize and v.size > 1 else 1.0
     return float(forecast.weight @ apart / scale)

@@ -18,7 +18,17 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics.arrays import read_probabilities, read_shares
 from otloss.metrics.distribution import Distribution
-from otloss.metrics.rank_labels import Labels, categories_of, is_whole, plain_labels, positions, rank_order, shown
+from otloss.metrics.rank_labels import (
+    Labels,
+    RankOrder,
+    categories_of,
+    in_given_order,
+    is_whole,
+    plain_labels,
+    positions,
+    rank_order,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -26,40 +36,41 @@ class Forecast:
     """Probabilities beside what came true, both in rank order.
 
     Attributes:
-        observed: (n,) positions of the true classes.
-        proba: (n, K) float64, each row of sum 1.
-        labels: (K,) in rank order.
+        observed: (n,) indices of the true classes among those that count.
+        proba: (n, m) float64, each row of sum 1.
+        order: the m classes that count.
         weight: (n,) sample weights of sum 1.
     """
 
     observed: Int[np.ndarray, " n"]
     proba: Float[np.ndarray, "n classes"]
-    labels: Labels
+    order: RankOrder
     weight: Float[np.ndarray, " n"]
 
     @property
     def below(self) -> Float[np.ndarray, "n thresholds"]:
-        """(n, K - 1), the forecast P(Y <= k); the sum over all classes is 1 and left out."""
+        """(n, m - 1), the forecast P(Y <= k); the sum over all classes is 1 and left out."""
         return np.minimum(self.proba.cumsum(1)[:, :-1], 1.0)
 
     @property
     def was_below(self) -> Float[np.ndarray, "n thresholds"]:
-        """(n, K - 1), 1 where the true class is at most k."""
+        """(n, m - 1), 1 where the true class is at most k."""
         return (self.observed[:, None] <= np.arange(self.proba.shape[1] - 1)).astype(float)
 
 
 def read_decisions(
     y_true: ArrayLike, y_pred: ArrayLike, labels: ArrayLike | None
-) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Labels]:
-    """Return both label vectors as positions in rank order, and that order."""
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], RankOrder]:
+    """Return both label vectors as indices into the classes that count, and these in rank order."""
     order = rank_order(labels, y_true=y_true, y_pred=y_pred)
     has_order = labels is not None or categories_of(y_true) is not None or categories_of(y_pred) is not None
-    if not has_order and order.dtype.kind == "f" and not is_whole(order).all():
+    fractions = order.labels[~is_whole(order.labels)] if order.labels.dtype.kind == "f" else order.labels[:0]
+    if not has_order and fractions.size:
         raise ValueError(
-            f"the labels hold {order[~is_whole(order)].tolist()[0]!r}, which is no whole number; bring "
+            f"the labels hold {fractions.tolist()[0]!r}, which is no whole number; bring "
             "continuous predictions to the nearest class first, or pass labels=, the classes in rank order."
         )
-    true, predicted = positions("y_true", y_true, order), positions("y_pred", y_pred, order)
+    true, predicted = positions("y_true", y_true, order.labels), positions("y_pred", y_pred, order.labels)
     if true.shape != predicted.shape:
         raise ValueError(f"y_true has {true.size} labels and y_pred {predicted.size}, expected as many.")
     return true, predicted, order
@@ -87,7 +98,8 @@ def read_forecast(
     if labels is None:
         order, of_columns = _implied_order(y_true, table.shape[1], column_labels)
     else:
-        order = of_columns = rank_order(labels)
+        order = rank_order(labels)
+        of_columns = order.labels
     if column_labels is None:
         column_labels = of_columns if columns == "rank" else np.sort(of_columns)
     if table.shape[1] != column_labels.size:
@@ -95,12 +107,12 @@ def read_forecast(
             f"proba has {table.shape[1]} columns, expected {column_labels.size}: one for each of "
             f"{shown(column_labels)}. Where a model was fitted without some class, pass columns=model.classes_."
         )
-    ranks = positions("columns", column_labels, order)
-    if np.unique(ranks).size != ranks.size:
+    places = positions("columns", column_labels, order.labels)
+    if np.unique(places).size != places.size:
         raise ValueError(f"columns is {shown(column_labels)}, expected each label once.")
-    in_rank_order = np.zeros((table.shape[0], order.size))
-    in_rank_order[:, ranks] = table
-    observed = positions("y_true", y_true, order)
+    in_rank_order = np.zeros((table.shape[0], order.labels.size))
+    in_rank_order[:, places] = table
+    observed = positions("y_true", y_true, order.labels)
     if observed.size != table.shape[0]:
         raise ValueError(f"y_true has {observed.size} labels and proba {table.shape[0]} rows, expected as many.")
     return Forecast(observed, in_rank_order, order, read_shares(sample_weight, observed.size))
@@ -130,20 +142,18 @@ def _order_with(proba: Distribution, labels: ArrayLike | None, y_true: ArrayLike
     return order
 
 
-def _implied_order(y_true: ArrayLike, columns: int, column_labels: Labels | None) -> tuple[Labels, Labels]:
+def _implied_order(y_true: ArrayLike, columns: int, column_labels: Labels | None) -> tuple[RankOrder, Labels]:
     """Return the rank order that labels and columns imply, and the labels of the columns in that order."""
-    if categories_of(y_true) is not None:
-        order = rank_order(None, y_true=y_true)
-        return order, order
-    present = np.unique(plain_labels("y_true", y_true))
-    if column_labels is not None:
+    if column_labels is not None and categories_of(y_true) is None:
         order = rank_order(None, y_true=y_true, columns=column_labels)
-        return order, order[(order[:, None] == column_labels).any(1)]
+        return order, order.labels[np.isin(order.labels, column_labels)]
     order = rank_order(None, y_true=y_true)
-    for of_columns in (order[(order[:, None] == present).any(1)], order):
-        if of_columns.size == columns:
-            return order, of_columns
+    if categories_of(y_true) is not None or order.labels.size == columns:
+        return order, order.labels
+    if order.count == columns:  # a column for every integer
+        order = in_given_order(np.arange(int(order.labels[0]), int(order.labels[-1]) + 1))
+        return order, order.labels
     raise ValueError(
-        f"proba has {columns} columns but y_true holds {present.size} classes, {shown(present)}: which column is of "
-        "which class is not known. Pass labels=, all classes in rank order."
+        f"proba has {columns} columns but y_true holds {order.labels.size} classes, {shown(order.labels)}: which "
+        "column is of which class is not known. Pass labels=, all classes in rank order."
     )

@@ -1,67 +1,115 @@
 """Labels that are numbers or strings, their rank order, and their positions 0 to K - 1 in it.
 
-`implied_order` is the one rule by which labels without a given order are read. Metrics, scorers and the estimators all
-call it, so that they agree on the position of each class.
+`implied_ranks` is the one rule by which labels without a given order are read. Metrics, scorers and the estimators all
+follow it, so that they agree on the position of each class. A range of integers may be long: metrics hold the classes
+of it that occur, with their positions; the estimators, by `implied_order`, all of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from numpy.typing import ArrayLike
 
-from otloss.metrics.arrays import as_array
+from otloss.metrics.arrays import as_array, read_values
 
 _MOST_CLASSES = 10_000  # A longer range of integers is unlikely to be a range of ranks.
+_LARGEST_EXACT = 2.0**53  # Above it, floats are whole whatever was meant.
 KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings"}
 
 Labels = Shaped[np.ndarray, " classes"]
 
 
-def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
+@dataclass(frozen=True)
+class RankOrder:
+    """Classes in rank order.
+
+    Attributes:
+        labels: (m,) the classes that count: all that were given, or those that occur.
+        ranks: (m,) their positions among all classes, 0 to K - 1.
+    """
+
+    labels: Labels
+    ranks: Float[np.ndarray, " classes"]
+
+    @property
+    def count(self) -> int:
+        """K, the number of all classes."""
+        return int(self.ranks[-1]) + 1
+
+    def values(self, values: ArrayLike | None) -> Float[np.ndarray, " classes"]:
+        """Return the values (m,) of the classes that count, of the values (K,) of all; their ranks by default."""
+        return self.ranks if values is None else read_values(values, self.count)[self.ranks.astype(np.int64)]
+
+
+def in_given_order(labels: Labels) -> RankOrder:
+    """Return the order of labels that are all classes, lowest first."""
+    return RankOrder(labels, np.arange(float(labels.size)))
+
+
+def rank_order(labels: ArrayLike | RankOrder | None, **targets: ArrayLike) -> RankOrder:
     """Return `labels` checked, or the order that the targets themselves tell.
 
-    That is the order of the ordered pandas Categoricals among them, which must agree; else that of `implied_order`.
+    That is the order of the ordered pandas Categoricals among them, which must agree; else that of `implied_ranks`.
 
     Raises:
         ValueError: if the targets imply no order, or an ordered Categorical disagrees with another.
     """
+    if isinstance(labels, RankOrder):
+        return labels
     if labels is None:
         labels = _common_categories(targets)
     if labels is not None:
         order = plain_labels("labels", labels)
         if order.size == 0 or np.unique(order).size != order.size:
             raise ValueError(f"labels is {shown(order)}, expected each class once, in rank order.")
-        return order
+        return in_given_order(order)
     plain = {name: plain_labels(name, values) for name, values in targets.items()}
     _check_same_kind(**plain)
     for name, vector in plain.items():
         if vector.size == 0:
             raise ValueError(f"{name} is empty, expected at least one label.")
-    order, doubt = implied_order(np.unique(np.concatenate(list(plain.values()))))
+    order, doubt = implied_ranks(np.unique(np.concatenate(list(plain.values()))))
     if doubt:
         raise ValueError(f"{doubt}. Pass labels=, all classes in rank order, or an ordered pandas Categorical.")
     return order
 
 
-def implied_order(labels: Labels) -> tuple[Labels, str]:
-    """Return all classes in the rank order that the sorted distinct labels `seen` imply, and why it is in doubt, or "".
+def implied_ranks(labels: Labels) -> tuple[RankOrder, str]:
+    """Return the rank order that the sorted distinct labels seen imply, and why it is in doubt, or "".
 
     - Whole numbers: every integer from the smallest to the largest is a class, so the distance between two labels is
       their difference, and a class that no row has does not bring its neighbours together. Labels 1, 2, 5 stand for the
       classes 1 to 5, at the positions 0, 1 and 4.
     - Numbers with a fraction and booleans: the labels seen in their order, 1 apart.
     - Text: likewise, but in doubt, for its order is that of the alphabet. One label alone needs no order.
-    - Whole numbers too far apart to be ranks: likewise in doubt.
     """
+    in_order = in_given_order(labels)
     if labels.dtype.kind == "U":
         reason = f"the labels {shown(labels)} are text, whose rank order is not known: it is seldom the alphabet"
-        return labels, reason if labels.size > 1 else ""
+        return in_order, reason if labels.size > 1 else ""
     if labels.dtype.kind == "b" or not is_whole(labels).all():
-        return labels, ""
-    if not float(labels[-1]) - float(labels[0]) < _MOST_CLASSES:
+        return in_order, ""
+    if labels.dtype.kind == "f":
+        if not np.abs(labels).max() < _LARGEST_EXACT:
+            return in_order, f"the labels {shown(labels)} are too large for floats to tell integers apart"
+        labels = labels.astype(np.int64)
+    bits = labels.astype(np.uint64)  # Their differences are right modulo 2^64, where those of int64 may overflow.
+    return RankOrder(labels, (bits - bits[0]).astype(float)), ""
+
+
+def implied_order(labels: Labels) -> tuple[Labels, str]:
+    """Return all classes in the rank order that the sorted distinct labels seen imply, and why it is in doubt, or "".
+
+    As `implied_ranks`; a longer range of integers than `_MOST_CLASSES` is in doubt: they are the labels seen, 1 apart.
+    """
+    order, doubt = implied_ranks(labels)
+    if doubt or order.count == labels.size:
+        return order.labels, doubt
+    if order.count > _MOST_CLASSES:
         return labels, f"the labels go from {labels[0]} to {labels[-1]}, and every integer between would be a class"
     return np.arange(int(labels[0]), int(labels[-1]) + 1), ""
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics import decisions as _decisions
 from otloss.metrics import forecasts as _forecasts
-from otloss.metrics.rank_labels import plain_labels, rank_order
+from otloss.metrics.rank_labels import RankOrder, is_whole, plain_labels, rank_order
 
 # The metric and its sign: as a score, larger is better.
 _OF_LABELS: dict[str, tuple[Callable[..., float], int]] = {
@@ -68,7 +68,7 @@ class OrdinalScorer:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"scorer({self.metric!r}, labels={self.labels!r}{options})"
 
-    def _labels(self, estimator: Any, **targets: ArrayLike) -> ArrayLike:
+    def _labels(self, estimator: Any, **targets: ArrayLike) -> ArrayLike | RankOrder:
         if self.labels is not None:
             return self.labels
         estimator = _last(estimator)
@@ -77,10 +77,13 @@ class OrdinalScorer:
         if not isinstance(order, np.ndarray) or not hasattr(estimator, "classes_"):
             return rank_order(None, **targets)
         labels = plain_labels("y", targets["y"])
-        if getattr(estimator, "categories", None) is not None or np.isin(labels, order).all():
+        are_known = np.isin(labels, order).all()
+        if not are_known and getattr(estimator, "categories", None) is not None:
             return order
-        # The fold may have whole numbers that the model's training set did not have; they extend the range.
-        return rank_order(None, estimator=order, y=labels)
+        if _is_range(order):
+            # The fold may have whole numbers that the model's training set did not have; they extend the range.
+            return rank_order(None, estimator=np.union1d(estimator.classes_, order[[0, -1]]), y=labels)
+        return order if are_known else rank_order(None, estimator=order, y=labels)
 
     def set_score_request(self, *, sample_weight: bool | str | None = None) -> OrdinalScorer:
         """Ask scikit-learn's metadata routing for sample weights (True, or the name they go by), or not (False)."""
@@ -132,6 +135,11 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
         if option not in own:
             raise TypeError(f"{option!r} is not an argument of {metric} for a scorer, expected one of {sorted(own)}.")
     return OrdinalScorer(metric, labels, options)
+
+
+def _is_range(order: np.ndarray) -> bool:
+    """Return whether the classes are all integers from the first to the last."""
+    return order.dtype.kind in "iuf" and bool(is_whole(order).all() and (order[1:] - order[:-1] == 1).all())
 
 
 def _last(estimator: Any) -> Any:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+_MOST_COLOURS = 256  # in the legend
+
+
 def plot_confusion_matrix(
     y_true: ArrayLike,
     y_pred: ArrayLike,
@@ -25,6 +28,8 @@ def plot_confusion_matrix(
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the confusion matrix: the hue of a cell is its distance from the truth, its strength the share of its row.
+
+    Of a range of whole numbers it shows the classes that occur, and the distances count the others.
 
     Args:
         y_true: (n,) labels, the rows.
@@ -42,32 +47,32 @@ def plot_confusion_matrix(
         ('predicted class', 'true class')
     """
     true, predicted, order = read_decisions(y_true, y_pred, labels)
-    table = np.zeros((order.size, order.size))
+    table = np.zeros((order.labels.size, order.labels.size))
     np.add.at(table, (true, predicted), read_weights(sample_weight, true.size))
     ax = axes_to_draw_on(ax)
     totals = table.sum(1, keepdims=True)
     shares = np.divide(table, totals, out=np.zeros_like(table), where=totals > 0)
-    colours = _distance_colours(len(table))
-    distance = np.abs(np.subtract.outer(np.arange(len(table)), np.arange(len(table))))
+    distance = np.abs(np.subtract.outer(order.ranks, order.ranks))
     strength = np.sqrt(shares)[..., None]  # a share of 1 % is still visible
-    image = (1 - strength) + strength * colours[distance]
+    image = (1 - strength) + strength * _distance_colours(distance, order.count)
     ax.imshow(image, interpolation="nearest")
     if len(table) <= MOST_NAMES:
         _write_cells(ax, table, shares, image)
     ax.set(xlabel="predicted class", ylabel="true class")
-    name_classes(ax.xaxis, np.arange(len(table)), order)
-    name_classes(ax.yaxis, np.arange(len(table)), order)
-    _legend_of_distances(ax, colours)
+    name_classes(ax.xaxis, np.arange(len(table)), order.labels)
+    name_classes(ax.yaxis, np.arange(len(table)), order.labels)
+    _legend_of_distances(ax, order.count)
     ax.set_title("Confusion matrix")
     return ax
 
 
-def _distance_colours(classes: int) -> Float[np.ndarray, "classes rgb"]:
-    """Return blue for distance 0, from yellow to dark red beyond."""
+def _distance_colours(distance: Float[np.ndarray, "..."], classes: int) -> Float[np.ndarray, "... rgb"]:
+    """Return blue for distance 0, from yellow to dark red beyond, which is that of the first class and the last."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     errors = LinearSegmentedColormap.from_list("errors", ["#F0C24B", VERMILION, "#6B2300"])
-    return np.array([to_rgb(BLUE), *errors(np.linspace(0, 1, max(classes - 1, 1)))[: classes - 1, :3]])
+    colours: np.ndarray = errors((distance - 1).clip(min=0) / max(classes - 2, 1))[..., :3]
+    return np.where(distance[..., None] > 0, colours, to_rgb(BLUE))
 
 
 def _write_cells(ax: Axes, table: np.ndarray, shares: np.ndarray, image: np.ndarray) -> None:
@@ -87,12 +92,14 @@ def _amount(weight: float) -> str:
     return f"{weight:.0f}" if weight >= 1000 or weight == round(weight) else f"{weight:.3g}"
 
 
-def _legend_of_distances(ax: Axes, colours: np.ndarray) -> None:
+def _legend_of_distances(ax: Axes, classes: int) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
-    count = len(colours)
-    scale = ScalarMappable(BoundaryNorm(np.arange(count + 1) - 0.5, count), ListedColormap(colours))
+    count = min(classes, _MOST_COLOURS)
+    colours = _distance_colours(np.linspace(0, float(classes - 1), count), classes)
+    edges = np.linspace(0, float(classes), count + 1) - 0.5
+    scale = ScalarMappable(BoundaryNorm(edges, count), ListedColormap(colours))
     bar = colour_bar(ax, scale, "ranks from the truth")
-    bar.set_ticks(np.arange(0, count, -(-count // 10)))
+    bar.set_ticks(np.arange(0, float(classes), float(-(-classes // 10))))
     bar.ax.tick_params(length=0)

@@ -10,7 +10,6 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss.metrics import threshold_reliability
-from otloss.metrics.arrays import read_values
 from otloss.metrics.inputs import Forecast, read_forecast
 from otloss.plotting.axes import BLUE, GREY, ORANGE, PALE, axes_to_draw_on, legend, name_classes, names_of
 
@@ -51,7 +50,7 @@ def plot_cdfs(
         'P(Y ≤ class)'
     """
     forecast = read_forecast(y_true, proba, labels, columns, sample_weight)
-    x = read_values(values, forecast.labels.size)
+    x = forecast.order.values(values)
     ax = axes_to_draw_on(ax)
     below, was_below = _with_ends(forecast.below), _with_ends(forecast.was_below)  # (n, K)
     predicted, observed = forecast.weight @ below, forecast.weight @ was_below
@@ -69,7 +68,7 @@ def plot_cdfs(
     ax.step(edges, _ended(observed), where="post", color="black", linewidth=2, linestyle="--", label="true")
     ax.set(xlabel="class", ylabel="P(Y ≤ class)")
     ax.set_ylim(-0.02, 1.05)
-    name_classes(ax.xaxis, x, forecast.labels)
+    name_classes(ax.xaxis, x, forecast.order.labels)
     legend(ax)
     ax.set_title("Cumulative distributions")
     return ax

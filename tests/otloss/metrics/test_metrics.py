@@ -1,6 +1,7 @@
 """Ordinal metrics against scikit-learn, scipy and sums over pairs, and scorers within model selection."""
 
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +176,35 @@ def test_classes_have_the_place_of_their_number_or_their_order(metric: Callable[
         assert partial == metric(["mid", "low"], np.insert(seen[:, ::-1], 1, 0, 1), labels=NAMES[:3], columns="rank")
 
 
+@pytest.mark.parametrize("metric", OF_LABELS + OF_PROBABILITIES)
+def test_integers_far_apart_count_their_gaps_and_take_no_memory_for_them(metric: Callable[..., float]) -> None:
+    y, predicted, proba = draw(4, classes=3)
+    near, far = np.array([-1, 0, 2]), np.array([-(10**12), 0, 2 * 10**12])
+    given = [numbers[predicted] if metric in OF_LABELS else proba for numbers in (near, far)]
+    shares = (metrics.minimum_sensitivity, metrics.off_by_one_accuracy, *OF_PROBABILITIES[2:])
+    expected = metric(near[y], given[0]) * (1 if metric in shares else 10**12)
+    if metric is metrics.off_by_one_accuracy:
+        expected = np.mean(y == predicted)
+    tracemalloc.start()
+    actual = metric(far[y], given[1])
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
+    assert actual == pytest.approx(expected)
+    ends = np.array([np.iinfo(np.int64).min, 5, np.iinfo(np.int64).max])
+    assert np.isfinite(metric(ends[y], ends[predicted] if metric in OF_LABELS else proba))
+
+
+def test_curves_are_of_classes_that_occur() -> None:
+    y, _, proba = draw(4, classes=3)
+    numbers = np.array([3, 4, 9])
+    curves = metrics.threshold_reliability(numbers[y], proba)
+    every = metrics.threshold_reliability(numbers[y], proba, labels=range(3, 10), columns=numbers)
+    assert [curve.threshold for curve in curves] == [3, 4]
+    assert len(every) == 6
+    for k, curve in enumerate(every):
+        np.testing.assert_array_equal(curve.observed, curves[min(k, 1)].observed)
+
+
 def test_narrow_and_torch_probabilities_whose_sum_is_one_but_for_rounding() -> None:
     y, _, proba = draw(5)
     exact = metrics.ranked_probability_score(y, proba, labels=range(5))
@@ -266,5 +296,13 @@ def test_whole_numbers_that_only_the_fold_has_extend_the_range() -> None:
         model.fit(X[ranks < 7], ranks[ranks < 7])
         for name in ("ordinal_mae", "ranked_probability_score"):
             assert scorer(name)(model, X, ranks) == scorer(name, labels=range(2, 8))(model, X, ranks)
+        for name in ("ranked_probability_score", "threshold_calibration_error"):  # a range of 5,000 classes
+            model.fit(X, 1000 * ranks)
+            tracemalloc.start()
+            score = scorer(name)(model, X, 1000 * ranks)
+            assert tracemalloc.get_traced_memory()[1] < 1e6
+            tracemalloc.stop()
+            columns = {"columns": model.classes_, "labels": range(2000, 7001)}
+            assert score == pytest.approx(-getattr(metrics, name)(1000 * ranks, model.predict_proba(X), **columns))
     with pytest.raises(ValueError, match="expected one of the labels"):
         scorer("ordinal_mae")(OrdinalClassifier(categories=[2, 3]).fit(X[ranks < 7], ranks[ranks < 7]), X, ranks)

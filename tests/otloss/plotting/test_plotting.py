@@ -46,6 +46,16 @@ def test_draws_on_the_axes_that_is_given_and_returns_it(name: str, n: int, class
     assert all((fresh.get_title(), fresh.get_xlabel(), fresh.get_ylabel()))
 
 
+def test_a_confusion_matrix_shows_the_classes_that_occur_at_their_distances() -> None:
+    for far in (9999, 10**12):
+        ax = plotting.plot_confusion_matrix([0, 1, far, 0], [0, 0, far, far])
+        assert [text.get_text() for text in ax.get_xticklabels()] == ["0", "1", str(far)]
+        image, colours = ax.get_images()[0].get_array(), ax.get_figure().axes[1].get_ylim()
+        assert np.shape(image) == (3, 3, 3)
+        assert colours[1] == far + 0.5
+        ax.get_figure().canvas.draw()
+
+
 def test_figures_show_the_numbers_of_the_metrics() -> None:
     proba, y = draw()
     values = [0.0, 1.0, 5.0, 7.0]
