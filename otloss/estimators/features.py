@@ -60,6 +60,7 @@ def fitted_scaler(X: Any, weights: np.ndarray, *, with_std: bool) -> StandardSca
             f"X holds numbers up to {np.abs(values).max():g} in size, expected at most {LARGEST_FEATURE:g}. Look for "
             "marks of missing values such as 1e300, or divide the feature by a power of ten."
         )
+    weights = np.ldexp(weights, -np.frexp(weights.max())[1])  # exact, and their products do not overflow
     scaler = StandardScaler(with_mean=not issparse(X), with_std=with_std).set_output(transform="default")
     scaler.fit(X, sample_weight=weights)  # "default": arrays, whatever scikit-learn's global transform_output is
     if issparse(X):  # scikit-learn divides sparse features by deviations only.

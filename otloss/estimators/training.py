@@ -37,6 +37,7 @@ MODELS = ("softmax", "cumulative")
 LOSSES = ("transport", "all_threshold", "immediate_threshold")
 PATIENCE = 20  # epochs of Adam without a fall of the loss by `LEAST_FALL`
 LEAST_FALL = 1e-6
+_LEAST_START = 1e-6  # probability of a class where training starts
 
 
 class OrdinalNetwork(nn.Module):
@@ -64,7 +65,7 @@ class OrdinalNetwork(nn.Module):
         self.log_gaps: nn.Parameter | None = None
         start = np.log(prior)
         if model == "cumulative":
-            thresholds = quantiles(torch.from_numpy(prior.cumsum()[:-1]), link).numpy()
+            thresholds = start_thresholds(prior, link)
             start = -thresholds[:1]
             self.log_gaps = nn.Parameter(torch.tensor(np.log(np.diff(thresholds)), device="cpu"))
         for layer in self.layers:
@@ -107,6 +108,15 @@ class OrdinalNetwork(nn.Module):
         if self.log_gaps is None:
             return scores
         return cumulative_log_probabilities(scores.squeeze(1), self.log_gaps, self.link)
+
+
+def start_thresholds(prior: Float[np.ndarray, " positions"], link: str) -> Float[np.ndarray, " thresholds"]:
+    """Return increasing thresholds (m - 1,) of about the probabilities `prior` for a score of 0.
+
+    Thresholds beside a class of almost no weight would be one number, and the logarithm of their gap infinite.
+    """
+    shares = np.maximum(prior, _LEAST_START)
+    return np.asarray(quantiles(torch.from_numpy((shares / shares.sum()).cumsum()[:-1]), link))
 
 
 def restarted(network: OrdinalNetwork, before: StandardScaler, after: StandardScaler) -> OrdinalNetwork:
