@@ -7,6 +7,16 @@ as they come, its coefficients beta and thresholds theta, and their covariance, 
 
 H is the Hessian of the negative log-likelihood in (w, t), and A is the matrix of the map from (w, t) to (beta, theta).
 The condition of H does not depend on the units of the features.
+
+The likelihood has no maximum if the features separate the classes: if there is a direction (w, t) along which no row's
+interval narrows, and that of some row widens. With a_y = t_y - w.x that is the linear program
+
+    max sum of all slacks    slacks: a_y >= 0 for the rows of all classes but the last, -a_{y-1} >= 0 but for the first
+
+of which the optimum is 0 where the classes overlap.
+
+Source: A. Albert, J. Anderson, On the existence of maximum likelihood estimates in logistic regression models,
+Biometrika 71 (1984), 1-10.
 """
 
 from __future__ import annotations
@@ -16,8 +26,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy import stats
+from scipy.optimize import linprog
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
@@ -26,6 +37,8 @@ from otloss.estimators.training import OrdinalNetwork
 from otloss.losses import cumulative_log_probabilities
 
 _SMALLEST_CURVATURE = 1e-10  # relative to the largest; below, the likelihood is constant along some direction
+_LEAST_SLACK = 1e-5  # of the directions of entries up to 1; the program keeps its constraints to 1e-7
+_FEW_ROWS = 2000  # for which the linear program takes some milliseconds
 _LARGEST_DECREMENT = 1e-2  # twice the log-likelihood that a Newton step may still gain
 
 
@@ -102,9 +115,16 @@ def likelihood_summary(
     `parts` are the features, the positions of the classes and the weights of the rows.
 
     Raises:
-        ValueError: if the parameters do not maximise the likelihood of these rows, or if H is singular.
+        ValueError: if the parameters do not maximise the likelihood of these rows, the features separate the classes,
+            or H is singular.
     """
     assert network.log_gaps is not None
+    if _separates(standardised(parts[0], scaler), parts[1]):
+        raise ValueError(
+            "the features separate the classes, or some of them, so that the likelihood has no maximum: the "
+            "coefficients grow until training stops, and have no standard errors. Leave features out, merge classes, "
+            "or add rows."
+        )
     X, target, weight = (torch.tensor(part) for part in (standardised(parts[0], scaler), *parts[1:]))
     inputs = X.shape[1]
     layer = network.layers[0]
@@ -124,7 +144,7 @@ def likelihood_summary(
     if not curvatures[0] > _SMALLEST_CURVATURE * curvatures[-1]:
         raise ValueError(
             "the Hessian of the likelihood is singular, so there are no standard errors: a feature is constant or a "
-            "linear combination of others, or the features separate the classes. Leave features out."
+            "linear combination of others, or rows weigh almost nothing. Leave features out."
         )
     inverse = np.linalg.inv(H)
     decrement = float(gradient @ inverse @ gradient)
@@ -141,3 +161,32 @@ def likelihood_summary(
     return LikelihoodSummary(
         (*names, *between), A @ point.detach().numpy(), A @ inverse @ A.T, -value.item(), float(weight.sum())
     )
+
+
+def _separates(X: Float[np.ndarray, "rows features"], y: Int[np.ndarray, " rows"]) -> bool:
+    """Return whether the features separate the classes 0 to K - 1, of which each has a row, wholly or in part."""
+    scale = np.abs(X).max(0, initial=0.0)
+    X = X / np.where(scale > 0, scale, 1.0)
+    # Where some of the rows overlap, all do, unless some leave directions undetermined.
+    by_class = np.argsort(y, kind="stable")
+    some = np.unique(np.concatenate([by_class[:: max(1, len(y) // _FEW_ROWS)], np.unique(y, return_index=True)[1]]))
+    slacks = _slacks(X[some], y[some])
+    has_more = len(some) < len(y)
+    if not _has_slack(slacks) and not (has_more and np.linalg.matrix_rank(slacks) < slacks.shape[1]):
+        return False
+    return not has_more or _has_slack(_slacks(X, y))
+
+
+def _slacks(X: Float[np.ndarray, "rows features"], y: Int[np.ndarray, " rows"]) -> Float[np.ndarray, "slacks unknowns"]:
+    """Return the matrix that has the slacks of a direction (w, t) as its product with it."""
+    thresholds = np.eye(int(y.max()))
+    upper, lower = y < len(thresholds), y > 0
+    return np.concatenate(
+        [np.hstack([-X[upper], thresholds[y[upper]]]), np.hstack([X[lower], -thresholds[y[lower] - 1]])]
+    )
+
+
+def _has_slack(slacks: Float[np.ndarray, "slacks unknowns"]) -> bool:
+    """Return whether there is a direction of which no slack is below 0 and some are above."""
+    result = linprog(-slacks.sum(0), A_ub=-slacks, b_ub=np.zeros(len(slacks)), bounds=(-1, 1), method="highs")
+    return bool(result.status == 0 and -result.fun > _LEAST_SLACK)

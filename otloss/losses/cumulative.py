@@ -35,8 +35,6 @@ LINKS = ("logit", "probit", "cloglog")
 _WIDEST = 30.0  # a log-gap: probabilities are 0 and 1 long before, and squares of thresholds are finite in float32
 _NARROW = -7.0  # Below this log-gap, log(1 - exp(-gap)) is computed by its series.
 _NARROW_NORMAL = -4.0  # Below this log-gap, the mass of a normal variable in the gap is computed by its series.
-_NORMAL_TAIL = -3.0  # Below it, Phi of a recorded program is a continued fraction
-_FRACTIONS = 20  # of so many terms, for nine digits.
 _LARGEST_LOG_HAZARD = 60.0  # Its exponential is finite in float32; log-probabilities of -1e26 are zero enough.
 
 
@@ -151,13 +149,17 @@ def _log_normal_mass(low: Tensor, high: Tensor, log_gaps: Tensor) -> Tensor:
 
 
 def _log_ndtr(x: Tensor) -> Tensor:
-    """Return log Phi(x); in a recorded program by operations that ONNX has, whose `log_ndtr` is NaN in the tail."""
-    if not (torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None):
-        return torch.special.log_ndtr(x)
-    low = x.clamp(max=_NORMAL_TAIL)  # Laplace's continued fraction of the tail: phi(x) / (|x| + 1 / (|x| + 2 / ...))
+    """Return log Phi(x), in the tail by Laplace's continued fraction: phi(x) / (|x| + 1 / (|x| + 2 / (|x| + ...))).
+
+    The derivative of torch's `log_ndtr` loses all digits far out and is NaN in the end. A recorded program has
+    operations of ONNX alone, where `log_ndtr` is NaN in the tail.
+    """
+    is_recorded = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    start, terms = (-3.0, 20) if is_recorded else (-30.0, 4)  # nine digits or more
+    low, body = x.clamp(max=start), x.clamp(min=start)
     fraction = -low
-    for k in range(_FRACTIONS, 0, -1):
+    for k in range(terms, 0, -1):
         fraction = k / fraction - low
     tail = -low.square() / 2 - math.log(2 * math.pi) / 2 - fraction.log()
-    body = torch.log(torch.erfc(-x.clamp(min=_NORMAL_TAIL) / math.sqrt(2)) / 2)
-    return torch.where(x < _NORMAL_TAIL, tail, body)
+    log_body = torch.log(torch.erfc(-body / math.sqrt(2)) / 2) if is_recorded else torch.special.log_ndtr(body)
+    return torch.where(x < start, tail, log_body)
