@@ -89,7 +89,9 @@ def check_terms(power: Any, transport: Any, cross_entropy: Any) -> None:
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`, where True and 1 differ."""
     is_bool = isinstance(value, bool | np.bool_)
-    is_one = value is None or isinstance(value, str | int | float | np.generic)  # torch.compile traces no np.ndim of text
+    is_one = value is None or isinstance(
+        value, str | int | float | np.generic
+    )  # torch.compile traces no np.ndim of text
     if not is_one or not any(isinstance(choice, bool) == is_bool and value == choice for choice in choices):
         raise ValueError(f"{name} is {value!r}, expected one of {choices}.")
 

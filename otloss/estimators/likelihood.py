@@ -119,7 +119,7 @@ def likelihood_summary(
             or H is singular.
     """
     assert network.log_gaps is not None
-    if _separates(standardised(parts[0], scaler), parts[1]):
+    if separates(standardised(parts[0], scaler), parts[1]):
         raise ValueError(
             "the features separate the classes, or some of them, so that the likelihood has no maximum: the "
             "coefficients grow until training stops, and have no standard errors. Leave features out, merge classes, "
@@ -163,7 +163,7 @@ def likelihood_summary(
     )
 
 
-def _separates(X: Float[np.ndarray, "rows features"], y: Int[np.ndarray, " rows"]) -> bool:
+def separates(X: Float[np.ndarray, "rows features"], y: Int[np.ndarray, " rows"]) -> bool:
     """Return whether the features separate the classes 0 to K - 1, of which each has a row, wholly or in part."""
     scale = np.abs(X).max(0, initial=0.0)
     X = X / np.where(scale > 0, scale, 1.0)

@@ -145,6 +145,7 @@ def _log_normal_mass(low: Tensor, high: Tensor, log_gaps: Tensor) -> Tensor:
     width = log_gaps.clamp(min=_NARROW_NORMAL).exp()
     at_upper = _log_ndtr(upper)
     ratio = at_upper - _log_ndtr(upper - width)
+    ratio = ratio.clamp(min=torch.finfo(ratio.dtype).tiny)  # It is 0 where rounding merges both ends.
     return torch.where(narrow, series, at_upper + _log_one_minus_exp(ratio.log()))
 
 

@@ -154,7 +154,9 @@ def threshold_calibration_error(
     """
     forecast = _read_thresholds(y_true, proba, labels, columns, sample_weight, bins, strategy)
     # The thresholds between two classes that occur have one and the same curve.
-    return float(np.average([c.error for c in _curves(forecast, bins, strategy)], weights=np.diff(forecast.order.ranks)))
+    return float(
+        np.average([c.error for c in _curves(forecast, bins, strategy)], weights=np.diff(forecast.order.ranks))
+    )
 
 
 def threshold_reliability(

@@ -60,13 +60,12 @@ def rank_order(labels: ArrayLike | RankOrder | None, **targets: ArrayLike) -> Ra
     """
     if isinstance(labels, RankOrder):
         return labels
-    if labels is None:
-        labels = _common_categories(targets)
-    if labels is not None:
-        order = plain_labels("labels", labels)
-        if order.size == 0 or np.unique(order).size != order.size:
-            raise ValueError(f"labels is {shown(order)}, expected each class once, in rank order.")
-        return in_given_order(order)
+    told: Any = _common_categories(targets) if labels is None else labels
+    if told is not None:
+        classes = plain_labels("labels", told)
+        if classes.size == 0 or np.unique(classes).size != classes.size:
+            raise ValueError(f"labels is {shown(classes)}, expected each class once, in rank order.")
+        return in_given_order(classes)
     plain = {name: plain_labels(name, values) for name, values in targets.items()}
     _check_same_kind(**plain)
     for name, vector in plain.items():

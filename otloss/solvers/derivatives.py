@@ -121,9 +121,7 @@ class _Envelope(torch.autograd.Function):
         )  # fmt: skip
 
     @staticmethod
-    def jvp(
-        ctx: Any, _: None, __: None, p: Tensor | None, q: Tensor | None, ___: None, *cost: Tensor | None
-    ) -> Tensor:
+    def jvp(ctx: Any, _: None, __: None, p: Tensor | None, q: Tensor | None, ___: None, *cost: Tensor | None) -> Tensor:
         """Exact transport alone: `with_envelope` raises before for entropic problems."""
         solution: ExactSolution = ctx.solution
         change = torch.zeros_like(solution.optimum.value)

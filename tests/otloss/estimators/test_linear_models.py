@@ -11,6 +11,7 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes
 
 from otloss.estimators import OrdinalClassifier
+from otloss.estimators.likelihood import separates
 from tests.errors import raising
 
 X, progression = load_diabetes(return_X_y=True)
@@ -25,6 +26,63 @@ ORDERED_MODEL = {
     "cloglog": (-486.93533481472934, [1.066946, 0.521925, 1.181114, -1.56995, -0.497354, 0.569563],
                 [0.156464, 0.144664, 0.155301, 0.1095, 0.0812, 0.073661]),
 }  # fmt: skip
+
+
+def separated_or_overlapping(seed: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Features, and labels that they separate, wholly or in part, and such that they do not."""
+    rng = np.random.default_rng(seed)
+    n, classes = 40 + 60 * (seed % 2), 2 + seed % 3
+    X = rng.normal(size=(n, 1 + seed % 4)) * 10.0 ** rng.integers(-3, 4, 1 + seed % 4) + 5
+    z = ((X - X.mean(0)) / X.std(0)).sum(1)
+    cuts = np.quantile(z, np.arange(1, classes) / classes)
+    mixed, middle = np.digitize(z + rng.logistic(size=n), cuts), np.median(z)
+    apart = {
+        "complete": np.digitize(z, cuts),
+        "tied": np.where(z == np.sort(z)[n // 2], rng.integers(0, 2, n), z > middle),
+    }
+    return (
+        X,
+        (mixed == classes - 1) & (rng.random(n) < 0.5),
+        apart,
+        {"mixed": mixed, "drawn": rng.integers(0, classes, n)},
+    )
+
+
+@pytest.mark.filterwarnings("ignore:OrdinalClassifier did not converge")
+@pytest.mark.parametrize("seed", range(12))
+def test_a_summary_raises_where_the_features_separate_the_classes_and_only_there(seed: int) -> None:
+    X, top, apart, overlapping = separated_or_overlapping(seed)
+    with_dummy = np.column_stack([X, top])
+    separated = [*((X, y) for y in apart.values()), (with_dummy, overlapping["mixed"])]
+    model = OrdinalClassifier(link=["logit", "probit", "cloglog"][seed % 3], **LIKELIHOOD)
+    for features, y in separated:
+        with pytest.raises(ValueError, match="the features separate the classes, or some of them"):
+            model.fit(features, y).summary(features, y)
+    for y in overlapping.values():
+        assert np.isfinite(model.fit(X, y).summary(X, y).standard_errors).all()
+
+
+def test_separation_is_found_in_many_rows_and_where_some_of_them_leave_directions_undetermined() -> None:
+    rng = np.random.default_rng(0)
+    X = np.column_stack([rng.normal(size=9000), np.zeros(9000)])
+    y = rng.integers(0, 3, 9000)
+    X[[5, 6], 1] = 1
+    y[[5, 6]] = 0, 2
+    assert not separates(X, y)
+    y[[5, 6]] = 2
+    assert separates(X, y)
+
+
+@pytest.mark.filterwarnings("ignore:OrdinalClassifier did not converge")
+@pytest.mark.parametrize("weight", [0.0, 1e-300, 1e-20, 1e20, 1e300])
+@pytest.mark.parametrize("link", ORDERED_MODEL)
+def test_classes_of_any_weight_give_finite_coefficients(link: str, weight: float) -> None:
+    for label, settings in ((0, LIKELIHOOD), (1, {"loss": "all_threshold"}), (3, {"power": 1}), (1, {"alpha": 1.0})):
+        weights = np.where(y == label, weight, 1.0)
+        model = OrdinalClassifier(**{"model": "cumulative", "max_iter": 100, **settings}, link=link)
+        model.fit(X, y, sample_weight=weights)
+        assert np.isfinite(model.predict_proba(X)).all()
+        assert np.isfinite(np.concatenate([model.coef_[0], model.thresholds_])).all()
 
 
 @pytest.mark.parametrize("link", ORDERED_MODEL)

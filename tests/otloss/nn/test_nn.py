@@ -310,6 +310,18 @@ def test_state() -> None:
             assert autocast(features).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probit_derivatives_far_out(dtype: torch.dtype) -> None:
+    """d log Phi(-x) / dx is -x - 1 / x up to x^-3, where the derivative of torch's log_ndtr has lost its digits."""
+    score = torch.tensor([1e2, 1e3, 1e5, 1e8], dtype=dtype, requires_grad=True)
+    lowest = cumulative_log_probabilities(score, torch.zeros(2, dtype=dtype), "probit")[:, 0]
+    (actual,) = torch.autograd.grad(lowest.sum(), score)
+    torch.testing.assert_close(actual, (-score - 1 / score).detach(), rtol=1e-6, atol=0)
+    gaps = torch.tensor([30.0, 0.0], dtype=dtype, requires_grad=True)
+    values = cumulative_log_probabilities(score, gaps, "probit")
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(values.sum(), [score, gaps]))
+
+
 HEADS = {link: nn.CumulativeLinkHead(3, 5, link=link) for link in ("logit", "probit", "cloglog")}
 
 
