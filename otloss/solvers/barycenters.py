@@ -13,14 +13,14 @@ histogram (H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn barycenters, 202
 It runs in products with K, for images axis by axis, as long as its numbers fit float64, and then in logarithms. Of
 plain barycenters, every tenth log u is extrapolated along the slowest direction.
 
-Where the iteration is slow, plain barycenters are found by Newton's method on the dual
+Where the iteration of plain barycenters is slow, they are found by Newton's method on the dual
 (`otloss._kernels.barycenters`).
 
-At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant. Details of a much finer than the blur hardly
-change it, and the iteration does not reach them. So debiased barycenters of few bins are found by Newton's method on
-log u and log d, for the gradient plus `tau log a`, with tau falling as far as rounding allows: that keeps the
-equations regular, and gives bins without mass none. With M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows
-sum to one, a step is
+A debiased iteration ends where what it changes, over one minus the contraction, is small: details of a much finer than
+the blur change slowly, and little at a time. At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant.
+Where the iteration is slow and bins are few, debiased barycenters are found by Newton's method on log u and log d, for
+the gradient plus `tau log a`, with tau falling as far as rounding allows: that keeps the equations regular, and gives
+bins without mass none. With M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows sum to one, a step is
 
     (I - M_k) dlog u_k = dlog a - (log(u_k K v_k) - log a),   dlog a = (I + B) dlog d,
     sum_k w_k dlog u_k - dlog d + tau dlog a = constant - (sum_k w_k log u_k - log d + tau log a)
@@ -31,10 +31,11 @@ The derivatives are those of the same equations.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,16 +63,18 @@ from otloss.solvers.problem import DEFAULT_TOLERANCE, MASS_TOLERANCE, Problem, S
 
 _LARGEST_CONDITION = 1e15  # of the equations of a gradient; beyond, some are wrong by more than a thousandth
 _MOST_ENTRIES = 2**26  # of the plans of all problems together, which the gradient holds
-_NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method is for at most so many
-_START, _STEPS = 40, 60  # iterations before Newton's method; its steps at each tau
+_NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method of debiased barycenters is for at most so many
+_STEPS = 60  # of Newton's method at each tau
 # Rounding stops Newton's method: after so many small steps that do not halve, and so many values of tau without gain.
 _MOST_STALLED, _MOST_FRUITLESS, _SMALL_CHANGE = 3, 2, 1e-3
 _FALL_OF_TAU = 32.0  # smaller falls take more steps, and end at a larger tau, as rounding adds up
-_UNKNOWN, _SLOWEST = 1.0, 0.95  # the error where nothing is known, and the ratio of convergence in tau where it is slow
-_LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
+_FIRST_TAU, _LEAST_TAU, _LEAST_CHANGE = 0.25, 1e-14, 1e-12
+_LARGEST_ERROR = 1.0  # estimates at large tau that are no better say nothing
+_SLOWEST = 0.95  # the ratio of convergence in tau where it is slow
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
+_UNKNOWN = 2.0  # the error where nothing is known: the most that two histograms of mass one differ
 # Plain barycenters with at most _ASCENT_ENTRIES entries of plans are found by Newton's method, of at most _MOST_STEPS,
-# where the contraction over _CHECKS checks says that more than _PATIENCE iterations are left.
+# where the contraction over _CHECKS checks says that more than _PATIENCE iterations are left; debiased ones likewise.
 _ASCENT_ENTRIES = 2**24  # of one problem; each takes 20 bytes on each thread
 _PATIENCE, _CHECKS, _MOST_STEPS = 500, 3, 1000
 _LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
@@ -139,27 +142,24 @@ def barycenter(
     with_graph = makes_graph(*given)
     if with_graph and not has_tangent(*given):
         check_no_transform()  # torch.func differentiates as create_graph=True does
-    by_newton = debiased and problem.suits_newton
     with torch.no_grad():
-        if by_newton:
-            state, error = _solve_by_newton(problem.detached(), tolerance, max_iterations)
-        else:
-            state, error = _solve(problem.detached(), tolerance, max_iterations, with_graph=with_graph)
+        solve = _solve_debiased if debiased else partial(_solve, with_graph=with_graph)
+        state, error = solve(problem.detached(), tolerance, max_iterations)
     if not bool((error <= tolerance).all()):
         warnings.warn(
             f"the barycenter did not converge: an error of {float(error.max()):.3g} where {tolerance:.3g} was asked "
             f"for, after at most {max_iterations} iterations. "
             + (
-                "Raise max_iterations; if that changes nothing, rounding hides details finer than the blur: lower "
-                "epsilon, or raise the tolerance."
-                if by_newton
+                "Raise max_iterations; if that changes nothing, the blur hides details of the answer: lower epsilon, "
+                "or raise the tolerance."
+                if debiased
                 else "Raise epsilon, max_iterations or the tolerance."
             ),
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),
         )
     if not with_graph:
-        return state.log_a.exp().to(problem.dtype)
+        return problem.with_mass(state.log_a).to(problem.dtype)
     return _with_gradient(problem, state).to(problem.dtype)
 
 
@@ -171,6 +171,23 @@ class _State:
     log_d: Tensor
     log_a: Tensor
     tau: Tensor
+
+    def replaced(self, choice: Bool[Tensor, "*batch"], other: _State) -> _State:
+        """With the other state, of the chosen problems alone, in their places."""
+        parts = [(t.clone(), part) for t, part in zip(self.tensors(), other.tensors(), strict=True)]
+        for t, part in parts:
+            t[choice] = part
+        return _State(*(t for t, _ in parts))
+
+    def chosen(self, choice: Bool[Tensor, "*batch"]) -> _State:
+        return _State(*(t[choice] for t in self.tensors()))
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.log_u, self.log_d, self.log_a, self.tau
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(t.isfinite().all()) for t in self.tensors())
 
 
 @dataclass(frozen=True)
@@ -204,83 +221,146 @@ class _Problem:
         cost = self.cost._replaced({id(t): t.detach() for t in self.cost.tensors()})
         return dataclasses.replace(self, p=self.p.detach(), weights=self.weights.detach(), cost=cost)
 
-    def iterate(self, tolerance: float, most: int) -> tuple[_State, Tensor]:
-        """The iteration in products, and then in logarithms."""
-        mass = self.p.sum((-2, -1)) / self.p.shape[-2]
-        state, off, done = self.iterated_in_products(tolerance, most, mass)
-        if done == most or bool((off <= tolerance * mass).all()):
-            return state, off / mass
-        epsilon, weights, log_p = self.epsilon, self.weights.unsqueeze(-1), self.p.log()
-        (log_u, log_d), transposed = (state.log_u, state.log_d), self.cost.T
-        for _ in range(most - done):
-            log_v = transposed.softmin(epsilon * log_u, epsilon) / epsilon
-            log_kv = self.cost.softmin(epsilon * (log_p + log_v), epsilon) / -epsilon
-            log_a = log_d + (weights * log_kv).sum(-2)
-            rows, log_u = (log_u + log_kv).exp(), log_a.unsqueeze(-2) - log_kv
-            off = (weights * (rows - log_a.exp().unsqueeze(-2)).abs()).sum((-2, -1))
-            if self.debiased:
-                moved = (log_a + self.cost.softmin(epsilon * log_d, epsilon) / epsilon - log_d) / 2
-                log_d = log_d + moved
-                off = off + (log_a.exp() * moved.abs()).sum(-1)
-            if bool((off <= tolerance * mass).all()):
-                break
-        return _State(log_u, log_d, log_a, torch.full_like(log_a[..., :1], _TAU)), off / mass
+    def chosen(self, choice: Bool[Tensor, "*batch"]) -> _Problem:
+        return dataclasses.replace(self, p=self.p[choice], weights=self.weights[choice])
 
-    def iterated_in_products(
-        self, tolerance: float, most: int, mass: Tensor, *, patience: float = math.inf
-    ) -> tuple[_State, Tensor, int]:
-        """Return the state after some iterations, its error, and their number: 0 where numbers do not fit."""
-        p, share = self.p, self.weights.unsqueeze(-2)
-        u, d = torch.ones_like(p[..., :1]).expand(*p.shape[:-1], self.cost.shape[0]), mass.new_ones(())
-        u_before = u
-        fitted = u, d, u[..., :1, :]  # the last, a, has the axis of one histogram
-        error, done, errors = torch.full_like(mass, torch.inf), 0, list[float]()
-        kernel = _Kernel.of(self.cost, self.epsilon) if p.dtype == torch.float64 else None
-        for k in range(1, most + 1 if kernel is not None else 1):
-            assert kernel is not None
-            kv = kernel.product(p / kernel.transposed_product(u))
-            a = (share @ kv.log()).exp_()
-            if self.debiased:
-                a = d * a
-                before, d = d, (d * a / kernel.product(d.expand_as(a))).sqrt()
-            new_u = a / kv
-            if k == most or k % _CHECK_EVERY == 0:
-                off = (share @ (u * kv).sub_(a).abs_()).sum((-2, -1))
-                if self.debiased:
-                    off = off + (a * (d / before).log().abs()).sum((-2, -1))
-                largest = float((off / mass).amax())
-                least_u, most_u = new_u.aminmax()
-                if not (float(least_u) > 0 and float(most_u) < math.inf and largest < math.inf):  # NaN is not
-                    break  # the last numbers that fitted
-                fitted, error, done = (new_u, d, a), off, k
-                if largest <= tolerance:
-                    break
-                errors.append(largest)
-                if _is_hopeless(errors, tolerance, patience):
-                    break
-                if not self.debiased:
-                    new_u = _extrapolated(u_before, u, new_u)
-            u_before, u = u, new_u
-        u, d, a = fitted
+    def with_mass(self, log_a: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+        """a of the mass of the histograms."""
+        return torch.softmax(log_a, -1) * (self.p.sum((-2, -1)) / self.p.shape[-2]).unsqueeze(-1)
+
+    def start(self) -> _State:
+        log_u = torch.zeros_like(self.p[..., :1]).expand(*self.p.shape[:-1], self.cost.shape[0])
+        return _State(log_u, log_u[..., 0, :], log_u[..., 0, :], torch.full_like(log_u[..., 0, :1], _TAU))
+
+
+def _iterate(
+    problem: _Problem, state: _State, tolerance: float, most: int, *, patience: float = math.inf
+) -> tuple[_State, Tensor, int]:
+    """Iterate in products, and in logarithms from where products do not fit; return state, error and iterations."""
+    ways: list[_InProducts | _InLogs] = [_InLogs.of(problem)]
+    kernel = _Kernel.of(problem.cost, problem.epsilon) if problem.p.dtype == torch.float64 else None
+    if kernel is not None:
+        ways.insert(0, _InProducts(problem, kernel))
+    progress, done = _Progress(problem, tolerance, patience, []), 0
+    for way in ways:
+        now = [way.read(state)]
+        while done < most:
+            count = min(_CHECK_EVERY, most - done)
+            for _ in range(count):
+                now = [*now[-2:], way.after(now[-1])]
+            latest = [way.logs(factors) for factors in now]
+            if not latest[-1].is_finite:
+                break  # go on from the last check, in logarithms
+            state, done = latest[-1], done + count
+            if progress.ends(count, *latest[-2:]):
+                return state, progress.error, done
+            if not problem.debiased and done < most:
+                state = _extrapolated(*latest[-3:])
+                now = [way.read(state)]
+    return state, progress.error, done
+
+
+@dataclass(frozen=True)
+class _InLogs:
+    """One iteration, of logarithms."""
+
+    problem: _Problem
+    transposed: Cost
+    log_p: Tensor
+
+    @staticmethod
+    def of(problem: _Problem) -> _InLogs:
+        return _InLogs(problem, problem.cost.T, problem.p.log())
+
+    def read(self, state: _State) -> _State:
+        return state
+
+    def logs(self, state: _State) -> _State:
+        return state
+
+    def after(self, state: _State) -> _State:
+        cost, epsilon = self.problem.cost, self.problem.epsilon
+        log_v = self.transposed.softmin(epsilon * state.log_u, epsilon) / epsilon
+        log_kv = cost.softmin(epsilon * (self.log_p + log_v), epsilon) / -epsilon
+        log_d, log_a = state.log_d, state.log_d + (self.problem.weights.unsqueeze(-1) * log_kv).sum(-2)
+        if self.problem.debiased:
+            log_d = (log_d + log_a + cost.softmin(epsilon * log_d, epsilon) / epsilon) / 2
+        return _State(log_a.unsqueeze(-2) - log_kv, log_d, log_a, state.tau)
+
+
+@dataclass(frozen=True)
+class _InProducts:
+    """One iteration, of u, d and a themselves; d and a have the axis of one histogram."""
+
+    problem: _Problem
+    kernel: _Kernel
+
+    def read(self, state: _State) -> tuple[Tensor, Tensor, Tensor]:
+        return state.log_u.exp(), state.log_d.exp().unsqueeze(-2), state.log_a.exp().unsqueeze(-2)
+
+    def logs(self, factors: tuple[Tensor, Tensor, Tensor]) -> _State:
+        u, d, a = factors
         log_a = a.log().squeeze(-2)
-        log_d = d.log().expand_as(a).squeeze(-2)
-        return _State(u.log(), log_d, log_a, torch.full_like(log_a[..., :1], _TAU)), error, done
+        return _State(u.log(), d.log().squeeze(-2), log_a, torch.full_like(log_a[..., :1], _TAU))
+
+    def after(self, factors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        u, d, _ = factors
+        kv = self.kernel.product(self.problem.p / self.kernel.transposed_product(u))
+        a = (self.problem.weights.unsqueeze(-2) @ kv.log()).exp_()
+        if self.problem.debiased:
+            a = a.mul_(d)
+            d = self.kernel.product(d).reciprocal_().mul_(a).mul_(d).sqrt_()
+        return a / kv, d, a
 
 
-def _is_hopeless(errors: list[float], tolerance: float, patience: float) -> bool:
-    """Return whether the contraction of the last errors says that more than `patience` iterations are left."""
-    if len(errors) <= _CHECKS:
-        return False
-    speed = math.log(errors[-1 - _CHECKS] / errors[-1]) / (_CHECKS * _CHECK_EVERY)
-    return not speed > 0 or math.log(errors[-1] / tolerance) / speed > patience
+@dataclass
+class _Progress:
+    """What is left to an iteration, by what one changes: for debiased barycenters over one minus the contraction."""
+
+    problem: _Problem
+    tolerance: float
+    patience: float
+    changes: list[Tensor]
+    speed: Tensor | float = 0.0  # the least fall of log change in an iteration
+
+    def ends(self, count: int, before: _State, after: _State) -> bool:
+        """Take up what the last of `count` iterations changed; return whether to end."""
+        self.changes = [*self.changes[-_CHECKS:], _change(self.problem, before, after)]
+        is_known = len(self.changes) > _CHECKS
+        if len(self.changes) > 1:
+            falls = [torch.log(a / b) for a, b in itertools.pairwise(self.changes)]
+            self.speed = torch.stack(falls).amin(0) / count
+        error = self.error
+        if not bool((error > self.tolerance).any()):
+            return is_known or not self.problem.debiased
+        if not is_known or math.isinf(self.patience):
+            return False
+        iterations = torch.log(error / self.tolerance) / self.speed
+        return not bool(((iterations < self.patience) & (self.speed > 0) | (error <= self.tolerance)).all())
+
+    @property
+    def error(self) -> Tensor:
+        if not self.problem.debiased:
+            return self.changes[-1]
+        left = -torch.expm1(-torch.as_tensor(self.speed).clamp(min=0.0))
+        error = torch.where(self.changes[-1] == 0, 0.0, self.changes[-1] / left)
+        return error.nan_to_num(_UNKNOWN).clamp(max=_UNKNOWN)
 
 
-def _extrapolated(before: Tensor, u: Tensor, after: Tensor) -> Tensor:
-    """The limit of u if each change of log u is the same multiple of the one before."""
-    first, second = (u / before).log_(), (after / u).log_()
-    share = (first * second).sum((-2, -1), keepdim=True) / first.square_().sum((-2, -1), keepdim=True)
-    share = share.nan_to_num_(0.0, 0.0, 0.0).clamp_(0.0, _LARGEST_SHARE)
-    return second.mul_(share / (1 - share)).exp_().mul_(after)
+def _change(problem: _Problem, before: _State, after: _State) -> Float[Tensor, "*batch"]:
+    """What one iteration changes, as a share of the mass: the error of the marginals, and what d lacks."""
+    shares = torch.softmax(after.log_a, -1)
+    off = (before.log_u - after.log_u).expm1().abs()
+    off = (problem.weights.unsqueeze(-1) * shares.unsqueeze(-2) * off).sum((-2, -1))
+    return off + (shares * (after.log_d - before.log_d).abs()).sum(-1)
+
+
+def _extrapolated(earlier: _State, before: _State, after: _State) -> _State:
+    """The limit of log u if each change is the same multiple of the one before."""
+    first, second = before.log_u - earlier.log_u, after.log_u - before.log_u
+    share = (first * second).sum((-2, -1), keepdim=True) / first.square().sum((-2, -1), keepdim=True)
+    share = share.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, _LARGEST_SHARE)
+    return dataclasses.replace(after, log_u=after.log_u + share / (1 - share) * second)
 
 
 @dataclass(frozen=True)
@@ -319,13 +399,10 @@ def _exp(cost: Tensor, epsilon: float) -> Tensor:
 
 def _solve(problem: _Problem, tolerance: float, most: int, *, with_graph: bool) -> tuple[_State, Tensor]:
     """The state and the error of its marginals: by the iteration, and where that is slow by Newton's method."""
-    if not problem.suits_ascent:
-        return problem.iterate(tolerance, most)
-    mass = problem.p.sum((-2, -1)) / problem.p.shape[-2]
-    state, off, done = problem.iterated_in_products(tolerance, most, mass, patience=_PATIENCE)
-    error = off / mass
+    patience = _PATIENCE if problem.suits_ascent else math.inf
+    state, error, done = _iterate(problem, problem.start(), tolerance, most, patience=patience)
     is_slow = ~(error <= tolerance)
-    if done < most and bool(is_slow.any()):
+    if problem.suits_ascent and done < most and bool(is_slow.any()):
         log_u, log_a = state.log_u.clone(), state.log_a.clone()
         log_u[is_slow], log_a[is_slow], error[is_slow] = _ascend(
             problem, is_slow, tolerance, most - done, with_graph=with_graph
@@ -379,12 +456,28 @@ def _run_kernel(
     return log_u, log_a, outcome[:, 0]
 
 
-def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
-    """The state, and an estimate of its error: of the sum of absolute differences, relative to the mass."""
-    best, _ = problem.iterate(tolerance, min(_START, most))
-    mass, matrix, left = problem.p.sum((-2, -1)) / problem.p.shape[-2], problem.cost.dense(), most - _START
-    state = dataclasses.replace(best, tau=torch.full_like(best.tau, 0.25))
-    least, fruitless = torch.full_like(mass, _UNKNOWN), 0
+def _solve_debiased(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
+    """The state, and its error: by the iteration, where that is slow by Newton's method, else by more iterations."""
+    patience = _PATIENCE if problem.suits_newton else math.inf
+    start, error, done = _iterate(problem, problem.start(), tolerance, most, patience=patience)
+    state = start
+    for way in (_descend, _iterate) if problem.suits_newton else ():
+        is_slow = ~(error <= tolerance)
+        if done == most or not bool(is_slow.any()):
+            break
+        other, other_error, more = way(problem.chosen(is_slow), start.chosen(is_slow), tolerance, most - done)
+        is_better, done = is_slow.clone(), done + more
+        is_better[is_slow] = other_error < error[is_slow]
+        state = state.replaced(is_better, other.chosen(is_better[is_slow]))
+        error[is_better] = other_error[is_better[is_slow]]
+    return state, error
+
+
+def _descend(problem: _Problem, start: _State, tolerance: float, most: int) -> tuple[_State, Tensor, int]:
+    """Newton's method at falling tau; return the state, its error and the number of steps."""
+    mass, matrix, left = problem.p.sum((-2, -1)) / problem.p.shape[-2], problem.cost.dense(), most
+    best = state = dataclasses.replace(start, tau=torch.full_like(start.tau, _FIRST_TAU))
+    least, fruitless = torch.full_like(mass, _LARGEST_ERROR), 0
     moved, ratios = torch.zeros_like(mass), [torch.full_like(mass, _SLOWEST)] * 3  # of the last three falls of tau
     while left > 0:
         at_larger_tau, moved_before = state, moved
@@ -400,19 +493,22 @@ def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_S
         is_better = error < least
         # Details far below the blur move the answer only once tau is small: an estimate before that was too low.
         was_wrong = (moved > least) & (change < _SMALL_CHANGE) & ~stalled
-        least, best = torch.where(is_better | was_wrong, error, least), _chosen(is_better | was_wrong, state, best)
+        is_better = is_better | was_wrong
+        least, best = torch.where(is_better, error, least), best.replaced(is_better, state.chosen(is_better))
         is_final = stalled & (least < _SMALL_CHANGE) | (least <= tolerance / 2)
         fruitless = fruitless + 1 if bool(is_final.all()) and not bool(is_better.any()) else 0
         is_last = float(state.tau.max()) <= _LEAST_TAU or fruitless == _MOST_FRUITLESS
         # Where rounding makes a tau diverge, smaller ones do too.
-        is_last = is_last or bool((~stalled & (change >= _SMALL_CHANGE) & (least < _UNKNOWN)).all())
+        is_last = is_last or bool((~stalled & (change >= _SMALL_CHANGE) & (least < _LARGEST_ERROR)).all())
         if bool((least <= tolerance / 2).all()) or bool((error > 1e3 * least).all()) or is_last:
             break
         state = dataclasses.replace(state, tau=state.tau / _FALL_OF_TAU)
-    failed = least == _UNKNOWN
-    if left > 0 and bool(failed.any()):
-        best = _chosen(failed, problem.iterate(tolerance, most)[0], best)
-    return best, least
+    # An iteration shows what rounding may hide from the equations of a step, which leave a constant of log u open.
+    excess = (torch.softmax(best.log_a, -1).unsqueeze(-2) * (best.log_u - best.log_d.unsqueeze(-2))).sum(-1, keepdim=True)
+    best = dataclasses.replace(best, log_u=best.log_u - excess)
+    after = _InLogs.of(problem).after(best)
+    error = torch.maximum(least, _change(problem, best, after)).nan_to_num(_UNKNOWN)
+    return best, error.masked_fill(least == _LARGEST_ERROR, _UNKNOWN), most - left
 
 
 def _settle(
@@ -438,17 +534,6 @@ def _settle(
         if bool((is_done | (stalled >= _MOST_STALLED)).all()):
             break
     return _State(log_u, log_d, log_a, tau), change, stalled >= _MOST_STALLED, most - left
-
-
-def _chosen(choice: Bool[Tensor, "*batch"], one: _State, other: _State) -> _State:
-    """Of two states, the first for the chosen problems."""
-    of_bins = choice.unsqueeze(-1)
-    return _State(
-        torch.where(of_bins.unsqueeze(-1), one.log_u, other.log_u),
-        torch.where(of_bins, one.log_d, other.log_d),
-        torch.where(of_bins, one.log_a, other.log_a),
-        torch.where(of_bins, one.tau, other.tau),
-    )
 
 
 def _newton_step(
@@ -521,8 +606,8 @@ def _with_gradient(problem: _Problem, state: _State) -> Tensor:
         )
     corrected = log_a + by_a
     if corrected.requires_grad:
-        corrected.register_hook(functools.partial(_raise_for_second, forward=has_tangent(corrected)))
-    return (state.log_a + corrected - corrected.detach()).exp()
+        corrected.register_hook(partial(_raise_for_second, forward=has_tangent(corrected)))
+    return problem.with_mass(state.log_a + corrected - corrected.detach())
 
 
 def _raise_for_second(upstream: Tensor, *, forward: bool) -> None:
