@@ -62,24 +62,28 @@ def _average(y: Any, begin: Any, mean: Any) -> None:
 
 
 @inner()
-def _gather(x: Any, order: Any, falling: Any) -> tuple[float, float]:
-    """Write the entries in falling order; return the least, and the range."""
+def _gather(x: Any, order: Any, falling: Any, trim: int, share: float) -> tuple[float, int, float]:
+    """Write the entries in falling order; return the width, and of which entries it is how many times the distance."""
     n = order.shape[0]
     for i in range(n):
         falling[i] = x[order[n - 1 - i]]
-    return falling[n - 1], falling[0] - falling[n - 1]
+    spread, middle = falling[0] - falling[n - 1], falling[trim] - falling[n - 1 - trim]
+    if middle > 0 and middle * share < spread:
+        return middle * share, trim, share
+    return spread, 0, 1.0
 
 
 @compiled(seconds=2)
 def project_rows(
-    counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, projection: Any, blocks: Any,
-    real: Any,
+    counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, trim: int,
+    share: float, projection: Any, blocks: Any, real: Any,
 ) -> None:  # fmt: skip
     """Write P(scale u / epsilon, w) in the order of x, or with `sorts` r P(w / epsilon, s / r) in falling order.
 
     x and projection are (rows, n) in float64, order and blocks (rows, n) in int64, w is (n,). `order` has the places of
     the entries from the least to the largest. `blocks` gets, for the entries in falling order, where their block
-    begins.
+    begins. The width of a row, r, is its range, or where that is less, `share` times the range without `trim` entries at
+    each end.
     """
     rows, n = x.shape
     falling, y, mean, z = real[FALLING], real[FITTED], real[MEAN], real[Z]
@@ -88,7 +92,8 @@ def project_rows(
         if task * ROWS >= rows:
             return
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
-            low, spread = _gather(x[row], order[row], falling)
+            spread, _, _ = _gather(x[row], order[row], falling, trim, share)
+            low = falling[n - 1]
             per_unit = scale / spread if spread > 0 else 0.0
             base = falling if sorts else w
             for i in range(n):
@@ -104,8 +109,8 @@ def project_rows(
 
 @compiled(seconds=2)
 def project_backward(
-    counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, upstream: Any, blocks: Any,
-    gradient: Any, real: Any,
+    counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, trim: int,
+    share: float, upstream: Any, blocks: Any, gradient: Any, real: Any,
 ) -> None:  # fmt: skip
     """Write the gradient in x to `gradient`, from `upstream`, that in the result of `project_rows`."""
     rows, n = x.shape
@@ -115,7 +120,8 @@ def project_backward(
         if task * ROWS >= rows:
             return
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
-            low, spread = _gather(x[row], order[row], falling)
+            spread, end, times = _gather(x[row], order[row], falling, trim, share)
+            low = falling[n - 1]
             per_unit = scale / (epsilon * spread) if spread > 0 else 0.0
             for i in range(n):
                 fitted[i] = upstream[row, i] if sorts else upstream[row, order[row, n - 1 - i]]
@@ -127,8 +133,8 @@ def project_backward(
                     by_range += by_z * w[i] / epsilon
                     gradient[row, at] = mean[i]
                 else:
-                    # These gradients sum to 0 over a row, so the least entry acts through the range alone.
+                    # These gradients sum to 0 over a row, so the least entry acts through the width alone.
                     gradient[row, at] = by_z * per_unit
                     by_range -= gradient[row, at] * ((falling[i] - low) / spread if spread > 0 else 0.0)
-            gradient[row, order[row, n - 1]] += by_range
-            gradient[row, order[row, 0]] -= by_range
+            gradient[row, order[row, n - 1 - end]] += times * by_range
+            gradient[row, order[row, end]] -= times * by_range

@@ -4,13 +4,16 @@ By entropic transport, with derivatives of every order; or regularised by square
 piecewise linear and as fast as sorting.
 
 The n entries of a row x, of weight 1/n each, are transported to increasing places on the line at a squared cost. With
-u = (x - min x) / (max x - min x), so that nothing depends on the offset and scale of x,
+u = (x - min x) / width, so that nothing depends on the offset and scale of x,
 
     sort, rank    places t_j = (j - 1) / (n - 1) for j = 1, ..., n, of weight 1/n, and S = n P:
                   S_ij = exp(2 u_i t_j / epsilon + a_i + b_j)       rows and columns sum to one
                   soft_sort(x) = S^T x,   soft_rank(x) = S (1, ..., n)
     top k         places 0 and 1, of weights (n - k)/n and k/n: what is sent to 1 is
                   mask_i = 1 / (1 + exp(theta - 2 u_i / epsilon))    theta such that they sum to k
+
+The width is the range of the row, max x - min x, but at most three times (n - 1) / (n - 1 - 2 t) the range without the
+t = ceil(n / 10) entries at each end: so one outlier does not decide what counts as near.
 
 (M. Cuturi, O. Teboul, J.-P. Vert, Differentiable Ranking and Sorting using Optimal Transport, 2019, arXiv 1905.11885;
 Y. Xie et al., Differentiable Top-k with Optimal Transport, 2020, arXiv 2002.06504.) As epsilon falls to 0, S becomes
@@ -34,7 +37,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.applications.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k
+from otloss.applications.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k, trim
 from otloss.extending import check_finite, check_floating, check_positive, eager
 
 # Entries of a row that a plan is made for: two matrices of this size take a quarter of a GiB.
@@ -45,6 +48,7 @@ _EPSILON = {"entropy": 0.01, "quadratic": 0.5}  # The default.
 _NEWTON_STEPS, _BISECTIONS = 50, 200
 # Of the columns' sums. The scores are rounded to 2e-16 of 2 / epsilon, and the sums with them.
 _TOLERANCE, _ROUNDING = 1e-11, 1e-15
+_WIDE_GAP = 20.0  # times n epsilon
 # Added to the diagonal: equations are singular to rounding where the plan falls into parts that hardly exchange mass.
 # The plan and its derivatives stay the same.
 _RIDGE = 1e-12
@@ -62,12 +66,16 @@ def soft_sort(
 
     Args:
         x: (..., n) finite, n at least 1, and at most 4096 with "entropy".
-        epsilon: at least 1e-7, relative to the row's range, so that nothing depends on its scale.
-            "entropy" (default 0.01): entries about sqrt(epsilon / 2) of the range apart mix; much less than that yields
+        epsilon: at least 1e-7, relative to the row's width, so that nothing depends on its scale. The width is the
+            range, but at most 3 (n - 1) / (n - 1 - 2 t) times the range without the t = ceil(n / 10) entries at each
+            end, where that is not 0 and n is at least 4: about 3.75 times the distance from the 10th to the 90th
+            percentile. Uniform and normal rows have less, so it is the range; outliers in up to a tenth of a row at
+            each end hardly count.
+            "entropy" (default 0.01): entries about sqrt(epsilon / 2) of the width apart mix; much less than that yields
             the sorted entries and derivatives that are nearly those of a permutation. The sums over S are right to
             1e-11, or 1e-15 / epsilon where that is more.
-            "quadratic" (default 0.5): neighbours farther apart than 1 / epsilon times the mean distance of neighbours
-            are drawn together; where none are, these are the sorted entries themselves. From about 1 on all are.
+            "quadratic" (default 0.5), relative to the range itself: neighbours farther apart than 1 / epsilon times the
+            mean distance of neighbours are drawn together, so an outlier draws some to itself; where none are, these are the sorted entries themselves. From about 1 on all are.
         regularization: "entropy", smooth, O(n^3) per row (about 1 ms for n = 100 and 0.3 s for n = 1000 on one core)
             and half as much for the gradient, for which it holds n^2 numbers per row; or "quadratic", piecewise linear,
             O(n log n).
@@ -75,8 +83,8 @@ def soft_sort(
 
     Returns:
         (..., n) in the dtype and unit of x, with the sum of x. `soft_sort(a x + b) = a soft_sort(x) + b` for a > 0.
-        Differentiable any number of times, except where the row's largest or smallest entry is shared: the range has a
-        kink there, and the gradient is a subgradient. With "quadratic" differentiable once, with such kinks at every
+        Differentiable any number of times, except where entries that determine the width are shared: it has a kink
+        there, and the gradient is a subgradient. The width is part of the derivative. With "quadratic" differentiable once, with such kinks at every
         tie and where entries begin to mix, and computed on the CPU. A row of equal entries is returned as it is, with
         "entropy" every entry with the gradient of the mean.
 
@@ -101,8 +109,8 @@ def soft_sort(
     if regularization == "quadratic":
         falling = quadratic_sort(x, epsilon)
         return (falling if descending else falling.flip(-1)).to(x.dtype)
-    low, spread, u = _in_units_of_range(x)
-    sorted_values = low + spread * (_plan(u, epsilon).mT @ u.unsqueeze(-1)).squeeze(-1)
+    low, width, u = _in_units_of_width(x)
+    sorted_values = low + width * (_plan(u, epsilon).mT @ u.unsqueeze(-1)).squeeze(-1)
     return (sorted_values.flip(-1) if descending else sorted_values).to(x.dtype)
 
 
@@ -120,8 +128,8 @@ def soft_rank(
         x: (..., n) finite, n at least 1, and at most 4096 with "entropy".
         epsilon: at least 1e-7; as it falls to 0, equal entries get the mean of the ranks they take up.
             "entropy" (default 0.01): as for `soft_sort`.
-            "quadratic" (default 0.5): entries nearer than epsilon times the mean distance of neighbours share ranks in
-            proportion to their distance. Where none are, the ranks are the usual ones and the gradient is 0; from about
+            "quadratic" (default 0.5): entries nearer than epsilon times the width / (n - 1), the mean distance of
+            neighbours without outliers, share ranks in proportion to their distance. Where none are, the ranks are the usual ones and the gradient is 0; from about
             1 on all entries do, and ranks are linear in them.
         regularization: as for `soft_sort`.
         descending: 1 for the largest.
@@ -148,7 +156,7 @@ def soft_rank(
     if regularization == "quadratic":
         ranks = quadratic_rank(x, epsilon)
     else:
-        _, _, u = _in_units_of_range(x)
+        _, _, u = _in_units_of_width(x)
         ranks = _plan(u, epsilon) @ torch.arange(1, n + 1, dtype=u.dtype, device=u.device)
     return (n + 1 - ranks if descending else ranks).to(x.dtype)
 
@@ -162,8 +170,8 @@ def soft_top_k(
     Args:
         x: (..., n) finite, n at least 1.
         k: from 0 to n.
-        epsilon: relative to the range of the row, at least 1e-7. Shares go from 0.1 to 0.9 over 2.2 epsilon of the
-            range with "entropy", and from 0 to 1 over epsilon with "quadratic"; as it falls to 0 the k largest get 1,
+        epsilon: relative to the width of the row (see `soft_sort`), at least 1e-7. Shares go from 0.1 to 0.9 over 2.2
+            epsilon of the width with "entropy", and from 0 to 1 over epsilon with "quadratic"; as it falls to 0 the k largest get 1,
             and those that tie for the last places equal parts.
         regularization: "entropy", smooth; or "quadratic", piecewise linear, with shares and gradients of exactly 0.
 
@@ -196,7 +204,7 @@ def soft_top_k(
 def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Float[Tensor, "*batch n"]:
     """Return log(share / (1 - share)), in float64."""
     _check_top_k(x, k, epsilon, regularization)
-    _, _, u = _in_units_of_range(x)
+    _, _, u = _in_units_of_width(x)
     if k in (0, x.shape[-1]):
         return 0 * u + (torch.inf if k else -torch.inf)  # It is the same for every x, and part of the graph.
     beside = u.detach().topk(k + 1, dim=-1).values[..., k - 1 :].mean(-1, keepdim=True)
@@ -232,26 +240,44 @@ def _check(function: str, x: Any, epsilon: Any, regularization: str) -> float:
     return epsilon
 
 
-def _in_units_of_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the smallest entry, the range and u, in float64; u is 0, without a gradient, where the range is 0."""
+def _in_units_of_width(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the smallest entry, the width and u, in float64; u is 0, without a gradient, where the range is 0."""
     wide = x.to(torch.float64)
     low = wide.amin(-1, keepdim=True)
-    spread = wide.amax(-1, keepdim=True) - low
-    check_range(spread)
-    flat = spread == 0
-    u = (wide - low) / spread.masked_fill(flat, 1.0)
-    return low, spread, u.masked_fill(flat, 0.0)
+    width = wide.amax(-1, keepdim=True) - low
+    check_range(width)
+    cut, share = trim(x.shape[-1])
+    if cut:
+        ascending = wide.sort(-1).values
+        middle = share * (ascending[..., -1 - cut] - ascending[..., cut]).unsqueeze(-1)
+        width = torch.where((middle > 0) & (middle < width), middle, width)
+    flat = width == 0
+    u = (wide - low) / width.masked_fill(flat, 1.0)
+    return low, width, u.masked_fill(flat, 0.0)
+
+
+def _without_wide_gaps(u: Tensor, widest: float) -> Tensor:
+    """u with gaps between neighbours of at most `widest`, and their derivatives 0 beyond."""
+    order = u.detach().argsort(-1)
+    gaps = u.gather(-1, order).diff(dim=-1)
+    if not bool((gaps > widest).any()):
+        return u
+    ascending = torch.cat([torch.zeros_like(u[..., :1]), gaps.clamp(max=widest).cumsum(-1)], -1)
+    return ascending.gather(-1, order.argsort(-1))
 
 
 def _plan(u: Tensor, epsilon: float) -> Float[Tensor, "*batch n n"]:
     """Return S, with its graph in u."""
     n = u.shape[-1]
+    # Entries exchange exp(-2 gap / (n epsilon)) of their mass at most: beyond, wider gaps only cost digits.
+    u = _without_wide_gaps(u, max(1.0, _WIDE_GAP * n * epsilon))
     places = torch.linspace(0, 1, n, dtype=u.dtype, device=u.device)
     scores = (2 / epsilon) * u.unsqueeze(-1) * places
     ascending = u.detach().sort(-1).values
     between = (ascending[..., 1:] + ascending[..., :-1]) / (epsilon * max(n - 1, 1))
     start = -torch.cat([torch.zeros_like(u[..., :1]), between.cumsum(-1)], -1).detach()
-    plan: Tensor = _Balanced.apply(scores, start, max(_TOLERANCE, _ROUNDING / epsilon))
+    largest = max(1.0, float(ascending.amax())) if u.numel() else 1.0
+    plan: Tensor = _Balanced.apply(scores, start, max(_TOLERANCE, _ROUNDING * largest / epsilon))
     return plan
 
 
