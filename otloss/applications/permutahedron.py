@@ -54,8 +54,8 @@ def trim(n: int) -> tuple[int, float]:
 
     A tenth, and three times the range of a uniform row with that middle: rows without outliers have less.
     """
-    cut = -(-n // 10)
-    return (cut, 3 * (n - 1) / (n - 1 - 2 * cut)) if n - 1 > 2 * cut else (0, 1.0)
+    cut = n // 10
+    return cut, 3 * (n - 1) / max(n - 1 - 2 * cut, 1)
 
 
 def check_range(spread: Float[Tensor, "*batch"]) -> None:

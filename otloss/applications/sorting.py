@@ -13,7 +13,7 @@ u = (x - min x) / width, so that nothing depends on the offset and scale of x,
                   mask_i = 1 / (1 + exp(theta - 2 u_i / epsilon))    theta such that they sum to k
 
 The width is the range of the row, max x - min x, but at most three times (n - 1) / (n - 1 - 2 t) the range without the
-t = ceil(n / 10) entries at each end: so one outlier does not decide what counts as near.
+t = floor(n / 10) entries at each end: so one outlier does not decide what counts as near.
 
 (M. Cuturi, O. Teboul, J.-P. Vert, Differentiable Ranking and Sorting using Optimal Transport, 2019, arXiv 1905.11885;
 Y. Xie et al., Differentiable Top-k with Optimal Transport, 2020, arXiv 2002.06504.) As epsilon falls to 0, S becomes
@@ -67,10 +67,10 @@ def soft_sort(
     Args:
         x: (..., n) finite, n at least 1, and at most 4096 with "entropy".
         epsilon: at least 1e-7, relative to the row's width, so that nothing depends on its scale. The width is the
-            range, but at most 3 (n - 1) / (n - 1 - 2 t) times the range without the t = ceil(n / 10) entries at each
-            end, where that is not 0 and n is at least 4: about 3.75 times the distance from the 10th to the 90th
-            percentile. Uniform and normal rows have less, so it is the range; outliers in up to a tenth of a row at
-            each end hardly count.
+            range, but at most 3 (n - 1) / (n - 1 - 2 t) times the range without the t = floor(n / 10) entries at each
+            end, where that is not 0: about 3.75 times the distance from the 10th to the 90th percentile. Uniform and
+            normal rows have less, so it is the range there, as it is for n below 10; elsewhere outliers do not decide
+            it, as long as they are at most a tenth of the row at each end.
             "entropy" (default 0.01): entries about sqrt(epsilon / 2) of the width apart mix; much less than that yields
             the sorted entries and derivatives that are nearly those of a permutation. The sums over S are right to
             1e-11, or 1e-15 / epsilon where that is more.

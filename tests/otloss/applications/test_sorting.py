@@ -110,11 +110,45 @@ def test_the_limit_is_the_operator_itself(entries: list[int], epsilon: float, da
 @pytest.mark.parametrize(("k", "epsilon"), [(1, 0.1), (7, 1e-6), (500, 1e-3), (999, 10.0)])
 def test_top_k_of_long_rows_against_a_root_finder(k: int, epsilon: float) -> None:
     x = np.random.default_rng(k).standard_cauchy(1000)
-    u = (x - x.min()) / (x.max() - x.min())
-    theta = brentq(lambda t: expit((2 * u - t) / epsilon).sum() - k, -100 * epsilon - 1, 3 + 100 * epsilon, xtol=1e-16)
+    ascending = np.sort(x)
+    u = (x - x.min()) / min(np.ptp(x), 3 * 999 / 799 * (ascending[-101] - ascending[100]))
+    theta = brentq(
+        lambda t: expit((2 * u - t) / epsilon).sum() - k, -100 * epsilon - 1, 2 * u.max() + 1 + 100 * epsilon, xtol=1e-16
+    )
     actual = soft_top_k(torch.tensor(x), k, epsilon=epsilon)
     np.testing.assert_allclose(actual, expit((2 * u - theta) / epsilon), atol=1e-9 + 1e-15 / epsilon)
     assert float(actual.sum()) == pytest.approx(k, rel=1e-12)
+
+
+@pytest.mark.parametrize("regularization", ["entropy", "quadratic"])
+@pytest.mark.parametrize("outliers", [(1e2,), (-1e4, 1e4), (1e8, 1e8, -1e6)])
+def test_outliers_leave_the_others_their_ranks(outliers: tuple[float, ...], regularization: str) -> None:
+    """Beside one of them in a row of the batch alone; epsilon is relative to a width that they do not decide."""
+    ordinary = normal(100, seed=5)
+    rows = torch.cat([ordinary, torch.tensor(outliers, dtype=F64)]).repeat(2, 1)
+    rows[0, 100:] = ordinary[: len(outliers)]
+    rows.requires_grad_()
+    ranks, below = soft_rank(rows, regularization=regularization), sum(x < 0 for x in outliers)
+    torch.testing.assert_close(ranks.sum(-1), torch.full((2,), (n := rows.shape[-1]) * (n + 1) / 2, dtype=F64))
+    alone = soft_rank(ordinary, regularization=regularization)
+    assert ranks[1, :100].std(correction=0) > 0.6 * alone.std(correction=0)
+    expected = torch.tensor(rankdata(rows[1].detach()))
+    torch.testing.assert_close(ranks[1, 100:], expected[100:], rtol=0, atol=0.05)
+    assert (ranks[1, :100].detach() - below - expected[:100].add(-below)).abs().mean() < 10
+    torch.testing.assert_close(ranks[1], soft_rank(rows[1], regularization=regularization))
+    narrow = soft_rank(rows.float(), regularization=regularization)
+    torch.testing.assert_close(narrow.double(), ranks, rtol=0, atol=1e-2)
+    weights = normal(n, seed=6)
+
+    def total(x: Any) -> Tensor:
+        return (soft_rank(torch.as_tensor(x), regularization=regularization) * weights).sum()
+
+    (actual,) = torch.autograd.grad(total(rows[1]), rows)
+    numbers = [3, 50, *range(100, n)]  # where the width is a distance of ordinary entries, they have its derivative too
+    step = 1e-5
+    for i in (*numbers, *torch.tensor(rankdata(rows[1].detach())).argsort()[[n // 10, n - 1 - n // 10]].tolist()):
+        ends = [total(rows[1].detach() + s * step * (torch.arange(n) == i)) for s in (1, -1)]
+        torch.testing.assert_close(actual[1, i], (ends[0] - ends[1]) / (2 * step), rtol=1e-2, atol=0.05)
 
 
 @every_operator
