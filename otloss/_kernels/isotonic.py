@@ -82,8 +82,8 @@ def project_rows(
 
     x and projection are (rows, n) in float64, order and blocks (rows, n) in int64, w is (n,). `order` has the places of
     the entries from the least to the largest. `blocks` gets, for the entries in falling order, where their block
-    begins. The width of a row, r, is its range, or where that is less, `share` times the range without `trim` entries at
-    each end.
+    begins. The width r of a row is its range, or where that is less, `share` times the range without `trim` entries
+    at each end.
     """
     rows, n = x.shape
     falling, y, mean, z = real[FALLING], real[FITTED], real[MEAN], real[Z]

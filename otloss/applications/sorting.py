@@ -75,7 +75,8 @@ def soft_sort(
             the sorted entries and derivatives that are nearly those of a permutation. The sums over S are right to
             1e-11, or 1e-15 / epsilon where that is more.
             "quadratic" (default 0.5), relative to the range itself: neighbours farther apart than 1 / epsilon times the
-            mean distance of neighbours are drawn together, so an outlier draws some to itself; where none are, these are the sorted entries themselves. From about 1 on all are.
+            mean distance of neighbours are drawn together, so an outlier draws some to itself; where none are, these
+            are the sorted entries themselves. From about 1 on all are.
         regularization: "entropy", smooth, O(n^3) per row (about 1 ms for n = 100 and 0.3 s for n = 1000 on one core)
             and half as much for the gradient, for which it holds n^2 numbers per row; or "quadratic", piecewise linear,
             O(n log n).
@@ -84,9 +85,9 @@ def soft_sort(
     Returns:
         (..., n) in the dtype and unit of x, with the sum of x. `soft_sort(a x + b) = a soft_sort(x) + b` for a > 0.
         Differentiable any number of times, except where entries that determine the width are shared: it has a kink
-        there, and the gradient is a subgradient. The width is part of the derivative. With "quadratic" differentiable once, with such kinks at every
-        tie and where entries begin to mix, and computed on the CPU. A row of equal entries is returned as it is, with
-        "entropy" every entry with the gradient of the mean.
+        there, and the gradient is a subgradient. The width is part of the derivative. With "quadratic" differentiable
+        once, with such kinks at every tie and where entries begin to mix, and computed on the CPU. A row of equal
+        entries is returned as it is, with "entropy" every entry with the gradient of the mean.
 
     Raises:
         TypeError: if x is not a floating tensor, or epsilon not a number.
@@ -129,8 +130,8 @@ def soft_rank(
         epsilon: at least 1e-7; as it falls to 0, equal entries get the mean of the ranks they take up.
             "entropy" (default 0.01): as for `soft_sort`.
             "quadratic" (default 0.5): entries nearer than epsilon times the width / (n - 1), the mean distance of
-            neighbours without outliers, share ranks in proportion to their distance. Where none are, the ranks are the usual ones and the gradient is 0; from about
-            1 on all entries do, and ranks are linear in them.
+            neighbours without outliers, share ranks in proportion to their distance. Where none are, the ranks are the
+            usual ones and the gradient is 0; from about 1 on all entries do, and ranks are linear in them.
         regularization: as for `soft_sort`.
         descending: 1 for the largest.
 
@@ -171,8 +172,8 @@ def soft_top_k(
         x: (..., n) finite, n at least 1.
         k: from 0 to n.
         epsilon: relative to the width of the row (see `soft_sort`), at least 1e-7. Shares go from 0.1 to 0.9 over 2.2
-            epsilon of the width with "entropy", and from 0 to 1 over epsilon with "quadratic"; as it falls to 0 the k largest get 1,
-            and those that tie for the last places equal parts.
+            epsilon of the width with "entropy", and from 0 to 1 over epsilon with "quadratic"; as it falls to 0 the k
+            largest get 1, and those that tie for the last places equal parts.
         regularization: "entropy", smooth; or "quadratic", piecewise linear, with shares and gradients of exactly 0.
 
     Returns:

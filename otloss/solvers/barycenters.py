@@ -17,7 +17,9 @@ Where the iteration of plain barycenters is slow, they are found by Newton's met
 (`otloss._kernels.barycenters`).
 
 A debiased iteration ends where what it changes, over one minus the contraction, is small: details of a much finer than
-the blur change slowly, and little at a time. At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant.
+the blur change slowly, and little at a time.
+
+At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant.
 Where the iteration is slow and bins are few, debiased barycenters are found by Newton's method on log u and log d, for
 the gradient plus `tau log a`, with tau falling as far as rounding allows: that keeps the equations regular, and gives
 bins without mass none. With M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows sum to one, a step is
@@ -69,6 +71,7 @@ _STEPS = 60  # of Newton's method at each tau
 _MOST_STALLED, _MOST_FRUITLESS, _SMALL_CHANGE = 3, 2, 1e-3
 _FALL_OF_TAU = 32.0  # smaller falls take more steps, and end at a larger tau, as rounding adds up
 _FIRST_TAU, _LEAST_TAU, _LEAST_CHANGE = 0.25, 1e-14, 1e-12
+_FAILED, _FEW = 0.1, 1500  # the error of Newton's method up to which only so many iterations follow
 _LARGEST_ERROR = 1.0  # estimates at large tau that are no better say nothing
 _SLOWEST = 0.95  # the ratio of convergence in tau where it is slow
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
@@ -106,16 +109,18 @@ def barycenter(
         epsilon: above 0, in the unit of the cost. It blurs the barycenter, by about sqrt(epsilon / 2) for squared
             distances.
         debiased: whether to take that blur out; for a symmetric cost between the same bins.
-        tolerance: None for 1e-5 in float32, 1e-8 in float64. Debiased with at most 256 bins, an estimate of the sum of
-            the errors of the answer relative to its mass, too low where the blur is far wider than details; else that
-            of the errors of the marginals.
+        tolerance: None for 1e-5 in float32, 1e-8 in float64: an estimate of the sum of the errors of the answer
+            relative to its mass if debiased, and of the errors of the marginals if not. The estimate is what an
+            iteration still changes, over one minus the measured contraction, or that of Newton's method, and too low
+            where the blur is far wider than details.
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough, or where rounding does not
             determine a debiased barycenter to the tolerance: at an epsilon whose blur is far wider than the bins.
 
     Returns:
-        (..., n), in the promoted dtype, of the mass of the histograms. Differentiable once in p, the weights and the
-        cost; the gradient holds the plans, k n m entries per problem, and inverts k n x n matrices. Bins with less than
-        1e-12 of the mass count as empty there.
+        (..., n), in the promoted dtype, of the mass of the histograms whether it converged or not. It is found by
+        iteration; Newton's method follows where that is slow, debiased with at most 256 bins. Differentiable once in p,
+        the weights and the cost; the gradient holds the plans, k n m entries per problem, and inverts k n x n matrices.
+        Bins with less than 1e-12 of the mass count as empty there.
 
     Raises:
         TypeError: if p, the weights or a cost matrix is not a floating tensor.
@@ -237,7 +242,7 @@ def _iterate(
     problem: _Problem, state: _State, tolerance: float, most: int, *, patience: float = math.inf
 ) -> tuple[_State, Tensor, int]:
     """Iterate in products, and in logarithms from where products do not fit; return state, error and iterations."""
-    ways: list[_InProducts | _InLogs] = [_InLogs.of(problem)]
+    ways: list[Any] = [_InLogs.of(problem)]
     kernel = _Kernel.of(problem.cost, problem.epsilon) if problem.p.dtype == torch.float64 else None
     if kernel is not None:
         ways.insert(0, _InProducts(problem, kernel))
@@ -461,15 +466,19 @@ def _solve_debiased(problem: _Problem, tolerance: float, most: int) -> tuple[_St
     patience = _PATIENCE if problem.suits_newton else math.inf
     start, error, done = _iterate(problem, problem.start(), tolerance, most, patience=patience)
     state = start
-    for way in (_descend, _iterate) if problem.suits_newton else ():
-        is_slow = ~(error <= tolerance)
+    if not problem.suits_newton:
+        return state, error
+    is_slow, few = ~(error <= tolerance), most
+    for way in (_descend, _iterate):
         if done == most or not bool(is_slow.any()):
             break
-        other, other_error, more = way(problem.chosen(is_slow), start.chosen(is_slow), tolerance, most - done)
+        other, other_error, more = way(problem.chosen(is_slow), start.chosen(is_slow), tolerance, min(few, most - done))
         is_better, done = is_slow.clone(), done + more
         is_better[is_slow] = other_error < error[is_slow]
         state = state.replaced(is_better, other.chosen(is_better[is_slow]))
         error[is_better] = other_error[is_better[is_slow]]
+        # A smaller error of Newton's method is mostly rounding, which more iterations do not beat.
+        few, is_slow = most if bool((other_error > _FAILED).any()) else _FEW, ~(error <= tolerance)
     return state, error
 
 
@@ -504,7 +513,9 @@ def _descend(problem: _Problem, start: _State, tolerance: float, most: int) -> t
             break
         state = dataclasses.replace(state, tau=state.tau / _FALL_OF_TAU)
     # An iteration shows what rounding may hide from the equations of a step, which leave a constant of log u open.
-    excess = (torch.softmax(best.log_a, -1).unsqueeze(-2) * (best.log_u - best.log_d.unsqueeze(-2))).sum(-1, keepdim=True)
+    excess = (torch.softmax(best.log_a, -1).unsqueeze(-2) * (best.log_u - best.log_d.unsqueeze(-2))).sum(
+        -1, keepdim=True
+    )
     best = dataclasses.replace(best, log_u=best.log_u - excess)
     after = _InLogs.of(problem).after(best)
     error = torch.maximum(least, _change(problem, best, after)).nan_to_num(_UNKNOWN)

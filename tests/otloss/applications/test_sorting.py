@@ -113,7 +113,10 @@ def test_top_k_of_long_rows_against_a_root_finder(k: int, epsilon: float) -> Non
     ascending = np.sort(x)
     u = (x - x.min()) / min(np.ptp(x), 3 * 999 / 799 * (ascending[-101] - ascending[100]))
     theta = brentq(
-        lambda t: expit((2 * u - t) / epsilon).sum() - k, -100 * epsilon - 1, 2 * u.max() + 1 + 100 * epsilon, xtol=1e-16
+        lambda t: expit((2 * u - t) / epsilon).sum() - k,
+        -100 * epsilon - 1,
+        2 * u.max() + 1 + 100 * epsilon,
+        xtol=1e-16,
     )
     actual = soft_top_k(torch.tensor(x), k, epsilon=epsilon)
     np.testing.assert_allclose(actual, expit((2 * u - theta) / epsilon), atol=1e-9 + 1e-15 / epsilon)
