@@ -326,7 +326,7 @@ class _Progress:
     tolerance: float
     patience: float
     changes: list[Tensor]
-    speed: Tensor | float = 0.0  # the least fall of log change in an iteration
+    speed: Tensor | None = None  # the least fall of log change in an iteration, from the second check on
 
     def ends(self, count: int, before: _State, after: _State) -> bool:
         """Take up what the last of `count` iterations changed; return whether to end."""
@@ -338,18 +338,18 @@ class _Progress:
         error = self.error
         if not bool((error > self.tolerance).any()):
             return is_known or not self.problem.debiased
-        if not is_known or math.isinf(self.patience):
+        if not is_known or self.speed is None or math.isinf(self.patience):
             return False
         iterations = torch.log(error / self.tolerance) / self.speed
         return not bool(((iterations < self.patience) & (self.speed > 0) | (error <= self.tolerance)).all())
 
     @property
     def error(self) -> Tensor:
+        change = self.changes[-1]
         if not self.problem.debiased:
-            return self.changes[-1]
-        left = -torch.expm1(-torch.as_tensor(self.speed).clamp(min=0.0))
-        error = torch.where(self.changes[-1] == 0, 0.0, self.changes[-1] / left)
-        return error.nan_to_num(_UNKNOWN).clamp(max=_UNKNOWN)
+            return change
+        left = torch.zeros_like(change) if self.speed is None else -torch.expm1(-self.speed.clamp(min=0.0))
+        return torch.where(change == 0, 0.0, change / left).nan_to_num(_UNKNOWN).clamp(max=_UNKNOWN)
 
 
 def _change(problem: _Problem, before: _State, after: _State) -> Float[Tensor, "*batch"]:
