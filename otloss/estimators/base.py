@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from otloss._ordered_classes import check_choice
 from otloss.estimators.criterion import Criterion, check_real, make_criterion
 from otloss.estimators.decode import RULES, decode
 from otloss.estimators.features import text_is_named
-from otloss.estimators.label_order import LabelOrder, label_order
+from otloss.estimators.label_order import EncodedLabelsWarning, LabelOrder, label_order
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
 from otloss.metrics.arrays import read_weights
 from otloss.metrics.distribution import Distribution
@@ -132,6 +133,10 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         X, y = self._checked(X, y)
         self._check_settings()
         self._order = label_order(y, categories)
+        if self._order.doubt and (
+            self.values is not None or self.cost is not None or isinstance(self.class_weight, dict)
+        ):
+            warnings.warn(f"{self._order.doubt}.", EncodedLabelsWarning, stacklevel=3)
         self._criterion = make_criterion(self._order, self)
         self.classes_, self.categories_ = self._order.classes, self._order.categories
         X, positions, weights = self._weighted_rows(self._laid_out(X), y, sample_weight)

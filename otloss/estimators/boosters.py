@@ -87,7 +87,7 @@ class Table:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """The place of the bytes of each row among those of the distinct rows."""
+        """The number of each row among the distinct rows, in an order that the values decide, and not their dtype."""
         table = self.features
         if any((np.signbit(block) & (block == 0)).any() for block in _blocks(table, _COMPARED)):
             table = table + 0.0  # -0.0 + 0.0 is 0.0
@@ -96,7 +96,16 @@ class Table:
         is_new = [rows[block[1:]] != rows[block[:-1]] for block in _blocks(order, _COMPARED, overlap=1)]
         groups = np.zeros(len(rows), np.int64)
         groups[order[1:]] = np.concatenate(is_new).cumsum()
-        return groups
+        _, first = np.unique(groups, return_index=True)
+        place = np.empty(len(first), np.int64)
+        place[np.argsort(self._keys()[first], kind="stable")] = np.arange(len(first))
+        return place[groups]
+
+    def _keys(self) -> np.ndarray:
+        """Return a number (n,) for each row, by which distinct rows differ."""
+        factors = np.random.RandomState(0).uniform(size=self.features.shape[1])
+        blocks = (np.nan_to_num(block.astype(np.float64), nan=0.5) for block in _blocks(self.features, _COMPARED))
+        return np.concatenate([(block * factors).sum(1) for block in blocks])
 
 
 def _blocks(array: np.ndarray, size: int, *, overlap: int = 0) -> Iterator[np.ndarray]:

@@ -41,9 +41,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
     as one row of their weight, for `subsample` too. NaN features are missing values.
 
-    Weights (times those of `class_weight`) count rows: two is a row given twice, as scikit-learn checks. Weights with a
-    mean below one over the rows that have weight, such as shares with sum one, are scaled to the mean one: else
-    `min_child_weight` and `lambda`, which are in the unit of the weights, would let no tree split.
+    Weights (times those of `class_weight`) count rows: two is a row given twice, as scikit-learn checks. Weights
+    w with sum w^2 < sum w, such as shares with sum one, are multiplied by sum w / sum w^2, which is 1 for weights of 0
+    and 1: else `min_child_weight` and `lambda`, in the unit of the weights, would let no tree split.
 
     A pandas column of dtype category is split by sets of its categories, and one of ordered categories by their order.
     The dtype at `fit` declares them all, also for rows to come: `predict` looks labels up there, and raises ValueError
@@ -213,8 +213,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
     def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[Any, np.ndarray, np.ndarray]:
         X, positions, weights = super()._weighted_rows(X, y, sample_weight)
         relative = weights / weights.max()  # Sums of weights could overflow, or underflow.
-        mean = relative.mean()
-        return X, positions, weights if mean * weights.max() >= 1 else relative / mean
+        scaled = relative * (relative.sum() / np.square(relative).sum())
+        return X, positions, np.maximum(weights, scaled)
 
     def _features(self, X: Any) -> np.ndarray:
         if self._category_dtypes and hasattr(X, "columns"):

@@ -17,7 +17,7 @@ categories are labels, also where they could be indices: only with the categorie
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,19 @@ from sklearn.utils.multiclass import check_classification_targets
 
 from otloss.metrics.rank_labels import Labels, implied_order, is_whole, ordered_categories, plain_labels, shown
 
+_READ_AS_INDICES = (
+    "y holds the integers {}, which are not all among categories={}: read as indices of the sorted categories, as "
+    "scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. If they are labels, correct y or "
+    "categories. Use the labels 0, 1, 2, ... to be certain of values, cost and class_weight"
+)
+_READ_AS_LABELS = (
+    "y holds the integers {}, read as labels of categories={}. If another estimator passes indices and these rows lack "
+    "the lowest category, use the labels 0, 1, 2, ... to be certain of values, cost and class_weight"
+)
+
 
 class EncodedLabelsWarning(UserWarning):
-    """Integers were read as indices into the sorted categories, which are in another order than their ranks."""
+    """Integers may be labels as well as indices into the sorted categories, and it matters which they are."""
 
 
 class LabelOrderWarning(UserWarning):
@@ -45,7 +55,8 @@ class LabelOrder:
         ranks: (m,) rank of each position, increasing.
         columns: (m,) position of each of `classes`: column j of a table over classes is column `columns[j]` of a table
             over positions.
-        told: whether the user gave the categories; else the labels imply them.
+        is_explicit: whether the user gave the categories; else the labels imply them.
+        doubt: what else the integers of `y` may be, where it matters which label is which; empty if there is no doubt.
     """
 
     categories: Labels
@@ -54,6 +65,7 @@ class LabelOrder:
     ranks: np.ndarray
     columns: np.ndarray
     is_explicit: bool
+    doubt: str = ""
 
     @property
     def by_position(self) -> Labels:
@@ -89,9 +101,17 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
     if not names.size or np.unique(names).size != names.size:
         raise ValueError(f"categories is {shown(names)}, expected each label once, lowest rank first.")
     if present.dtype.kind in "iu" and (names.dtype.kind == "U" or not np.isin(present, names).all()):
-        return _ordered(present, _indices(present, names), names=names, is_explicit=True)
+        order = _ordered(present, _indices(present, names), names=names, is_explicit=True)
+        return (
+            order
+            if names.dtype.kind == "U"
+            else replace(order, doubt=_READ_AS_INDICES.format(*map(shown, (present, names))))
+        )
     _check_labels(present, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
-    return _ordered(present, names, is_explicit=True)
+    order = _ordered(present, names, is_explicit=True)
+    # The lowest category may be missing among the rows of a fold.
+    may_be_indices = np.array_equal(present, np.arange(1, len(names))) and 0 not in names
+    return replace(order, doubt=_READ_AS_LABELS.format(*map(shown, (present, names)))) if may_be_indices else order
 
 
 def _check_are_classes(y: np.ndarray, present: Labels) -> None:

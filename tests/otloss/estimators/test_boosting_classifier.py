@@ -153,6 +153,9 @@ def test_the_unit_of_weights_below_one_is_no_matter(library: str, class_weight: 
         for actual, wanted in zip(model.evals_result_.values(), expected.evals_result_.values(), strict=True):
             np.testing.assert_allclose(*(list(of.values()) for of in (actual, wanted)), rtol=1e-12)
     np.testing.assert_array_equal(fitted(1e-6, kept).predict_proba(X), expected.predict_proba(X))
+    nearly = boosted(library, **settings).fit(X, Y, weight + (weight == 0) * 1e-30)
+    nothing = boosted(library, **settings).fit(X[kept], Y[kept], weight[kept])
+    assert np.abs(nearly.predict_proba(X) - nothing.predict_proba(X)).max() < 0.2  # other rows are sampled
     one = boosted(library, n_estimators=10, learning_rate=0.3)
     assert AdaBoostClassifier(one, n_estimators=3).fit(X, Y).score(X, Y) > 0.8
 
@@ -192,11 +195,15 @@ def test_equal_rows_are_one_whatever_the_dtype_the_memory_order_and_the_sign_of_
     table = random.permutation(distinct[copies]) * [1.0, -1.0]
     assert np.signbit(table[table[:, 1] == 0, 1]).any()
     table[::2] += 0.0
-    for rows in (table, np.asfortranarray(table), table.astype(np.float32)):
+    parts = []
+    for rows in (table, np.asfortranarray(table), table.astype(np.float32), table[::-1]):
         part = Part(Table(rows), np.arange(len(rows)), np.zeros(len(rows), int), np.ones(len(rows))).merged()
         order = np.argsort(part.features()[:, 0])
         np.testing.assert_array_equal(part.features()[order], distinct * [1.0, -1.0])
         np.testing.assert_array_equal(part.weight[order], np.bincount(copies))
+        parts.append(part.features())
+    for features in parts[1:]:  # samples of rows depend on their order
+        np.testing.assert_array_equal(features, parts[0])
 
 
 @LIBRARIES
