@@ -40,6 +40,7 @@ Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 _KERNEL_METRICS = METRICS[:3]
 _GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}  # of the sums that gradients through a grid are off by
+LARGEST_TERM = 1e3  # of a product over the mean size of gradients: float32 then keeps four digits of the mean
 _MANY_COORDINATES = 2**13  # of the smaller cloud, from which products are the faster way to gradients
 
 
@@ -319,15 +320,26 @@ class _SquaredDistances(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, y = ctx.saved_tensors
-        # Both products cancel where pairs that are near each other count and lie far from the centre.
-        wide = x.dtype if x.device.type == "mps" else torch.float64
-        upstream, a, b = (t.to(wide) for t in (*gradients, x, y))
-        centre = b.detach().mean(-2, keepdim=True)
-        a, b = a - centre, b - centre
-        with torch.autocast(x.device.type, enabled=False):
-            by_x = 2 * (upstream.sum(-1).unsqueeze(-1) * a - upstream @ b)
-            by_y = 2 * (upstream.sum(-2).unsqueeze(-1) * b - upstream.mT @ a)
+        (by_x, by_y), is_accurate = _square_gradients(gradients[0], x, y)
+        if not is_accurate and x.dtype == torch.float32 and x.device.type != "mps":
+            (by_x, by_y), _ = _square_gradients(gradients[0].double(), x.double(), y.double())
         return by_x.sum_to_size(x.shape).to(x.dtype), by_y.sum_to_size(y.shape).to(y.dtype)
+
+
+def _square_gradients(upstream: Tensor, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, Tensor], bool]:
+    """Return the gradients by products, and whether they keep their digits.
+
+    The products cancel where pairs that are near each other count and lie far from the centre.
+    """
+    centre = y.detach().mean(-2, keepdim=True)
+    a, b = x - centre, y - centre
+    with torch.autocast(x.device.type, enabled=False):
+        terms = upstream.sum(-1).unsqueeze(-1) * a, upstream.sum(-2).unsqueeze(-1) * b
+        gradients = 2 * (terms[0] - upstream @ b), 2 * (terms[1] - upstream.mT @ a)
+    if not x.numel() or not y.numel():
+        return gradients, True
+    largest = max(float(term.detach().abs().amax()) for term in terms)
+    return gradients, largest <= LARGEST_TERM * min(float(part.detach().abs().mean()) for part in gradients)
 
 
 def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:

@@ -41,14 +41,14 @@ from otloss._kernels.problems import solve_batch
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.exact_blocks import (
-    LEAST_RATIO,
+    NEARLY,
+    PRICE_RATIO,
     blocks_of_plan,
-    rounding_of,
-    settle,
-    warn_of_prices,
+    shift_blocks,
+    unit_of,
     with_capped_prices,
 )
-from otloss.solvers.problem import MASS_TOLERANCE, Problem
+from otloss.solvers.problem import Problem
 
 # Per problem; the simplex needs a small multiple of n + m.
 _MAX_PIVOTS = 10_000_000
@@ -304,35 +304,42 @@ def solve_exact(
     arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
     check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
-    for k in np.flatnonzero(outcome[:, 2] > LEAST_RATIO * outcome[:, 0]):
-        _settle_blocks(int(k), weights, matrices[owners[k]], arrays, (dtype or p.dtype, p.dtype), warns=warns)
+    _settle_prices(weights, matrices, owners, arrays, unit_of(dtype or p.dtype, p.dtype), warns=warns)
     pivots = outcome[:, 3].astype(np.int64)
     answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
     return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
 
 
-def _settle_blocks(
-    k: int, weights: list[np.ndarray], matrix: np.ndarray, answers: tuple[np.ndarray, ...],
-    dtypes: tuple[torch.dtype, ...], *, warns: bool,
+def _settle_prices(
+    weights: list[np.ndarray], matrices: np.ndarray, owners: np.ndarray, answers: tuple[np.ndarray, ...], unit: float,
+    *, warns: bool,
 ) -> None:  # fmt: skip
-    """Solve problem k again where its bins fall into blocks that only priced pairs connect; fill its answers.
-
-    The weights were given in the coarsest of the dtypes.
-    """
-    unit, tolerance = max(torch.finfo(dtype).eps for dtype in dtypes), max(MASS_TOLERANCE[dtype] for dtype in dtypes)
-    f, g, cells, flows, outcome = (array[k] for array in answers)
-    p, q = (w[k] for w in weights)
-    blocks = blocks_of_plan(matrix, cells, flows, rounding_of(float(p.sum()), len(p) + len(q), unit))
-    if blocks is None and warns:
-        warn_of_prices(matrix[cells[0], cells[1]].astype(np.float64), flows, tolerance)
-    if blocks is None:
+    """Solve problems again whose bins fall into blocks that only priced pairs connect; fill their answers."""
+    f, g, cells, flows, outcome = answers
+    some = np.flatnonzero(outcome[:, 2] > PRICE_RATIO * outcome[:, 0])
+    if not some.size:
         return
-    capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)
-    again = solve_batch(p[None], q[None], capped, owner, start=None, most=_MAX_PIVOTS)
-    check_outcome(again[-1], [p[None], q[None]], torch.Size())
-    for old, new in zip((f, g, cells, flows, outcome), again, strict=True):
-        old[:] = new[0]
-    outcome[:2] = settle(p, q, matrix, blocks, f, g, cells, flows)
+    masses = weights[0][some].sum(1)
+    costs = matrices[owners[some][:, None], cells[some, 0], cells[some, 1]]
+    largest = np.where(flows[some] > NEARLY * unit * masses[:, None], costs, 0.0).max(1)
+    has_prices = (largest > 0) & (outcome[some, 2] >= PRICE_RATIO * largest * masses)
+    for k in some[has_prices]:
+        p, q, matrix = weights[0][k], weights[1][k], matrices[owners[k]]
+        blocks = blocks_of_plan(p, q, matrix, cells[k], flows[k], unit=unit, warns=warns)
+        if blocks is None:
+            continue
+        capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)
+        again = solve_batch(p[None], q[None], capped, owner, start=None, most=_MAX_PIVOTS)
+        for old, new in zip(answers, again, strict=True):
+            old[k] = new[0]
+        shift_blocks(blocks, p, q, matrix, f=f[k], g=g[k])
+        amounts = flows[k] * matrix[cells[k, 0], cells[k, 1]]
+        crosses = blocks.rows[cells[k, 0]] != blocks.columns[cells[k, 1]]
+        flows[k, crosses] = 0.0
+        outcome[k, 0] = amounts[~crosses].sum()
+        outcome[k, 1] = outcome[k, 0] - (p @ f[k] + q @ g[k])
+        check_outcome(outcome[k][None], [p[None], q[None]], torch.Size())
+        outcome[k, 1] += amounts[crosses].sum()  # the gap counts what was dropped
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:

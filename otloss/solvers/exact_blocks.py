@@ -5,8 +5,8 @@ blocks may shift against each other: f + c and g - c in a block, with the constr
 C_ij - f_i - g_j over rows of block k and columns of block l. But weights carry rounding, so that the masses of a block
 agree up to rounding only. The simplex then sends what is left over at the price, which may cost more than all else, and
 its potentials differ from block to block by the price, beside which the differences within a block lose their digits.
-So masses that rounding explains stay where they are, at no cost, and the shifts are the smallest that the constraints
-allow.
+So what the rounding of a block's own weights explains stays where it is, at no cost, and the shifts are the smallest
+that the constraints allow. Blocks whose masses differ by more count as one block.
 
 Source of the shifts: E. McShane, Extension of range of functions, 1934. For wanted shifts d, min over l of
 d_l + S_kl (S closed under sums along paths) meets the constraints, and is d where d does.
@@ -15,27 +15,54 @@ d_l + S_kl (S closed under sums along paths) meets the constraints, and is d whe
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 
-LEAST_RATIO = 1e3  # of a price to the largest cost that the plan pays
-LEAST_SHARE = 0.01  # of the value, from which mass that may be rounding counts
-ROUNDINGS = 4.0  # of the weights' dtype: the share of the mass that rounding may leave over in a block
+PRICE_RATIO = 1e3  # of a price to the largest cost that the plan pays
+ROUNDINGS = 4.0  # of a block's weights, by which its masses may differ
+NEARLY = 100.0  # roundings, up to which a difference is named, because it may be meant as none
+FEW_EDGES = 16  # for each bin, up to which a graph of cheap pairs is searched as a list
 
 
+@dataclass(frozen=True)
 class Blocks:
-    """The blocks of one problem and the shifts of their potentials.
+    """The blocks of one problem.
 
     Attributes:
         rows, columns: (n,) and (m,), the number of the block of each bin.
         count: the number of blocks.
     """
 
-    def __init__(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        self.rows, self.columns = rows, columns
-        self.count = int(max(rows.max(initial=-1), columns.max(initial=-1))) + 1
+    rows: np.ndarray
+    columns: np.ndarray
+    count: int
+
+    def masses(self, p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the masses (count,) of p and of q in each block."""
+        return np.bincount(self.rows, p, self.count), np.bincount(self.columns, q, self.count)
+
+    def imbalance(self, p: np.ndarray, q: np.ndarray) -> np.ndarray:
+        """Return (count,) the difference of both masses as a share of the larger one, 0 without mass."""
+        mass_p, mass_q = self.masses(p, q)
+        larger = np.maximum(mass_p, mass_q)
+        return np.abs(mass_p - mass_q) / np.where(larger > 0, larger, 1.0)
+
+    def of_equal_mass(self, p: np.ndarray, q: np.ndarray, unit: float) -> Blocks | None:
+        """Return the blocks with those as one whose masses differ by more than rounding.
+
+        None for a single block, and where the masses of these blocks differ even together: then mass has to leave them.
+        """
+        tolerance = ROUNDINGS * unit + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
+        differs = self.imbalance(p, q) > tolerance
+        if not differs.any():
+            return self if self.count > 1 else None
+        numbers, count = np.where(differs, 0, np.cumsum(~differs)), 1 + int((~differs).sum())
+        joined = Blocks(numbers[self.rows], numbers[self.columns], count)
+        return joined if count > 1 and joined.imbalance(p, q)[0] <= tolerance else None
 
     def shifts(self, f: np.ndarray, g: np.ndarray, slack: np.ndarray) -> np.ndarray:
         """Return c (count,) with c_k - c_l <= slack[k, l], after which f and g have equal means in a block if possible.
@@ -46,8 +73,7 @@ class Blocks:
             np.bincount(block, values, self.count) / np.maximum(np.bincount(block, values != 0, self.count), 1)
             for block, values in ((self.rows, f), (self.columns, g))
         )
-        wanted = (mean_g - mean_f) / 2
-        shifts = wanted
+        shifts = (mean_g - mean_f) / 2
         for _ in range(self.count):
             closer = np.minimum(shifts, (shifts + np.maximum(slack, 0.0)).min(1))
             if np.array_equal(closer, shifts):
@@ -56,48 +82,28 @@ class Blocks:
         return shifts
 
 
-def price_of(costs: np.ndarray, flows: np.ndarray, rounding: float) -> float:
+def unit_of(*dtypes: torch.dtype) -> float:
+    """Return the rounding unit of weights of the widest of these dtypes; 16 bits are too few to tell a difference."""
+    return min(max(torch.finfo(dtype).eps for dtype in dtypes), torch.finfo(torch.float32).eps)
+
+
+def price_of(costs: np.ndarray, flows: np.ndarray, mass: float, unit: float) -> float:
     """Return the cost from which pairs count as priced; infinite where the plan pays nothing.
 
-    `rounding` is the mass of a cell of the plan that rounding explains.
-    """
-    largest = float(costs[flows > rounding].max(initial=0.0))
-    return LEAST_RATIO * largest if largest > 0 else np.inf
-
-
-def warn_of_prices(costs: np.ndarray, flows: np.ndarray, tolerance: float) -> None:
-    """Warn where a share `tolerance` of the mass, which may be rounding, pays far more than the rest and counts.
-
     Args:
-        costs, flows: of the cells of a plan.
+        costs, flows: of the cells of a plan. Flows that may be rounding do not count.
     """
-    order = np.argsort(-costs)
-    is_light = np.cumsum(flows[order]) <= tolerance * flows.sum()
-    light, rest = order[is_light], order[~is_light]
-    ordinary = float(costs[rest].max(initial=0.0))
-    at_a_price = light[costs[light] > LEAST_RATIO * ordinary]
-    if ordinary == 0 or costs[at_a_price] @ flows[at_a_price] <= LEAST_SHARE * (costs @ flows):
-        return
-    warnings.warn(
-        f"{flows[at_a_price].sum() / flows.sum():.2g} of the mass moves at costs of up to "
-        f"{costs[at_a_price].max():.3g}, where all other mass pays at most {ordinary:.3g}. If that is rounding of the "
-        "weights, scale them so that p and q have the same mass in each group of bins that exchanges mass, or give "
-        "+inf for the pairs that must not be used.",
-        ConvergenceWarning,
-        stacklevel=level_of_the_caller(),
-    )
-
-
-def rounding_of(mass: float, bins: int, unit: float) -> float:
-    """Return the mass that the rounding of weights, with this unit of their dtype, may leave over in a block."""
-    return mass * (ROUNDINGS * unit + bins * float(np.finfo(np.float64).eps) / 2)
+    largest = float(costs[flows > NEARLY * unit * mass].max(initial=0.0))
+    return PRICE_RATIO * largest if largest > 0 else np.inf
 
 
 def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
     """Return the connected parts of the graph whose edges are the pairs (row, column) that are cheap."""
     n, m = is_cheap.shape
-    rows, columns = np.full(n, -1), np.full(m, -1)
-    count = 0
+    if np.count_nonzero(is_cheap) <= FEW_EDGES * (n + m):
+        cells = np.nonzero(is_cheap)
+        return blocks_of_cells(cells[0], cells[1], n, m)
+    rows, columns, count = np.full(n, -1), np.full(m, -1), 0
     for start in range(n):
         if rows[start] >= 0:
             continue
@@ -111,31 +117,48 @@ def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
         count += 1
     alone = np.flatnonzero(columns < 0)
     columns[alone] = count + np.arange(len(alone))
-    return Blocks(rows, columns)
+    return Blocks(rows, columns, count + len(alone))
 
 
 def blocks_of_cells(rows: np.ndarray, columns: np.ndarray, n: int, m: int) -> Blocks:
-    """Return the same for the graph whose edges are these cells."""
+    """Return the connected parts of the graph whose edges are these cells of an n by m matrix."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
     edges = coo_array((np.ones(len(rows), bool), (rows, columns + n)), (n + m, n + m))
-    _, labels = connected_components(edges, directed=False)
-    return Blocks(labels[:n], labels[n:])
+    count, labels = connected_components(edges, directed=False)
+    return Blocks(labels[:n], labels[n:], int(count))
 
 
 def blocks_of_plan(
-    matrix: np.ndarray, cells: np.ndarray, flows: np.ndarray, rounding: float
-) -> Blocks | None:  # fmt: skip
-    """Return the blocks that only priced pairs connect; None for one block.
+    p: np.ndarray, q: np.ndarray, matrix: np.ndarray, cells: np.ndarray, flows: np.ndarray, *, unit: float, warns: bool
+) -> Blocks | None:
+    """Return the blocks of equal mass that only priced pairs connect; None for one block.
 
-    Pairs at which the plan pays with more mass than rounding explains are not priced, so they connect blocks.
+    With `warns`, blocks of nearly equal mass whose difference pays a price are named.
     """
-    price = price_of(matrix[cells[0], cells[1]], flows, rounding)
-    if not matrix.max() >= price:
-        return None
+    costs = matrix[cells[0], cells[1]]
+    price = price_of(costs, flows, float(p.sum()), unit)
     blocks = blocks_of_matrix(matrix < price)
-    return blocks if blocks.count > 1 else None
+    equal = blocks.of_equal_mass(p, q, unit)
+    if warns and equal is not blocks:
+        imbalance = blocks.imbalance(p, q)
+        is_near = (imbalance > ROUNDINGS * unit) & (imbalance <= NEARLY * unit)
+        crossing = (costs >= price) & (is_near[blocks.rows[cells[0]]] | is_near[blocks.columns[cells[1]]])
+        _warn_of_prices(float(flows[crossing].sum()), float(costs[crossing].max(initial=0.0)), price)
+    return equal
+
+
+def _warn_of_prices(mass: float, cost: float, price: float) -> None:
+    if mass == 0:
+        return
+    warnings.warn(
+        f"a mass of {mass:.2g} moves at costs of up to {cost:.3g}, where all but rounding pays at most "
+        f"{price / PRICE_RATIO:.3g}: the masses of p and q in a group of bins differ by a few roundings. Scale the "
+        "weights so that they agree, or give +inf for the pairs that must not be used.",
+        ConvergenceWarning,
+        stacklevel=level_of_the_caller(),
+    )
 
 
 def with_capped_prices(matrix: np.ndarray, blocks: Blocks) -> np.ndarray:
@@ -148,18 +171,10 @@ def with_capped_prices(matrix: np.ndarray, blocks: Blocks) -> np.ndarray:
     return np.where(inside, matrix, np.minimum(matrix, price)).astype(matrix.dtype)
 
 
-def settle(
-    p: np.ndarray, q: np.ndarray, matrix: np.ndarray, blocks: Blocks, f: np.ndarray, g: np.ndarray, cells: np.ndarray,
-    flows: np.ndarray,
-) -> tuple[float, float]:  # fmt: skip
-    """Shift the potentials of the blocks and drop the flows between them, in place; return the value and the gap.
-
-    Args:
-        p, q: (n,) and (m,), weights of equal mass.
-        matrix: (n, m).
-        f, g: (n,) and (m,), optimal potentials, by c-transforms at bins without mass.
-        cells, flows: (2, cells) and (cells,), the optimal plan.
-    """
+def shift_blocks(
+    blocks: Blocks, p: np.ndarray, q: np.ndarray, matrix: np.ndarray, *, f: np.ndarray, g: np.ndarray
+) -> None:
+    """Shift optimal potentials f (n,) and g (m,) of the blocks, in place; by c-transforms at bins without mass."""
     with_p, with_q = p > 0, q > 0
     slack = np.full((blocks.count, blocks.count), np.inf)
     reduced = (matrix - f[:, None]) - g
@@ -169,6 +184,3 @@ def settle(
     g -= shifts[blocks.columns]
     f[~with_p] = (matrix[~with_p][:, with_q] - g[with_q]).min(1, initial=np.inf)
     g[~with_q] = (matrix[with_p][:, ~with_q] - f[with_p][:, None]).min(0, initial=np.inf)
-    flows[blocks.rows[cells[0]] != blocks.columns[cells[1]]] = 0.0
-    value = float(matrix[cells[0], cells[1]].astype(np.float64) @ flows)
-    return value, value - float(p @ f + q @ g)

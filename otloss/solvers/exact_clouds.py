@@ -34,7 +34,7 @@ from otloss._kernels.problems import SIMPLEX
 from otloss.costs import Cost, PointCost
 from otloss.solvers.entropic.coarse import grouped
 from otloss.solvers.exact import ExactSolution, Optimum, check_outcome, solve_exact
-from otloss.solvers.exact_blocks import LEAST_RATIO, blocks_of_cells, price_of, rounding_of
+from otloss.solvers.exact_blocks import PRICE_RATIO, blocks_of_cells, price_of, unit_of
 from otloss.solvers.problem import Problem
 
 METRICS = ("sqeuclidean", "euclidean", "l1")
@@ -124,11 +124,12 @@ def _optimum(problem: Problem) -> Optimum:
     rows, columns, flows = basis.plan()
     costs = among.pairs(rows, columns)
     value, scale = float(flows @ costs), float(among.largest() * a.sum())
-    if scale > LEAST_RATIO * value:
-        unit = max(torch.finfo(dtype).eps for dtype in (problem.dtype, problem.p.dtype))
-        rounding = rounding_of(float(a.sum()), sum(among.shape), unit)
-        flows = basis.settle_blocks(rows, columns, flows, price_of(costs.numpy(), flows.numpy(), rounding))
-        value = float(flows @ costs)
+    dropped = 0.0
+    if scale > PRICE_RATIO * value:
+        unit = unit_of(problem.dtype, problem.p.dtype)
+        inside = basis.shift_blocks(rows, columns, price_of(costs.numpy(), flows.numpy(), float(a.sum()), unit), unit)
+        dropped = value - float((flows * inside) @ costs)
+        value, flows = value - dropped, flows * inside
     rows, places, flows = of_x.split(rows, flows)
     columns, places_of_columns, flows = of_y.split(columns[places], flows)
     g = torch.full_like(q, -torch.inf).index_copy_(0, of_y.members, basis.g[of_y.groups])
@@ -137,7 +138,7 @@ def _optimum(problem: Problem) -> Optimum:
     dual = p @ f + q[of_y.members] @ g[of_y.members] * (a.sum() / of_y.masses.sum())
     gap = value - float(dual)
     check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
-    answer = (a.new_tensor(value), a.new_tensor(gap), torch.tensor(basis.pivots), f, g)
+    answer = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots), f, g)
     cells = (rows[places_of_columns], columns, flows)
     return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in (*answer, *cells)))
 
@@ -275,27 +276,29 @@ class _Basis:
         ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
         return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
 
-    def settle_blocks(self, rows: Tensor, columns: Tensor, flows: Tensor, price: float) -> Tensor:
-        """Shift the potentials of blocks that only pairs of at least this price connect; return the flows within them.
+    def shift_blocks(self, rows: Tensor, columns: Tensor, price: float, unit: float) -> Tensor:
+        """Shift the potentials of blocks of equal mass that only pairs of at least this price connect.
 
-        The least cost between two blocks is bounded by that between the boxes around their points.
+        The least cost between two blocks is bounded by that between the boxes around their points. Returns whether
+        each cell (rows, columns) is within a block.
         """
         cheap = self.costs < price
-        blocks = blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
-        if not 1 < blocks.count <= MOST_BLOCKS:
-            return flows
+        every = blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
+        blocks = every.of_equal_mass(self.p, self.q, unit) if every.count <= MOST_BLOCKS else None
+        if blocks is None:
+            return torch.ones_like(rows, dtype=torch.bool)
         f, g = self.f.numpy(), self.g.numpy()
-        x, y = (
-            _boxes(points, labels, blocks.count) for points, labels in ((self.x, blocks.rows), (self.y, blocks.columns))
+        (low_x, high_x), (low_y, high_y) = (
+            _boxes(*side, blocks.count) for side in ((self.x, blocks.rows), (self.y, blocks.columns))
         )
-        apart = np.maximum(0.0, np.maximum(x[0][:, None] - y[1], y[0] - x[1][:, None]))
+        apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
+        apart[np.isinf(apart).any(-1)] = 0.0  # of a block without points of one side, which has no mass
         nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
         slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
         shifts = blocks.shifts(f, g, slack - _largest(g, blocks.columns, blocks.count))
         f += shifts[blocks.rows]
         g -= shifts[blocks.columns]
-        inside = blocks.rows[rows.numpy()] == blocks.columns[columns.numpy()]
-        return flows * torch.from_numpy(inside)
+        return torch.from_numpy(blocks.rows[rows.numpy()] == blocks.columns[columns.numpy()])
 
     def _near(self, own: Tensor | None, other: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the cells of least reduced cost, at most `count` for each row, or for each column.

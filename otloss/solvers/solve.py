@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
+from otloss._checks import needs_torch
 from otloss._foreign import explains_calls, takes_arrays
 from otloss.costs import Cost, LineCost, as_cost, costs_within
 from otloss.costs.within import is_symmetric
@@ -30,8 +31,6 @@ from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
 
-# Mass that is off by the marginal error may have potentials that are off by so many epsilons.
-EPSILONS_OF_AN_ERROR = 10.0
 _DEFAULTS = Settings()
 
 
@@ -251,8 +250,8 @@ def sinkhorn_divergence(
     """Return the debiased divergence `S(p, q) - S(p, p) / 2 - S(q, q) / 2`, S the entropic transport cost, per problem.
 
     It is zero at p = q, and at least zero where `exp(-C / epsilon)` is positive definite: for distances, squared
-    distances and the cosine cost, not for every matrix. What the errors of the three terms may have put below zero is
-    zero, with its gradient, so that a root is safe: `torch.where(value > 0, value, 1.0).sqrt().where(value > 0, 0.0)`.
+    distances and the cosine cost, not for every matrix. What the duality gaps of the three terms explain below zero is
+    zero, with its gradient. A root is safe as `(value + 1e-6).sqrt()`: errors above zero remain.
 
     Args:
         p, q, cost, epsilon: as for `sinkhorn`, but costs are finite and at least 0; with `marginal_penalty`,
@@ -292,24 +291,25 @@ def sinkhorn_divergence(
     dtype, wide = problem.dtype, torch.float64 if has_float64(problem.p.device) else problem.p.dtype
     problem = dataclasses.replace(problem, dtype=wide)  # the difference would lose digits
     between = answer(problem, settings)
-    value, error = between.value, _error_of_value(between, problem, tolerance)
+    value, terms = between.value, [between]
     for weights, among in ((problem.p, among_p), (problem.q, among_q)):
         cost_within = among.to(problem.cost.dtype)
         with_itself = dataclasses.replace(problem, p=weights, q=weights, cost=cost_within, start=None)
-        within = answer(with_itself, settings, symmetric=True)
-        value, error = value - within.value / 2, error + _error_of_value(within, problem, tolerance)
+        terms.append(answer(with_itself, settings, symmetric=True))
+        value = value - terms[-1].value / 2
     if settings.marginal_penalty is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
-    is_error = (value < 0) & (value >= -error)
-    return (value - value.detach().where(is_error, 0.0)).to(dtype)
+    return _without_error_below_zero(value, terms).to(dtype)
 
 
-def _error_of_value(transport: Transport, problem: Problem, tolerance: float) -> Float[Tensor, "*batch"]:
-    """Return how far off a value may be: the share of the mass that is off, times what that mass may cost more."""
-    mass = problem.p.detach().sum(-1) + problem.q.detach().sum(-1)
-    size = transport.value.detach().abs() + EPSILONS_OF_AN_ERROR * problem.epsilon.detach() * mass
-    return (tolerance + transport.marginal_error) * size
+def _without_error_below_zero(value: Tensor, terms: list[Transport]) -> Float[Tensor, "*batch"]:
+    """Return the value, or 0 with its gradient where the gaps of its terms allow it to be below 0 by error alone."""
+    if needs_torch(value) or not bool((value.detach() < 0).any()):
+        return value
+    error = sum(term.gap for term in terms) + torch.finfo(value.dtype).eps * sum(t.value.detach().abs() for t in terms)
+    is_error = (value.detach() < 0) & (value.detach() >= -error)
+    return value - value.detach().where(is_error, 0.0)
 
 
 def answer(problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None) -> Transport:

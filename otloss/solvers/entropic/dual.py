@@ -136,7 +136,9 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
         return result
     uncertain = result.potential_error
     if rho * error.amax().item() <= NEGLIGIBLE_SHIFT * problem.epsilon.amin().item():  # NaN goes on
-        return result if uncertain is None else dataclasses.replace(result, potential_error=uncertain + rho * error)
+        if uncertain is None:
+            return result
+        return dataclasses.replace(result, potential_error=uncertain + rho * (error + 4 * torch.finfo(error.dtype).eps))
     f, g = result.f, result.g
     epsilon = problem.epsilon.detach().to(f.dtype).unsqueeze(-1)
     of_rows, of_columns = (

@@ -30,6 +30,7 @@ from otloss.solvers.problem import Problem
 
 MOST_STEPS = 1000  # of Newton's method
 SETTLING_STEPS = 40
+SMALL_STEP = 1e-7  # of g / epsilon, with which the dense steps end
 RIDGE = 1e-13  # of the masses of the columns: H does not determine parts that exchange nothing
 
 
@@ -67,8 +68,7 @@ def settled_search(problem: Problem, result: SearchResult, chosen: Bool[Tensor, 
     """Return `result` with accurate potentials of the chosen problems, which are within the tolerance already.
 
     Slow modes hardly count in the marginal error. So the dense equations of each step are solved up to rounding here,
-    and the steps end where one changes no factor of a plan by a larger share than `goal.settled`.
-
+    and the steps end where one is small or does not reduce the residual beyond rounding.
     """
     hard = _chosen(problem, chosen)
     new = _settled(hard, result, chosen, goal)
@@ -90,7 +90,7 @@ def _settled(problem: Problem, result: SearchResult, chosen: Tensor, goal: Goal)
         spread = spread.clamp(min=tiny)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         off = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
-        unfinished = (off > 0.1 * goal.tolerance) | ((spread > goal.settled) & (off > ROUNDING))
+        unfinished = (off > 0.1 * goal.tolerance) | ((spread > SMALL_STEP) & (off > ROUNDING))
         usable = unfinished & (failed == 0) & torch.isfinite(spread)
         if not bool(usable.any()):
             break

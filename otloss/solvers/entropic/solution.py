@@ -277,8 +277,8 @@ def _rounding(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, T
     p, q = problem.p.detach().to(f.dtype), problem.q.detach().to(f.dtype)
     log_ratio = (sweep.softmin_columns(f) - g) / sweep.epsilon  # of q to P^T 1
     log_y = log_ratio.clamp(max=0.0)
-    columns = torch.minimum(q, q * (-log_ratio).exp())
-    rows = p * ((f - sweep.softmin_rows(g + sweep.epsilon * log_y)) / sweep.epsilon).exp()
+    columns = torch.minimum(q, (q.log() - log_ratio).exp())  # the ratio alone may overflow at bins without mass
+    rows = (p.log() + (f - sweep.softmin_rows(g + sweep.epsilon * log_y)) / sweep.epsilon).exp()
     return log_y, p - torch.minimum(rows, p), q - columns
 
 

@@ -10,18 +10,21 @@ Exact problems are treated after a first solution, which tells what a plan pays 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from otloss._checks import needs_torch
 from otloss.costs import DenseCost
-from otloss.solvers.exact_blocks import Blocks, blocks_of_matrix, rounding_of
+from otloss.solvers.exact_blocks import Blocks, blocks_of_matrix, unit_of
 from otloss.solvers.problem import Problem, Settings, has_float64
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.reductions.way_back import WayBack
 
-LEAST_RATIO = 1e4  # of the largest cost to epsilon: below it, neither value nor potentials lose digits that count
+SMALL_EPSILON = 1e-4  # of the largest cost: above it, neither value nor potentials lose digits that count
 EPSILONS_OF_A_PRICE = 1e3  # a pair of this cost exchanges nothing that its rows and columns can do without
 
 
@@ -34,57 +37,65 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     if not highest.numel() or not epsilon.numel():
         return None
     # Two numbers: for a single problem a comparison by torch takes longer.
-    if highest.amax().item() <= LEAST_RATIO * epsilon.amin().item():
+    if SMALL_EPSILON * highest.amax().item() <= epsilon.amin().item():
         return None
     if needs_torch(problem.p, problem.q, problem.epsilon, cost.matrix):
         return None
-    batch, (n, m) = problem.batch, cost.shape
+    blocks = _blocks(problem, cost)
+    return None if all(each is None for each in blocks) else _reduced(problem, cost, blocks)
+
+
+def _blocks(problem: Problem, cost: DenseCost) -> list[Blocks | None]:
+    """Return the blocks of equal mass of each problem, None for a single block."""
+    n, m = cost.shape
     p, q = (w.detach().to("cpu", torch.float64).reshape(-1, w.shape[-1]).numpy() for w in (problem.p, problem.q))
-    matrices = cost.matrix.detach().cpu().expand(*batch, n, m).reshape(-1, n, m).numpy()
-    widths = epsilon.cpu().reshape(-1).double().numpy()
-    unit = max(torch.finfo(dtype).eps for dtype in (problem.dtype, problem.p.dtype))
-    between, scales = np.zeros(matrices.shape, bool), np.ones(q.shape)
-    caps = np.full(len(p), np.inf)
-    for k, (matrix, width) in enumerate(zip(matrices, widths, strict=True)):
-        blocks = blocks_of_matrix(matrix < EPSILONS_OF_A_PRICE * width)
-        factors = _factors(blocks, p[k], q[k], unit)
-        if factors is None:
-            continue
-        scales[k] = factors[blocks.columns]
-        inside = blocks.rows[:, None] == blocks.columns
-        between[k] = ~inside & (p[k] > 0)[:, None] & (q[k] > 0)
-        caps[k] = (min(n, m) + 1) * (float(matrix[inside].max(initial=0.0)) + EPSILONS_PER_PAIR * width)
-    if not between.any():
-        return None
-    return _reduced(
-        problem, cost, between.reshape(*batch, n, m), caps.reshape(batch), scales.reshape(*batch, m)
-    ), WayBack()
+    matrices = cost.matrix.detach().cpu().reshape(-1, n, m).numpy()
+    owners = np.broadcast_to(np.arange(len(matrices)).reshape(cost.batch_shape), problem.batch).reshape(-1)
+    widths = problem.epsilon.detach().cpu().double().reshape(-1).numpy()
+    unit, known, blocks = unit_of(problem.dtype, problem.p.dtype), {}, []
+    for k, key in enumerate(zip(owners.tolist(), widths.tolist(), strict=True)):
+        if key not in known:  # many problems may share a matrix
+            known[key] = blocks_of_matrix(matrices[key[0]] < EPSILONS_OF_A_PRICE * key[1])
+        blocks.append(known[key].of_equal_mass(p[k], q[k], unit))
+    return blocks
 
 
-def _factors(blocks: Blocks, p: np.ndarray, q: np.ndarray, unit: float) -> np.ndarray | None:
-    """Return the mass of p over that of q in each block.
-
-    None for one block, or where masses of blocks differ by more than rounding.
-    """
-    if blocks.count < 2:
-        return None
-    mass_p, mass_q = np.bincount(blocks.rows, p, blocks.count), np.bincount(blocks.columns, q, blocks.count)
-    if not (np.abs(mass_p - mass_q) <= rounding_of(float(p.sum()), len(p) + len(q), unit)).all():
-        return None
-    has_both = (mass_p > 0) & (mass_q > 0)
-    return np.where(has_both, mass_p / np.where(has_both, mass_q, 1.0), 1.0)
-
-
-def _reduced(problem: Problem, cost: DenseCost, between: np.ndarray, caps: np.ndarray, scales: np.ndarray) -> Problem:
-    """Return the problem with those factors and costs, in float64: in float32 the scaled masses would differ again."""
-    device = cost.device
+def _reduced(problem: Problem, cost: DenseCost, blocks: list[Blocks | None]) -> tuple[Problem, WayBack]:
+    """Scale q and cap costs between blocks, in float64: in float32 the scaled masses would differ again."""
+    device, batch, (n, m) = cost.device, problem.batch, cost.shape
     wide = torch.float64 if has_float64(device) else cost.dtype
-    matrix, cap = cost.matrix.to(wide), torch.from_numpy(caps).to(device, wide)[..., None, None]
-    capped = torch.where(torch.from_numpy(between).to(device) & (matrix.detach() > cap), cap, matrix)
-    return dataclasses.replace(
+    matrix = cost.matrix.to(wide).expand(*batch, n, m)
+    flat, widths = matrix.detach().reshape(-1, n, m), problem.epsilon.detach().reshape(-1)
+    p, q = (w.detach().to("cpu", torch.float64).reshape(-1, w.shape[-1]).numpy() for w in (problem.p, problem.q))
+    scales, dropped = np.ones(q.shape), np.zeros(len(q))
+    caps = torch.full_like(flat, torch.inf)
+    for k, each in enumerate(blocks):
+        if each is None:
+            continue
+        mass_p, mass_q = each.masses(p[k], q[k])
+        has_both = (mass_p > 0) & (mass_q > 0)
+        scales[k] = np.where(has_both, mass_p / np.where(has_both, mass_q, 1.0), 1.0)[each.columns]
+        inside = torch.from_numpy(each.rows[:, None] == each.columns).to(device)
+        largest = float(flat[k].masked_fill(~inside, 0.0).amax())
+        with_mass = torch.from_numpy((p[k] > 0)[:, None] & (q[k] > 0)).to(device)
+        cap = (min(n, m) + 1) * (largest + EPSILONS_PER_PAIR * float(widths[k]))
+        caps[k].masked_fill_(with_mass & ~inside, cap)
+        dropped[k] = np.abs(mass_p - mass_q)[has_both].sum() * float(flat[k].masked_fill(inside, 0.0).amax())
+    reduced = dataclasses.replace(
         problem,
         p=problem.p.to(wide),
-        q=problem.q.to(wide) * torch.from_numpy(scales).to(device, wide),
-        cost=DenseCost.unchecked(capped),
+        q=problem.q.to(wide) * torch.from_numpy(scales.reshape(*batch, m)).to(device, wide),
+        cost=DenseCost.unchecked(torch.minimum(matrix, caps.reshape(*batch, n, m))),
         epsilon=problem.epsilon.to(wide),
     )
+    return reduced, _PricedBlocks(torch.from_numpy(dropped.reshape(batch)).to(device))
+
+
+@dataclass(frozen=True)
+class _PricedBlocks(WayBack):
+    """The gap counts what the rounding of the masses of blocks would pay (...)."""
+
+    dropped: Float[Tensor, "*batch"]
+
+    def gap(self, gap: Tensor) -> Tensor:
+        return gap + self.dropped

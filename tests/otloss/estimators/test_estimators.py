@@ -403,7 +403,7 @@ test_bad_settings_and_labels_are_named = raising(
 
 @pytest.mark.parametrize("y", [[0, 1, 2] * 10, [1, 2] * 15])
 def test_integers_of_two_readings_are_named_where_it_matters(y: list[int]) -> None:
-    """Labels 1 to 3, of which 0 is none: they may be indices, also of a fold that lacks the lowest class."""
+    """Labels 1 to 3, where 0 is no label: they may be indices, also in a fold without the lowest class."""
     X = np.random.default_rng(0).normal(size=(30, 2))
     with pytest.warns(EncodedLabelsWarning, match="to be certain of values, cost and class_weight"):
         OrdinalClassifier(categories=[1, 2, 3], values=[0.0, 1.0, 10.0]).fit(X, y)
