@@ -52,6 +52,7 @@ from otloss.extending import (
     solve,
 )
 
+ROUNDING = 1e-13  # of the sizes of the terms of a value
 _LARGEST = 1e300  # of intermediate numbers; the solver adds some of them
 
 
@@ -138,6 +139,8 @@ def fused_gromov(
             for plan in _starts(energy, a, b, starts, generator)
         ]
         plan, value, converged = functools.reduce(_better, results)
+        # Between equal spaces the terms of the value cancel.
+        value = value.masked_fill((value < 0) & (value >= -ROUNDING * energy.size(plan)), 0.0)
     if not bool(converged.all()):
         warnings.warn(
             f"{int((~converged).sum())} of {converged.numel()} fused Gromov problems did not converge: the last of "

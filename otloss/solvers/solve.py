@@ -31,6 +31,7 @@ from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
 
+ROUNDINGS = 10.0  # of the arithmetic, of terms of the size of epsilon, which cancel in a divergence
 _DEFAULTS = Settings()
 
 
@@ -300,14 +301,17 @@ def sinkhorn_divergence(
     if settings.marginal_penalty is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
-    return _without_error_below_zero(value, terms).to(dtype)
+    return _without_error_below_zero(problem, value, terms).to(dtype)
 
 
-def _without_error_below_zero(value: Tensor, terms: list[Transport]) -> Float[Tensor, "*batch"]:
-    """Return the value, or 0 with its gradient where the gaps of its terms allow it to be below 0 by error alone."""
+def _without_error_below_zero(problem: Problem, value: Tensor, terms: list[Transport]) -> Float[Tensor, "*batch"]:
+    """Return the value, or 0 with its gradient where gaps and rounding of its terms explain that it is below 0."""
     if needs_torch(value) or not bool((value.detach() < 0).any()):
         return value
-    error = sum(term.gap for term in terms) + torch.finfo(value.dtype).eps * sum(t.value.detach().abs() for t in terms)
+    mass_p, mass_q = problem.p.detach().sum(-1), problem.q.detach().sum(-1)
+    sizes = sum(term.value.detach().abs() for term in terms)
+    sizes = sizes + ROUNDINGS * problem.epsilon.detach() * (mass_p + mass_q + mass_p * mass_q)
+    error = sum(term.gap for term in terms) + torch.finfo(problem.cost.dtype).eps * sizes
     is_error = (value.detach() < 0) & (value.detach() >= -error)
     return value - value.detach().where(is_error, 0.0)
 

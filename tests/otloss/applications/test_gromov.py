@@ -86,3 +86,11 @@ test_bad_input = raising(
     ({"C_y": torch.ones(6, 6) * torch.inf, "alpha": 0.0}, "C_y holds 36 NaN"),
     call=lambda changed: fused_gromov(**(dict(zip(NAMES, _pair(0), strict=True)) | changed)),
 )
+
+
+def test_the_value_between_equal_spaces_is_not_below_zero() -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        points, weights = (torch.rand(*size, generator=generator, dtype=torch.float64) for size in ((5, 2), (5,)))
+        distances, weights = torch.cdist(points, points), weights / weights.sum()
+        assert float(fused_gromov(distances, distances, distances, weights, weights).value) >= 0

@@ -130,3 +130,20 @@ def test_the_gap_without_weights() -> None:
         torch.tensor([1.0]), torch.tensor([0.0, 1.0]), torch.tensor([[0.0, 1.0]]), epsilon=1e-4, marginal_penalty=1e-4
     )
     assert 0 <= float(answer.gap) < 1e-9
+
+
+def test_divergences_are_below_zero_for_a_reason_only() -> None:
+    """Equal histograms give 0 at least. A star, whose leaves are five times as far apart as from its hub, does not."""
+    x, leaves = torch.arange(12.0), torch.full((6,), 1 / 5)
+    star = torch.full((6, 6), 5.0)
+    star[0], star[:, 0] = 1.0, 1.0
+    star.fill_diagonal_(0.0)
+    leaves[0] = 0.0
+    for seed in range(20):
+        p = torch.rand(12, generator=torch.Generator().manual_seed(seed))
+        for penalty in (None, 1.0, 100.0):
+            options = {"epsilon": 10.0 ** (seed % 5 - 2), "marginal_penalty": penalty}
+            assert float(otloss.sinkhorn_divergence(p, p.clone(), (x[:, None] - x).square(), **options)) >= 0  # type: ignore[arg-type]
+    for epsilon in (1e3, 1e4, 1e5):
+        value = otloss.sinkhorn_divergence(torch.eye(6)[0], leaves, star, epsilon=epsilon)
+        assert float(value) == pytest.approx(-1.0, abs=2e-3)
