@@ -27,6 +27,14 @@ class _Keyword(NamedTuple):
     advice: str
 
 
+class _Call(NamedTuple):
+    """Whose names they are, the names, and what to call here, with what differs."""
+
+    library: str
+    names: str
+    ours: str
+
+
 _LEAVE_OUT = "leave it out"
 _KEYWORDS = {
     "loss": _Keyword("GeomLoss", "kind", 'kind="divergence" is its "sinkhorn"'),
@@ -64,6 +72,7 @@ _KEYWORDS = {
     "method": _Keyword("POT", "impl", 'leave it out: impl="auto" takes the fastest'),
     "warmstart": _Keyword("POT", "start", "give start=(f, g), potentials in the unit of the cost"),
     "log": _Keyword("POT", None, "use solve(...), which has the plan, the potentials and the errors"),
+    "maximize": _Keyword("scipy", None, "leave it out, and give match(-cost)"),
     "numThreads": _Keyword("POT", None, "leave it out: torch.set_num_threads holds here too"),
     "verbose": _Keyword("POT and GeomLoss", None, _LEAVE_OUT),
     "weight": _Keyword("torch", "class_weight", "give class_weight=weight"),
@@ -76,68 +85,102 @@ _KEYWORDS = {
     "mode": _Keyword("EMOLoss", "weighting", 'leave it out for mode=1, and give weighting="transport" for mode=2'),
     "cost_embedding": _Keyword("EMOLoss", "embedding", "give embedding=cost_embedding"),
 }  # fmt: skip
-# Whose names they are, the names, and what to call here.
 _CALLS = (
-    ("POT", "emd2 emd2_lazy", "otloss.emd(p, q, cost)"),
-    ("POT", "sinkhorn2", "otloss.solve(p, q, cost, epsilon=reg).linear_cost"),
-    ("POT", "sinkhorn_log sinkhorn_stabilized sinkhorn_epsilon_scaling sinkhorn_knopp",
-     "otloss.solve(p, q, cost, epsilon=reg).plan()"),
-    ("POT", "solve_sample empirical_sinkhorn empirical_sinkhorn2",
-     "otloss.solve(None, None, otloss.costs.PointCost(x, y), epsilon=...)"),
-    ("POT", "empirical_sinkhorn_divergence", "otloss.cloud_loss(x, y, epsilon=...)"),
-    ("POT", "solve_batch solve_sample_batch", "otloss.solve(p, q, cost, epsilon=...), whose leading axes are batch"),
-    ("POT", "emd_1d emd2_1d", "otloss.wasserstein_1d(p, q, x, y, order=2)"),
-    ("POT", "wasserstein_circle binary_search_circle", "otloss.wasserstein_circular(p, q, x, period=1)"),
-    ("POT", "sliced_wasserstein_distance", "otloss.sliced_wasserstein(x, y).sqrt()"),
-    ("POT", "sinkhorn_unbalanced sinkhorn_unbalanced2 mm_unbalanced mm_unbalanced2 lbfgsb_unbalanced",
-     "otloss.solve(p, q, cost, epsilon=reg, marginal_penalty=reg_m)"),
-    ("POT", "partial_wasserstein partial_wasserstein2", "otloss.emd(p, q, cost, mass=m)"),
-    ("POT", "entropic_partial_wasserstein", "otloss.solve(p, q, cost, epsilon=reg, mass=m)"),
-    ("POT", "gromov_wasserstein gromov_wasserstein2 solve_gromov fused_gromov_wasserstein fused_gromov_wasserstein2",
-     "otloss.fused_gromov(C1, C2, M, p, q, alpha=...)"),
-    ("POT", "entropic_gromov_wasserstein entropic_gromov_wasserstein2 entropic_fused_gromov_wasserstein "
-     "entropic_fused_gromov_wasserstein2", "otloss.fused_gromov(C1, C2, M, p, q, alpha=..., epsilon=...)"),
-    ("POT", "barycenter_sinkhorn barycenter_debiased barycenter_stabilized",
-     "otloss.barycenter(A.T, C.T, weights, epsilon=reg, debiased=...)"),
-    ("POT", "convolutional_barycenter2d convolutional_barycenter2d_debiased",
-     "otloss.barycenter(images.flatten(1), otloss.costs.GridCost(shape), epsilon=..., debiased=...)"),
-    ("POT", "dist dist_batch", "otloss.costs.PointCost(x, y)"),
-    ("POT", "unif", "None, which stands for equal weights"),
-    ("POT", "EMDTransport SinkhornTransport LinearTransport", "otloss.estimators.TransportAdapter"),
-    ("GeomLoss", "SamplesLoss", "otloss.cloud_loss(x, y, blur=...) or otloss.nn.CloudLoss"),
-    ("GeomLoss", "ImagesBarycenter", "otloss.barycenter(p, otloss.costs.GridCost(shape), epsilon=..., debiased=True)"),
-    ("OTT", "PointCloud", "otloss.costs.PointCost(x, y)"),
-    ("OTT", "Geometry", "otloss.costs.DenseCost(matrix)"),
-    ("OTT", "Grid", "otloss.costs.GridCost(shape)"),
-    ("OTT", "LinearProblem Sinkhorn LRSinkhorn", "otloss.solve(p, q, cost, epsilon=...) or otloss.nn.Sinkhorn"),
-    ("OTT", "QuadraticProblem GromovWasserstein", "otloss.fused_gromov(C1, C2, M, p, q)"),
-    ("OTT", "FixedBarycenter", "otloss.barycenter(p, cost, weights, epsilon=...)"),
-    ("OTT", "sinkdiv", "otloss.sinkhorn_divergence(p, q, cost, epsilon=...) or otloss.cloud_loss(x, y)"),
-    ("OTT", "wassdis_p", "otloss.cloud_loss(x, y, kind=\"emd\")"),
-    ("OTT", "hungarian", "otloss.match(cost)"),
-    ("OTT", "uniform_distance quantile_distance north_west_distance", "otloss.wasserstein_1d(p, q, x, y, order=...)"),
-    ("OTT", "ranks", "otloss.soft_rank(x, epsilon=...)"),
-    ("OTT", "topk_mask", "otloss.soft_top_k(x, k, epsilon=...)"),
-    ("scipy", "wasserstein_distance", "otloss.wasserstein_1d(None, None, u, v) for samples u, v"),
-    ("scipy", "wasserstein_distance_nd",
-     "otloss.emd(None, None, otloss.costs.PointCost(u, v, metric=\"euclidean\")) for samples u, v"),
-    ("scipy", "energy_distance", "(2 * otloss.cdf_distance(p, q, x)).sqrt() for weights p, q at values x"),
-    ("scipy", "linear_sum_assignment", "otloss.match(cost)"),
-    ("ntloss", "NTLoss", "otloss.number_token_loss(logits, labels, values, form=\"wasserstein\")"),
-    ("ntloss", "NTLossDotProduct", "otloss.number_token_loss(logits, labels, values, form=\"mse\")"),
-    ("EMOLoss", "EMOLoss", "otloss_llm.emo_loss(logits[:, :-1], labels[:, 1:], embedding)"),
-    ("torchmetrics", "ContinuousRankedProbabilityScore continuous_ranked_probability_score", "otloss.losses.crps"),
-    ("dlordinal", "EMDLoss", "otloss.ordinal_loss(logits, target)"),
-    ("dlordinal", "CLM", "otloss.nn.CumulativeLinkHead"),
+    _Call("POT", "emd2 emd2_lazy", "otloss.emd(p, q, cost)"),
+    _Call("POT", "sinkhorn2", "otloss.solve(p, q, cost, epsilon=reg).linear_cost"),
+    _Call("POT", "sinkhorn_log sinkhorn_stabilized sinkhorn_epsilon_scaling sinkhorn_knopp",
+          "otloss.solve(p, q, cost, epsilon=reg).plan()"),
+    _Call("POT", "solve_sample empirical_sinkhorn empirical_sinkhorn2",
+          "otloss.solve(None, None, otloss.costs.PointCost(x, y), epsilon=...)"),
+    _Call("POT", "empirical_sinkhorn_divergence",
+          "otloss.cloud_loss(x, y, epsilon=...), whose values hold the entropy, which POT's leave out"),
+    _Call("POT", "solve_batch solve_sample_batch",
+          "otloss.solve(p, q, cost, epsilon=...), whose leading axes are batch"),
+    _Call("POT", "emd_1d emd2_1d", "otloss.wasserstein_1d(p, q, x, y, order=2)"),
+    _Call("POT", "wasserstein_circle binary_search_circle", "otloss.wasserstein_circular(p, q, x, period=1)"),
+    _Call("POT", "sliced_wasserstein_distance", "otloss.sliced_wasserstein(x, y).sqrt()"),
+    _Call("POT", "sinkhorn_unbalanced lbfgsb_unbalanced",
+          "otloss.solve(p, q, cost, epsilon=reg, marginal_penalty=reg_m).plan()"),
+    _Call("POT", "sinkhorn_unbalanced2", "otloss.solve(p, q, cost, epsilon=reg, marginal_penalty=reg_m).linear_cost"),
+    _Call("POT", "partial_wasserstein partial_wasserstein2", "otloss.emd(p, q, cost, mass=m)"),
+    _Call("POT", "entropic_partial_wasserstein",
+          "otloss.solve(p, q, cost, epsilon=reg, mass=m), whose entropy, and so its plan, is another than POT's"),
+    _Call("POT", "gromov_wasserstein gromov_wasserstein2 solve_gromov fused_gromov_wasserstein "
+          "fused_gromov_wasserstein2",
+          "otloss.fused_gromov(C1, C2, M, p, q, alpha=...)"),
+    _Call("POT", "entropic_gromov_wasserstein entropic_gromov_wasserstein2 entropic_fused_gromov_wasserstein "
+          "entropic_fused_gromov_wasserstein2", "otloss.fused_gromov(C1, C2, M, p, q, alpha=..., epsilon=...), "
+          "whose value includes the entropy, unlike POT's"),
+    _Call("POT", "barycenter_sinkhorn barycenter_debiased barycenter_stabilized",
+          "otloss.barycenter(A.T, C.T, weights, epsilon=reg, debiased=...)"),
+    _Call("POT", "convolutional_barycenter2d convolutional_barycenter2d_debiased",
+          "otloss.barycenter(images.flatten(1), otloss.costs.GridCost(shape, spacing=1 / (n - 1)), epsilon=reg, "
+          "debiased=...) for sides of n pixels"),
+    _Call("POT", "dist dist_batch", "otloss.costs.PointCost(x, y)"),
+    _Call("POT", "unif", "None, which stands for equal weights"),
+    _Call("POT", "EMDTransport SinkhornTransport LinearTransport", "otloss.estimators.TransportAdapter"),
+    _Call("GeomLoss", "SamplesLoss", "otloss.cloud_loss(x, y, blur=...) or otloss.nn.CloudLoss"),
+    _Call("GeomLoss", "ImagesBarycenter",
+          "otloss.barycenter(p, otloss.costs.GridCost(shape), epsilon=..., debiased=True)"),
+    _Call("OTT", "PointCloud", "otloss.costs.PointCost(x, y)"),
+    _Call("OTT", "Geometry", "otloss.costs.DenseCost(matrix)"),
+    _Call("OTT", "Grid", "otloss.costs.GridCost(shape)"),
+    _Call("OTT", "LinearProblem Sinkhorn LRSinkhorn", "otloss.solve(p, q, cost, epsilon=...) or otloss.nn.Sinkhorn"),
+    _Call("OTT", "QuadraticProblem GromovWasserstein", "otloss.fused_gromov(C1, C2, M, p, q)"),
+    _Call("OTT", "FixedBarycenter", "otloss.barycenter(p, cost, weights, epsilon=...)"),
+    _Call("OTT", "sinkdiv", "otloss.sinkhorn_divergence(p, q, cost, epsilon=...) or otloss.cloud_loss(x, y)"),
+    _Call("OTT", "wassdis_p", "otloss.cloud_loss(x, y, kind=\"emd\")"),
+    _Call("OTT", "hungarian", "otloss.match(cost)"),
+    _Call("OTT", "uniform_distance quantile_distance north_west_distance",
+          "otloss.wasserstein_1d(p, q, x, y, order=...)"),
+    _Call("OTT", "ranks", "otloss.soft_rank(x, epsilon=...)"),
+    _Call("OTT", "topk_mask", "otloss.soft_top_k(x, k, epsilon=...)"),
+    _Call("scipy", "wasserstein_distance", "otloss.wasserstein_1d(None, None, u, v) for samples u, v"),
+    _Call("scipy", "wasserstein_distance_nd",
+          "otloss.emd(None, None, otloss.costs.PointCost(u, v, metric=\"euclidean\")) for samples u, v"),
+    _Call("scipy", "energy_distance", "(2 * otloss.cdf_distance(p, q, x)).sqrt() for weights p, q at values x"),
+    _Call("scipy", "linear_sum_assignment", "otloss.match(cost), or otloss.match(-cost) for maximize=True"),
+    _Call("ntloss", "NTLoss", "otloss.number_token_loss(logits, labels, values, form=\"wasserstein\")"),
+    _Call("ntloss", "NTLossDotProduct", "otloss.number_token_loss(logits, labels, values, form=\"mse\")"),
+    _Call("EMOLoss", "EMOLoss", "otloss_llm.emo_loss(logits[:, :-1], labels[:, 1:], embedding, directions=0)"),
+    _Call("torchmetrics", "ContinuousRankedProbabilityScore continuous_ranked_probability_score", "otloss.losses.crps"),
+    _Call("dlordinal", "EMDLoss", "otloss.ordinal_loss(logits, target)"),
+    _Call("dlordinal", "CLM", "otloss.nn.CumulativeLinkHead"),
 )  # fmt: skip
+# Names of submodules that are looked for in the package itself.
+_OF_SUBMODULES = {
+    "otloss.costs":
+        "CosineCost Cost DenseCost GridCost LineCost PointCost as_cost cost_between costs_within graph_cost",
+    "otloss.nn":
+        "CdfDistance CloudLoss CornHead Crps CumulativeLinkHead DocumentDistance Emd HistogramLoss JdotLoss "
+        "NgramDistance NumberTokenLoss OrdinalLoss SetLoss Sinkhorn SinkhornDivergence SlicedWasserstein "
+        "SoftRank SoftSort SoftTopK ThresholdLoss Wasserstein1d WassersteinCircular WassersteinTree",
+    "otloss.losses":
+        "critic_loss crps cumulative_log_probabilities decode_classes document_distance generator_loss "
+        "gradient_penalty histogram_labels histogram_mean jdot_loss ngram_distance set_loss soft_labels "
+        "threshold_loss",
+    "otloss.estimators":
+        "EncodedLabelsWarning EnsembleRecalibration LabelOrderWarning LikelihoodSummary "
+        "OrdinalBoostingClassifier OrdinalClassifier OrdinalDecomposition OrdinalRecalibration Temperature "
+        "TransportAdapter",
+    "otloss.boosting":
+        "lightgbm_metric lightgbm_objective start_scores xgboost_metric xgboost_objective",
+    "otloss.metrics":
+        "Distribution OrdinalScorer Reliability macro_mae maximum_mae minimum_sensitivity off_by_one_accuracy "
+        "ordinal_emd ordinal_mae pit_histogram ranked_probability_score scorer threshold_calibration_error "
+        "threshold_reliability",
+}  # fmt: skip
 # The exponent of POT's functions on a line; `p` are the weights here.
 _EXPONENT = _Keyword("POT", "order", "give order= for the exponent")
 
 
 def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:
     """Return what the `__getattr__` of a module is to raise; Python does not show it for `from module import name`."""
-    advice = next((f", which is {of}'s; use {ours}" for of, names, ours in _CALLS if name in names.split()), "")
-    if not advice and name[0] != "_" and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.75)):
+    advice = next((f", which is {c.library}'s; use {c.ours}" for c in _CALLS if name in c.names.split()), "")
+    homes = [home for home, names in _OF_SUBMODULES.items() if name in names.split()]
+    if not advice and homes:
+        advice = f"; use {homes[0]}.{name}"
+    if not advice and not name.startswith("_") and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.75)):
         advice = f"; did you mean {near[0]}?"
     return AttributeError(f"module {module!r} has no attribute {name!r}{advice}", name=name)
 
@@ -176,8 +219,11 @@ def check_keywords(function: str, keywords: Iterable[str], own: Mapping[str, Any
             raise TypeError(f"{function} has no option {name!r}; did you mean {near[0]}=?")
 
 
+_WITHOUT_VALUES = ("match", "solve", "barycenter", "fused_gromov")  # what they return is no value per problem alone
+
+
 def _message(function: str, name: str, keyword: _Keyword, own: Mapping[str, Any]) -> str:
-    advice = keyword.advice
+    advice = _LEAVE_OUT if name == "reduction" and function in _WITHOUT_VALUES else keyword.advice
     if keyword.ours is not None and keyword.ours not in own:
         advice = f"leave it out, or use a function that has {keyword.ours}= (docs/guide/coming_from.md has a table)"
     return f"{function} has no option {name!r}, which is {keyword.library}'s; {advice}."

@@ -28,22 +28,30 @@ class _Look(NamedTuple):
 
 
 class _Clock:
-    """Seconds, but for those in which any thread compiles a kernel."""
+    """Seconds, but for those in which any thread compiles a kernel.
+
+    Both numbers change at once, as one tuple. A lock could be held by another thread at a fork.
+    """
 
     def __init__(self) -> None:
-        self._left_out, self._paused_at = 0.0, math.nan
+        self._state = 0.0, math.nan  # seconds left out, and when the pause began
 
     def now(self) -> float:
-        paused_at = self._paused_at
-        return (time.perf_counter() if math.isnan(paused_at) else paused_at) - self._left_out
+        while True:
+            state = left_out, paused_at = self._state
+            now = (time.perf_counter() if math.isnan(paused_at) else paused_at) - left_out
+            if state is self._state:  # no pause meanwhile
+                return now
 
     def pause(self) -> None:
-        self._paused_at = time.perf_counter()
+        """Stop; numba's own lock lets one thread at a time pause and resume."""
+        self._state = self._state[0], time.perf_counter()
 
     def resume(self) -> float:
         """Return the seconds since `pause`."""
-        seconds = 0.0 if math.isnan(self._paused_at) else time.perf_counter() - self._paused_at
-        self._left_out, self._paused_at = self._left_out + seconds, math.nan
+        left_out, paused_at = self._state
+        seconds = 0.0 if math.isnan(paused_at) else time.perf_counter() - paused_at
+        self._state = left_out + seconds, math.nan
         return seconds
 
 

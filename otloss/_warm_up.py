@@ -14,6 +14,7 @@ from torch import Tensor
 
 from otloss.applications.documents import document_search
 from otloss.applications.gromov import fused_gromov
+from otloss.applications.matching import match
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.losses import document_distance, ordinal_loss
@@ -42,7 +43,7 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
     Args:
         names: some of "emd", "sinkhorn", "solve", "sinkhorn_divergence", "newton" (of the entropic ones, where
             iterations are slow), "wasserstein_1d", "cdf_distance", "sliced_wasserstein", "ordinal_loss", "boosting",
-            "documents" and "fused_gromov"; none for all.
+            "documents", "fused_gromov" and "match"; none for all.
         dtypes: torch.float32, torch.float64 or both.
 
     Raises:
@@ -201,6 +202,10 @@ def _fused_gromov(dtype: torch.dtype) -> None:
     fused_gromov(distances, distances, distances)
 
 
+def _match(dtype: torch.dtype) -> None:
+    match(torch.eye(4, dtype=dtype, device="cpu"))
+
+
 # Their kernels are the same ones for every dtype.
 _IN_FLOAT64 = ("newton", "fused_gromov")
 _EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
@@ -216,4 +221,5 @@ _EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
     "boosting": _boosting,
     "documents": _documents,
     "fused_gromov": _fused_gromov,
+    "match": _match,
 }

@@ -39,6 +39,7 @@ _OF_TRAIN = {
     "validation_text": "--text", "test_text": "--text", "train_text": "--text",
     "validation_questions": "--questions", "test_questions": "--questions", "train_questions": "--questions",
     "bf16": "--dtype bfloat16", "fp16": "--dtype float16", "no_cuda": "--use_cpu", "output_dir": "--output_file",
+    "device": "--use_cpu",
 }  # fmt: skip
 _MODELS = ("model_name_or_path", "tokenizer_name", "judge", "model_sizes", "source")
 _TEXTS = (
@@ -84,9 +85,12 @@ def first_error(arguments: Sequence[str]) -> str | None:
 
 def unknown_option(command: str, written: str, options: list[str]) -> str:
     """The error of an option that the command does not have."""
-    named = _OF_TRAIN.get(_name(written.partition("=")[0]), "")
-    near = [named] if named.partition(" ")[0] in options else get_close_matches(written.partition("=")[0], options, n=1)
-    return f"{command} has no option {written!r}{f', did you mean {near[0]}?' if near else ''} (see {command} --help)."
+    name = _name(written.partition("=")[0])
+    near = _OF_TRAIN.get(name, "")
+    if near.partition(" ")[0] not in options:
+        close = get_close_matches(name, [option.removeprefix("--") for option in options], n=1, cutoff=0.75)
+        near = f"--{close[0]}" if close else ""
+    return f"{command} has no option {written!r}{f', did you mean {near}?' if near else ''} (see {command} --help)."
 
 
 def wrong_path(name: str, text: str) -> str | None:

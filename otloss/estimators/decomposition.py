@@ -20,6 +20,11 @@ from otloss._ordered_classes import check_choice
 from otloss.estimators.base import OrdinalBase, unchanged_on_error
 from otloss.estimators.decode import RULES
 
+_REQUESTS = (
+    "set_fit_request(sample_weight=True) of the classifier, and set_fit_request(sample_weight=False) of each step "
+    "before it that takes weights, such as StandardScaler"
+)
+
 
 class OrdinalDecomposition(OrdinalBase):
     """Classifier of ordered labels out of binary classifiers, one clone for each threshold between two classes.
@@ -28,7 +33,8 @@ class OrdinalDecomposition(OrdinalBase):
         estimator: a classifier with `predict_proba`, cloned for each threshold; `LogisticRegression()` by default. It
             gets X as it is, and checks it: it may be a pipeline that fills in missing values or encodes text. A
             pipeline gets weights through scikit-learn's metadata routing: its classifier requests them by
-            `set_fit_request(sample_weight=True)`.
+            `set_fit_request(sample_weight=True)`, and steps that take weights, such as `StandardScaler`, say
+            `set_fit_request(sample_weight=False)`.
         categories: all labels in rank order, as for `OrdinalClassifier`.
         values: (K,) increasing class values of `decode="mean"` and `expected_value`, 0 to K - 1 by default.
         decode: "median", "argmax" or "mean", as for `OrdinalClassifier`.
@@ -118,15 +124,14 @@ class OrdinalDecomposition(OrdinalBase):
         if get_config()["enable_metadata_routing"]:
             if not get_routing_for_object(self._binary()).consumes("fit", ["sample_weight"]):
                 raise ValueError(
-                    f"sample_weight is given, and {type(self._binary()).__name__} does not request it; call "
-                    "set_fit_request(sample_weight=True) of the classifier, or leave it out."
+                    f"sample_weight is given, and {type(self._binary()).__name__} does not request it by this name; "
+                    f"call {_REQUESTS}, or leave it out."
                 )
             return dict(process_routing(self, "fit", sample_weight=weights).estimator.fit)
         if not has_fit_parameter(self._binary(), "sample_weight"):
             raise ValueError(
                 f"sample_weight is given, and the fit of {type(self._binary()).__name__} takes none; leave it out, or "
-                "for a pipeline call sklearn.set_config(enable_metadata_routing=True), and "
-                "set_fit_request(sample_weight=True) of its classifier."
+                f"for a pipeline call sklearn.set_config(enable_metadata_routing=True), and {_REQUESTS}."
             )
         return {"sample_weight": weights}
 

@@ -55,12 +55,13 @@ TERMS: dict[str, Entry] = {
     "number": Entry(WithNumbers, 0.3, "WEIGHT"),
 }
 
-# Names of these objectives elsewhere.
-_ELSEWHERE = {
+# Names of these objectives elsewhere, and of terms, without "-" and "_"; and numbers of terms that need one.
+_FORMULAS_ELSEWHERE = {
     "ntl": "number_token", "ntloss": "number_token", "number": "number_token", "wasserstein": "number_token",
-    "ce": "mle", "cross_entropy": "mle", "nll": "mle", "sft": "mle", "emd": "emo", "emoloss": "emo",
-    "label_smoothing": "mle+smoothing:0.1",
+    "ce": "mle", "crossentropy": "mle", "nll": "mle", "sft": "mle", "emd": "emo", "emoloss": "emo",
 }  # fmt: skip
+_TERMS_ELSEWHERE = {"ntl": "number", "ntloss": "number", "numbertoken": "number", "labelsmoothing": "smoothing"}
+_USUAL = {"smoothing": "0.1", "z_loss": "0.0001"}
 EXPECTED = (
     f"{', '.join(FORMULAS)}, emo+number, or with a number: "
     f"{', '.join(f'{name}:{entry.number}' for name, entry in FORMULAS.items() if entry.number)}, emo:transport, "
@@ -89,9 +90,9 @@ def parse_objective(text: str) -> Objective:
     """
     lower = text.strip().lower()
     name, *terms = (part.partition(":") for part in re.split(rf"\+(?={'|'.join(TERMS)})", lower))
+    near = _nearest(lower)
+    meant = f" (did you mean {near!r}?)" if near not in ("", lower) else ""
     if name[0] not in FORMULAS or (name[2] and FORMULAS[name[0]].number is None):
-        near = [_ELSEWHERE[name[0]]] if name[0] in _ELSEWHERE else difflib.get_close_matches(name[0], FORMULAS, n=1)
-        meant = f" (did you mean {near[0]!r}?)" if near and near[0] != name[0] else ""
         raise ValueError(f"objective is {text!r}{meant}, expected one of {EXPECTED}.")
     try:
         if name[0] == "emo":
@@ -104,8 +105,26 @@ def parse_objective(text: str) -> Objective:
         for term, _, number in terms:
             objective = TERMS[term].make(objective, *_number(TERMS[term], f"+{term}", number))
     except ValueError as error:
-        raise ValueError(f"objective is {text!r}: {error}") from None
+        raise ValueError(f"objective is {text!r}{meant}: {error}") from None
     return objective
+
+
+def _nearest(text: str) -> str:
+    """The spelling that is meant, with all terms and numbers; "" if a part is like none of the names."""
+    first, *terms = re.split(r"\s*\+\s*(?=[a-z])", text)
+    formula = _nearest_part(first, FORMULAS, _FORMULAS_ELSEWHERE)
+    if not formula:  # a term alone
+        formula, terms = "mle", [first, *terms]
+    parts = [formula, *(_nearest_part(term, TERMS, _TERMS_ELSEWHERE) for term in terms)]
+    return "+".join(parts) if all(parts) else ""
+
+
+def _nearest_part(part: str, entries: dict[str, Entry], elsewhere: dict[str, str]) -> str:
+    written, _, number = part.partition(":")
+    plain, own = re.sub(r"[-_\s]", "", written), {name.replace("_", ""): name for name in entries}
+    name = (own | elsewhere).get(plain) or next((own[near] for near in difflib.get_close_matches(plain, own, n=1)), "")
+    number = number or _USUAL.get(name, "")
+    return f"{name}:{number}" if name and number and entries[name].number else name
 
 
 def _emo(text: str, *, numbers: bool) -> EMO:

@@ -47,7 +47,7 @@ NAMES = {
     "sinkhorn_unbalanced": "marginal_penalty=reg_m", "SamplesLoss": "otloss.cloud_loss", "PointCloud": "PointCost",
     "wasserstein_distance": r"wasserstein_1d\(None, None, u, v\)", "EMOLoss": "otloss_llm.emo_loss",
     "NTLoss": "number_token_loss", "ContinuousRankedProbabilityScore": "losses.crps", "warmup": "did you mean warm_up",
-    "linear_sum_assignment": "otloss.match",
+    "linear_sum_assignment": r"otloss.match\(-cost\)", "CloudLoss": "use otloss.nn.CloudLoss", "": "",
 }  # fmt: skip
 
 
@@ -66,13 +66,47 @@ def test_what_foreign_names_name_exists() -> None:
     """And the names themselves are neither ours nor twice in the table."""
     from otloss import _foreign
 
-    names = [name for _, several, _ in _foreign._CALLS for name in several.split()]
+    names = [name for call in _foreign._CALLS for name in call.names.split()]
     assert len(set(names)) == len(names)
     assert not {*names} & {*otloss.__all__, *otloss_llm.__all__}
-    for _, _, ours in _foreign._CALLS:
-        for called in re.findall(r"otloss(?:_llm)?(?:\.\w+)+", ours):
+    for home, names_there in _foreign._OF_SUBMODULES.items():
+        assert {*names_there.split()} == {*importlib.import_module(home).__all__} - {*otloss.__all__}
+    for call in _foreign._CALLS:
+        for called in re.findall(r"otloss(?:_llm)?(?:\.\w+)+", call.ours):
             module, _, attribute = called.rpartition(".")
             assert hasattr(importlib.import_module(module), attribute), called
+
+
+def test_what_foreign_names_name_gives_their_numbers() -> None:
+    """Those of POT whose value or plan is promised to be the same; test_coming_from.py has more."""
+    ot = pytest.importorskip("ot")
+    scope: dict[str, Any] = {"otloss": otloss, "reg": 0.3, "reg_m": 0.5, "m": 0.6}
+    cost = torch.rand(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scope |= {"p": (P + 0.1 * torch.arange(4)).double(), "q": Q.double(), "cost": cost}
+    scope["p"] /= scope["p"].sum()
+    p, q, exact = scope["p"].numpy(), scope["q"].numpy(), {"stopThr": 1e-12, "numItermax": 10_000}
+    theirs = {
+        "emd2": ot.emd2(p, q, cost.numpy()),
+        "sinkhorn2": ot.sinkhorn2(p, q, cost.numpy(), 0.3, **exact),
+        "sinkhorn_unbalanced": ot.sinkhorn_unbalanced(p, q, cost.numpy(), 0.3, 0.5, **exact),
+        "sinkhorn_unbalanced2": ot.sinkhorn_unbalanced2(p, q, cost.numpy(), 0.3, 0.5, **exact),
+        "partial_wasserstein2": ot.partial.partial_wasserstein2(p, q, cost.numpy(), m=0.6),
+    }
+    images = torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    images /= images.sum((1, 2), keepdim=True)
+    scope |= {"images": images, "shape": (4, 4), "n": 4}
+    name = "convolutional_barycenter2d"
+    theirs[name] = ot.bregman.convolutional_barycenter2d(images.numpy(), 0.3, stopThr=1e-12).reshape(-1)
+    for name, value in theirs.items():
+        ours = re.match(r"otloss\..*\)(\.linear_cost)?", _call_of(name).replace("debiased=...", "debiased=False"))
+        assert ours is not None
+        np.testing.assert_allclose(eval(ours[0], scope), value, atol=1e-5)
+
+
+def _call_of(name: str) -> str:
+    from otloss import _foreign
+
+    return next(call.ours for call in _foreign._CALLS if name in call.names.split())
 
 
 GRID, LABELS, D = torch.linspace(-1, 1, 4), torch.arange(4), torch.cdist(X, X)
@@ -89,9 +123,24 @@ test_what_a_call_says = raising(
     (lambda: W1(P, Q), "p has 4 bins and q 5.* If they are samples u and v"),
     (lambda: otloss.match(X, Y), TypeError, r"match\(torch.cdist\(x, y\)\).* call pair\(x, y\)"),
     (lambda: otloss.cloud_loss(X, Y, reduction="mean"), TypeError, r"take .mean\(\).*otloss.nn.CloudLoss\(reduction"),
+    (lambda: otloss.solve(P, Q, C, reduction="mean"), TypeError, "leave it out"),
+    (lambda: otloss.match(C, maximize=True), TypeError, r"scipy's; .*match\(-cost\)"),
     (lambda: otloss.cloud_loss(P, X, Q, Y), r"GeomLoss's SamplesLoss.*expected points first, cloud_loss\(x, y, a, b\)"),
     (lambda: nn.CloudLoss()(*(t.expand(3, *t.shape) for t in (P, X, Q, Y))), "expected points first"),
-    (lambda: parse_objective("ntl"), "objective is 'ntl'.*did you mean 'number_token'"),
+    *(
+        (lambda written=written: parse_objective(written), rf"did you mean '{re.escape(meant)}'\?")
+        for written, meant in (
+            ("ntl", "number_token"),
+            ("number:0.5", "number_token:0.5"),
+            ("emo:0.5+ntl", "emo:0.5+number"),
+            ("ce+smoothing:0.2", "mle+smoothing:0.2"),
+            ("gem + label-smoothing", "gem+smoothing:0.1"),
+            ("cross-entropy", "mle"),
+            ("crossentropy", "mle"),
+            ("label_smoothing:0.2", "mle+smoothing:0.2"),
+            ("gemm:0.5+zloss:1e-4", "gem:0.5+z_loss:1e-4"),
+        )
+    ),
     (lambda: otloss.fused_gromov(D, D, P, P), r"weights stand third, .*fused_gromov\(C1, C2, p=p, q=q\)"),
     (lambda: otloss.fused_gromov(C, D, torch.cdist(Y, Y)), r"feature cost stands first, .*\(C1, C2, M, p, q\)"),
 )

@@ -15,6 +15,7 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import GridSearchCV
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from sklearn.tree import DecisionTreeClassifier
 
 from otloss.estimators import OrdinalDecomposition
@@ -87,8 +88,11 @@ def test_a_pipeline_gets_weights_by_metadata_routing() -> None:
             search.fit(X, y, sample_weight=weight)
             np.testing.assert_array_equal(search.predict_proba(X), expected)
         OrdinalDecomposition().fit(X, y, sample_weight=weight)
-        with pytest.raises(ValueError, match="Pipeline does not request it; call set_fit_request"):
-            OrdinalDecomposition(make_pipeline(SimpleImputer(), tree)).fit(X, y, sample_weight=weight)
+        scaler = StandardScaler().set_fit_request(sample_weight=False)
+        OrdinalDecomposition(make_pipeline(scaler, requesting)).fit(X, y, sample_weight=weight)
+        for other in (tree, clone(tree).set_fit_request(sample_weight="w")):
+            with pytest.raises(ValueError, match=r"Pipeline does not request it by this name; .*=False"):
+                OrdinalDecomposition(make_pipeline(SimpleImputer(), other)).fit(X, y, sample_weight=weight)
 
 
 test_errors_name_the_estimator = raising(

@@ -86,6 +86,14 @@ def test_an_option_of_train_names_that_of_evaluate(cli: Cli, tiny: Tiny, written
     assert f"did you mean {meant}" in cli(*arguments).error
 
 
+@pytest.mark.parametrize(("written", "meant"), [
+    ("--objective", None), ("--dataset_name", None), ("--device", "--use_cpu"), ("--outputfile", "--output_file"),
+])  # fmt: skip
+def test_no_option_of_another_meaning_is_suggested(written: str, meant: str | None) -> None:
+    error = str(first_error(["evaluate", written, "x"]))
+    assert error.startswith(f"evaluate has no option '{written}'" + (f", did you mean {meant}?" if meant else " (see"))
+
+
 def test_texts_are_classified_in_context(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "task.txt").write_text("".join(f"{i % 2} The fox {i}\n" for i in range(9)), encoding="utf-8")
     given = options(model_name_or_path=tiny.llama, in_context=tmp_path / "task.txt", demonstrations=4)
