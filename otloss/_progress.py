@@ -30,7 +30,8 @@ class _Look(NamedTuple):
 class _Clock:
     """Seconds, but for those in which any thread compiles a kernel.
 
-    Both numbers change at once, as one tuple. A lock could be held by another thread at a fork.
+    Both numbers change at once, as one tuple: times are wrong by a switch of threads at most, not by the seconds of a
+    pause. There is no lock, which another thread could hold at a fork.
     """
 
     def __init__(self) -> None:
