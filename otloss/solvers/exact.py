@@ -41,9 +41,9 @@ from otloss._kernels.problems import solve_batch
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.exact_blocks import (
-    NEARLY,
     PRICE_RATIO,
     blocks_of_plan,
+    price_of,
     shift_blocks,
     unit_of,
     with_capped_prices,
@@ -321,11 +321,11 @@ def _settle_prices(
         return
     masses = weights[0][some].sum(1)
     costs = matrices[owners[some][:, None], cells[some, 0], cells[some, 1]]
-    largest = np.where(flows[some] > NEARLY * unit * masses[:, None], costs, 0.0).max(1)
-    has_prices = (largest > 0) & (outcome[some, 2] >= PRICE_RATIO * largest * masses)
-    for k in some[has_prices]:
+    prices = price_of(costs, flows[some], masses, unit)
+    has_prices = outcome[some, 2] >= prices * masses
+    for k, price in zip(some[has_prices], prices[has_prices], strict=True):
         p, q, matrix = weights[0][k], weights[1][k], matrices[owners[k]]
-        blocks = blocks_of_plan(p, q, matrix, cells[k], flows[k], unit=unit, warns=warns)
+        blocks = blocks_of_plan(p, q, matrix, cells[k], flows[k], price=price, unit=unit, warns=warns)
         if blocks is None:
             continue
         capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)

@@ -87,14 +87,16 @@ def unit_of(*dtypes: torch.dtype) -> float:
     return min(max(torch.finfo(dtype).eps for dtype in dtypes), torch.finfo(torch.float32).eps)
 
 
-def price_of(costs: np.ndarray, flows: np.ndarray, mass: float, unit: float) -> float:
-    """Return the cost from which pairs count as priced; infinite where the plan pays nothing.
+def price_of(costs: np.ndarray, flows: np.ndarray, mass: np.ndarray | float, unit: float) -> np.ndarray:
+    """Return the cost (...) from which pairs count as priced; infinite where the plan pays nothing.
 
     Args:
-        costs, flows: of the cells of a plan. Flows that may be rounding do not count.
+        costs, flows: (..., cells), of the cells of plans. Flows that may be rounding do not count.
+        mass: (...), of the plans.
     """
-    largest = float(costs[flows > NEARLY * unit * mass].max(initial=0.0))
-    return PRICE_RATIO * largest if largest > 0 else np.inf
+    may_be_rounding = flows <= NEARLY * unit * np.asarray(mass)[..., None]
+    largest = np.where(may_be_rounding, 0.0, costs).max(-1)
+    return np.where(largest > 0, PRICE_RATIO * largest, np.inf)
 
 
 def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
@@ -131,18 +133,17 @@ def blocks_of_cells(rows: np.ndarray, columns: np.ndarray, n: int, m: int) -> Bl
 
 
 def blocks_of_plan(
-    p: np.ndarray, q: np.ndarray, matrix: np.ndarray, cells: np.ndarray, flows: np.ndarray, *, unit: float, warns: bool
-) -> Blocks | None:
-    """Return the blocks of equal mass that only priced pairs connect; None for one block.
+    p: np.ndarray, q: np.ndarray, matrix: np.ndarray, cells: np.ndarray, flows: np.ndarray, *, price: float,
+    unit: float, warns: bool,
+) -> Blocks | None:  # fmt: skip
+    """Return the blocks of equal mass that only pairs of at least this price connect; None for one block.
 
     With `warns`, blocks of nearly equal mass whose difference pays a price are named.
     """
-    costs = matrix[cells[0], cells[1]]
-    price = price_of(costs, flows, float(p.sum()), unit)
     blocks = blocks_of_matrix(matrix < price)
     equal = blocks.of_equal_mass(p, q, unit)
     if warns and equal is not blocks:
-        imbalance = blocks.imbalance(p, q)
+        costs, imbalance = matrix[cells[0], cells[1]], blocks.imbalance(p, q)
         is_near = (imbalance > ROUNDINGS * unit) & (imbalance <= NEARLY * unit)
         crossing = (costs >= price) & (is_near[blocks.rows[cells[0]]] | is_near[blocks.columns[cells[1]]])
         _warn_of_prices(float(flows[crossing].sum()), float(costs[crossing].max(initial=0.0)), price)

@@ -127,7 +127,9 @@ def _optimum(problem: Problem) -> Optimum:
     dropped = 0.0
     if scale > PRICE_RATIO * value:
         unit = unit_of(problem.dtype, problem.p.dtype)
-        inside = basis.shift_blocks(rows, columns, price_of(costs.numpy(), flows.numpy(), float(a.sum()), unit), unit)
+        inside = basis.shift_blocks(
+            rows, columns, float(price_of(costs.numpy(), flows.numpy(), float(a.sum()), unit)), unit
+        )
         dropped = value - float((flows * inside) @ costs)
         value, flows = value - dropped, flows * inside
     rows, places, flows = of_x.split(rows, flows)

@@ -41,14 +41,14 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         return None
     if needs_torch(problem.p, problem.q, problem.epsilon, cost.matrix):
         return None
-    blocks = _blocks(problem, cost)
-    return None if all(each is None for each in blocks) else _reduced(problem, cost, blocks)
+    p, q = (w.detach().to("cpu", torch.float64).reshape(-1, w.shape[-1]).numpy() for w in (problem.p, problem.q))
+    blocks = _blocks(problem, cost, p, q)
+    return None if all(each is None for each in blocks) else _reduced(problem, cost, p, q, blocks)
 
 
-def _blocks(problem: Problem, cost: DenseCost) -> list[Blocks | None]:
+def _blocks(problem: Problem, cost: DenseCost, p: np.ndarray, q: np.ndarray) -> list[Blocks | None]:
     """Return the blocks of equal mass of each problem, None for a single block."""
     n, m = cost.shape
-    p, q = (w.detach().to("cpu", torch.float64).reshape(-1, w.shape[-1]).numpy() for w in (problem.p, problem.q))
     matrices = cost.matrix.detach().cpu().reshape(-1, n, m).numpy()
     owners = np.broadcast_to(np.arange(len(matrices)).reshape(cost.batch_shape), problem.batch).reshape(-1)
     widths = problem.epsilon.detach().cpu().double().reshape(-1).numpy()
@@ -60,13 +60,14 @@ def _blocks(problem: Problem, cost: DenseCost) -> list[Blocks | None]:
     return blocks
 
 
-def _reduced(problem: Problem, cost: DenseCost, blocks: list[Blocks | None]) -> tuple[Problem, WayBack]:
+def _reduced(
+    problem: Problem, cost: DenseCost, p: np.ndarray, q: np.ndarray, blocks: list[Blocks | None]
+) -> tuple[Problem, WayBack]:
     """Scale q and cap costs between blocks, in float64: in float32 the scaled masses would differ again."""
     device, batch, (n, m) = cost.device, problem.batch, cost.shape
     wide = torch.float64 if has_float64(device) else cost.dtype
     matrix = cost.matrix.to(wide).expand(*batch, n, m)
     flat, widths = matrix.detach().reshape(-1, n, m), problem.epsilon.detach().reshape(-1)
-    p, q = (w.detach().to("cpu", torch.float64).reshape(-1, w.shape[-1]).numpy() for w in (problem.p, problem.q))
     scales, dropped = np.ones(q.shape), np.zeros(len(q))
     caps = torch.full_like(flat, torch.inf)
     for k, each in enumerate(blocks):
