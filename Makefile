@@ -46,7 +46,7 @@ CHECKED := NUMBA_BOUNDSCHECK=1 NUMBA_OPT=1 NUMBA_LOOP_VECTORIZE=0 NUMBA_CACHE_DI
 
 test-bounds: $(FOR_DEV)  ## the tests of kernels, and a sweep of sizes, with an error for each index beyond an array; about 10 minutes
 	@OMP_NUM_THREADS=1 $(CHECKED) $(BIN)/python .ci/compile_kernels.py
-	OMP_NUM_THREADS=1 $(CHECKED) $(BIN)/python -m pytest -n auto tests/otloss/kernels tests/otloss_llm/kernels
+	OMP_NUM_THREADS=1 $(CHECKED) $(BIN)/python -m pytest -n auto $(wildcard tests/otloss/*/test_*kernel*.py) tests/otloss_llm/kernels
 
 # The same numbers come out of other instructions and orders of summation, up to rounding.
 test-portable: $(FOR_DEV)  ## tests/otloss three times, with other code paths of torch, MKL and numba, on one thread and on two

@@ -39,7 +39,7 @@ MODULES = {
     "otloss/losses/geometry.py": [
         "tests/otloss/losses/test_ordinal_loss.py",
         "tests/otloss/losses/test_histogram_loss.py",
-        "tests/otloss/kernels/test_ordinal_kernel.py",
+        "tests/otloss/losses/test_ordinal_kernel.py",
     ],
     "otloss/solvers/problem.py": [
         "tests/otloss/test_foreign_keywords.py",

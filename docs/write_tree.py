@@ -17,11 +17,11 @@ HEAD = """# What is where
 A folder has one job, and imports go down. Each file is named with the first line of its docstring and what it defines.
 [Design](design.md) has the rules, [contributing](contributing.md) the recipes.
 
-The path of a transport problem is pose (problem.py), reduce (reductions/), solve (exact.py or entropic/), differentiate
-(derivatives.py) and restore (transport.py), which solve.py puts together. Sinkhorn's updates are in
-entropic/log_domain.py, and for matrices on a CPU in _kernels/sinkhorn_steps.py. tests/ has the folders of the sources;
-examples/ has a script for each application (emo_demo.py is `make demo`, data.py says where data comes from);
-benchmarks/ measures ratios to other packages in the same run.
+The path of a transport problem is pose (problem.py), reduce (reductions/), solve (exact/, entropic/ or closed_forms/),
+differentiate (derivatives.py) and restore (transport.py), which solve.py puts together. A numba kernel is in a file
+named *_numba.py beside its reference implementation. tests/ has the folders of the sources; examples/ has a script for
+each application (emo_demo.py is `make demo`, data.py says where data comes from); benchmarks/ measures ratios to other
+packages in the same run.
 """
 
 

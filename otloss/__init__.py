@@ -9,35 +9,36 @@ from otloss import costs as costs
 from otloss import nn as nn
 from otloss._foreign import missing_name as _missing_name
 from otloss._warm_up import warm_up as warm_up
-from otloss.applications.clouds import cloud_loss as cloud_loss
-from otloss.applications.documents import document_search as document_search
-from otloss.applications.gromov import FusedGromov as FusedGromov
-from otloss.applications.gromov import fused_gromov as fused_gromov
-from otloss.applications.matching import match as match
-from otloss.applications.pairing import pair as pair
-from otloss.applications.registration import Registration as Registration
-from otloss.applications.registration import register as register
-from otloss.applications.sorting import soft_rank as soft_rank
-from otloss.applications.sorting import soft_sort as soft_sort
-from otloss.applications.sorting import soft_top_k as soft_top_k
 from otloss.losses import histogram_loss as histogram_loss
 from otloss.losses import number_token_loss as number_token_loss
 from otloss.losses import ordinal_loss as ordinal_loss
-from otloss.solvers.barycenters import barycenter as barycenter
+from otloss.losses.clouds import cloud_loss as cloud_loss
+from otloss.losses.documents import document_search as document_search
+from otloss.solvers.assignment.match import match as match
+from otloss.solvers.assignment.pair import pair as pair
+from otloss.solvers.assignment.register import Registration as Registration
+from otloss.solvers.assignment.register import register as register
+from otloss.solvers.barycenter.barycenter import barycenter as barycenter
 from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
-from otloss.solvers.circle import wasserstein_circular as wasserstein_circular
+from otloss.solvers.closed_forms.circle import wasserstein_circular as wasserstein_circular
+from otloss.solvers.closed_forms.line import cdf_distance as cdf_distance
+from otloss.solvers.closed_forms.line import wasserstein_1d as wasserstein_1d
+from otloss.solvers.closed_forms.sliced import sliced_wasserstein as sliced_wasserstein
+from otloss.solvers.closed_forms.tree import wasserstein_tree as wasserstein_tree
 from otloss.solvers.convergence import ConvergenceWarning as ConvergenceWarning
-from otloss.solvers.line import cdf_distance as cdf_distance
-from otloss.solvers.line import wasserstein_1d as wasserstein_1d
-from otloss.solvers.sliced import sliced_wasserstein as sliced_wasserstein
+from otloss.solvers.gromov.fused_gromov import FusedGromov as FusedGromov
+from otloss.solvers.gromov.fused_gromov import fused_gromov as fused_gromov
+from otloss.solvers.options import SmallEpsilonError as SmallEpsilonError
+from otloss.solvers.ranking.soft_sort import soft_rank as soft_rank
+from otloss.solvers.ranking.soft_sort import soft_sort as soft_sort
+from otloss.solvers.ranking.soft_sort import soft_top_k as soft_top_k
 from otloss.solvers.solve import emd as emd
 from otloss.solvers.solve import sinkhorn as sinkhorn
 from otloss.solvers.solve import sinkhorn_divergence as sinkhorn_divergence
 from otloss.solvers.solve import solve as solve
 from otloss.solvers.transport import Certificate as Certificate
 from otloss.solvers.transport import Transport as Transport
-from otloss.solvers.tree import wasserstein_tree as wasserstein_tree
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "ConvergenceWarning",
     "FusedGromov",
     "Registration",
+    "SmallEpsilonError",
     "Transport",
     "__version__",
     "barycenter",

@@ -320,3 +320,8 @@ def check_broadcast(**shapes: tuple[int, ...]) -> torch.Size:
         raise ValueError(
             f"the batch axes do not broadcast: got {got}; expected equal sizes or 1, counted from the right."
         ) from None
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether there are float64 numbers on this device."""
+    return device.type != "mps"

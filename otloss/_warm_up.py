@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss.applications.documents import document_search
-from otloss.applications.gromov import fused_gromov
-from otloss.applications.matching import match
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.losses import document_distance, ordinal_loss
-from otloss.solvers.line import cdf_distance, wasserstein_1d
-from otloss.solvers.sliced import sliced_wasserstein
+from otloss.losses.documents import document_search
+from otloss.solvers.assignment.match import match
+from otloss.solvers.closed_forms.line import cdf_distance, wasserstein_1d
+from otloss.solvers.closed_forms.sliced import sliced_wasserstein
+from otloss.solvers.gromov.fused_gromov import fused_gromov
 from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence, solve
 
 # Large enough that kernels are used where small problems are left to torch.
@@ -80,7 +80,7 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
 
 def _are_kept() -> bool:
     """Whether another process finds what this one compiles."""
-    from otloss._kernels.line import cdf_values  # takes a second: it imports numba
+    from otloss.solvers.closed_forms.line_numba import cdf_values  # takes a second: it imports numba
 
     return bool(cdf_values.stats.cache_path)
 

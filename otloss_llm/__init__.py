@@ -12,9 +12,9 @@ from otloss_llm import _start as _start  # before torch, for Ctrl-C while that i
 
 # isort: split
 from otloss import __version__ as __version__
-from otloss.extending import install_hint as _install_hint
-from otloss.extending import missing_name as _missing_name
-from otloss.extending import missing_package as _missing_package
+from otloss._checks import missing_package as _missing_package
+from otloss._distribution import install_hint as _install_hint
+from otloss._foreign import missing_name as _missing_name
 from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.costs.choice import NumberSettings as NumberSettings
 from otloss_llm.costs.embedding import EmbeddingCost as EmbeddingCost

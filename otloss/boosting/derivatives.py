@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from otloss._kernels import may_run_on
+from otloss._numba import may_run_on
+from otloss._numba.threads import run_on_threads
 from otloss._ordered_classes import Floats
 from otloss.boosting.settings import RowLoss
 
@@ -88,8 +89,7 @@ def gradients(
         check_rows(scores, labels, weights)
         gradient, hessian = gradients_in_numpy(scores, labels, weights, loss=loss, curvature=curvature)
         return np.asarray(gradient, np.float32, order=order), np.asarray(hessian, np.float32, order=order)
-    from otloss._kernels import ordinal
-    from otloss._kernels._threads import run_on_threads
+    from otloss.losses import ordinal_numba as ordinal
 
     scores = _laid_out(scores, order)
     answers = ordinal.answers_of_curvatures(scores)
@@ -107,8 +107,7 @@ def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLo
     check_rows(scores, labels, weights)
     if not loss.is_square or len(scores) < _SMALL or not may_run_on():
         return values_in_numpy(scores, labels, loss=loss)
-    from otloss._kernels import ordinal
-    from otloss._kernels._threads import run_on_threads
+    from otloss.losses import ordinal_numba as ordinal
 
     z = np.require(scores, np.float64, ["C", "W"])
     answers, no_gradient = ordinal.answers_of_scores(z, with_gradients=False)

@@ -31,7 +31,7 @@ from otloss._checks import (
     check_last_axis,
     has_tangent,
 )
-from otloss._kernels import is_small, may_run_on
+from otloss._numba import is_small, may_run_on
 
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
@@ -281,7 +281,7 @@ def softmin_of(
     problems = broadcast_shape(rows.shape[:-2], potential.shape[:-1]).numel()
     small = is_small(problems * rows.shape[-2] * rows.shape[-1])
     if not small and may_run_on(rows, potential) and not makes_graph(rows, potential):
-        from otloss._kernels.softmin import dense_softmin
+        from otloss.costs.softmin_numba import dense_softmin
 
         return dense_softmin(rows, potential, epsilon)
     return softmin_in_torch(rows, potential, epsilon)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating
-from otloss._kernels import may_run_on
+from otloss._numba import may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, plan_rows, softmin_of
 
 
@@ -114,7 +114,7 @@ class DenseCost(Cost):
             return ()
         batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
         if may_run_on(self.matrix, f) and batch == self.batch_shape:
-            from otloss._kernels.plan import scaled_plans
+            from otloss.costs.plan_numba import scaled_plans
 
             inverse = 1 / torch.as_tensor(epsilon, dtype=torch.float64, device=self.device)
             a, b = (h * inverse[..., None] + log_weights for h, log_weights in ((f, log_p), (g, log_q)))

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import check_positive
-from otloss._kernels import may_run_on
+from otloss._numba import may_run_on
 from otloss.costs.cost import Cost, block_entries, makes_graph, recomputed, softmin_of
 
 # Costs over epsilon up to which exp(-C / eps) is held as a number in float64: along all axes at once, and along one by

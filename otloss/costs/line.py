@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_positive
-from otloss._kernels import may_run_on
+from otloss._numba import may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph
 
 
@@ -77,7 +77,7 @@ class LineCost(Cost):
         metric = {1.0: "l1", 2.0: "sqeuclidean"}.get(self.power)
         if metric is None or makes_graph(potential, self.x) or not may_run_on(self.x, potential):
             return super().softmin(potential, epsilon)
-        from otloss._kernels.points import points_softmin
+        from otloss.costs.points_numba import points_softmin
 
         potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
         points = self.x.unsqueeze(-1)

@@ -31,10 +31,11 @@ from otloss._checks import (
     is_differentiated,
     needs_torch,
 )
-from otloss._kernels import is_small, may_run_on
+from otloss._numba import is_small, may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 from otloss.costs.distances import by_problems, distances, suit_products
 from otloss.costs.gaussian_sums import LEAST_PAIRS, MOST_AXES, GaussianSums, in_blocks
+from otloss.costs.order import can_leave_out, order_of
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
@@ -163,7 +164,7 @@ class PointCost(Cost):
         check_floating("potential", potential)
         if makes_graph(potential, self.x, self.y) or not self._has_kernel(potential):
             return super().softmin(potential, epsilon)
-        from otloss._kernels.points import points_softmin
+        from otloss.costs.points_numba import points_softmin
 
         potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
         orders = self._orders_of(self.x, self.y)
@@ -172,7 +173,6 @@ class PointCost(Cost):
         )
 
     def _orders_of(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        from otloss._kernels.points import can_leave_out, order_of
 
         return (self._order(x, order_of), self._order(y, order_of)) if can_leave_out(x, y) else None
 
@@ -207,7 +207,7 @@ class PointCost(Cost):
         parameters = self.parameters()
         if not parameters or not self._has_kernel(f, g):
             return super().plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
-        from otloss._kernels.points import gradients_in_x
+        from otloss.costs.points_numba import gradients_in_x
 
         epsilon = check_epsilon(epsilon, above_zero=True)
         width = epsilon.unsqueeze(-1) if isinstance(epsilon, Tensor) else epsilon

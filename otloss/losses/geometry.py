@@ -14,7 +14,7 @@ r_k is summed from that end of the classes which holds less mass: for one class 
 each a sum of terms of one sign. So a prediction that is nearly right keeps its relative accuracy, where F_k - 1 would
 cancel. Its derivative in P is then a sum of terms of one sign as well, zero at the label's class.
 
-This is the reference implementation of the kernel `otloss._kernels.ordinal`.
+This is the reference implementation of the kernel `otloss.losses.ordinal_numba`.
 
 Source: L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916, eq. 6.
 """
@@ -34,9 +34,9 @@ from torch.nn.functional import pad
 from otloss._checks import check_finite, check_number, check_positive, check_tensor, is_differentiated
 from otloss._ordered_classes import check_increasing, check_table_shape
 from otloss.costs import as_cost
-from otloss.solvers.circle import wasserstein_circular
-from otloss.solvers.line import cdf_distance
-from otloss.solvers.problem import centre_gradient
+from otloss.solvers.closed_forms.circle import wasserstein_circular
+from otloss.solvers.closed_forms.line import cdf_distance
+from otloss.solvers.histograms import centre_gradient
 from otloss.solvers.solve import emd
 
 

@@ -22,11 +22,11 @@ from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 from otloss._autograd import eager
 from otloss._checks import is_differentiated, numbers
 from otloss._foreign import explains_calls
-from otloss._kernels import may_run_on
+from otloss._numba import may_run_on, threads
 from otloss.costs import Cost
 from otloss.losses.geometry import GeometrySettings, Line
 from otloss.losses.rows import Rows, check_cross_entropy, posed_rows
-from otloss.solvers.problem import MASS_TOLERANCE
+from otloss.solvers.histograms import MASS_TOLERANCE
 
 _PLAIN = (Tensor, Parameter)  # A subclass of Tensor may have no data.
 
@@ -168,8 +168,7 @@ class _RankedScore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Rows, mix: float, divisor: int | None, logits: Tensor) -> Float[Tensor, "*rows"]:
-        from otloss._kernels import ordinal
-        from otloss._kernels._threads import ENTRIES, run_on_threads
+        from otloss.losses import ordinal_numba as ordinal
 
         assert isinstance(rows.geometry, Line)
         ctx.settings = rows, mix, divisor
@@ -178,9 +177,9 @@ class _RankedScore(torch.autograd.Function):
         )
         filled = ordinal.answers_of_scores(z, with_gradients=ctx.needs_input_grad[-1])
         # A small batch is finished before a second thread has started.
-        threads = max(1, min(torch.get_num_threads(), logits.numel() // ENTRIES))
+        count = max(1, min(torch.get_num_threads(), logits.numel() // threads.ENTRIES))
         settings = mix, 1.0 / (divisor or 1), MASS_TOLERANCE[logits.dtype]
-        run_on_threads(ordinal.ranked_scores, threads, (z, label, gaps, *settings, *filled, threads))
+        threads.run_on_threads(ordinal.ranked_scores, count, (z, label, gaps, *settings, *filled, count))
         values, gradients = map(torch.from_numpy, filled)
         ctx.save_for_backward(logits, gradients)
         return values if divisor is None else values.sum()

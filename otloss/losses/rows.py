@@ -31,7 +31,7 @@ from otloss._checks import (
     numbers,
 )
 from otloss.losses.geometry import Geometry, GeometrySettings
-from otloss.solvers.problem import MASS_TOLERANCE
+from otloss.solvers.histograms import MASS_TOLERANCE
 
 
 @dataclass(frozen=True)

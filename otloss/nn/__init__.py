@@ -11,15 +11,6 @@ model around it goes to half precision, where neighbouring positions and small c
 The losses of critics have no module: they hold nothing, or take the network itself.
 """
 
-from otloss.nn.applications import CloudLoss as CloudLoss
-from otloss.nn.applications import Crps as Crps
-from otloss.nn.applications import DocumentDistance as DocumentDistance
-from otloss.nn.applications import JdotLoss as JdotLoss
-from otloss.nn.applications import NgramDistance as NgramDistance
-from otloss.nn.applications import SetLoss as SetLoss
-from otloss.nn.applications import SoftRank as SoftRank
-from otloss.nn.applications import SoftSort as SoftSort
-from otloss.nn.applications import SoftTopK as SoftTopK
 from otloss.nn.cumulative_head import CornHead as CornHead
 from otloss.nn.cumulative_head import CumulativeLinkHead as CumulativeLinkHead
 from otloss.nn.distances import CdfDistance as CdfDistance
@@ -30,10 +21,19 @@ from otloss.nn.distances import SlicedWasserstein as SlicedWasserstein
 from otloss.nn.distances import Wasserstein1d as Wasserstein1d
 from otloss.nn.distances import WassersteinCircular as WassersteinCircular
 from otloss.nn.distances import WassersteinTree as WassersteinTree
+from otloss.nn.losses import CloudLoss as CloudLoss
+from otloss.nn.losses import Crps as Crps
+from otloss.nn.losses import DocumentDistance as DocumentDistance
 from otloss.nn.losses import HistogramLoss as HistogramLoss
+from otloss.nn.losses import JdotLoss as JdotLoss
+from otloss.nn.losses import NgramDistance as NgramDistance
 from otloss.nn.losses import NumberTokenLoss as NumberTokenLoss
 from otloss.nn.losses import OrdinalLoss as OrdinalLoss
+from otloss.nn.losses import SetLoss as SetLoss
 from otloss.nn.losses import ThresholdLoss as ThresholdLoss
+from otloss.nn.ranking import SoftRank as SoftRank
+from otloss.nn.ranking import SoftSort as SoftSort
+from otloss.nn.ranking import SoftTopK as SoftTopK
 
 __all__ = [
     "CdfDistance",

@@ -9,11 +9,11 @@ from torch import Tensor
 from otloss.costs import as_cost
 from otloss.costs.dense import has_plain_entries
 from otloss.nn.base import Loss
-from otloss.solvers.circle import wasserstein_circular
-from otloss.solvers.line import cdf_distance, wasserstein_1d
-from otloss.solvers.sliced import sliced_wasserstein
+from otloss.solvers.closed_forms.circle import wasserstein_circular
+from otloss.solvers.closed_forms.line import cdf_distance, wasserstein_1d
+from otloss.solvers.closed_forms.sliced import sliced_wasserstein
+from otloss.solvers.closed_forms.tree import wasserstein_tree
 from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence
-from otloss.solvers.tree import wasserstein_tree
 
 
 class Wasserstein1d(Loss, function=wasserstein_1d, inputs=("p", "q")):

@@ -34,7 +34,7 @@ from otloss._checks import broadcast_shape
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
 from otloss.costs.cost import block_entries
 from otloss.costs.distances import by_problems
-from otloss.solvers.problem import HistogramPair, pair_and_cost
+from otloss.solvers.histograms import HistogramPair, pair_and_cost
 
 COUPLINGS = ("independent", "residual", "best")
 

@@ -37,14 +37,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import check_no_tangent, check_no_transform, once_only
-from otloss._checks import is_differentiated
+from otloss._checks import has_float64, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.condition import MOST_CORRECTIONS, SMALL_STEP, check_condition, correction, no_implicit_answer
+from otloss.solvers.entropic.implicit_grid import suits_axes, with_graph
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
-from otloss.solvers.exact import ExactSolution
-from otloss.solvers.implicit_grid import suits_axes, with_graph
-from otloss.solvers.problem import Problem, has_float64
+from otloss.solvers.exact.simplex import ExactSolution
+from otloss.solvers.problem import Problem
 
 NEWTON_STEPS = 2
 IMPLICIT_RIDGE = 1e-11

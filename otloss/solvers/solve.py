@@ -16,17 +16,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
-from otloss._checks import needs_torch
+from otloss._checks import has_float64, needs_torch
 from otloss._foreign import explains_calls, takes_arrays
 from otloss.costs import Cost, LineCost, as_cost, costs_within
 from otloss.costs.within import is_symmetric
+from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
-from otloss.solvers.entropic.search import find_potentials
+from otloss.solvers.entropic.assignment_start import assignment_start
+from otloss.solvers.entropic.ladder import find_potentials
 from otloss.solvers.entropic.solution import solution_of
-from otloss.solvers.exact import solve_exactly
-from otloss.solvers.exact_clouds import solve_between_clouds, takes_clouds
-from otloss.solvers.line import finite_in, wasserstein_1d
-from otloss.solvers.problem import Problem, Settings, has_float64, pose, tolerance_of, weights_or_uniform
+from otloss.solvers.exact.clouds import solve_between_clouds, takes_clouds
+from otloss.solvers.exact.simplex import solve_exactly
+from otloss.solvers.histograms import weights_or_uniform
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import Problem, pose, tolerance_of
 from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
@@ -325,7 +328,9 @@ def answer(problem: Problem, settings: Settings, *, symmetric: bool = False, acc
 def _solve(problem: Problem, settings: Settings, symmetric: bool, accurate: bool | None) -> Solution:
     """Solve a reduced problem, with the derivatives that were asked for."""
     if problem.is_exact:
-        return with_envelope(solve_between_clouds(problem) if takes_clouds(problem) else solve_exactly(problem))
+        if takes_clouds(problem):
+            return with_envelope(solve_between_clouds(problem))
+        return with_envelope(solve_exactly(problem, find_start=assignment_start))
     problem, potentials = find_potentials(problem, settings, symmetric=symmetric, accurate=accurate)
     solution = solution_of(problem, potentials, tolerance_of(problem, settings))
     return with_envelope(solution) if settings.grad == "envelope" else with_implicit_derivatives(solution)

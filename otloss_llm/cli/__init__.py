@@ -18,7 +18,7 @@ from typing import Any
 
 import otloss
 import otloss_llm
-from otloss.extending import install_hint
+from otloss._distribution import install_hint
 from otloss_llm import __version__, parse_objective
 from otloss_llm._precheck import COMMANDS, unknown_option, values_of
 from otloss_llm._start import INTERRUPTED

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from otloss.extending import SCALINGS
+from otloss.losses.number_line import SCALINGS
 from otloss_llm.evaluation.answer_scores import STYLES
 from otloss_llm.evaluation.in_context import RETRIEVERS, SCORINGS, TEMPLATE
 from otloss_llm.experiments.oracle import Oracle

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss.extending import SCALINGS
+from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.number_cost import MixedCost, NumberCost
 from otloss_llm.costs.ratings import RatingCost

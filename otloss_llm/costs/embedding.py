@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from otloss._checks import check_finite, check_floating, check_index
 from otloss.costs import CosineCost
-from otloss.extending import check_finite, check_floating, check_index
 from otloss_llm.costs.near_duplicates import describe_criteria, find_near_duplicates
 from otloss_llm.costs.vocabulary import LabelRows, VocabularyCost
 from otloss_llm.models.heads import find_head

@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from otloss._checks import check_index, check_positive
 from otloss.costs import Cost
-from otloss.extending import TEXT_OVER_WORST, check_index, check_positive, checked_values, number_line
+from otloss.losses.number_line import TEXT_OVER_WORST, checked_values, number_line
 from otloss_llm.costs.tokenizer_numbers import Coverage, NumberTokens
 from otloss_llm.costs.vocabulary import (
     FewColumns,

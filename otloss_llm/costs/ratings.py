@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss.extending import check_index, checked_values
+from otloss._checks import check_index
+from otloss.losses.number_line import checked_values
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows, ValuesCost, check_cost_dtype
 from otloss_llm.models.sharded_heads import VocabShard
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss.extending import check_floating
+from otloss._checks import check_floating
 from otloss_llm.costs.embedding import (
     EmbeddingCost,
     added_by_rounding,

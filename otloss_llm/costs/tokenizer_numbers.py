@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.extending import check_floating
+from otloss._checks import check_floating
 
 _NUMBER = re.compile(r"[+\-\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 # A number beside punctuation: '=2', '$5', '(-3', '5.', '1,000', '1e5', 'boxed{7}'. Not ',000', a part of one.

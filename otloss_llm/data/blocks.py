@@ -18,7 +18,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from otloss.extending import install_hint, missing_package
+from otloss._checks import missing_package
+from otloss._distribution import install_hint
 from otloss_llm.data.text import as_documents
 from otloss_llm.data.text import read_texts as read_texts
 from otloss_llm.data.text import split_documents as split_documents

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otloss.extending import install_hint, missing_package
+from otloss._checks import missing_package
+from otloss._distribution import install_hint
 from otloss_llm.data.chats import Chat, ChatRows, checked_chat
 from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question
 from otloss_llm.data.text import column_text

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss.extending import checked_values, signed_log
+from otloss.losses.number_line import checked_values, signed_log
 from otloss_llm.costs.choice import number_values
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, count_labels, pad_questions, prompt_text

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from otloss.extending import SCALINGS
+from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import Sum, parse_objective
 from otloss_llm.training.loading import COST_SOURCES

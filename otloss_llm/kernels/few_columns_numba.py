@@ -12,8 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss.extending import compiled, next_task, run_on_threads
-from otloss.extending import exp32 as _exp
+from otloss._numba.compile import compiled
+from otloss._numba.compile import exp32 as _exp
+from otloss._numba.tasks import next_task
+from otloss._numba.threads import run_on_threads
 from otloss_llm.costs.vocabulary import FewColumns
 from otloss_llm.kernels.few_columns import ColumnSums, largest
 from otloss_llm.kernels.rows import GradientCoefficients, RowSums

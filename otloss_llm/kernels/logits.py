@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from otloss.extending import may_run_on
+from otloss._numba import may_run_on
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows
 from otloss_llm.kernels import rows
 from otloss_llm.objectives import Sum

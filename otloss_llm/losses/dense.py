@@ -16,8 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import eager
+from otloss._checks import check_finite, check_floating
 from otloss.costs import Cost
-from otloss.extending import MASS_TOLERANCE, check_finite, check_floating, eager
+from otloss.solvers.histograms import MASS_TOLERANCE
 from otloss_llm.kernels.reference import logit_statistics
 from otloss_llm.losses.positions import check_objective, check_token_reduction, reduction_factor
 from otloss_llm.losses.token_loss import TokenLoss

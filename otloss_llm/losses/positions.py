@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from otloss.extending import check_finite, check_floating, check_reduction, check_tensor
+from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost, as_vocabulary_cost
 from otloss_llm.objectives import EMO, Objective, Statistics, Sum
 

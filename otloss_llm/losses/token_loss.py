@@ -16,8 +16,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._autograd import eager
+from otloss._checks import check_floating, check_positive
+from otloss._foreign import explains_calls
 from otloss.costs import Cost
-from otloss.extending import check_floating, check_positive, eager, explains_calls
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.kernels import chunked, reference, sharded_logits

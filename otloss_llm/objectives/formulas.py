@@ -30,7 +30,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from otloss.extending import check_not_negative, check_number, check_positive
+from otloss._checks import check_not_negative, check_number, check_positive
 from otloss_llm.objectives.statistics import Objective, Sum, Term
 
 DEFAULT_CLIP = 3.0  # of EMO's ratio

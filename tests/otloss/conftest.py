@@ -4,22 +4,22 @@ import pytest
 
 # Sizes at which work is split into blocks or given to kernels, so small that the problems of tests are split.
 SMALL_BLOCKS = {
-    "otloss._kernels._threads.ENTRIES": 1,
+    "otloss._numba.threads.ENTRIES": 1,
     "otloss.costs.cost._BLOCK_ENTRIES": 20,
     "otloss.costs.distances._BLOCK_ENTRIES": 90 * 3 * 7,
     "otloss.losses.number_tokens._PIECE_ON_CPU": 30,
-    "otloss.solvers.barycenters._LARGEST_MATRIX": 0,
+    "otloss.solvers.barycenter.barycenter._LARGEST_MATRIX": 0,
     "otloss.solvers.entropic.solution._PLAN_BLOCK_ENTRIES": 1,
-    "otloss.solvers.implicit_grid.LEAST_CELLS": 1,
-    "otloss.solvers.line._SMALL": 0,
-    "otloss.solvers.sliced._BLOCK": 1,
+    "otloss.solvers.entropic.implicit_grid.LEAST_CELLS": 1,
+    "otloss.solvers.closed_forms.line._SMALL": 0,
+    "otloss.solvers.closed_forms.sliced._BLOCK": 1,
 }
 
 
 @pytest.fixture(autouse=True)
 def kernels_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the kernels of soft minima on small problems, where torch is used otherwise."""
-    monkeypatch.setattr("otloss._kernels.SMALL", 0)
+    monkeypatch.setattr("otloss._numba.SMALL", 0)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import otloss
 from otloss import costs
 from otloss.costs import Cost
 from otloss.solvers.convergence import ConvergenceWarning
-from otloss.solvers.entropic import search
+from otloss.solvers.entropic import ladder as search
 from otloss.solvers.problem import Problem
 
 

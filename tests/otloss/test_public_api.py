@@ -14,8 +14,8 @@ import otloss
 import otloss.boosting
 import otloss.losses
 import otloss_llm
-from otloss.extending import DISTRIBUTION
-from otloss.solvers.problem import Settings
+from otloss._distribution import DISTRIBUTION
+from otloss.solvers.options import Settings
 from tests.errors import raising
 
 

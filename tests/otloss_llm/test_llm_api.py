@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import otloss_llm
-from otloss.extending import missing_package
+from otloss._checks import missing_package
 
 
 def run(code: str) -> list[str]:

@@ -27,8 +27,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._kernels.sinkhorn_numbers import LARGEST_ESTIMATE
-from otloss.solvers.entropic.log_domain import SearchResult, Sweep
+from otloss.solvers.entropic.interface import LARGEST_ESTIMATE, SearchResult
+from otloss.solvers.entropic.sinkhorn import Sweep
 from otloss.solvers.problem import Problem
 
 LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials

@@ -2,7 +2,7 @@
 
 Sinkhorn is slow where the plan falls into parts that hardly exchange mass, as between clouds in clusters or with
 outliers: an iteration moves next to nothing between the parts. The potentials of the exact problem are right up to a
-few epsilons, and from there Newton's method (`otloss._kernels.newton`) takes ten to twenty steps.
+few epsilons, and from there Newton's method (`otloss.solvers.entropic.newton_numba`) takes ten to twenty steps.
 
 Let b = g / epsilon, and let S be the plan with rows scaled to one. In balanced problems the dual as a function of b has
 the gradient q - S^T p and the negative Hessian H = diag(S^T p) - S^T diag(p) S. The error of g is estimated from the
@@ -20,12 +20,15 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from otloss._kernels import may_run_on
+from otloss._numba import may_run_on
+from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import Cost, DenseCost, PointCost
+from otloss.costs.order import METRICS, can_leave_out, order_of
 from otloss.solvers.entropic.dual import ROUNDING, Dual, bound_of_potential, error_of_potential, has_estimate
-from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep, in_float64
-from otloss.solvers.exact import solve_exactly
-from otloss.solvers.exact_clouds import solve_between_clouds, takes_clouds
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Goal, SearchResult, in_float64
+from otloss.solvers.entropic.sinkhorn import Sweep
+from otloss.solvers.exact.clouds import solve_between_clouds, takes_clouds
+from otloss.solvers.exact.simplex import solve_exactly
 from otloss.solvers.problem import Problem
 
 MOST_STEPS = 1000  # of Newton's method
@@ -132,7 +135,6 @@ def _chosen(problem: Problem, chosen: Tensor) -> Problem:
 
 def is_between_large_clouds(problem: Problem) -> bool:
     """Return whether Newton's method visits only the pairs of points that count, and so needs no matrix."""
-    from otloss._kernels.points import METRICS, can_leave_out
 
     cost = problem.cost
     if type(cost) is not PointCost or cost.metric not in METRICS or problem.batch.numel() != 1:
@@ -155,11 +157,8 @@ def _run(
     problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, goal: Goal
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Call the kernel, from g with this error: f, g, the error and the steps."""
-    from otloss._kernels._threads import Work, run_on_threads
-    from otloss._kernels.newton import answers, newton_problems
-    from otloss._kernels.points import METRICS, order_of
-    from otloss._kernels.sinkhorn_numbers import ERROR, ITERATIONS
-    from otloss._kernels.softmin import as_columns
+    from otloss.costs.softmin_numba import as_columns
+    from otloss.solvers.entropic.newton_numba import answers, newton_problems
 
     rho, cost = problem.marginal_penalty, problem.cost
     p, q = problem.p, problem.q

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
-from otloss.solvers.entropic.log_domain import SearchResult, Sweep, in_float64, of_masses
+from otloss.solvers.entropic.interface import SearchResult, in_float64, of_masses
+from otloss.solvers.entropic.sinkhorn import Sweep
 from otloss.solvers.problem import Problem
 
 _PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of this size exist at a time

@@ -12,7 +12,8 @@ apply. `reduce` tries them in this order:
 
 from __future__ import annotations
 
-from otloss.solvers.problem import Problem, Settings
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import Problem
 from otloss.solvers.reductions import empty_sides, large_epsilon, partial_mass, plain_costs, priced_blocks
 from otloss.solvers.reductions.way_back import WayBack
 

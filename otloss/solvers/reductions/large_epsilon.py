@@ -12,7 +12,10 @@ import math
 
 import torch
 
-from otloss.solvers.problem import Problem, Settings, has_float64, of_equal_mass
+from otloss._checks import has_float64
+from otloss.solvers.histograms import of_equal_mass
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
 CAP = 1e8  # epsilon over the largest cost, at most

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otloss._checks import check_finite
+from otloss._checks import check_finite, has_float64
 from otloss.costs import DenseCost, GridCost
 from otloss.solvers.convergence import level_of_the_caller
-from otloss.solvers.problem import Problem, Settings, has_float64
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
 SLOW_MATRIX = 2**24  # entries of the matrix between the cells of images, from which iterations on it take seconds

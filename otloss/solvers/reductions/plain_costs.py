@@ -23,9 +23,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from otloss._checks import has_float64
 from otloss.costs import DenseCost
 from otloss.costs.dense import SignedCost
-from otloss.solvers.problem import Problem, Settings, has_float64, of_equal_mass
+from otloss.solvers.histograms import of_equal_mass
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
 EPSILONS_PER_PAIR = 40.0  # of the price, per pair of a cycle: exp(-40) of the mass

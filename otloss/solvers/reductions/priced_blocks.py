@@ -17,10 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import needs_torch
+from otloss._checks import has_float64, needs_torch
 from otloss.costs import DenseCost
-from otloss.solvers.exact_blocks import Blocks, blocks_of_matrix, unit_of
-from otloss.solvers.problem import Problem, Settings, has_float64
+from otloss.solvers.exact.blocks import Blocks, blocks_of_matrix, unit_of
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.reductions.way_back import WayBack
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import GridCost, costs_within
-from otloss.solvers.entropic.search import runs_on_kernel
-from otloss.solvers.problem import Settings, pose
+from otloss.solvers.entropic.sinkhorn_cpu import runs_on_kernel
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import pose
 from tests.errors import raising
 from tests.otloss.draws import draw
 from tests.otloss.operations import Operations

@@ -56,7 +56,7 @@ def test_gap_and_potential_error_hold_what_they_say(balanced: bool) -> None:
             warnings.simplefilter("ignore", ConvergenceWarning)  # of parts that exchange nothing
             try:
                 answer = otloss.solve(*case[:3], epsilon=case.epsilon, marginal_penalty=case.marginal_penalty)
-            except otloss.extending.SmallEpsilonError:
+            except otloss.solvers.options.SmallEpsilonError:
                 continue
         epsilon = float(torch.tensor(case.epsilon, dtype=case.cost.dtype))
         posed = [w.double().tolist() for w in (answer._problem.p, answer._problem.q)]  # balanced in their dtype

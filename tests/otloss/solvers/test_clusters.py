@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from otloss import emd, sinkhorn, solve
-from otloss._kernels.points import can_leave_out
 from otloss.costs import PointCost
 from otloss.costs.cost import softmin_in_torch
-from otloss.solvers import exact_clouds
-from otloss.solvers.exact import solve_exactly
-from otloss.solvers.exact_clouds import LEAST_PAIRS, solve_between_clouds
-from otloss.solvers.problem import Settings, pose
+from otloss.costs.order import can_leave_out
+from otloss.solvers.exact.clouds import LEAST_PAIRS, solve_between_clouds
+from otloss.solvers.exact.simplex import clouds as exact_clouds
+from otloss.solvers.exact.simplex import solve_exactly
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import pose
 
 F64 = torch.float64
 N, M = 1600, 2700  # just above the size from which clusters are used

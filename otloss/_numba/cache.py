@@ -1,0 +1,110 @@
+"""Kernels on disk: one file for each kernel and signature, and none that several of them share.
+
+numba keeps an index of the signatures of a kernel, and writes first the index, then the file of a signature. Processes
+that compile one kernel for two dtypes at the same time can leave an index that gives one dtype the file of the other,
+and a process that is killed in between leaves an index without its file. Here the name of a file follows from the
+signature and the processor. A file begins with the digest of the rest and of the sources it was compiled from, and is
+written under another name first. What is damaged or outdated is compiled again and replaced; what cannot be written is
+kept in the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import sys
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+_log = logging.getLogger("otloss")
+_DIGEST = 32  # bytes
+
+
+class KernelCache(FunctionCache):
+    """numba's cache of a function, whose files cannot stop a call."""
+
+    _reported = False
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        locator = self._impl.locator
+        sources = _digest_of_sources(Path(function.__code__.co_filename))
+        stamp = repr((numba.__version__, locator.get_source_stamp(), sources))
+        self._cache_file = _Files(locator.get_cache_path(), self._impl.filename_base, stamp)
+
+    def is_kept(self, signature: tuple[Any, ...], context: Any) -> bool:
+        """Whether there is a file for the signature, which may be damaged."""
+        context.refresh()
+        return self._cache_file.has(self._index_key(signature, context.codegen()))
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        try:
+            super().save_overload(signature, result)
+        except OSError as error:
+            if not KernelCache._reported:
+                KernelCache._reported = True
+                _log.warning(
+                    "compiled CPU kernels cannot be written to %s (%s) and are kept in this process only: free space "
+                    "there, or set NUMBA_CACHE_DIR to another folder",
+                    self.cache_path, error.strerror or error,
+                )  # fmt: skip
+
+
+class _Files(IndexDataCacheFile):
+    """The files of a kernel: a digest and the pickled result of numba."""
+
+    def has(self, key: Any) -> bool:
+        return self._path(key).exists()
+
+    def load(self, key: Any) -> Any:
+        try:
+            content = self._path(key).read_bytes()
+            digest, data = content[:_DIGEST], content[_DIGEST:]
+            return pickle.loads(data) if digest == self._digest(data) else None
+        except (OSError, pickle.UnpicklingError, AttributeError, ImportError):
+            return None
+
+    def save(self, key: Any, result: Any) -> None:
+        data = self._dump(result)
+        with self._open_for_write(str(self._path(key))) as file:
+            file.write(self._digest(data) + data)
+
+    def flush(self) -> None:
+        for path in Path(self._cache_path).glob(self._data_name("*")):
+            path.unlink(missing_ok=True)
+
+    def _digest(self, data: bytes) -> bytes:
+        return sha256(self._source_stamp.encode() + data).digest()
+
+    def _path(self, key: Any) -> Path:
+        return Path(self._data_path(self._data_name(sha256(repr(key).encode()).hexdigest()[:16])))
+
+    def _data_name(self, number: str) -> str:
+        return self._index_name.removesuffix("nbi") + f"{number}.nbc"
+
+
+@cache
+def _digest_of_sources(path: Path) -> str:
+    """The digest of the files that a kernel of this file may depend on: numba itself reads the kernel's own only.
+
+    A kernel contains the functions and the numbers that its file imports, and those that files of kernels among these
+    import in turn.
+    """
+    sources, new = set(Path(__file__).parent.glob("*.py")), {path}
+    while new:
+        sources |= new
+        kernels = [file for file in new if file.stem.endswith("_numba")]
+        new = {file for kernel in kernels for file in _imported_files(kernel)} - sources
+    return sha256(b"".join(file.read_bytes() for file in sorted(sources))).hexdigest()
+
+
+def _imported_files(path: Path) -> set[Path]:
+    """The files of this project whose names a file imports at its top."""
+    modules = re.findall(r"^from (otloss\S*) import", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {Path(str(sys.modules[name].__file__)) for name in modules}

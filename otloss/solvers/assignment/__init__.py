@@ -1,0 +1,1 @@
+"""Assignments of items, of random samples, and of the points of two clouds."""

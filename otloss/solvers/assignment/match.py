@@ -1,0 +1,151 @@
+"""Linear assignment in batches: which row goes with which column, each at most once, at the least total cost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from otloss._autograd import check_no_transform, eager
+from otloss._checks import check_floating, check_integers
+from otloss._foreign import explains_calls, takes_arrays
+from otloss._numba.threads import Work, run_on_threads
+
+NONE = -1  # in the places of a ragged batch that hold no pair
+_ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.
+
+
+@explains_calls
+@takes_arrays
+@eager
+def match(
+    cost: Float[Tensor, "*batch n m"] | Sequence[Float[Tensor, "_ _"]],
+    *,
+    sizes: Int[Tensor, "*batch 2"] | None = None,
+) -> tuple[Int[Tensor, "*batch k"], Int[Tensor, "*batch k"]] | list[tuple[Int[Tensor, " k"], Int[Tensor, " k"]]]:
+    """Return the pairs (rows, columns) of the cheapest matching of each problem, min(n, m) of them.
+
+    Args:
+        cost: (..., n, m), or a list of matrices of any shapes. Any sign; +inf forbids a pair. Not differentiated: index
+            the costs with the pairs for a loss.
+        sizes: (..., 2) rows and columns of each problem that count, for a padded batch; what is beyond is not read.
+
+    Returns:
+        (rows, columns), (..., k) each in int64, rows in rising order as of `scipy.optimize.linear_sum_assignment`; -1
+        in the places beyond a problem's own pairs. For a list a list of pairs. On the device of the costs.
+
+    Raises:
+        TypeError: a cost is not a floating tensor, or sizes are not integers.
+        ValueError: NaN or -inf among the costs, a problem without a complete matching because of +inf, or sizes that do
+            not fit or are given for a list.
+
+    Source:
+        D. F. Crouse, On implementing 2D rectangular assignment algorithms, IEEE TAES 52, 2016.
+
+    Example:
+        >>> match(torch.tensor([[4.0, 1.0, 9.0], [2.0, 0.0, 5.0]]))
+        (tensor([0, 1]), tensor([1, 0]))
+    """
+    if isinstance(cost, list | tuple):
+        if sizes is not None:
+            raise ValueError("sizes are given for a list of costs, which needs none; leave them out.")
+        return _match_list(cost)
+    if not isinstance(cost, Tensor):
+        raise TypeError(
+            f"cost is a {type(cost).__name__}, expected a torch.Tensor (..., n, m) or a list of matrices; convert it "
+            "with torch.as_tensor(cost) or list(cost)."
+        )
+    check_floating("cost", cost)
+    if cost.dim() < 2:
+        raise ValueError(f"cost has shape {tuple(cost.shape)}, expected (..., n, m): rows are matched with columns.")
+    batch, (n, m) = cost.shape[:-2], cost.shape[-2:]
+    problems, k = batch.numel(), min(n, m)
+    places = np.array([[0, m, n, m, 0]])
+    if problems != 1 or sizes is not None:
+        places = places.repeat(problems, 0)
+        if sizes is not None:
+            places[:, 2:4] = shapes = checked_sizes(sizes, batch, n, m)
+            k = int(shapes.min(1).max(initial=0))
+        order = np.arange(problems)
+        places[:, 0], places[:, 4] = order * (n * m), order * k
+    rows, columns = _assignments(cost.detach().reshape(-1), places, problems * k, batch)
+    return (rows.view(*batch, k), columns.view(*batch, k)) if batch else (rows, columns)
+
+
+def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    places, pairs, begin, at = [], [], 0, 0
+    for k, cost in enumerate(costs):
+        shape = check_floating(f"cost[{k}]", cost).shape
+        if len(shape) != 2:
+            raise ValueError(f"cost[{k}] has shape {tuple(shape)}, expected a matrix.")
+        n, m = shape
+        small = n if n < m else m
+        places.append((begin, m, n, m, at))
+        pairs.append(small)
+        begin, at = begin + n * m, at + small
+    if not places:
+        return []
+    # One call instead of a `reshape(-1)` for each of many small tensors.
+    flat = _flatten_dense_tensors(costs).detach()
+    both = _assignments(flat, np.array(places), at, (len(pairs),))
+    return list(zip(*(t.unsafe_split_with_sizes(pairs) for t in both), strict=True))
+
+
+def _assignments(
+    costs: Tensor, places: np.ndarray, pairs: int, batch: tuple[int, ...]
+) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
+    """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
+    check_no_transform()
+    run_on_threads, Work, match_problems, answers = _kernel()
+    rows, columns = answers(pairs)
+    if pairs:
+        flat = costs.to("cpu", costs.dtype if costs.dtype == torch.float64 else torch.float32).numpy()
+        failed = max(
+            run_on_threads(
+                match_problems, len(places), (flat, places, rows, columns),
+                one_thread=flat.size < _ENTRIES, work=Work("shortest paths of an assignment", flat.size),
+            )
+        )  # fmt: skip
+        if failed >= 0:
+            _raise(np.unravel_index(failed, batch), rows[places[failed, 4]])
+    pair = torch.from_numpy(rows), torch.from_numpy(columns)
+    return pair if costs.device.type == "cpu" else (pair[0].to(costs.device), pair[1].to(costs.device))
+
+
+@functools.cache
+def _kernel() -> Any:
+    """What `_assignments` calls; an import takes as long as a small problem, each time."""
+    from otloss.solvers.assignment.match_numba import answers, match_problems
+
+    return run_on_threads, Work, match_problems, answers
+
+
+def _raise(place: Any, found: int) -> None:
+    from otloss.solvers.assignment.match_numba import INVALID
+
+    at = tuple(int(i) for i in place)
+    name = f"problem {at[0] if len(at) == 1 else at}" if at else "the problem"
+    if found == INVALID:
+        raise ValueError(f"the costs of {name} hold NaN or -inf, expected numbers, or +inf to forbid a pair.")
+    raise ValueError(
+        f"{name} has no complete matching: +inf forbids too many pairs. Give large finite costs instead, and leave out "
+        "the pairs that have one."
+    )
+
+
+def checked_sizes(sizes: Any, batch: torch.Size, n: int, m: int) -> np.ndarray:
+    """Return (problems, 2) sizes of the problems of a padded batch, or raise."""
+    check_no_transform()
+    counts = torch.as_tensor(sizes, device="cpu") if isinstance(sizes, list | tuple | np.ndarray) else sizes
+    shapes: np.ndarray = check_integers("sizes", counts).cpu().numpy()
+    if shapes.shape != (*batch, 2):
+        raise ValueError(f"sizes has shape {shapes.shape}, expected {(*batch, 2)}, rows and columns of each problem.")
+    if (shapes < 0).any() or (shapes > (n, m)).any():
+        raise ValueError(f"sizes go from {shapes.min()} to {shapes.max()}, expected rows up to {n} and columns to {m}.")
+    return shapes.reshape(-1, 2)

@@ -1,0 +1,1 @@
+"""Entropic barycenters of histograms, plain and debiased."""

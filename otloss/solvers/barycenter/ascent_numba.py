@@ -1,0 +1,308 @@
+"""Newton's method on the dual of entropic barycenters on a CPU, on the few cells of the plans that hold mass.
+
+Between the bins of the barycenter and histogram k let b_k = log u_k. The rows of plan k, those of the histogram, hold
+p_k; its columns hold c_k(b_k), which should be one vector for all k. The dual is concave in all b_k where
+sum_k w_k b_k = 0, and has the gradients -w_k c_k. The histograms are problems of `newton` side by side: their rows and
+columns follow each other, rows hold the masses w_k p_k, and columns should hold w_k c with the mean c = sum_k w_k c_k.
+
+    round       Plans over all pairs give the error, and the cells that hold more than a small share of their row or
+                column. Steps on these cells follow.
+    step        Conjugate gradients solve H_k x_k = c - c_k where sum_k w_k x_k = 0: the c that belongs to x is a
+                multiplier. An approximate factor of all H_k is the preconditioner, the diagonal between dense plans. A
+                search along x follows.
+    update      log c = sum_k w_k log c_k, and b_k grows by log c - log c_k: the plain iteration.
+    stage       Epsilon falls by steps. Potentials are nearly a linear function of epsilon where it is small, so each
+                stage starts on the line through the last two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from otloss._numba.compile import compiled, inner
+from otloss._numba.tasks import is_stopped, next_task
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS
+from otloss.solvers.entropic.newton_numba import (
+    AIM,
+    CUT,
+    GAIN,
+    LARGEST_UPDATE,
+    LEAST_RIDGE,
+    PRODUCTS,
+    RELATIVE_ROUNDING,
+    RIDGE,
+    STEPS,
+    UPDATES,
+    Cells,
+    Factor,
+    Side,
+    apply_curvature,
+    column_error,
+    derivative_along,
+    evaluate,
+    factorise,
+    order_of_elimination,
+    precondition,
+    search_along,
+)
+
+STAGE_FACTOR, FIRST_EPSILON, STAGE_ERROR = 4.0, 0.05, 1e-3  # epsilon of the first stage is a share of the largest cost
+TINY = 1e-300
+MANY = 40  # cells of a row, above which the diagonal serves as the factor
+LEFT_OF_ENERGY = 0.01  # conjugate gradients end at this share of the first square of the residual
+LONGEST = 10.0  # of a change of a potential over epsilon that is a step as it is
+NEAR = 4.0  # cells tell the masses as long as no potential over epsilon has moved by more
+
+
+def answers(problems: int, histograms: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return log_u, log_a and the outcome for `barycenter_problems`."""
+    return np.zeros((problems, histograms, n)), np.zeros((problems, n)), np.zeros((problems, 2))
+
+
+@inner()
+def update(columns: Any, weights: Any, epsilon: float, log_a: Any) -> None:
+    """Update the potentials by the plain iteration, and write log c."""
+    n = log_a.shape[0]
+    for j in range(n):
+        log_a[j] = 0.0
+        for k in range(weights.shape[0]):
+            log_a[j] += weights[k] * math.log(max(columns.mass[k * n + j] / weights[k], TINY))
+        for k in range(weights.shape[0]):
+            change = log_a[j] - math.log(max(columns.mass[k * n + j] / weights[k], TINY))
+            columns.potential[k * n + j] += epsilon * min(max(change, -LARGEST_UPDATE), LARGEST_UPDATE)
+    remove_mean(weights, columns.potential)  # of changes that were cut off, and rounding
+
+
+@inner()
+def every_cell(matrix: Any, count: int) -> Cells:
+    m, n = matrix.shape
+    places, costs = np.empty((count, m, n), np.int32), np.empty((count, m, n))
+    for k in range(count):
+        costs[k] = matrix
+        for i in range(m):
+            places[k, i] = np.arange(k * n, (k + 1) * n)
+    return Cells(np.arange(0, count * m * n + 1, n), places.ravel(), costs.ravel(), np.empty(count * m * n))
+
+
+@inner()
+def cells_that_count(every: Any, rows: Any, columns: Any, cut: float) -> Cells:
+    """Return the cells that hold more than the share `cut` of their row or column."""
+    count, starts = 0, np.zeros_like(every.starts)
+    chosen = np.empty(every.shares.shape[0], np.int32)
+    for i in range(rows.mass.shape[0]):
+        mass = rows.mass[i]
+        for e in range(every.starts[i], every.starts[i + 1]):
+            chosen[count] = e
+            share = every.shares[e]
+            count += mass > 0 and (share > cut or mass * share > cut * columns.weights[every.columns[e]])
+        starts[i + 1] = count
+    chosen = chosen[:count]
+    return Cells(starts, every.columns[chosen], every.costs[chosen], np.empty(count))
+
+
+@inner()
+def joint_factor(cells: Any, rows: Any, diagonal: Any, excess: Any) -> Any:
+    """Return an approximate factor of all H_k, or their diagonals, where there are too many cells."""
+    if cells.columns.shape[0] <= MANY * rows.mass.shape[0]:
+        return factorise(cells, rows, 1.0, excess, order_of_elimination(cells, diagonal.shape[0]))
+    excess[:] = diagonal
+    for i in range(rows.mass.shape[0]):
+        for e in range(cells.starts[i], cells.starts[i + 1]):
+            excess[cells.columns[e]] -= rows.mass[i] * cells.shares[e] * cells.shares[e]
+    for j in range(diagonal.shape[0]):
+        excess[j] = max(excess[j], LEAST_RIDGE * diagonal[j])
+    places = np.zeros(diagonal.shape[0] + 1, np.int64)
+    return Factor(np.arange(diagonal.shape[0]), excess, places, cells.columns[:0], cells.shares[:0])
+
+
+@inner()
+def precondition_jointly(factor: Any, weights: Any, residual: Any, out: Any, work: Any) -> None:
+    """Write an approximate solution with sum_k w_k x_k = 0; with the diagonals it is exact."""
+    count, n = weights.shape[0], residual.shape[0] // weights.shape[0]
+    is_diagonal = factor.columns.shape[0] == 0
+    for j in range(n):
+        multiplier, total = 0.0, TINY
+        for k in range(count):
+            share = weights[k] / factor.pivots[k * n + j] if is_diagonal else 1.0
+            multiplier += share * residual[k * n + j]
+            total += share * weights[k]
+        for k in range(count):
+            work[k * n + j] = residual[k * n + j] - weights[k] * multiplier / total
+    precondition(factor, work, out)
+    if not is_diagonal:
+        remove_mean(weights, out)
+
+
+@inner()
+def remove_mean(weights: Any, x: Any) -> None:
+    """Subtract sum_k w_k x_k from all x_k."""
+    n = x.shape[0] // weights.shape[0]
+    for j in range(n):
+        mean = 0.0
+        for k in range(weights.shape[0]):
+            mean += weights[k] * x[k * n + j]
+        for k in range(weights.shape[0]):
+            x[k * n + j] -= mean
+
+
+@inner()
+def find_joint_step(
+    counter: Any, cells: Any, rows: Any, columns: Any, weights: Any, error: float, x: Any
+) -> None:  # fmt: skip
+    """Write the step of all potentials over epsilon, with sum_k w_k x_k = 0."""
+    size = x.shape[0]
+    diagonal, residual, excess, work = np.empty(size), np.empty(size), np.empty(size), np.empty(size)
+    product, better = np.empty(size), np.empty(size)
+    for j in range(size):
+        wanted = columns.weights[j]
+        x[j], residual[j] = 0.0, wanted - columns.mass[j]
+        excess[j] = (RIDGE * error + LEAST_RIDGE) * wanted + TINY
+        diagonal[j] = columns.mass[j] + excess[j]
+    factor = joint_factor(cells, rows, diagonal, excess)
+    precondition_jointly(factor, weights, residual, better, work)
+    direction, before = better.copy(), 0.0
+    for j in range(size):
+        before += residual[j] * direction[j]
+    enough = LEFT_OF_ENERGY * before
+    for _ in range(PRODUCTS):
+        apply_curvature(cells, rows, diagonal, 1.0, direction, product)
+        along, after = 0.0, 0.0
+        for j in range(size):
+            along += direction[j] * product[j]
+        if not (along > 0 and before > enough) or is_stopped(counter, error, np.nan):
+            break
+        for j in range(size):
+            x[j] += before / along * direction[j]
+            residual[j] -= before / along * product[j]
+        precondition_jointly(factor, weights, residual, better, work)
+        for j in range(size):
+            after += better[j] * residual[j]
+        for j in range(size):
+            direction[j] = better[j] + after / before * direction[j]
+        before = after
+    for j in range(size):  # a linear model of exponentials says nothing of larger changes
+        if abs(x[j]) > LONGEST:
+            x[j] = math.copysign(LONGEST + math.log1p(abs(x[j]) - LONGEST), x[j])
+    remove_mean(weights, x)
+
+
+@inner()
+def find_targets(cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float) -> float:
+    """Evaluate plans on the cells; write what the columns should hold, the mean; return the error."""
+    evaluate(cells, rows, columns, epsilon, 0.0)
+    n = columns.mass.shape[0] // weights.shape[0]
+    for j in range(n):
+        mean = 0.0
+        for k in range(weights.shape[0]):
+            mean += columns.mass[k * n + j]
+        for k in range(weights.shape[0]):
+            columns.weights[k * n + j] = mean * weights[k]
+    return column_error(columns, epsilon, 0.0)
+
+
+@inner()
+def steps_on_cells(
+    counter: Any, every: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
+    most: int, updates: int, log_a: Any,
+) -> int:  # fmt: skip
+    """Run Newton's method on the cells; return the number of steps. Searches are over the cells of `every`."""
+    x, moved, steps = np.empty(columns.mass.shape[0]), 0.0, 0
+    while True:
+        for _ in range(updates):
+            find_targets(cells, rows, columns, weights, epsilon)
+            update(columns, weights, epsilon, log_a)
+        error = find_targets(cells, rows, columns, weights, epsilon)
+        if error <= tolerance or is_stopped(counter, error, np.nan):
+            return steps
+        find_joint_step(counter, cells, rows, columns, weights, error, x)
+        derivative = derivative_along(columns, epsilon, 0.0, x)
+        if not derivative > 0:
+            return steps
+        moved += np.abs(x).max()
+        search_along(every, rows, columns, epsilon, 0.0, x, derivative)
+        steps += 1
+        if moved > NEAR or steps == most:
+            return steps
+
+
+@inner()
+def settle(
+    counter: Any, every: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float, most: int,
+    log_a: Any,
+) -> tuple[float, int]:  # fmt: skip
+    """Run rounds at one epsilon, then an update; return the error before it and the number of steps.
+
+    Where the cells of a round do not tell what a step does, the dual over all pairs falls. The step is then repeated
+    with a search over all pairs.
+    """
+    size, steps = (rows.mass.shape[0] + columns.mass.shape[0]) // weights.shape[0], 0
+    before, value, is_careful = columns.potential.copy(), -np.inf, False
+    while True:
+        error = find_targets(every, rows, columns, weights, epsilon)
+        now = (rows.mass * rows.potential).sum()
+        if now < value - RELATIVE_ROUNDING * abs(value) and not is_careful:
+            columns.potential[:], is_careful = before, True
+            continue
+        if error <= tolerance or steps >= most or is_stopped(counter, error, np.nan):
+            update(columns, weights, epsilon, log_a)
+            return error, steps
+        before[:], value = columns.potential, now
+        cells = cells_that_count(every, rows, columns, max(tolerance, CUT * GAIN * error) / size)
+        enough, few, searched, updates = max(AIM * tolerance, GAIN * error), min(STEPS, most - steps), cells, UPDATES
+        if is_careful:
+            few, searched, updates = 1, every, 0
+        steps += max(
+            1, steps_on_cells(counter, searched, cells, rows, columns, weights, epsilon, enough, few, updates, log_a)
+        )
+        is_careful = False
+
+
+@compiled(seconds=8)
+def barycenter_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None:
+    """Solve problem k = (p[k], weights[k]) from potentials of zeros.
+
+        posed       p (B, K, m) of mass 1; weights (B, K) above 0; the costs (m, n), whose columns are the bins of
+                    the barycenter; epsilon
+        limits      tolerance and the most steps
+        answers     log_u (B, K, n); log_a (B, n); outcome (B, 2), the error and the number of steps
+
+    All in float64.
+    """
+    p, shares, matrix, epsilon = posed
+    tolerance, most = limits
+    log_u, log_a, outcome = answers
+    count, m, n = p.shape[1], p.shape[2], matrix.shape[1]
+    every = every_cell(matrix, count)
+    stages, largest = 0, matrix.max()
+    while epsilon * STAGE_FACTOR ** (stages + 1) <= FIRST_EPSILON * largest:
+        stages += 1
+    while True:
+        b = next_task(counter)
+        if b >= p.shape[0]:
+            return
+        weights, masses = shares[b], np.empty(count * m)
+        for k in range(count):
+            for i in range(m):
+                masses[k * m + i] = p[b, k, i] * weights[k]
+        rows = Side(masses, np.zeros(count * m), np.zeros(count * m), np.zeros(count * m))
+        columns = Side(np.full(count * n, 1.0 / n), np.zeros(count * n), np.zeros(count * n), np.zeros(count * n))
+        before, last, steps = columns.potential.copy(), np.zeros(count * n), 0
+        for stage in range(stages, -1, -1):
+            width = epsilon * STAGE_FACTOR**stage
+            if stage < stages - 1:  # two stages are known: at width STAGE_FACTOR**2 and STAGE_FACTOR
+                for j in range(count * n):
+                    columns.potential[j] += (last[j] - before[j]) / STAGE_FACTOR
+            error, more = settle(
+                counter, every, rows, columns, weights, width, STAGE_ERROR if stage > 0 else tolerance, most - steps,
+                log_a[b],
+            )  # fmt: skip
+            steps += more
+            before[:] = last
+            last[:] = columns.potential
+        for k in range(count):
+            for j in range(n):
+                log_u[b, k, j] = columns.potential[k * n + j] / epsilon
+        outcome[b, ERROR], outcome[b, ITERATIONS] = error, steps

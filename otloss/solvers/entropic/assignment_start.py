@@ -1,0 +1,62 @@
+"""Potentials of a few Sinkhorn iterations, from which an exact assignment of two clouds begins."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._numba import may_run_on
+from otloss.costs import PointCost
+from otloss.solvers.entropic.interface import ERROR
+from otloss.solvers.entropic.sinkhorn_cpu import run_kernel
+from otloss.solvers.problem import Problem
+
+# Assignments between clouds of so many points (in up to three dimensions, and in more) start from Sinkhorn where means
+# and standard deviations differ by so many standard deviations; others take less time than the start.
+START_FROM, START_FROM_IN_MORE_AXES, START_SHIFT = 256, 512, 0.5
+# The start: epsilon, as a share of the mean size of centred costs, the tolerance and the most iterations.
+START_EPSILON, START_TOLERANCE, START_ITERATIONS = 0.003, 0.2, 30
+
+
+def _are_apart(cost: PointCost) -> bool:
+    """Whether two clouds of as many points differ in their means and standard deviations."""
+    n, axes = cost.shape[0], cost.x.shape[-1]
+    if n != cost.shape[1] or n < (START_FROM if axes <= 3 else START_FROM_IN_MORE_AXES):
+        return False
+    x, y = cost.x.detach(), cost.y.detach()
+    spread_x, spread_y = x.std(-2), y.std(-2)
+    apart = (x.mean(-2) - y.mean(-2)).square() + (spread_x - spread_y).square()
+    spread = (spread_x.square() + spread_y.square()) / 2
+    return bool((apart.sum(-1) >= START_SHIFT**2 * spread.sum(-1)).any())
+
+
+def assignment_start(problem: Problem, matrix: Float[Tensor, "*batch n n"]) -> tuple[Tensor, Tensor] | None:
+    """Return potentials near the optimal ones of assignments between clouds that lie apart, or None.
+
+    Other problems gain too little.
+    """
+    if not isinstance(problem.cost, PointCost) or not _are_apart(problem.cost):
+        return None
+    n = matrix.shape[-1]
+    p, q, batch = problem.p.detach(), problem.q.detach(), matrix.shape[:-2]
+    if not may_run_on(p, q, matrix) or not matrix.numel() or problem.batch != batch:
+        return None
+    if not all(bool((w == w[..., :1]).all()) and bool((w[..., 0] > 0).all()) for w in (p, q)):
+        return None
+
+    costs = matrix.reshape(-1, n, n)
+    by_row, by_column = costs.mean(-1, keepdim=True), costs.mean(-2, keepdim=True)
+    by_column -= by_column.mean(-1, keepdim=True)
+    costs = (costs - by_row).sub_(by_column)
+    epsilon = START_EPSILON / n**2 * torch.linalg.vector_norm(costs, 1, (-2, -1)).double()
+    if not bool((epsilon > 0).all()):
+        return None
+    f, g, outcome = run_kernel(
+        p.reshape(-1, n), q.reshape(-1, n), costs.sub_(costs.amin((-2, -1), keepdim=True)),
+        owner=np.arange(len(costs)), epsilon=epsilon.numpy(), tolerance=START_TOLERANCE, most=START_ITERATIONS,
+    )  # fmt: skip
+    if not bool(outcome[:, ERROR].isfinite().all()):
+        return None
+    return f.reshape(*batch, n), (g + by_column.squeeze(-2)).reshape(*batch, n)

@@ -1,0 +1,326 @@
+"""The updates of Sinkhorn in scaling form, on one problem; `sinkhorn` has the notation and their order.
+
+    exact           U <- U r,    r = p / (U G V)            (and V likewise, by columns)
+    over-relaxed    U <- U r^w,  that is f <- f + w (softmin(g) - f)
+
+In place of the power r^w stands (1 + w d) / (1 - w d) with d = (r - 1) / (r + 1): a division, which has the same value
+and derivative at r = 1. With a marginal penalty rho and k = rho / (rho + epsilon), the potential phi itself is
+iterated:
+
+    damped          phi <- phi + w k log(t / (U G V)),    U = p exp(phi - alpha / epsilon)
+
+The targets t are explained in `sinkhorn_unbalanced`. Balanced problems would be those with k = 1 and t = p, but the
+logarithm and the exponentials of this form take as long as a product with some hundred columns of G.
+
+w follows from the contraction c of the error per iteration, as in successive over-relaxation:
+
+    (c + w - 1)^2 = w^2 c lambda        gives lambda, the contraction of plain Sinkhorn,
+    w = 2 / (1 + sqrt(1 - lambda))      is the best w for it.
+
+Sources: L. Hageman, D. Young, Applied Iterative Methods, 1981, chapter 9; for transport A. Thibault, L. Chizat,
+C. Dossal, N. Papadakis, Overrelaxed Sinkhorn-Knopp Algorithm for Regularized Optimal Transport, 2017.
+
+The reference implementation is `otloss.solvers.entropic.sinkhorn`. Arrays may be longer than the n rows and m columns
+that take part, so functions get these numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from otloss._numba.compile import exp, exp64, inner, largest, log64
+from otloss.solvers.entropic.interface import LARGEST_RELAXED_STEP, LEAST_CHANGE, OVERSHOOT
+
+SCALING_LIMIT = 1e4  # factors are absorbed once a factor over its weight, or the inverse, is larger
+LARGEST_FACTOR = 1e3  # by which one update may multiply a factor, as the sum of a lost column is zero
+LARGEST_STEP = 7.0  # of a potential over epsilon in one damped update
+LARGEST_DRIFT = 9.0  # of potentials over epsilon from the absorbed ones
+
+FAST = {"reassoc", "contract", "nsz"}
+
+
+@inner(fastmath=FAST)
+def absorb(
+    cost: Any, beta: Any, scores: Any, p: Any, q: Any, epsilon: float, alpha: Any, totals: Any, kernel: Any, sums: Any,
+    n: int, m: int,
+) -> None:  # fmt: skip
+    """Write alpha = softmin(beta), the kernel G row by row, and its column sums G^T p.
+
+    `scores` (m) and `totals` (n) are scratch in float64.
+    """
+    number = kernel.dtype.type
+    inverse = 1.0 / epsilon
+    for j in range(m):
+        sums[j] = number(0)
+    for i in range(n):
+        row, ratio = cost[i], kernel[i]
+        for j in range(m):
+            scores[j] = (beta[j] - row[j]) * inverse
+        top = largest(scores, m)
+        for j in range(m):
+            ratio[j] = number(scores[j] - top)
+        total = number(0)
+        for j in range(m):
+            e = exp(ratio[j])
+            ratio[j] = e
+            total += e * q[j]
+        scale, weight = number(1) / total, p[i]
+        for j in range(m):
+            e = ratio[j] * scale
+            ratio[j] = e
+            sums[j] += e * weight
+        alpha[i], totals[i] = top, total
+    for i in range(n):
+        alpha[i] = -epsilon * (alpha[i] + log64(totals[i]))
+
+
+@inner(fastmath=FAST)
+def add_logs(potential: Any, factors: Any, weights: Any, epsilon: float, count: int) -> None:
+    """potential += epsilon log(factors / weights)."""
+    for i in range(count):
+        potential[i] += epsilon * log64(np.float64(factors[i]) / np.float64(weights[i]))
+
+
+@inner(fastmath=FAST)
+def row_sums(kernel: Any, v: Any, sums: Any, n: int, m: int) -> None:
+    """Write G v, four rows at a time: v is read less often, and the four sums need not wait for each other."""
+    nothing = v[0] - v[0]
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        a, b, c, d = nothing, nothing, nothing, nothing
+        row_a, row_b, row_c, row_d = kernel[i], kernel[i + 1], kernel[i + 2], kernel[i + 3]
+        for j in range(m):
+            a += row_a[j] * v[j]
+            b += row_b[j] * v[j]
+            c += row_c[j] * v[j]
+            d += row_d[j] * v[j]
+        sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = a, b, c, d
+    for i in range(whole, n):
+        row, a = kernel[i], nothing
+        for j in range(m):
+            a += row[j] * v[j]
+        sums[i] = a
+
+
+@inner(fastmath=FAST)
+def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
+    """Write G^T u, four rows at a time: the sums are read and written less often."""
+    nothing = u[0] - u[0]
+    for j in range(m):
+        sums[j] = nothing
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        a, b, c, d = u[i], u[i + 1], u[i + 2], u[i + 3]
+        row_a, row_b, row_c, row_d = kernel[i], kernel[i + 1], kernel[i + 2], kernel[i + 3]
+        for j in range(m):
+            sums[j] += (row_a[j] * a + row_b[j] * b) + (row_c[j] * c + row_d[j] * d)
+    for i in range(whole, n):
+        row, x = kernel[i], u[i]
+        for j in range(m):
+            sums[j] += row[j] * x
+
+
+@inner(fastmath=FAST)
+def update(
+    weights: Any, sums: Any, factors: Any, w: Any, steepest: Any, most: Any, count: int
+) -> tuple[float, bool]:  # fmt: skip
+    """Over-relax one side; return the error before, and whether a bin was so far off that w was left out there.
+
+    `most` bounds the factor of a step. Where the sum of a lost row or column is zero, the next absorption gives its
+    potential.
+    """
+    nothing = w - w  # in the dtype of the kernel
+    off, steep = nothing, nothing
+    for i in range(count):
+        now = sums[i] * factors[i]
+        lack, total = weights[i] - now, weights[i] + now
+        push = w * lack
+        relaxed = abs(push) < steepest * total
+        # Not (total + lack) / (total - lack): that denominator may round to zero.
+        step = (total + push if relaxed else weights[i]) / (total - push if relaxed else now)
+        off += abs(lack)
+        steep += nothing if relaxed else w
+        factors[i] *= step if step < most else most
+    return np.float64(off), steep > nothing
+
+
+@inner(fastmath=FAST)
+def damped_update(
+    weights: Any, sums: Any, absorbed: Any, first: Any, potential: Any, factors: Any, steps: Any, offset: float,
+    pull: float, damping: float, w: float, count: int,
+) -> tuple[float, float, float, float]:  # fmt: skip
+    """Update one side by a damped step.
+
+    Returns the error before, the sum of the targets before, the sum after to second order, and the number of potentials
+    that are far from `first`, those of the last absorption.
+    """
+    off, total, after, far = 0.0, 0.0, 0.0, 0.0
+    for i in range(count):
+        now = np.float64(factors[i]) * np.float64(sums[i])
+        target = np.float64(weights[i]) * exp64(offset - pull * potential[i])
+        off += abs(now - target)
+        total += target
+        step = damping * log64(target / now)
+        step = w * step if abs(w * step) < LARGEST_RELAXED_STEP else step
+        step = LARGEST_STEP if step > LARGEST_STEP else step
+        step = -LARGEST_STEP if step < -LARGEST_STEP else step
+        potential[i] += step
+        steps[i] = step
+        lowered = pull * step
+        after += target * (1.0 - lowered + 0.5 * lowered * lowered)  # exp(-lowered) to second order
+        far += 1.0 if abs(potential[i] - first[i]) > LARGEST_DRIFT else 0.0
+        factors[i] = np.float64(weights[i]) * exp64(potential[i] - absorbed[i])
+    return off, total, after, far
+
+
+@inner()
+def largest_size(values: Any, count: int) -> float:
+    most = 0.0
+    for i in range(count):
+        most = max(most, abs(values[i]))
+    return most
+
+
+@inner(fastmath=FAST)
+def exact_update(weights: Any, sums: Any, factors: Any, count: int) -> float:
+    """Set factors = weights / sums; return the largest relative change. A factor whose sum is zero stays as it is."""
+    most = weights[0] - weights[0]
+    for i in range(count):
+        now = weights[i] / sums[i] if sums[i] > 0 else factors[i]
+        change = abs(now - factors[i])
+        most = change / now if change > most * now else most
+        factors[i] = now
+    return np.float64(most)
+
+
+@inner(fastmath=FAST)
+def product(weights: Any, x: Any, y: Any, count: int) -> float:
+    """sum of weights x y."""
+    total = weights[0] - weights[0]
+    for i in range(count):
+        total += weights[i] * x[i] * y[i]
+    return np.float64(total)
+
+
+@inner(fastmath=FAST)
+def round_trip(kernel: Any, p: Any, q: Any, u: Any, v: Any, x: Any, sums_p: Any, sums: Any, n: int, m: int) -> None:
+    """Write P^T diag(1 / p) P x / q to `sums`, for the plan P = U G V.
+
+    This is what updates of f and g make of a small change x of g.
+    """
+    for j in range(m):
+        x[j] *= v[j]
+    row_sums(kernel, x, sums_p, n, m)
+    for i in range(n):
+        sums_p[i] *= u[i] * u[i] / p[i]
+    column_sums(kernel, sums_p, sums, n, m)
+    for j in range(m):
+        x[j] /= v[j]
+        sums[j] *= v[j] / q[j]
+
+
+@inner()
+def least_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
+    """Return 1 minus the largest eigenvalue of a symmetric tridiagonal matrix with eigenvalues in [0, 1].
+
+    It is accurate to 10 %, and at least 1e-8.
+    """
+    low, high = math.log(1e-8), 0.0
+    for _ in range(8):
+        middle = (low + high) / 2
+        x, above, before = 1 - math.exp(middle), False, 1.0
+        for k in range(count):
+            square = beside[k - 1] * beside[k - 1] if k > 0 else 0.0
+            before = diagonal[k] - x - square / (before if before != 0 else 1e-300)
+            above |= before > 0
+        high = middle if above else high
+        low = low if above else middle
+    return math.exp(low)
+
+
+@inner(fastmath=FAST)
+def column_error(q: Any, sums: Any, v: Any, m: int) -> float:
+    off = q[0] - q[0]
+    for j in range(m):
+        off += abs(sums[j] * v[j] - q[j])
+    return np.float64(off)
+
+
+@inner()
+def needs_absorption(factors: Any, weights: Any, count: int) -> bool:
+    """Return whether a factor is so large or so small, relative to its weight, that it has to be absorbed."""
+    low, high = np.inf, 0.0
+    for i in range(count):
+        ratio = factors[i] / weights[i]
+        low = ratio if ratio < low else low
+        high = ratio if ratio > high else high
+    return not (low > 1 / SCALING_LIMIT and high < SCALING_LIMIT)
+
+
+@inner()
+def relaxation(contraction: float, w: float) -> float:
+    """Return the best w by the formulas of this file, from the contraction c at the present w.
+
+    They hold for c > w - 1; otherwise w alone decides the contraction, and w is returned. One call halves 2 - w at
+    most, because the first errors seem to contract more slowly than later ones do.
+    """
+    if not w - 1.0 < contraction < 1.0:
+        return w
+    excess = contraction + w - 1.0
+    eigenvalue = excess * excess / (w * w * contraction)
+    least = 2.0 / (1.0 + math.sqrt(1.0 - eigenvalue)) if eigenvalue < 1.0 else 2.0
+    return least if least < 1.0 + w / 2 else 1.0 + w / 2
+
+
+@inner()
+def next_relaxation(
+    w: float, off: float, least: float, contraction: float, settling: bool
+) -> tuple[float, float, bool]:
+    """Return w, the least error so far, and whether w has changed, from the present error and its contraction."""
+    if off > OVERSHOOT * least:
+        return 1.0 + (w - 1.0) / 2, off, True
+    if settling:
+        settling = False
+    else:
+        better = relaxation(contraction, w)
+        settling = better > w + LEAST_CHANGE
+        w = better if settling else w
+    return w, (off if off < least else least), settling
+
+
+@inner()
+def softmin_of_scores(scores: Any, epsilon: float, count: int) -> float:
+    """Return the soft minimum of costs, from their scores: -cost / epsilon plus the logarithm of a weight."""
+    top = -np.inf
+    for i in range(count):
+        top = scores[i] if scores[i] > top else top
+    total = 0.0
+    for i in range(count):
+        total += math.exp(scores[i] - top)
+    return -epsilon * (top + math.log(total))
+
+
+@inner(fastmath=FAST)
+def symmetric_update(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> tuple[float, float]:
+    """Move log u half of the way to where the rows of diag(weight u) G diag(u) sum to p.
+
+    Returns the error of the rows before, and the largest relative change of u.
+    """
+    nothing = p[0] - p[0]
+    off, change = nothing, nothing
+    for i in range(n):
+        row, total = kernel[i], nothing
+        for j in range(n):
+            total += row[j] * u[j]
+        sums[i] = total * u[i] * weight[i]
+    for i in range(n):
+        off += abs(sums[i] - p[i])
+        step = np.sqrt(p[i] / sums[i])
+        step = step if step < most else most
+        u[i] *= step
+        away = abs(step - p[i] / p[i])
+        change = away if away > change else change
+    return np.float64(2 * off), np.float64(change)

@@ -1,0 +1,118 @@
+"""What an entropic search tells its caller: errors and warnings."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+from otloss._numba import may_run_on
+from otloss.costs import GridCost
+from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
+from otloss.solvers.entropic.implicit_grid import suits_axes
+from otloss.solvers.entropic.interface import (
+    SearchResult,
+)
+from otloss.solvers.options import Settings, SmallEpsilonError
+from otloss.solvers.problem import Problem, tolerance_of
+
+# Work on a CPU from which a warning is due, some ten seconds: pairs of cells in line for the iterations of a small
+# epsilon, and cells to the power of three for the linear system of "implicit".
+SLOW_PAIRS, SLOW_SYSTEM = 2**21, 10**10
+
+
+def warn_where_slow(problem: Problem, grad: str) -> None:
+    """Warn of problems between the cells of a grid where products along the axes do not apply: these take long."""
+    cost = problem.cost
+    if not isinstance(cost, GridCost) or len(cost.cells) < 2 or not may_run_on(problem.p):
+        return
+    cells, problems = cost.shape[0], problem.batch.numel()
+    what = f"{' x '.join(map(str, cost.cells))} cells ({problems} problem{'s' * (problems > 1)})"
+    if grad == "implicit" and problems * cells**3 >= SLOW_SYSTEM and not suits_axes(problem):
+        warnings.warn(
+            f'grad="implicit" between {what} forms and solves dense systems of {cells} equations here: the time grows '
+            'with the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or '
+            "sum blocks of cells to a coarser grid; balanced problems at an epsilon that is a number, of at least "
+            f"{cost.least_epsilon_for_products:.3g}, need no dense system.",
+            stacklevel=level_of_the_caller(),
+        )
+    least = cost.least_epsilon_for_products
+    smallest = float(problem.epsilon.detach().amin()) if problems else least
+    if smallest < least and problems * cells * sum(cost.cells) >= SLOW_PAIRS:
+        warnings.warn(
+            f"epsilon is {smallest:.3g} between {what}: below {least:.3g} products along the axes would underflow, an "
+            "iteration takes about ten times as long, and hundreds to thousands of them are needed. Raise epsilon to "
+            f"{least:.3g}, or sum blocks of cells to a coarser grid.",
+            stacklevel=level_of_the_caller(),
+        )
+
+
+NEGLIGIBLE_ERROR = 1e-5  # a smaller error of potentials over epsilon never counts, even if the potentials hardly differ
+UNCERTAIN = 1e-2  # a larger error of potentials, as a share of their spread, gives a warning
+# The least epsilon over the largest potential is LEAST_EPSILON over the tolerance, and at most LARGEST_LEAST. Below it,
+# rounding in float64 changes entries of the plan by more than the tolerance.
+LEAST_EPSILON, LARGEST_LEAST = 1e-15, 1e-8
+# A bin with a larger potential over the marginal penalty keeps no mass: less than exp(-40) of its weight.
+NO_MASS_LEFT = 40.0
+
+
+def _check_not_too_small(problem: Problem, result: SearchResult, least: float) -> None:
+    """Raise if epsilon is so small, relative to the potentials, that their rounding decides the plan.
+
+    The potentials count and not the costs, since a large cost that forbids a pair is harmless where no mass has to take
+    it. For the same reason, with a marginal penalty, potentials of bins that keep no mass are cut off.
+    """
+    epsilon = problem.epsilon.detach()
+    if not result.f.numel() or not result.g.numel():
+        return
+    largest = max(potential.abs().amax().item() for potential in (result.f, result.g))
+    if epsilon.amin().item() >= least * largest:
+        return
+    most = torch.inf if problem.marginal_penalty is None else NO_MASS_LEFT * problem.marginal_penalty
+    size = torch.maximum(*(
+        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=most).abs().amax(-1)
+        for potential, weights in ((result.f, problem.p), (result.g, problem.q))
+    ))  # fmt: skip
+    is_outside = epsilon < least * size
+    if is_outside.any():
+        raise SmallEpsilonError(
+            f"epsilon is {float(epsilon[is_outside][0]):.3g} where potentials are as large as "
+            f"{float(size[is_outside][0]):.3g}, expected at least {least:g} times that: rounding in float64 "
+            "would decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon.",
+            least=least * float(size.max()),
+        )
+
+
+def _warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -> None:
+    """Warn of the worst problem that did not converge."""
+    tolerance = tolerance_of(problem, settings)
+    converged = result.error <= tolerance
+    error = result.error.nan_to_num(nan=torch.inf)
+    worst = tuple(int(i) for i in (error == error.max()).nonzero()[0])
+    name = f"problem {worst}" if worst else "the problem"
+    count = int((~converged).sum())
+    message = (
+        f"{count} of {converged.numel()} entropic problems did not converge; worst is {name}, with a marginal "
+        f"error of {float(result.error[worst]):.3g} where {tolerance:.3g} was asked for, after "
+        f"{int(result.iterations[worst])} iterations. Raise epsilon (blur, for cloud_loss), raise max_iterations (now "
+        f"{settings.max_iterations}), or accept a larger tolerance; solve() gives the duality gap of each problem."
+    )
+    warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
+
+
+def _warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
+    error, spread = result.potential_error, result.spread
+    if error is None or spread is None:
+        return
+    poor = error > UNCERTAIN * spread + NEGLIGIBLE_ERROR * problem.epsilon.detach()
+    if bool(poor.any()):
+        share = float((error / spread)[poor].amax())
+        size = f"by {100 * share:.2g} %" if math.isfinite(share) else "by an unknown amount"
+        warnings.warn(
+            f"the gradients of the weights are uncertain in {int(poor.sum())} of {poor.numel()} entropic problems, "
+            f"{size} in the worst: the plan falls into parts that hardly exchange mass. Raise "
+            "epsilon; solve(...).potential_error gives it for each problem. Values and gradients of costs are right.",
+            ConvergenceWarning,
+            stacklevel=level_of_the_caller(),
+        )

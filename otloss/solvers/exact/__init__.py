@@ -1,0 +1,1 @@
+"""Exact transport: the network simplex, assignments along shortest paths, and clouds on few cells."""

@@ -1,0 +1,357 @@
+"""Exact transport between two large clouds of points, in memory that grows with n + m, certified.
+
+The network simplex needs few of the n m cells of the plan if it is given the right ones:
+
+1. Each cloud is grouped into a quarter as many clusters, of equally many points, so that they are small where points
+   are dense. The exact problem between the centres of the clusters is solved in the same way, down to one small enough
+   for a matrix, and c-transforms extend its potentials to the points.
+2. With these potentials, the first cells are chosen: for each point the `CELLS` of least reduced cost C_ij - f_i - g_j.
+3. The simplex solves the problem on these cells (`clouds_numba`). Its first plan ships along the edges of a
+   spanning tree of least reduced costs, leaves first, which is the optimum if the potentials are optimal.
+4. All n m pairs are searched for cells of negative reduced cost. The worst of each point are added and the simplex
+   continues, until no pair has a negative reduced cost.
+
+So the plan is optimal among all plans, not only among those on the cells. At the end another kernel computes both
+c-transforms over all pairs, and the duality gap is checked as for dense problems.
+
+Sources: B. Schmitzer, A Sparse Multiscale Algorithm for Dense Optimal Transport, 2016; S. Gerber, M. Maggioni,
+Multiscale Strategies for Computing Optimal Transport, 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._numba import may_run_on
+from otloss._numba.threads import Work, run_on_threads
+from otloss.costs import Cost, PointCost
+from otloss.costs.order import BLOCK, ROWS, grouped, order_of, tasks
+from otloss.costs.order import METRICS as NUMBERS
+from otloss.solvers.exact.batch import SIMPLEX
+from otloss.solvers.exact.blocks import PRICE_RATIO, blocks_of_cells, price_of, unit_of
+from otloss.solvers.exact.simplex import ExactSolution, Optimum, check_outcome, solve_exact
+from otloss.solvers.problem import Problem
+
+METRICS = ("sqeuclidean", "euclidean", "l1")
+# With fewer pairs a matrix takes less time. In more dimensions, and with few points on one side, it always does: there
+# only its memory counts.
+LEAST_PAIRS, LEAST_POINTS, FEW_DIMENSIONS, LEAST_PAIRS_OF_OTHERS = 2**21, 256, 3, 2**25
+LARGEST_COST = 1e100  # beyond, numbers may overflow; the solver of matrices then raises
+CLUSTERS, POINTS_OF_CLUSTER = 1000, 4  # the most for a matrix, and of a cluster at least, on average
+CELLS, MORE_CELLS = 16, 4  # of a point to begin with, and of those that are added at a time
+ROUNDING = 4e-15  # reduced costs above this, relative to the numbers they are the difference of, count as zero
+MOST_PIVOTS = 1000  # per point
+MOST_BLOCKS = 64  # whose potentials are shifted against each other
+PLAN_BLOCK = 2**24  # cells of the dense plan made at a time
+
+
+def takes_clouds(problem: Problem) -> bool:
+    """Whether this is an exact problem for `solve_between_clouds`."""
+    cost = problem.cost
+    if type(cost) is not PointCost or cost.metric not in METRICS or problem.has_empty_side:
+        return False
+    if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
+        return False
+    suits = cost.x.shape[-1] <= FEW_DIMENSIONS and min(cost.shape) >= LEAST_POINTS
+    least = LEAST_PAIRS if suits else LEAST_PAIRS_OF_OTHERS
+    if cost.shape[0] * cost.shape[1] < least or not may_run_on(cost.x, cost.y, problem.p, problem.q):
+        return False  # derivatives in forward mode are those of the matrix
+    return float(cost.largest()) < LARGEST_COST
+
+
+@dataclass(frozen=True)
+class CloudSolution(ExactSolution):
+    """An exact solution without a matrix."""
+
+    @cached_property
+    def potentials(self) -> tuple[Tensor, Tensor]:
+        f, g = self.optimum.f, self.optimum.g
+        empty, cost = self.problem.q.detach() == 0, self.problem.cost
+        if not bool(empty.any()):
+            return f, g
+        self._unchanged.check("potentials of bins without mass")
+        assert isinstance(cost, PointCost)
+        return f, torch.where(empty, torch.minimum(g, _in_float64(cost).T.softmin(f, 0.0)), g)
+
+    def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        (n, m), batch = self.problem.cost.shape, self.problem.batch
+        rows, columns, flows = (t.reshape(-1) for t in (self.optimum.rows, self.optimum.columns, self.optimum.flows))
+        step = max(1, PLAN_BLOCK // m)
+        for first in range(0, n, step):
+            inside = (rows >= first) & (rows < first + step)
+            block = flows.new_zeros(min(step, n - first), m)
+            block.index_put_((rows[inside] - first, columns[inside]), flows[inside])
+            yield slice(first, first + len(block)), block.expand(*batch, *block.shape)
+
+
+def solve_between_clouds(problem: Problem) -> CloudSolution:
+    """Solve a problem that `takes_clouds`.
+
+    Raises:
+        RuntimeError: if the optimum is not reached, or not certified by its potentials.
+    """
+    cost = problem.cost
+    assert isinstance(cost, PointCost)
+    with torch.no_grad():
+        optimum = _optimum(replace(problem, cost=_in_float64(cost)))
+    cell_costs = cost.pairs(optimum.rows, optimum.columns)
+    return CloudSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
+
+
+def _in_float64(cost: PointCost) -> Cost:
+    """The same cost in float64, without a graph."""
+    return cost.without_graph().to(torch.float64)
+
+
+def _optimum(problem: Problem) -> Optimum:
+    cost = problem.cost
+    assert isinstance(cost, PointCost)
+    p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
+    of_x, of_y = _Distinct.of(cost.x, p), _Distinct.of(cost.y, q)
+    a, b = of_x.masses, of_y.masses * (of_x.masses.sum() / of_y.masses.sum())
+    among = PointCost(of_x.points, of_y.points, metric=cost.metric)
+    if problem.start is None:
+        f, g = _first_potentials(among, a, b)
+    else:
+        g = a.new_empty(len(b)).index_copy_(0, of_y.groups, problem.start[1].double().reshape(-1)[of_y.members])
+        f = among.softmin(g, 0.0)
+    basis = _Basis.solved(among, a, b, f, g)
+    rows, columns, flows = basis.plan()
+    costs = among.pairs(rows, columns)
+    value, scale = float(flows @ costs), float(among.largest() * a.sum())
+    dropped = 0.0
+    if scale > PRICE_RATIO * value:
+        unit = unit_of(problem.dtype, problem.p.dtype)
+        inside = basis.shift_blocks(
+            rows, columns, float(price_of(costs.numpy(), flows.numpy(), float(a.sum()), unit)), unit
+        )
+        dropped = value - float((flows * inside) @ costs)
+        value, flows = value - dropped, flows * inside
+    rows, places, flows = of_x.split(rows, flows)
+    columns, places_of_columns, flows = of_y.split(columns[places], flows)
+    g = torch.full_like(q, -torch.inf).index_copy_(0, of_y.members, basis.g[of_y.groups])
+    f = cost.softmin(g, 0.0)
+    g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
+    dual = p @ f + q[of_y.members] @ g[of_y.members] * (a.sum() / of_y.masses.sum())
+    gap = value - float(dual)
+    check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
+    answer = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots), f, g)
+    cells = (rows[places_of_columns], columns, flows)
+    return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in (*answer, *cells)))
+
+
+@dataclass(frozen=True)
+class _Distinct:
+    """The distinct points of a cloud that hold mass, in an order that keeps neighbours side by side.
+
+    Attributes:
+        points, masses: of each distinct point.
+        members, groups, weights: all points with mass, which of the distinct points each is (sorted), and its mass.
+    """
+
+    points: Float[Tensor, "n d"]
+    masses: Float[Tensor, " n"]
+    members: Int[Tensor, " all"]
+    groups: Int[Tensor, " all"]
+    weights: Float[Tensor, " all"]
+
+    @staticmethod
+    def of(points: Tensor, weights: Tensor) -> _Distinct:
+
+        members = weights.nonzero().squeeze(-1)
+        distinct, which = torch.unique(points[members], dim=0, return_inverse=True)
+        order = order_of(distinct)
+        groups, sorting = torch.argsort(order)[which].sort(stable=True)
+        members = members[sorting]
+        masses = weights.new_zeros(len(distinct)).index_add_(0, groups, weights[members])
+        return _Distinct(distinct[order], masses, members, groups, weights[members])
+
+    def split(self, ends: Tensor, flows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Share flows that leave distinct points among the points there: the point, flow and mass of each part."""
+        from otloss.solvers.exact.clouds_numba import split_flows
+
+        if len(self.members) == len(self.points):
+            return self.members[ends], torch.arange(len(ends)), flows
+        ends, sorting = ends.sort(stable=True)
+        arrays = (self.groups, self.weights, ends, flows[sorting])
+        members, parts, moved = split_flows(*(t.numpy() for t in arrays))
+        return self.members[torch.from_numpy(members)], sorting[torch.from_numpy(parts)], torch.from_numpy(moved)
+
+
+def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return potentials (f, g) near the optimal ones: those of an exact problem between clusters."""
+    count = max(2, min(len(p), len(q)) // POINTS_OF_CLUSTER)
+    _, _, centres_x, few_p, _ = grouped(cost.x, p, count)
+    _, _, centres_y, few_q, _ = grouped(cost.y, q, count)
+    few_q = few_q * (few_p.sum() / few_q.sum())
+    among = PointCost(centres_x, centres_y, metric=cost.metric)
+    if max(among.shape) <= CLUSTERS:
+        potential = solve_exact(few_p, few_q, among.dense()).f
+    else:
+        potential = _Basis.solved(among, few_p, few_q, *_first_potentials(among, few_p, few_q)).f
+    g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, 0.0)
+    return cost.softmin(g, 0.0), g
+
+
+class _Basis:
+    """The spanning tree of a plan, and the list of cells that pivots choose from.
+
+    All points hold mass, and their order keeps neighbours side by side.
+    """
+
+    def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> None:
+        from otloss.solvers.exact.clouds_numba import first_tree
+
+        self.cost, self.metric = cost, NUMBERS[str(cost.metric)]
+        self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
+        n, m = cost.shape
+        pairs = [self._near(None, price, by_rows=by_rows, count=CELLS) for price, by_rows in ((g, True), (f, False))]
+        keys = np.unique(np.concatenate([rows * m + columns for rows, columns in pairs]))
+        self.rows, self.columns = keys // m, keys % m
+        self.costs = self._costs(self.rows, self.columns)
+        reduced = self._reduced(f, g)
+        first = np.concatenate([_leaves_first(self.rows, self.columns + n, reduced, n + m), np.argsort(reduced)])
+        self.root, self.tree, self.flow, self.edges, self.potential = first_tree(
+            self.x, self.y, self.p, self.q, g.numpy(), self.metric, self.rows[first], self.columns[first]
+        )
+        self.pivots, self.by_rows = 0, True
+        self.search()
+
+    @classmethod
+    def solved(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
+        """The optimum, or what is reached in so many pivots; from potentials (f, g)."""
+        basis = cls(cost, p, q, f, g)
+        while basis.pivots >= 0 and basis.add_cells():
+            basis.search()
+        return basis
+
+    @property
+    def f(self) -> Tensor:
+        return torch.from_numpy(self.potential[: len(self.p)])
+
+    @property
+    def g(self) -> Tensor:
+        return torch.from_numpy(self.potential[len(self.p) :])
+
+    def search(self) -> None:
+        """Pivot until the plan is optimal on the listed cells; `pivots` becomes -1 if that takes too many of them."""
+        from otloss.solvers.exact.clouds_numba import search_cells
+
+        n = len(self.p)
+        arguments = (
+            self.rows, self.columns + n, self.costs, self.tree, self.flow, self.edges, self.potential, n, self.root,
+            MOST_PIVOTS * len(self.potential) - self.pivots,
+        )  # fmt: skip
+        made = run_on_threads(search_cells, 1, arguments, work=Work(SIMPLEX, len(self.rows) ** 2))[0]
+        self.pivots = self.pivots + made if made >= 0 else -1
+
+    def add_cells(self) -> bool:
+        """Search all pairs for cells of negative reduced cost and list them; return whether there are any.
+
+        Calls search for the worst cells of each row and of each column in turn.
+        """
+        prices = (self.f, self.g) if self.by_rows else (self.g, self.f)
+        rows, columns = self._near(*prices, by_rows=self.by_rows, count=MORE_CELLS)
+        self.by_rows = not self.by_rows
+        costs, f, g = self._costs(rows, columns), self.f.numpy()[rows], self.g.numpy()[columns]
+        missing = costs - f - g < -ROUNDING * (costs + np.abs(f) + np.abs(g))
+        old, new = (self.rows, self.columns, self.costs), (rows, columns, costs)
+        cells = (np.concatenate([listed, more[missing]]) for listed, more in zip(old, new, strict=True))
+        self.rows, self.columns, self.costs = cells
+        return bool(missing.any())
+
+    def plan(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows, columns and mass of the n + m - 1 cells of the tree."""
+        from otloss.solvers.exact.clouds_numba import PARENT, flows_of
+
+        n, moved = len(self.p), flows_of(self.tree, self.p, self.q, self.root)
+        nodes = np.delete(np.arange(len(moved)), self.root)
+        above = self.tree[PARENT, nodes].astype(np.int64)
+        ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
+        return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
+
+    def shift_blocks(self, rows: Tensor, columns: Tensor, price: float, unit: float) -> Tensor:
+        """Shift the potentials of blocks of equal mass that only pairs of at least this price connect.
+
+        The least cost between two blocks is bounded by that between the boxes around their points. Returns whether
+        each cell (rows, columns) is within a block.
+        """
+        cheap = self.costs < price
+        every = blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
+        blocks = every.of_equal_mass(self.p, self.q, unit) if every.count <= MOST_BLOCKS else None
+        if blocks is None:
+            return torch.ones_like(rows, dtype=torch.bool)
+        f, g = self.f.numpy(), self.g.numpy()
+        (low_x, high_x), (low_y, high_y) = (
+            _boxes(*side, blocks.count) for side in ((self.x, blocks.rows), (self.y, blocks.columns))
+        )
+        apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
+        apart[np.isinf(apart).any(-1)] = 0.0  # of a block without points of one side, which has no mass
+        nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
+        slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
+        shifts = blocks.shifts(f, g, slack - _largest(g, blocks.columns, blocks.count))
+        f += shifts[blocks.rows]
+        g -= shifts[blocks.columns]
+        return torch.from_numpy(blocks.rows[rows.numpy()] == blocks.columns[columns.numpy()])
+
+    def _near(self, own: Tensor | None, other: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the cells of least reduced cost, at most `count` for each row, or for each column.
+
+        Only those of negative reduced cost, or with no potentials of its own side all.
+        """
+        from otloss.costs.softmin_numba import as_columns
+        from otloss.solvers.exact.clouds_numba import NONE, answers_of_near_cells, near_cells
+
+        x, y = (self.x, self.y) if by_rows else (self.y, self.x)
+        places, prices = answers_of_near_cells(len(x), count)
+        above = np.full(len(x), np.inf) if own is None else own.numpy()
+        arguments = (x, as_columns(y), other.numpy(), above, self.metric, places, prices)
+        run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments, work=Work("", len(x) * len(y), passes=1))
+        mine, their_place = np.nonzero(places != NONE)
+        theirs = places[mine, their_place]
+        return (mine, theirs) if by_rows else (theirs, mine)
+
+    def _costs(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        return self.cost.pairs(torch.from_numpy(rows), torch.from_numpy(columns)).numpy()
+
+    def _reduced(self, f: Tensor, g: Tensor) -> np.ndarray:
+        return self.costs - f.numpy()[self.rows] - g.numpy()[self.columns]
+
+
+def _boxes(points: np.ndarray, labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lower and upper corners (count, d) of the boxes around the points of each label."""
+    low, high = np.full((count, points.shape[1]), np.inf), np.full((count, points.shape[1]), -np.inf)
+    np.minimum.at(low, labels, points)
+    np.maximum.at(high, labels, points)
+    return low, high
+
+
+def _largest(values: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
+    largest = np.full(count, -np.inf)
+    np.maximum.at(largest, labels, values)
+    return largest
+
+
+def _leaves_first(rows: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
+    """The edges of a shortest spanning tree of these cells, those of leaves before those above them."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import breadth_first_order, minimum_spanning_tree
+
+    # One more node, far from all, connects parts that no cell connects. scipy takes lengths of 0 for missing edges.
+    everywhere = np.arange(count)
+    far = np.full(count, 1e3 * (lengths.max() - lengths.min()) + 2.0)
+    ends = np.concatenate([rows, everywhere]), np.concatenate([columns, np.full(count, count)])
+    size = (count + 1, count + 1)
+    tree = minimum_spanning_tree(coo_array((np.concatenate([lengths - lengths.min() + 1.0, far]), ends), size).tocsr())
+    order, above = breadth_first_order(tree, count, directed=False)
+    nodes = order[:0:-1]
+    nodes = nodes[above[nodes] < count]
+    keys = np.minimum(nodes, above[nodes]) * count + np.maximum(nodes, above[nodes])
+    return np.searchsorted(rows * count + columns, keys)

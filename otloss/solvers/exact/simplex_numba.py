@@ -1,0 +1,368 @@
+"""Batches of dense transport problems by the network simplex, compiled, one problem per thread.
+
+    min <C, P>  over  P >= 0,  P 1 = p,  P^T 1 = q
+
+Only bins with mass take part in the search (`tree_numba`), which works with whole numbers in place of masses.
+Those of q's bins are multiples of a number larger than n; those of p's bins are 1 above such multiples. So no partial
+sums of
+the two sides agree, no edge is ever empty, and every pivot lowers the cost: the search ends without rules against
+cycling (the perturbation of A. Charnes, 1952). The unit is 2^-61 of the mass. The flows that are returned are sums of
+the real masses along the last tree.
+
+The search starts from a greedy plan. One bin after the other ships to its cheapest open partners until it is empty.
+Each shipment closes one of its two bins, which becomes a leaf below the other. If the caller gives the potentials of a
+similar problem, bins ship in the order of leaves of a shortest spanning tree by reduced costs. Where these potentials
+are still optimal, that is the tree of the optimum.
+
+Kernels take arrays in three tuples. Tuples without names, since numba takes 2 microseconds more to read a NamedTuple:
+
+    problems    p (B, n), q (B, m), matrices (K, n, m), owners (B,): problem k uses matrices[owners[k]]
+    answers     of the function `answers`, to be filled. The outcome is the value, the duality gap, a scale to judge
+                the gap by, and the number of pivots, which is -1 where it would exceed `most`.
+    memory      whole, real, tree, block of `scratch`, one tuple per thread
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from otloss._numba.compile import bits_of_float64, compiled, inner, spliced
+from otloss._numba.tasks import next_task
+from otloss.solvers.exact.tree_numba import (
+    ORDER,
+    PARENT,
+    SPARE,
+    VECTOR,
+    best_key,
+    largest_size,
+    least,
+    lower,
+    number,
+    place_mask,
+    refresh,
+    search,
+)
+
+UNITS = 2.0**61
+NONE = -1
+# Rows of the scratch arrays of a thread.
+LEFT, FLOW, HINT, ROWS, COLUMNS, SEQUENCE = range(6)
+POTENTIAL, NEAR, PRICE_P, PRICE_Q, MASS_P, MASS_Q = range(6)
+# What is written per problem.
+VALUE, GAP, SCALE, PIVOTS = range(4)
+
+
+def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
+    """Return the memory of a thread: (whole numbers, numbers, tree, costs)."""
+    return (
+        np.empty((6, n + m), np.int64),
+        np.empty((6, n + m)),
+        np.empty((5, n + m), np.int32),
+        np.empty((n, m), dtype),
+    )
+
+
+def answers(problems: int, n: int, m: int) -> tuple[np.ndarray, ...]:
+    """Return the arrays that kernels fill: f, g, cells, flows and outcome."""
+    return (
+        np.empty((problems, n)),
+        np.empty((problems, m)),
+        np.empty((problems, 2, n + m - 1), np.int64),
+        np.empty((problems, n + m - 1)),
+        np.empty((problems, 4)),
+    )
+
+
+@inner()
+def _occupied(weights: Any, places: Any, masses: Any) -> int:
+    """Write the places and the masses of the bins with mass; return their number."""
+    count = 0
+    for k in range(weights.shape[0]):
+        if weights[k] > 0:
+            places[count], masses[count] = k, weights[k]
+            count += 1
+    return count
+
+
+@inner()
+def _sum(values: Any, count: int) -> float:
+    total = 0.0
+    for k in range(count):
+        total += values[k]
+    return total
+
+
+@inner()
+def whole_masses(p: Any, q: Any, n: int, m: int, left: Any) -> None:
+    """Write the masses as whole numbers of units, balanced at the heaviest bin of q."""
+    step = 1
+    while step <= n:
+        step *= 2
+    units, mass_p, mass_q = UNITS / step, _sum(p, n), _sum(q, m)
+    total, heaviest = 0, 0
+    for i in range(n):
+        left[i] = int(p[i] / mass_p * units) * step + 1
+        total += left[i]
+    for j in range(m):
+        whole = int(q[j] / mass_q * units)
+        left[n + j] = (whole if whole > 1 else 1) * step
+        total -= left[n + j]
+        if q[j] > q[heaviest]:
+            heaviest = j
+    left[n + heaviest] += total
+
+
+@inner(fastmath=VECTOR)
+def _nearest(near: Any, mask: int, count: int) -> Any:
+    """The place of the smallest of numbers >= 0."""
+    key = np.int64(0x7FFFFFFFFFFFFFFF)
+    for v in range(count):
+        at = (bits_of_float64(near[v]) & ~mask) | v
+        key = at if at < key else key
+    return key & mask
+
+
+@inner()
+def _shortest_tree(cost: Any, f: Any, g: Any, n: int, m: int, near: Any, hint: Any, order: Any) -> None:
+    """Write a shortest spanning tree by reduced costs, of Prim's algorithm.
+
+    `order` gets the nodes in the order in which they enter, and `hint` the node by which each enters. f and g are
+    overwritten: a bin in the tree gets the price -inf, so that no other bin comes nearer to it.
+    """
+    mask = place_mask(n + m)
+    for k in range(n + m):
+        near[k] = np.inf
+    v = 0
+    hint[0] = NONE
+    for t in range(n + m):
+        if t > 0:
+            v = _nearest(near, mask, n + m)
+        order[t] = v
+        near[v] = np.inf
+        if v < n:
+            by, row = f[v], cost[v]
+            f[v] = -np.inf
+            for j in range(m):
+                away = row[j] - by - g[j]
+                away = away if away > 0 else 0.0
+                if away < near[n + j]:
+                    near[n + j], hint[n + j] = away, v
+        else:
+            by = g[v - n]
+            g[v - n] = -np.inf
+            for i in range(n):
+                away = cost[i, v - n] - by - f[i]
+                away = away if away > 0 else 0.0
+                if away < near[i]:
+                    near[i], hint[i] = away, v
+
+
+@inner()
+def _cheapest(cost: Any, f_open: Any, g_open: Any, n: int, m: int, v: int, base: float) -> int:
+    """The open node that v ships to at the least reduced cost."""
+    if v < n:
+        mask = place_mask(m)
+        return n + (best_key(cost[v], g_open, base, mask, m) & mask)
+    best, place = -np.inf, 0
+    for i in range(n):
+        gain = f_open[i] - cost[i, v - n]
+        if gain > best:
+            best, place = gain, i
+    return place
+
+
+@spliced
+def _ship(
+    cost: Any, left: Any, f_open: Any, g_open: Any, n: int, m: int, hint: Any, order: Any, last: int, tree: Any,
+    flow: Any,
+) -> None:  # fmt: skip
+    """Empty the nodes order[last], order[last - 1], ..., first to the node in `hint`, then to the cheapest."""
+    # A base so large that open bins have positive keys, whatever their price. Closed bins get the price -inf.
+    prices = 0.0
+    for i in range(n):
+        prices = abs(f_open[i]) if abs(f_open[i]) > prices else prices
+    for j in range(m):
+        prices = abs(g_open[j]) if abs(g_open[j]) > prices else prices
+    base = 2 * (largest_size(cost, n, m) + prices)
+    base = base if base > 0 else 1.0
+    parent, closed, done, t = tree[PARENT], tree[SPARE], 0, last
+    other = 0
+    while done < n + m - 1:
+        v = order[t]
+        t -= 1
+        while left[v] > 0 and done < n + m - 1:
+            w = hint[v]
+            if w == NONE or left[w] == 0:
+                w = _cheapest(cost, f_open, g_open, n, m, v, base)
+            leaf, other = v, w
+            if left[v] > left[w]:
+                leaf, other = w, v
+            parent[leaf], flow[leaf] = other, left[leaf]
+            left[other] -= left[leaf]
+            left[leaf] = 0
+            if leaf < n:
+                f_open[leaf] = -np.inf
+            else:
+                g_open[leaf - n] = -np.inf
+            closed[done] = leaf
+            done += 1
+    closed[done], parent[other] = other, other
+    number(tree, n + m)
+
+
+@inner()
+def _prices(cost: Any, n: int, m: int, f: Any, g: Any) -> None:
+    """Write the potentials of the greedy plan without a start: f is 0, and g the least cost of each column."""
+    for i in range(n):
+        f[i] = 0.0
+    for j in range(m):
+        g[j] = np.inf
+    for i in range(n):
+        lower(g, cost[i], 0.0, m)
+
+
+@inner()
+def _extend(matrix: Any, rows: Any, columns: Any, n: int, m: int, g: Any, price: Any, f_all: Any, g_all: Any) -> None:
+    """Feasible potentials of all bins by c-transforms over the bins with mass, from potentials g of those."""
+    width = g_all.shape[0]
+    for j in range(width):
+        g_all[j], price[j] = -np.inf, -np.inf
+    for j in range(m):
+        g_all[columns[j]] = g[j]
+    for i in range(n):
+        f_all[rows[i]] = least(matrix[rows[i]], g_all, width)
+    for j in range(width):
+        g_all[j] = np.inf
+    for i in range(n):
+        lower(g_all, matrix[rows[i]], f_all[rows[i]], width)
+    for j in range(m):
+        price[columns[j]] = g_all[columns[j]]
+    at = 0
+    for i in range(f_all.shape[0]):
+        if at < n and rows[at] == i:
+            at += 1
+        else:
+            f_all[i] = least(matrix[i], price, width)
+
+
+@spliced
+def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> tuple[int, int]:
+    """Write places, masses and costs of the bins with mass; return their numbers. The masses get equal sums."""
+    rows, columns, a, b = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q]
+    n, m = _occupied(p, rows, a), _occupied(q, columns, b)
+    if n == 0 or m == 0:
+        return 0, 0
+    scale = _sum(a, n) / _sum(b, m)
+    for j in range(m):
+        b[j] *= scale
+    if n < p.shape[0] or m < q.shape[0]:
+        for i in range(n):
+            source, target = matrix[rows[i]], block[i]
+            for j in range(m):
+                target[j] = source[columns[j]]
+    whole_masses(a, b, n, m, whole[LEFT])
+    hint = whole[HINT]
+    for k in range(n + m):
+        hint[k] = NONE
+    return n, m
+
+
+@spliced
+def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, most: int, answer: Any, memory: Any) -> None:
+    """Search from the tree, and write the answer."""
+    f, g, cells, flows, outcome = answer
+    whole, real, tree, _ = memory
+    rows, columns, a, b, potential = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q], real[POTENTIAL]
+    parent, order = tree[PARENT], tree[ORDER]
+    refresh(cost, tree, potential, n, m)
+    pivots = search(cost, tree, whole[FLOW], potential, n, m, most, counter)
+    _extend(matrix, rows, columns, n, m, potential[n:], real[PRICE_Q], f, g)
+    dual = 0.0
+    for i in range(n):
+        dual += a[i] * f[rows[i]]
+    for j in range(m):
+        dual += b[j] * g[columns[j]]
+    # The real mass on the edge above each node, summed up from the leaves.
+    excess = potential
+    for i in range(n):
+        excess[i] = a[i]
+    for j in range(m):
+        excess[n + j] = -b[j]
+    value = 0.0
+    for t in range(n + m - 1, 0, -1):
+        v = order[t]
+        up = parent[v]
+        excess[up] += excess[v]
+        i, j = (v, up - n) if v < n else (up, v - n)
+        # The search worked with rounded masses, so tiny flows may come out negative.
+        moved = excess[v] if v < n else -excess[v]
+        moved = moved if moved > 0 else 0.0
+        cells[0, t - 1], cells[1, t - 1], flows[t - 1] = rows[i], columns[j], moved
+        value += moved * cost[i, j]
+    for t in range(n + m - 1, flows.shape[0]):
+        cells[0, t], cells[1, t], flows[t] = 0, 0, 0.0
+    outcome[VALUE], outcome[GAP], outcome[SCALE], outcome[PIVOTS] = (
+        value,
+        value - dual,
+        largest_size(cost, n, m) * _sum(a, n),
+        pivots,
+    )
+
+
+@spliced
+def solve_one(counter: Any, p: Any, q: Any, matrix: Any, most: int, answer: Any, memory: Any) -> None:
+    """Solve one problem and write what `solve_problems` writes; nothing for a problem without mass."""
+    whole, real, tree, block = memory
+    sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
+    n, m = _prepare(p, q, matrix, whole, real, block)
+    if n > 0:
+        cost = matrix if n == p.shape[0] and m == q.shape[0] else block
+        _prices(cost, n, m, prices_p, prices_q)
+        for i in range(n):
+            sequence[i] = i
+        _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n - 1, tree, whole[FLOW])
+        _finish(counter, matrix, cost, n, m, most, answer, memory)
+
+
+@compiled(seconds=4)
+def solve_problems(counter: Any, problems: Any, most: int, answers: Any, memory: Any) -> None:
+    """Fill the answers of the problems (see the module) in at most `most` pivots each."""
+    p, q, matrices, owners = problems
+    f, g, cells, flows, outcome = answers
+    while True:
+        k = next_task(counter)
+        if k >= p.shape[0]:
+            return
+        answer = f[k], g[k], cells[k], flows[k], outcome[k]
+        solve_one(counter, p[k], q[k], matrices[owners[k]], most, answer, memory)
+
+
+@compiled(seconds=4)
+def solve_problems_from(counter: Any, start: Any, problems: Any, most: int, answers: Any, memory: Any) -> None:
+    """As `solve_problems`, from potentials `start` (B, m) of q's bins. A kernel of its own, since few calls need it."""
+    p, q, matrices, owners = problems
+    f, g, cells, flows, outcome = answers
+    whole, real, tree, block = memory
+    sequence, prices_p, prices_q, columns = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q], whole[COLUMNS]
+    open_p, open_q = real[POTENTIAL], real[NEAR]
+    while True:
+        k = next_task(counter)
+        if k >= p.shape[0]:
+            return
+        matrix = matrices[owners[k]]
+        n, m = _prepare(p[k], q[k], matrix, whole, real, block)
+        if n == 0:
+            continue  # a problem without mass is left to the caller
+        cost = matrix if n == p.shape[1] and m == q.shape[1] else block
+        for j in range(m):
+            prices_q[j] = start[k, columns[j]]
+        for i in range(n):
+            prices_p[i] = least(cost[i], prices_q, m)
+            open_p[i] = prices_p[i]
+        _shortest_tree(cost, open_p, prices_q, n, m, open_q, whole[HINT], sequence)
+        for j in range(m):
+            prices_q[j] = start[k, columns[j]]
+        _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n + m - 1, tree, whole[FLOW])
+        _finish(counter, matrix, cost, n, m, most, (f[k], g[k], cells[k], flows[k], outcome[k]), memory)

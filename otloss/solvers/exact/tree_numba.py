@@ -1,0 +1,242 @@
+"""The network simplex on dense bipartite transport problems, compiled: trees, pivots, and the search for them.
+
+A basis is a spanning tree on the n + m bins whose edges are cells of the plan. Potentials satisfy f_i + g_j = C_ij on
+the edges. A pivot has three steps. A cell whose reduced cost C_ij - f_i - g_j is negative enters, and closes a cycle.
+Mass moves around the cycle until one of its edges is empty. That edge leaves, and the part of the tree behind it is
+attached again at the cell that entered.
+
+Nodes are kept in preorder, so a subtree is a run of places. Its potentials change in one loop over the run, a pivot
+exchanges runs, and two comparisons tell whether a node lies below another.
+
+Source: R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11.
+
+Notation: node v < n is bin v of p, node n + j is bin j of q. Rows of `tree`: PARENT (the root is its own), SIZE of the
+subtree, POSITION in preorder, ORDER (the node at a place), SPARE. `flow[v]` is the mass on the edge from v to its
+parent, in whole units that never tie (see `simplex_numba`); `potential` holds f, then g.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from otloss._numba.compile import bits_of_float64, float64_of_bits, inner, spliced
+from otloss._numba.tasks import is_stopped
+
+PARENT, SIZE, POSITION, ORDER, SPARE = range(5)
+# A negative reduced cost counts as zero if its size is below this, relative to |C_ij| + |f_i| + |g_j|.
+ROUNDING = 4e-16
+# Cells looked at for each pivot; at least two rows.
+LOOK_AT = 512
+VECTOR = {"contract", "nsz", "nnan", "reassoc"}
+
+
+@inner(fastmath=VECTOR)
+def best_key(row: Any, price: Any, base: float, mask: int, count: int) -> Any:
+    """Return the bits of the largest base + price - row, whose last bits are replaced by its place; -1 if none is > 0.
+
+    Positive floats have the order of their bits, and compilers vectorise the maximum of whole numbers. This finds the
+    best cell and its place ten times as fast as a comparison of floats, with a relative resolution of about 2^-40.
+    """
+    best = np.int64(-1)
+    for j in range(count):
+        key = (bits_of_float64(base + price[j] - row[j]) & ~mask) | j
+        best = key if key > best else best
+    return best
+
+
+@inner(fastmath=VECTOR)
+def least(row: Any, price: Any, count: int) -> float:
+    """Return the least of row - price, as the least of whole numbers: `_numba.compile.largest` explains the bits."""
+    key = np.int64(0x7FFFFFFFFFFFFFFF)
+    for j in range(count):
+        bits = bits_of_float64(row[j] - price[j])
+        ordered = bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF))
+        key = ordered if ordered < key else key
+    return float64_of_bits(key ^ ((key >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
+
+
+@inner(fastmath=VECTOR)
+def largest_size(cost: Any, n: int, m: int) -> float:
+    """The largest absolute entry."""
+    bits = np.int64(0)
+    for i in range(n):
+        row = cost[i]
+        for j in range(m):
+            size = bits_of_float64(abs(np.float64(row[j])))
+            bits = size if size > bits else bits
+    return float64_of_bits(bits)
+
+
+@inner(fastmath=VECTOR)
+def lower(bound: Any, row: Any, by: float, count: int) -> None:
+    """bound = min(bound, row - by), entry by entry."""
+    for j in range(count):
+        price = row[j] - by
+        bound[j] = price if price < bound[j] else bound[j]
+
+
+@inner()
+def place_mask(m: int) -> Any:
+    """The bits that hold the numbers below m."""
+    mask = np.int64(1)
+    while mask < m:
+        mask *= 2
+    return mask - 1
+
+
+@inner()
+def number(tree: Any, count: int) -> None:
+    """Write sizes and positions, from the parents and the nodes in SPARE, which are in an order from leaves to root."""
+    parent, size, position, order, closed = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
+    last = count - 1
+    for v in range(count):
+        size[v] = 1
+    for t in range(last):
+        size[parent[closed[t]]] += size[closed[t]]
+    # Until all nodes are placed, `order` holds the next free place below each node.
+    position[closed[last]], order[closed[last]] = 0, 1
+    for t in range(last - 1, -1, -1):
+        v = closed[t]
+        position[v] = order[parent[v]]
+        order[parent[v]] += size[v]
+        order[v] = position[v] + 1
+    for v in range(last + 1):
+        order[position[v]] = v
+
+
+@inner()
+def refresh(cost: Any, tree: Any, potential: Any, n: int, m: int) -> None:
+    """Compute the potentials from the tree alone, without the rounding of earlier pivots."""
+    order, parent = tree[ORDER], tree[PARENT]
+    potential[order[0]] = 0.0
+    for t in range(1, n + m):
+        v = order[t]
+        up = parent[v]
+        potential[v] = (cost[v, up - n] if v < n else cost[up, v - n]) - potential[up]
+
+
+@inner()
+def _raise(order: Any, potential: Any, begin: int, end: int, by: float, n: int) -> None:
+    """Raise f and lower g at the nodes in places begin to end."""
+    for t in range(begin, end):
+        v = order[t]
+        potential[v] += by if v < n else -by
+
+
+@inner()
+def _hang(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> tuple[int, int]:
+    """Attach the subtree of `out` below `above`, with `node` as its new root; return its new places."""
+    parent, size, position, order, spare = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
+    begin, count = position[out], size[out]
+    # The subtree goes directly behind `above` or behind the subtree of `above`, whichever is nearer.
+    first, last = position[above] + 1, position[above] + size[above]
+    # The new order: for each node on the path up to `out`, its old run without that of the node before it on the path.
+    a = b = position[node] + size[node]
+    inner, filled = 0, 0
+    while True:
+        begin_node, end_node = position[node], position[node] + size[node]
+        for t in range(begin_node, a):
+            spare[filled] = order[t]
+            filled += 1
+        for t in range(b, end_node):
+            spare[filled] = order[t]
+            filled += 1
+        a, b, old_size, old_parent, old_flow = begin_node, end_node, size[node], parent[node], flow[node]
+        parent[node], flow[node], size[node] = above, moved, count - inner
+        if node == out:
+            break
+        above, node, moved, inner = node, old_parent, old_flow, old_size
+    if last <= begin or (first <= begin and begin - first < last - begin - count):
+        target = last if last <= begin else first
+        for t in range(begin - 1, target - 1, -1):
+            order[t + count] = order[t]
+        low, high = target, begin + count
+    else:
+        target = (first if first >= begin + count else last) - count
+        for t in range(begin, target):
+            order[t] = order[t + count]
+        low, high = begin, target + count
+    for t in range(count):
+        order[target + t] = spare[t]
+    for t in range(low, high):
+        position[order[t]] = t
+    return target, target + count
+
+
+@spliced
+def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced: float, n: int, m: int) -> None:
+    """Let the cell of the nodes `row` and `column` enter the tree."""
+    parent, size, position = tree[PARENT], tree[SIZE], tree[POSITION]
+    # Mass enters at the new edge from row to column. It leaves every second edge of the path between them, from the
+    # ends on.
+    moved, out, behind_row = np.int64(2**62), row, True
+    u, place = row, position[column]
+    while not position[u] <= place < position[u] + size[u]:
+        if u < n and flow[u] < moved:
+            moved, out = flow[u], u
+        u = parent[u]
+    top, v = u, column
+    while v != top:
+        if v >= n and flow[v] < moved:
+            moved, out, behind_row = flow[v], v, False
+        v = parent[v]
+    u, v = row, column
+    while u != top:
+        flow[u] += -moved if u < n else moved
+        u = parent[u]
+    while v != top:
+        flow[v] += moved if v < n else -moved
+        v = parent[v]
+    node, above = (row, column) if behind_row else (column, row)
+    left_behind = parent[out]
+    begin, end = _hang(tree, flow, node, above, out, moved)
+    while left_behind != top:
+        size[left_behind] -= end - begin
+        left_behind = parent[left_behind]
+    while above != top:
+        size[above] += end - begin
+        above = parent[above]
+    # Potentials are defined up to a constant, so those of the smaller part change.
+    by = reduced if behind_row else -reduced
+    if 2 * (end - begin) <= n + m:
+        _raise(tree[ORDER], potential, begin, end, by, n)
+    else:
+        first = begin - begin  # numba would compile another version for a literal 0
+        _raise(tree[ORDER], potential, first, begin, -by, n)
+        _raise(tree[ORDER], potential, end, n + m, -by, n)
+
+
+@spliced
+def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, most: int, counter: Any) -> int:
+    """Pivot until no reduced cost is negative; return the pivots made, or -1 where `most` are not enough."""
+    f, g = potential[:n], potential[n:]
+    mask, together = place_mask(m), LOOK_AT // m if LOOK_AT // m > 2 else 2
+    together = together if together < n else n
+    pivots, i, clean, rounding, fresh = 0, 0, 0, ROUNDING, True
+    while True:
+        best, row = np.int64(-1), 0
+        for _ in range(together):
+            key = best_key(cost[i], g, f[i], mask, m)
+            if key > best:
+                best, row = key, i
+            i = i + 1 if i + 1 < n else 0
+        clean += together
+        if best > 0:
+            j = best & mask
+            reduced = cost[row, j] - f[row] - g[j]
+            if reduced < -rounding * (abs(cost[row, j]) + abs(f[row]) + abs(g[j])):
+                if pivots == most or is_stopped(counter, -reduced, np.nan):
+                    return -1
+                _pivot(tree, flow, potential, row, n + j, reduced, n, m)
+                pivots += 1
+                clean, fresh = 0, False
+        if clean >= n:
+            if fresh:
+                return pivots
+            # Search once more with potentials free of the rounding of pivots. The larger tolerance makes the search
+            # end.
+            refresh(cost, tree, potential, n, m)
+            rounding *= 2
+            clean, fresh = 0, True

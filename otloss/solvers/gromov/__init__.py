@@ -1,0 +1,1 @@
+"""Fused Gromov-Wasserstein transport."""

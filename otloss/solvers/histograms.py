@@ -1,0 +1,266 @@
+"""Weights of both sides: checks, equal masses, batches and gradients."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import (
+    check_broadcast,
+    check_finite,
+    check_floating,
+    needs_torch,
+)
+from otloss.costs import Cost, as_cost, cost_between
+from otloss.costs.dense import posed_cost
+
+# Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
+# each, and a histogram normalised in its own dtype carries that of its sum too. Histograms in float64 were often
+# normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
+# float32, such histograms have to be normalised again.
+MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
+MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed that of a side
+
+
+def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
+    """Return q for masses that agreed up to the rounding of a narrower dtype."""
+    mass_p, mass_q = (w.detach().sum(-1, keepdim=True) for w in (p, q))
+    return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
+
+
+@dataclass(frozen=True)
+class HistogramPair:
+    """Two histograms in the arithmetic dtype with equal masses, and the dtype that the answer takes.
+
+    Attributes:
+        p: (..., n).
+        q: (..., m), the leading axes broadcast against those of p.
+        dtype: the promoted dtype of the inputs.
+        has_empty_side: whether a histogram holds no mass.
+    """
+
+    p: Float[Tensor, "*batch n"]
+    q: Float[Tensor, "*batch m"]
+    dtype: torch.dtype
+    has_empty_side: bool = False
+
+    @property
+    def mass(self) -> Float[Tensor, "*batch"]:
+        """The mean of both masses, without a graph."""
+        mass_p, mass_q = (w.detach().sum(-1, dtype=torch.float64) for w in (self.p, self.q))
+        return ((mass_p + mass_q) / 2).to(self.p.dtype)
+
+
+def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) -> HistogramPair:
+    """Check, promote and balance `p` and `q`; `others` are dtypes of further inputs that take part in the promotion.
+
+    Not balanced, they keep their own masses, and their gradients are not centred: every mass has a value then.
+
+    Raises:
+        TypeError: if p or q is not a floating tensor.
+        ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
+            or if the batch axes or the devices do not fit.
+    """
+    (mass_p, mass_q), has_empty_side = _checked_masses(p, q, ("p", "q"), balanced=balanced)
+    dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    if not balanced:
+        return HistogramPair(p.to(arithmetic), q.to(arithmetic), dtype, has_empty_side)
+    of_p, of_q = (mass_p, mass_q) if mass_p.dim() or mass_q.dim() else (mass_p.item(), mass_q.item())  # as below
+    both: Any = (of_p + of_q) / 2
+    return HistogramPair(
+        p=centre_gradient(_rescaled(p, of_p, both, arithmetic, has_empty_side)),
+        q=centre_gradient(_rescaled(q, of_q, both, arithmetic, has_empty_side)),
+        dtype=dtype,
+        has_empty_side=has_empty_side,
+    )
+
+
+def check_masses(
+    p: Any, q: Any, names: tuple[str, str] = ("p", "q"), *, balanced: bool = True, hint: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Return both masses (...); `hint` ends the message where they differ. Raises as `histogram_pair`."""
+    return _checked_masses(p, q, names, balanced=balanced, hint=hint)[0]
+
+
+def _checked_masses(
+    p: Any, q: Any, names: tuple[str, str], *, balanced: bool, hint: str = ""
+) -> tuple[tuple[Tensor, Tensor], bool]:
+    """Return both masses, and whether one of them is 0."""
+    masses = _mass(names[0], p), _mass(names[1], q)
+    if p.device != q.device:
+        raise ValueError(
+            f"{names[0]} is on {p.device} and {names[1]} on {q.device}, expected one device; move one with .to()."
+        )
+    check_broadcast(**{names[0]: p.shape[:-1], names[1]: q.shape[:-1]})
+    tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)) if balanced else torch.inf
+    # Numbers are read one by one: for a single problem a comparison by torch takes longer.
+    if masses[0].numel() and masses[1].numel():
+        ratios = masses[0] / masses[1]
+        least, largest = (ratio.item() for ratio in (torch.aminmax(ratios) if ratios.dim() else (ratios, ratios)))
+        is_equal = least >= 1 - tolerance and largest * (1 - tolerance) <= 1  # not NaN, and then neither mass is 0
+        if is_equal and least > 0 and largest < torch.inf and all(w.detach().amin().item() >= 0 for w in (p, q)):
+            return masses, False
+    for name, weights, mass in zip(names, (p, q), masses, strict=True):
+        _check_weights(name, weights.detach(), mass)
+    if balanced:
+        _check_equal_mass(masses, names, tolerance, hint)
+    return masses, not all(_is_positive(mass) for mass in masses)
+
+
+def pair_and_cost(
+    p: Any, q: Any, cost: Any, *, balanced: bool = True, signed: bool = False
+) -> tuple[HistogramPair, Cost]:
+    """Return the checked pair, and the cost between them in their arithmetic dtype.
+
+    With `signed` a matrix may have negative entries and +inf: it becomes a `SignedCost` then.
+
+    Raises:
+        TypeError, ValueError: as `histogram_pair`, `as_cost` and `cost_between`, and if the batch axes do not fit.
+    """
+    p, q = weights_or_uniform(p, q, cost)
+    fitted = posed_cost(cost) if signed else as_cost(cost)
+    pair = histogram_pair(p, q, cost.dtype, balanced=balanced)
+    fitted = cost_between(pair.p, pair.q, fitted)
+    check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
+    return pair, fitted
+
+
+def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
+    """Return p and q; in place of None, weights of 1 / n each for the bins of the cost.
+
+    Raises:
+        ValueError: if the cost stands first, or images have axes of their own.
+    """
+    if not _fit(p, q, cost):
+        _check_order(p, q, cost)
+        _check_flat(p, q, cost)
+    if p is not None and q is not None:
+        return p, q
+    is_matrix = isinstance(cost, Tensor) and cost.dim() > 1
+    shape = cost.shape[-2:] if is_matrix else as_cost(cost).shape
+    like = next((w for w in (p, q, cost) if isinstance(w, Tensor)), cost)
+    p, q = (
+        torch.full((size,), 1 / size, dtype=cost.dtype, device=like.device) if weights is None and size else weights
+        for weights, size in zip((p, q), shape, strict=True)
+    )
+    return p, q
+
+
+def _fit(p: Any, q: Any, cost: Any) -> bool:
+    """Whether all three are tensors of as many bins: most calls need no further check of their order."""
+    if not (isinstance(p, Tensor) and isinstance(q, Tensor) and isinstance(cost, Tensor)) or cost.dim() < 2:
+        return False
+    return p.dim() > 0 and q.dim() > 0 and (p.shape[-1], q.shape[-1]) == cost.shape[-2:]
+
+
+def _check_order(p: Any, q: Any, cost: Any) -> None:
+    """Raise where the cost stands first and q last, the order of `ot.solve`."""
+    if isinstance(p, Cost):
+        is_first = True
+    elif all(isinstance(t, Tensor) and t.dim() for t in (p, q, cost)):
+        is_first = p.shape[-2:] == (q.shape[-1], cost.shape[-1]) and cost.shape[-2:] != (p.shape[-1], q.shape[-1])
+    else:
+        return
+    if is_first:
+        got = ", ".join(str(tuple(t.shape)) if isinstance(t, Tensor | Cost) else type(t).__name__ for t in (p, q, cost))
+        raise ValueError(
+            f"the arguments have the shapes {got}: the cost stands first, as in POT's ot.solve(C, p, q); expected the "
+            "order (p, q, C), as in emd(p, q, C)."
+        )
+
+
+def _check_flat(p: Any, q: Any, cost: Any) -> None:
+    """Raise where the bins of p or q are spread over several axes, as those of images are."""
+    if not isinstance(cost, Cost) and not (isinstance(cost, Tensor) and cost.dim() > 1):
+        return
+    for name, weights, size in zip(("p", "q"), (p, q), cost.shape[-2:], strict=True):
+        if not isinstance(weights, Tensor) or weights.dim() < 2 or weights.shape[-1] == size:
+            continue
+        for axes in (2, 3):
+            if weights.dim() >= axes and weights.shape[-axes:].numel() == size:
+                raise ValueError(
+                    f"{name} has shape {tuple(weights.shape)}, expected (..., {size}), a bin for each cell of the "
+                    f"cost; flatten the axes of images: images.flatten({-axes})."
+                )
+
+
+def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:
+    """Return `weights` unchanged; its gradient loses its mean over the bins."""
+    if needs_torch(weights):
+        change = weights - weights.detach()  # 0, with the derivatives
+        return weights.detach() + (change - change.mean(-1, keepdim=True))
+    if not (torch.is_grad_enabled() and weights.requires_grad):
+        return weights
+    centred: Tensor = _CentreGradient.apply(weights)
+    return centred
+
+
+class _CentreGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        return gradient - gradient.mean(-1, keepdim=True)
+
+
+def _mass(name: str, weights: Any) -> Tensor:
+    check_floating(name, weights)
+    if weights.dim() == 0 or weights.shape[-1] == 0:
+        raise ValueError(f"{name} has shape {tuple(weights.shape)}, expected (..., bins) with at least one bin.")
+    mass: Tensor = weights.detach().sum(-1, dtype=torch.float64)
+    return mass
+
+
+def _check_weights(name: str, weights: Tensor, mass: Tensor) -> None:
+    if not mass.numel() or (weights.amin().item() >= 0 and mass.amax().item() < torch.inf):
+        return
+    check_finite(name, weights)
+    if weights.amin() < 0:
+        *row, bin_index = _first(weights < 0)
+        raise ValueError(
+            f"{name} holds {float(weights[*row, bin_index])} in bin {bin_index}{_at(tuple(row))}, "
+            "expected weights >= 0; clamp rounding errors with .clamp(min=0), or turn scores into weights with softmax."
+        )
+    raise ValueError(f"{name} has a mass beyond float64, expected finite sums; rescale it.")
+
+
+def _check_equal_mass(masses: tuple[Tensor, Tensor], names: tuple[str, str], tolerance: float, hint: str) -> None:
+    mass_p, mass_q = masses
+    larger = torch.maximum(mass_p, mass_q)
+    if ((mass_p - mass_q).abs() > tolerance * larger).any():
+        # The worst row relative to its own mass, so that one heavy problem does not hide a light one.
+        relative = (mass_p - mass_q).abs() / larger.clamp(min=torch.finfo(torch.float64).tiny)
+        row = _first(relative == relative.max())
+        got_p, got_q = (float(mass.expand(relative.shape)[row]) for mass in (mass_p, mass_q))
+        raise ValueError(
+            f"{names[0]} and {names[1]} hold different masses{_at(row)}: {got_p:.9g} and {got_q:.9g}, a relative "
+            f"difference of {float(relative[row]):.2g}; expected at most {tolerance:g}. Normalise both, for example "
+            f"{names[0]} / {names[0]}.sum(-1, keepdim=True).{hint}"
+        )
+
+
+def _is_positive(mass: Tensor) -> bool:
+    return not mass.numel() or mass.amin().item() > 0
+
+
+def _rescaled(weights: Tensor, mass: Any, target: Any, dtype: torch.dtype, has_empty_side: bool) -> Tensor:
+    # The scale carries no graph: its gradient is the same for every bin, and centring removes it.
+    scale = target / (mass + (mass == 0) if has_empty_side else mass)
+    return weights.to(dtype) * (scale.to(dtype).unsqueeze(-1) if isinstance(scale, Tensor) else scale)
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])
+
+
+def _at(row: tuple[int, ...]) -> str:
+    return f" of row {row[0] if len(row) == 1 else row}" if row else ""

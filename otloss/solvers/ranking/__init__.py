@@ -1,0 +1,1 @@
+"""Differentiable sorting, ranks and top-k."""
