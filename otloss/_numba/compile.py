@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
+from otloss._numba import notices as notices  # registers its listener
 from otloss._numba.cache import KernelCache
 
 F32, F64 = np.float32, np.float64

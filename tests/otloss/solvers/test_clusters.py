@@ -11,8 +11,8 @@ from otloss import emd, sinkhorn, solve
 from otloss.costs import PointCost
 from otloss.costs.cost import softmin_in_torch
 from otloss.costs.order import can_leave_out
+from otloss.solvers.exact import clouds as exact_clouds
 from otloss.solvers.exact.clouds import LEAST_PAIRS, solve_between_clouds
-from otloss.solvers.exact.simplex import clouds as exact_clouds
 from otloss.solvers.exact.simplex import solve_exactly
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
