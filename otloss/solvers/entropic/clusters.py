@@ -54,7 +54,7 @@ from otloss.solvers.entropic.interface import (
     SearchResult,
     Solver,
     in_float64,
-    of_masses,
+    potential_of_plan,
 )
 from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS, Sweep
 from otloss.solvers.problem import Problem
@@ -291,7 +291,7 @@ class _ClusterSearch:
         cost = self.sweep.problem.cost
         assert isinstance(cost, PointCost)
         return cost.sums_near(
-            of_masses(self.sweep.problem, f), g, epsilon=float(self.sweep.epsilon), share=share, is_bound=is_bound
+            potential_of_plan(self.sweep.problem, f), g, epsilon=float(self.sweep.epsilon), share=share, is_bound=is_bound
         )
 
     def _updates_of(self, sums: GaussianSums, g: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -14,7 +14,7 @@ tolerance. But the best constant has a closed form (`shifted_to_equal_mass`).
 
 The error of g is at most the largest relative error of the columns over the least eigenvalue of H, where constants are
 left out, and where both are taken in the metric of t. This is a linear model. Near the limit of its validity the true
-error may be many times larger, so that a larger estimate than LARGEST_ESTIMATE becomes infinite.
+error may be many times larger, so that an estimate above `Schedule.largest_estimate` becomes infinite.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.interface import LARGEST_ESTIMATE, SearchResult
-from otloss.solvers.entropic.sinkhorn import Sweep
+from otloss.solvers.entropic.interface import SCHEDULE, SearchResult
+from otloss.solvers.entropic.updates import Updates, build_updates
 from otloss.solvers.problem import Problem
 
 LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
@@ -52,13 +52,6 @@ class Dual:
     log_q: Float[Tensor, "*batch m"]
     ratio: Float[Tensor, "*batch 1"]
     is_balanced: bool
-
-    @staticmethod
-    def of(problem: Problem, sweep: Sweep) -> Dual:
-        dtype, rho = sweep.log_p.dtype, problem.marginal_penalty
-        scores = -problem.cost.dense().to(dtype) / sweep.epsilon.unsqueeze(-1) + sweep.log_q.unsqueeze(-2)
-        ratio = torch.zeros_like(sweep.epsilon) if rho is None else sweep.epsilon / rho
-        return Dual(scores, sweep.log_p, sweep.log_q, ratio, rho is None)
 
     def target(self, b: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
         """Return t, what the columns of the plan should sum to."""
@@ -99,25 +92,50 @@ class Dual:
         least = _least_eigenvalue(scaled)
         residual = torch.where(has_mass, gradient / scale.square(), 0.0).abs().amax(-1)
         error = (residual + ROUNDING) / least
-        return torch.where(error <= LARGEST_ESTIMATE, error, torch.inf)
+        return torch.where(error <= SCHEDULE.largest_estimate, error, torch.inf)
 
 
-def has_estimate(problem: Problem) -> bool:
-    """Return whether `error_of_potential` takes less time than the search."""
+def build_dual(updates: Updates) -> Dual:
+    """Return the dual of the problems of the updates, with their costs as dense matrices."""
+    problem, log_q = updates.problem, updates.log_q
+    dtype, rho = log_q.dtype, problem.marginal_penalty
+    scores = -problem.cost.dense().to(dtype) / updates.epsilon.unsqueeze(-1) + log_q.unsqueeze(-2)
+    ratio = torch.zeros_like(updates.epsilon) if rho is None else updates.epsilon / rho
+    return Dual(scores, updates.log_p, log_q, ratio, rho is None)
+
+
+def is_dense_fast(problem: Problem) -> bool:
+    """Return whether dense equations take less time than the search."""
     return math.prod(problem.cost.shape) <= LARGEST_FOR_EIGENVALUE
 
 
-def error_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return an estimate of the largest error of g in the unit of the cost, from the dense matrix in float64."""
-    sweep = Sweep.of(problem)
-    return Dual.of(problem, sweep).error(g.to(sweep.epsilon.dtype) / sweep.epsilon) * sweep.epsilon.squeeze(-1)
+def estimate_error(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+    """Return the largest error of g in the unit of the cost, NaN where it is not known.
+
+    It is an estimate from the dense matrix, or in larger unbalanced problems a bound: two updates contract the error by
+    k^2 there.
+    """
+    updates = build_updates(problem)
+    epsilon, g = updates.epsilon, g.to(updates.epsilon.dtype)
+    if problem.p.device.type == "cpu" and is_dense_fast(problem):
+        return build_dual(updates).error(g / epsilon) * epsilon.squeeze(-1)
+    if problem.marginal_penalty is None:
+        return torch.full_like(epsilon.squeeze(-1), math.nan)
+    change = (updates.g_from(updates.f_from(g)) - g).abs().masked_fill(problem.q.detach() == 0, 0.0).amax(-1)
+    return change / (1 - updates.damping.squeeze(-1) ** 2)
 
 
-def bound_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return a bound of the largest error of g in unbalanced problems, where two updates contract it by k^2."""
-    sweep = Sweep.of(problem)
-    off = (sweep.g_from(sweep.f_from(g)) - g).abs().masked_fill(problem.q.detach() == 0, 0.0).amax(-1)
-    return off / (1 - sweep.damping.squeeze(-1) ** 2)
+def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
+    """Return the result with the error of g and what belongs to it."""
+    is_empty = problem.q.detach() == 0
+    highest, lowest = result.g.masked_fill(is_empty, -torch.inf), result.g.masked_fill(is_empty, torch.inf)
+    spread = highest.amax(-1) - lowest.amin(-1)
+    return dataclasses.replace(
+        result,
+        potential_error=estimate_error(problem, result.g),
+        spread=spread,
+        least_eigenvalue=torch.ones_like(spread),  # the estimate has taken account of it
+    )
 
 
 def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResult:
@@ -147,12 +165,9 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
     )
     damping = rho / (rho + epsilon)
     shift = (rho / (1 + damping) * (of_rows - of_columns)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # empty sides
-    plan = result.plan
     if uncertain is not None:  # by the rounding of the logarithms
         uncertain = uncertain + 4 * torch.finfo(f.dtype).eps * rho
-    if plan is not None:
-        plan = plan * (-shift / (rho + epsilon)).exp().unsqueeze(-1).to(plan.dtype)
-    return dataclasses.replace(result, f=f + damping * shift, g=g - shift, plan=plan, potential_error=uncertain)
+    return dataclasses.replace(result, f=f + damping * shift, g=g - shift, potential_error=uncertain)
 
 
 def _constants(target: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from otloss._checks import has_tangent
 from otloss.costs import GridCost
 from otloss.costs.grid import LEAST_EXPONENT, SHIFT
 from otloss.solvers.condition import MOST_CORRECTIONS, check_condition, correction, no_implicit_answer
-from otloss.solvers.entropic.interface import of_masses
+from otloss.solvers.entropic.interface import potential_of_plan
 from otloss.solvers.problem import Problem
 
 LEAST_CELLS = 512  # fewer are solved as dense systems, with third derivatives
@@ -163,7 +163,7 @@ def corrected(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         if near:
             equations = _Equations.at(problem, f, g)
             equations.check_condition()
-            return equations.f - of_masses(problem, torch.zeros_like(f)), g
+            return equations.f - potential_of_plan(problem, torch.zeros_like(f)), g
     raise no_implicit_answer()
 
 

@@ -1,11 +1,15 @@
-"""What all searches for potentials share: when they end, what they return, and the numbers of their schedule."""
+"""What all searches for the potentials of an entropic problem share.
+
+A method of the ladder (`ladder.LADDER`) is a class with the two members of `Method`. It takes a reduced problem and
+what an earlier method has found, and returns potentials with the error of the marginals, per problem.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -18,16 +22,61 @@ from otloss.solvers.problem import Problem
 # The columns of what the kernels write for each problem; `sinkhorn_cpu.run_kernel` explains them.
 ERROR, ITERATIONS, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE = range(5)
 
-STAGE_FACTOR = 0.25  # epsilon of a stage over that of the stage before
-FIRST_EPSILON = 0.25  # of the first stage over the largest cost, at most
-LEAST_ITERATIONS, FEWEST, CLEARLY = 60, 20, 8.0  # before a problem may end as slow; FEWEST at CLEARLY the patience
-SETTLING = 200  # iterations at most, once within the tolerance, until light bins have settled too
-OVERSHOOT = 3.0  # an error this many times the least one shows that w is too large
-LEAST_CHANGE = 0.02  # of w
-LARGEST_RELAXED_STEP = 1.5  # larger steps of a potential over epsilon are not over-relaxed
-# Of the error of g / epsilon by a linear model: larger ones count as infinite. The second order is the square of this.
-LARGEST_ESTIMATE = 0.1
-COARSE_TOLERANCE = 1e-3
+
+class Schedule(NamedTuple):
+    """The numbers of Sinkhorn's schedule, the same in torch and in the numba kernels, which read them as constants.
+
+    Attributes:
+        stage_factor: epsilon of a stage over epsilon of the stage before.
+        first_epsilon: epsilon of the first stage over the largest cost, at most.
+        first_check: iterations before a problem may end as slow.
+        early_check, clearly: a problem may end after `early_check` iterations already if it needs `clearly` times the
+            iterations that the budget's patience allows.
+        extra_iterations: the most iterations within the tolerance until the potentials of light bins are accurate too.
+        overshoot: an error this many times the smallest one shows that the over-relaxation w is too large.
+        smallest_change: a smaller change of w is not made.
+        largest_relaxed_step: larger steps of a potential over epsilon are not over-relaxed.
+        largest_estimate: the estimate of the error of g over epsilon is a linear model, whose second order is the
+            square of the estimate. Larger estimates count as infinite.
+    """
+
+    stage_factor: float = 0.25
+    first_epsilon: float = 0.25
+    first_check: int = 60
+    early_check: int = 20
+    clearly: float = 8.0
+    extra_iterations: int = 200
+    overshoot: float = 3.0
+    smallest_change: float = 0.02
+    largest_relaxed_step: float = 1.5
+    largest_estimate: float = 0.1
+
+
+SCHEDULE = Schedule()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a search ends.
+
+    Attributes:
+        tolerance: the error of the marginals to reach.
+        max_iterations: the largest number of iterations.
+        patience: a search also ends after so many iterations, or where its contraction says that it needs more than so
+            many further ones. Finite where the ladder has another method for the problem.
+        largest_change: if finite, a search that is within the tolerance continues until its last update changes no
+            factor of the plan by a larger share, and estimates the error of g.
+    """
+
+    tolerance: float
+    max_iterations: int
+    patience: float = math.inf
+    largest_change: float = math.inf
+
+    @property
+    def is_accurate(self) -> bool:
+        """Whether the potentials themselves have to be accurate, and not the marginals alone."""
+        return self.largest_change < math.inf
 
 
 @dataclass(frozen=True)
@@ -36,13 +85,12 @@ class SearchResult:
 
     Attributes:
         f: (..., n), g: (..., m), finite on all bins; f is an exact update from g. NaN where the error is not finite.
-        error: (...), the sum of the errors of both marginals, relative to the mass.
+        error: (...), the sum of the errors of both marginals, relative to the mass; infinite where it is not known.
         iterations: (...).
-        potential_error: (...), an estimate of the largest error of g. This and the next two are None where they were
-            not asked for or are not known.
+        potential_error: (...), an estimate of the largest error of g, NaN where it is not known. This and the next two
+            are None where they were not asked for or are not known.
         spread: (...), the largest g minus the least, over bins with mass.
         least_eigenvalue: (...), of the equations for g, or a bound from above.
-        plan: (..., n, m), P at these potentials, if the kernel wrote it for the gradient of the costs.
     """
 
     f: Float[Tensor, "*batch n"]
@@ -52,43 +100,51 @@ class SearchResult:
     potential_error: Float[Tensor, "*batch"] | None = None
     spread: Float[Tensor, "*batch"] | None = None
     least_eigenvalue: Float[Tensor, "*batch"] | None = None
-    plan: Float[Tensor, "*batch n m"] | None = None
 
     def to(self, device: torch.device) -> SearchResult:
         """Return the same numbers on another device."""
         moved = {name: t.to(device) for name, t in vars(self).items() if t is not None}
         return dataclasses.replace(self, **moved)
 
+    def is_within(self, tolerance: float) -> bool:
+        """Return whether all errors are within the tolerance; NaN is not."""
+        return not self.error.numel() or self.error.amax().item() <= tolerance
+
+    @property
+    def start(self) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]:
+        """The potentials, as a start of another search: zeros where the error is not finite."""
+        is_finite = self.error.isfinite().unsqueeze(-1)
+        return torch.where(is_finite, self.f, 0.0), torch.where(is_finite, self.g, 0.0)
+
     @staticmethod
-    def unknown(problem: Problem) -> SearchResult:
-        """Where no search has been."""
-        f, g = (torch.zeros_like(w, dtype=problem.cost.dtype) for w in (problem.p, problem.q))
-        off = torch.full_like(problem.epsilon, torch.inf, dtype=f.dtype)
-        return SearchResult(f, g, off, torch.zeros_like(off, dtype=torch.int64))
+    def at_start(problem: Problem) -> SearchResult:
+        """Return the start of the problem, or zeros, as the result of no iteration."""
+        if problem.start is not None:
+            f, g = problem.start
+        else:
+            f, g = (torch.zeros_like(weights, dtype=problem.cost.dtype) for weights in (problem.p, problem.q))
+        error = torch.full_like(problem.epsilon, torch.inf, dtype=f.dtype)
+        return SearchResult(f, g, error, torch.zeros_like(error, dtype=torch.int64))
 
 
-@dataclass(frozen=True)
-class Goal:
-    """When a search may end: at the tolerance, or after `most` iterations.
+class Method(Protocol):
+    """A way to find the potentials of entropic problems."""
 
-    Attributes:
-        tolerance: of the marginal error.
-        most: the largest number of iterations.
-        settled: if finite, a search goes on until its last update changes no factor of the plan by a larger share.
-        symmetric: whether p equals q and the cost its transpose.
-        with_plan: whether the kernel writes the plan too.
-        patience: a search also ends where its contraction says that it needs more than so many further iterations.
-    """
+    def applies(self, problem: Problem) -> bool:
+        """Return whether the method is for problems of these sizes and options, on this device and with this cost."""
+        ...
 
-    tolerance: float
-    most: int
-    settled: float = math.inf
-    symmetric: bool = False
-    with_plan: bool = False
-    patience: float = math.inf
+    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+        """Search until the tolerance is reached, the budget is used up, or the search is too slow.
 
+        Args:
+            found: where an earlier method ended, to start from, or None.
 
-Solver = Callable[[Problem, tuple[Tensor, Tensor] | None, Goal], SearchResult]
+        Returns:
+            The result of this search, with its own iterations. Problems that `found` has solved may be left as they
+            are.
+        """
+        ...
 
 
 def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
@@ -112,7 +168,7 @@ def log_weights(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return p.log(), q.log()
 
 
-def of_masses(problem: Problem, f: Tensor) -> Tensor:
+def potential_of_plan(problem: Problem, f: Tensor) -> Tensor:
     """Return the f for which P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon): f - epsilon log M if balanced."""
     if problem.marginal_penalty is not None:
         return f

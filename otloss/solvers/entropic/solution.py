@@ -28,7 +28,7 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
-from otloss.solvers.entropic.interface import SearchResult, in_float64, of_masses
+from otloss.solvers.entropic.interface import SearchResult, in_float64, potential_of_plan
 from otloss.solvers.entropic.sinkhorn import Sweep
 from otloss.solvers.problem import Problem
 
@@ -156,7 +156,7 @@ class EntropicSolution:
             return (upstream[..., None, None] * self.search.plan,)
         log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
         epsilon = problem.epsilon.detach().to(f.dtype)
-        return problem.cost.plan_gradients(of_masses(problem, f), g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+        return problem.cost.plan_gradients(potential_of_plan(problem, f), g, log_p, log_q, epsilon=epsilon, upstream=upstream)
 
 
 def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> EntropicSolution:
@@ -252,7 +252,7 @@ def plan_blocks(problem: Problem, f: Tensor, g: Tensor) -> Any:
     """Yield (slice of rows, P there, C there), in the dtype of the potentials."""
     n, m = problem.cost.shape
     log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
-    f, epsilon = of_masses(problem, f), problem.epsilon.detach().to(f.dtype)[..., None, None]
+    f, epsilon = potential_of_plan(problem, f), problem.epsilon.detach().to(f.dtype)[..., None, None]
     step = max(1, _PLAN_BLOCK_ENTRIES // max(1, m * problem.batch.numel()))
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
