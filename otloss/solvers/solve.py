@@ -23,7 +23,7 @@ from otloss.costs.within import is_symmetric
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
 from otloss.solvers.entropic.assignment_start import assignment_start
-from otloss.solvers.entropic.ladder import find_potentials
+from otloss.solvers.entropic.potentials import find_potentials
 from otloss.solvers.entropic.solution import solution_of
 from otloss.solvers.exact.clouds import solve_between_clouds, takes_clouds
 from otloss.solvers.exact.simplex import solve_exactly
@@ -298,8 +298,10 @@ def sinkhorn_divergence(
     value, terms = between.value, [between]
     for weights, among in ((problem.p, among_p), (problem.q, among_q)):
         cost_within = among.to(problem.cost.dtype)
-        with_itself = dataclasses.replace(problem, p=weights, q=weights, cost=cost_within, start=None)
-        terms.append(answer(with_itself, settings, symmetric=True))
+        with_itself = dataclasses.replace(
+            problem, p=weights, q=weights, cost=cost_within, start=None, is_symmetric=True
+        )
+        terms.append(answer(with_itself, settings))
         value = value - terms[-1].value / 2
     if settings.marginal_penalty is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
@@ -319,19 +321,19 @@ def _without_error_below_zero(problem: Problem, value: Tensor, terms: list[Trans
     return value - value.detach().where(is_error, 0.0)
 
 
-def answer(problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None) -> Transport:
-    """Reduce, solve, differentiate and restore a posed problem; `symmetric`, `accurate` as for `find_potentials`."""
+def answer(problem: Problem, settings: Settings, *, accurate: bool | None = None) -> Transport:
+    """Reduce, solve, differentiate and restore a posed problem; `accurate` as for `find_potentials`."""
     reduced, ways_back = reduce(problem, settings)
-    return Transport(problem, _solve(reduced, settings, symmetric, accurate), ways_back)
+    return Transport(problem, _solve(reduced, settings, accurate), ways_back)
 
 
-def _solve(problem: Problem, settings: Settings, symmetric: bool, accurate: bool | None) -> Solution:
+def _solve(problem: Problem, settings: Settings, accurate: bool | None) -> Solution:
     """Solve a reduced problem, with the derivatives that were asked for."""
     if problem.is_exact:
         if takes_clouds(problem):
             return with_envelope(solve_between_clouds(problem))
         return with_envelope(solve_exactly(problem, find_start=assignment_start))
-    problem, potentials = find_potentials(problem, settings, symmetric=symmetric, accurate=accurate)
+    problem, potentials = find_potentials(problem, settings, accurate=accurate)
     solution = solution_of(problem, potentials, tolerance_of(problem, settings))
     return with_envelope(solution) if settings.grad == "envelope" else with_implicit_derivatives(solution)
 

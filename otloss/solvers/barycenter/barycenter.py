@@ -61,7 +61,7 @@ from otloss.costs import Cost, DenseCost, GridCost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.costs.within import is_symmetric
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.entropic.ladder import find_potentials
+from otloss.solvers.entropic.potentials import find_potentials
 from otloss.solvers.histograms import MASS_TOLERANCE
 from otloss.solvers.options import DEFAULT_TOLERANCE, Settings
 from otloss.solvers.problem import Problem

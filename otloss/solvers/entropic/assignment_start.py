@@ -9,7 +9,7 @@ from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss.costs import PointCost
-from otloss.solvers.entropic.interface import ERROR
+from otloss.solvers.entropic.interface import ERROR, Budget
 from otloss.solvers.entropic.sinkhorn_cpu import run_kernel
 from otloss.solvers.problem import Problem
 
@@ -55,7 +55,7 @@ def assignment_start(problem: Problem, matrix: Float[Tensor, "*batch n n"]) -> t
         return None
     f, g, outcome = run_kernel(
         p.reshape(-1, n), q.reshape(-1, n), costs.sub_(costs.amin((-2, -1), keepdim=True)),
-        owner=np.arange(len(costs)), epsilon=epsilon.numpy(), tolerance=START_TOLERANCE, most=START_ITERATIONS,
+        owner=np.arange(len(costs)), epsilon=epsilon.numpy(), budget=Budget(START_TOLERANCE, START_ITERATIONS),
     )  # fmt: skip
     if not bool(outcome[:, ERROR].isfinite().all()):
         return None

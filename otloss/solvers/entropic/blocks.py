@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -18,59 +19,79 @@ from torch.nn.functional import interpolate, pad
 
 from otloss._numba import may_run_on
 from otloss.costs import GridCost
-from otloss.solvers.entropic.interface import (
-    COARSE_TOLERANCE,
-    Goal,
-    Solver,
-)
-from otloss.solvers.entropic.sinkhorn import iterate_in_logs
+from otloss.solvers.entropic.interface import Budget, SearchResult
+from otloss.solvers.entropic.sinkhorn import Sinkhorn
+from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.problem import Problem
 
-BLOCK = 4  # cells along each axis that become one
-LEAST_CELLS, MOST_BLOCKS = 1024, 512  # the fewest cells of an image that is coarsened, the most blocks of a problem
-BLOCK_ITERATIONS = 300
+
+@dataclass(frozen=True)
+class Coarsening:
+    """When images are coarsened, and how far.
+
+    Attributes:
+        smallest: cells of an image that is coarsened, at least.
+        largest_coarse: blocks of a problem that the kernel for matrices solves, at most.
+        tolerance, max_iterations: of the problem between blocks.
+    """
+
+    smallest: int = 1024
+    largest_coarse: int = 512
+    tolerance: float = 1e-3
+    max_iterations: int = 300
+
+
+COARSENING = Coarsening()
+SIZE = 4  # cells along each axis that become one block
 _INTERPOLATION = {2: "bilinear", 3: "trilinear"}
 
 
-def takes_blocks(problem: Problem) -> bool:
-    """Return whether `start_from_blocks` applies to this problem."""
-    cost = problem.cost
-    if not isinstance(cost, GridCost) or problem.marginal_penalty is not None or not may_run_on(problem.p):
-        return False
-    return len(cost.cells) in _INTERPOLATION and cost.shape[0] > LEAST_CELLS
+class Blocks:
+    """The method for large balanced images on a CPU: Sinkhorn from the potentials and the w of a coarser image."""
+
+    def applies(self, problem: Problem) -> bool:
+        cost = problem.cost
+        if not isinstance(cost, GridCost) or problem.marginal_penalty is not None or not may_run_on(problem.p):
+            return False
+        return problem.start is None and len(cost.cells) in _INTERPOLATION and cost.shape[0] > COARSENING.smallest
+
+    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+        """Search from a coarser image; see `interface.Method`."""
+        if found is not None:
+            return Sinkhorn().run(problem, found, budget)
+        start, relaxation = _start_from_blocks(problem)
+        return Sinkhorn().run(problem, start, budget, relaxation=relaxation)
 
 
-def start_from_blocks(
-    problem: Problem, solve: Solver, *, symmetric: bool
-) -> tuple[tuple[Tensor, Tensor], Float[Tensor, "*batch"]]:
-    """Return potentials (f, g) and an over-relaxation w to start from. `solve` solves the problem between blocks."""
+def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*batch"]]:
+    """Return potentials and an over-relaxation w to start from."""
     cost = problem.cost
     assert isinstance(cost, GridCost)
     coarse = _in_blocks(problem, cost)
-    # A finite `settled` makes the kernel estimate the least eigenvalue.
-    goal = Goal(COARSE_TOLERANCE, BLOCK_ITERATIONS, settled=1e3, symmetric=symmetric)
-    if coarse.cost.shape[0] > MOST_BLOCKS:
-        start, w = start_from_blocks(coarse, solve, symmetric=symmetric)
-        result = iterate_in_logs(coarse, start, goal, relaxation=w)
+    # A finite change makes the kernel estimate the least eigenvalue.
+    budget = Budget(COARSENING.tolerance, COARSENING.max_iterations, largest_change=1e3)
+    if coarse.cost.shape[0] > COARSENING.largest_coarse:
+        start, w = _start_from_blocks(coarse)
+        result = Sinkhorn().run(coarse, start, dataclasses.replace(budget, largest_change=math.inf), relaxation=w)
     else:
-        result = solve(coarse, None, goal)
+        result = SinkhornOnCPU().run(coarse, None, budget)
         least = result.least_eigenvalue
         w = torch.ones_like(result.error) if least is None else 2 / (1 + least.clamp(0, 1).sqrt())
     assert isinstance(coarse.cost, GridCost)
-    fine = [_interpolated(potential, coarse.cost.cells, cost.cells) for potential in (result.f, result.g)]
-    return (fine[0], fine[1]), w
+    f, g = (_interpolated(potential, coarse.cost.cells, cost.cells) for potential in result.start)
+    return dataclasses.replace(result, f=f, g=g, error=torch.zeros_like(result.error)), w
 
 
 def _in_blocks(problem: Problem, cost: GridCost) -> Problem:
-    cells = tuple(-(-size // BLOCK) for size in cost.cells)
-    padding = [k for size in reversed(cost.cells) for k in (0, -size % BLOCK)]
-    split = [k for size in cells for k in (size, BLOCK)]
+    cells = tuple(-(-size // SIZE) for size in cost.cells)
+    padding = [k for size in reversed(cost.cells) for k in (0, -size % SIZE)]
+    split = [k for size in cells for k in (size, SIZE)]
     sums = []
     for weights in (problem.p, problem.q):
         image = pad(weights.detach().reshape(*problem.batch, *cost.cells), padding)
         blocks = image.reshape(*problem.batch, *split).sum([2 * k - 2 * len(cells) + 1 for k in range(len(cells))])
         sums.append(blocks.reshape(*problem.batch, math.prod(cells)))
-    larger = GridCost(cells, power=cost.power, spacing=[BLOCK * step for step in cost.spacing])
+    larger = GridCost(cells, power=cost.power, spacing=[SIZE * step for step in cost.spacing])
     return dataclasses.replace(
         problem, p=sums[0], q=sums[1], cost=larger.to(cost.device, cost.dtype), epsilon=problem.epsilon.detach()
     )
@@ -79,7 +100,7 @@ def _in_blocks(problem: Problem, cost: GridCost) -> Problem:
 def _interpolated(potential: Tensor, coarse: tuple[int, ...], cells: tuple[int, ...]) -> Tensor:
     batch = potential.shape[:-1]
     image = potential.reshape(batch.numel(), 1, *coarse)
-    values = interpolate(image, scale_factor=BLOCK, mode=_INTERPOLATION[len(cells)], align_corners=False)
+    values = interpolate(image, scale_factor=SIZE, mode=_INTERPOLATION[len(cells)], align_corners=False)
     for axis, size in enumerate(cells):
         values = values.narrow(axis + 2, 0, size)
     return values.reshape(*batch, math.prod(cells))

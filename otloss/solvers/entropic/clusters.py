@@ -47,88 +47,129 @@ from otloss._progress import report
 from otloss.costs import PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.costs.order import grouped
-from otloss.solvers.entropic.interface import (
-    COARSE_TOLERANCE,
-    STAGE_FACTOR,
-    Goal,
-    SearchResult,
-    Solver,
-    in_float64,
-    potential_of_plan,
-)
-from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS, Sweep
+from otloss.solvers.entropic.interface import SCHEDULE, Budget, SearchResult, in_float64, potential_of_plan
+from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS, Sinkhorn
+from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
+from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
 METRICS = ("sqeuclidean", "euclidean")
-MOST_DIMENSIONS = 3
-LEAST_PAIRS = 2**22  # below, the numba kernel for matrices takes about as long
-CLUSTERS, MANY_CLUSTERS, MANY_PAIRS = (256, 512), 1024, 2**26
-CLUSTER_ITERATIONS = 1000
-RESOLVING_EPSILON = 6.0  # above this multiple of the variance within a cluster, clusters stand for their points
-MOST_COARSENING = 32.0  # of epsilon, for problems that the numba kernel can solve too
-MOST_COARSENING_ALONE = 4.0  # between a cloud and itself, where iterations from zero are few
-CLUSTER_RIDGE = 1e-9
-DEPTH = 5  # of Anderson's acceleration
-STAGE_TOLERANCE = 0.1
-# Sums through a grid. The relative error that they may have is a share of the tolerance (GRID_SHARE) and of the error
-# so far (GRID_SHARE_OF_ERROR); it falls by the factor GRID_STEP at once. A search with such sums aims at GRID_MARGIN
-# times the tolerance, because the bound of the last updates is added to its error.
-GRID_SHARE, GRID_SHARE_OF_ERROR, GRID_STEP, GRID_MARGIN = 0.1, 1e-2, 30.0, 0.5
-LEFT_OUT = 1.0  # an iteration may leave out a share of each sum, this multiple of the last error
-RESTART_FACTOR = 2.0  # the acceleration forgets its history where the error exceeds this multiple of the least error
-SLOW_ITERATIONS = 20  # a search ends after so many iterations that did not halve the error
-ROUNDING = 0.25  # an error in float32 does not fall below this multiple of the rounding of potentials over epsilon
 
 
-def takes_clusters(problem: Problem) -> bool:
-    """Return whether `search_from_clusters` applies to this problem."""
-    cost = problem.cost
-    if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.marginal_penalty is not None:
-        return False
-    if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1 or not may_run_on(cost.x, problem.p):
-        return False
-    n, m = cost.shape
-    return cost.x.shape[-1] <= MOST_DIMENSIONS and n * m >= LEAST_PAIRS and min(n, m) > CLUSTERS[0]
+@dataclass(frozen=True)
+class Clustering:
+    """When clouds are put into clusters, and how the search runs.
 
-
-def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_resolved: bool) -> SearchResult | None:
-    """Return the potentials, their marginal error and the number of iterations.
-
-    The search ends early where it becomes slow. The result is None where clusters do not help: a side has no mass, the
-    problem between clusters was not solved, or a symmetric problem has a far smaller epsilon than clusters resolve.
-
-    Args:
-        solve: a search for the potentials of small problems.
-        only_resolved: return None also where clusters are far larger than epsilon resolves.
+    Attributes:
+        max_axes: in more dimensions clusters are too wide.
+        smallest: pairs of points, below which the numba kernel for matrices takes about as long.
+        counts: of clusters, tried in this order until they resolve epsilon; the last only for `many_pairs`.
+        many_pairs: pairs of points for which more clusters are worth their time.
+        tolerance, max_iterations: of the problem between clusters.
+        resolving_epsilon: above this multiple of the variance within a cluster, clusters stand for their points.
+        largest_coarsening: epsilon between clusters over epsilon, above which Newton's method from exact potentials
+            takes less time; the second number is for a cloud and itself, where iterations from zero are few.
+        ridge: of the factorised system.
+        depth: of Anderson's acceleration.
+        stage_tolerance: of all stages but the last.
+        grid_share, grid_share_of_error: the relative error that sums through a grid may have is a share of the
+            tolerance and of the error so far, which falls by the factor `grid_step` at once.
+        grid_margin: a search with such sums aims at this share of the tolerance, because the bound of the last updates
+            is added to its error.
+        omitted: an iteration may leave out a share of each sum, this multiple of the last error.
+        restart: the acceleration forgets its history where the error exceeds this multiple of the smallest error.
+        slow_iterations: a search ends after so many iterations that did not halve the error.
+        rounding: an error in float32 does not fall below this multiple of the rounding of potentials over epsilon.
     """
-    p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
-    flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
-    clusters = _Clusters.of(flat, solve, symmetric=goal.symmetric)
-    if clusters is None or (only_resolved and clusters.epsilon > MOST_COARSENING * float(flat.epsilon)):
-        return None
-    search = _ClusterSearch(flat, clusters, symmetric=goal.symmetric, share=GRID_SHARE * goal.tolerance)
-    *stages, last = _steps(float(flat.epsilon), clusters.epsilon)
+
+    max_axes: int = 3
+    smallest: int = 2**22
+    counts: tuple[int, ...] = (256, 512, 1024)
+    many_pairs: int = 2**26
+    tolerance: float = 1e-3
+    max_iterations: int = 1000
+    resolving_epsilon: float = 6.0
+    largest_coarsening: tuple[float, float] = (32.0, 4.0)
+    ridge: float = 1e-9
+    depth: int = 5
+    stage_tolerance: float = 0.1
+    grid_share: float = 0.1
+    grid_share_of_error: float = 1e-2
+    grid_step: float = 30.0
+    grid_margin: float = 0.5
+    omitted: float = 1.0
+    restart: float = 2.0
+    slow_iterations: int = 20
+    rounding: float = 0.25
+
+
+CLUSTERING = Clustering()
+
+
+class Clusters:
+    """The method for two large clouds in few dimensions, balanced, on a CPU."""
+
+    def applies(self, problem: Problem) -> bool:
+        cost = problem.cost
+        if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.marginal_penalty is not None:
+            return False
+        if problem.impl != "auto" or problem.start is not None or problem.batch.numel() != 1:
+            return False
+        if cost.x.dim() != 2 or cost.y.dim() != 2 or not may_run_on(cost.x, problem.p):
+            return False
+        (n, m), axes = cost.shape, cost.x.shape[-1]
+        return axes <= CLUSTERING.max_axes and n * m >= CLUSTERING.smallest and min(n, m) > CLUSTERING.counts[0]
+
+    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+        """Search from the potentials between clusters; see `interface.Method`.
+
+        The search ends early where it becomes slow, and has no iteration where clusters do not help: a side has no
+        mass, the problem between clusters was not solved, or clusters are far larger than epsilon resolves. Between a
+        cloud and itself, Sinkhorn's iteration runs without clusters then.
+        """
+        p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
+        flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
+        clusters = _build_clusters(flat)
+        result = None if clusters is None else _search(flat, clusters, budget)
+        if result is None and problem.is_symmetric:
+            method = SinkhornOnCPU() if SinkhornOnCPU().applies(problem) else Sinkhorn()
+            return method.run(problem, found, budget)
+        if result is None:
+            return SearchResult.at_start(problem)
+        return dataclasses.replace(
+            result,
+            f=result.f.expand(problem.p.shape),
+            g=result.g.expand(problem.q.shape),
+            error=result.error.expand(problem.batch),
+            iterations=result.iterations.expand(problem.batch),
+        )
+
+
+def _search(problem: Problem, clusters: _Clusters, budget: Budget) -> SearchResult | None:
+    """Search at falling values of epsilon; None where no error was finite."""
+    settings = CLUSTERING
+    search = _ClusterSearch(problem, clusters, share=settings.grid_share * budget.tolerance)
+    *stages, last = _falling_epsilons(float(problem.epsilon), clusters.epsilon)
     for epsilon in stages:
-        left = goal.most - 1 - search.iterations
-        search.run(epsilon, tolerance=max(STAGE_TOLERANCE, goal.tolerance), most=min(STAGE_ITERATIONS, left))
-    search.run(last, tolerance=goal.tolerance, most=goal.most - search.iterations)
+        most = min(STAGE_ITERATIONS, budget.max_iterations - 1 - search.iterations)
+        search.run(epsilon, tolerance=max(settings.stage_tolerance, budget.tolerance), max_iterations=most)
+    search.run(last, tolerance=budget.tolerance, max_iterations=budget.max_iterations - search.iterations)
     if search.best is None:
         return None
     f, g, error = search.last_updates()
-    if float(error) > goal.tolerance and not search.by_pairs and search.iterations < goal.most:
+    if float(error) > budget.tolerance and not search.by_pairs and search.iterations < budget.max_iterations:
         search.with_bound = True  # the sums without a bound were less accurate than planned
-        search.run(last, tolerance=goal.tolerance, most=goal.most - search.iterations)
+        search.run(last, tolerance=budget.tolerance, max_iterations=budget.max_iterations - search.iterations)
         f, g, error = search.last_updates()
-    counted = torch.full(problem.batch, search.iterations, dtype=torch.int64, device=f.device)
-    return SearchResult(f.expand(problem.p.shape), g.expand(problem.q.shape), error.expand(problem.batch), counted)
+    return SearchResult(f, g, error, torch.tensor(search.iterations, device=f.device))
 
 
-def _steps(last: float, first: float) -> list[float]:
+def _falling_epsilons(last: float, first: float) -> list[float]:
     """Return falling values of epsilon, from below that of the clusters down to the last one."""
-    steps = [last]
-    while steps[0] / STAGE_FACTOR < 0.99 * first:
-        steps.insert(0, steps[0] / STAGE_FACTOR)
-    return steps
+    values = [last]
+    while values[0] / SCHEDULE.stage_factor < 0.99 * first:
+        values.insert(0, values[0] / SCHEDULE.stage_factor)
+    return values
 
 
 @dataclass(frozen=True)
@@ -159,42 +200,6 @@ class _Clusters:
     scale: Float[Tensor, " L"]
     factor: Float[Tensor, "L L"] | None
 
-    @staticmethod
-    def of(problem: Problem, solve: Solver, *, symmetric: bool) -> _Clusters | None:
-        cost = problem.cost
-        assert isinstance(cost, PointCost)
-        x, y, epsilon = cost.x.detach(), cost.y.detach(), float(problem.epsilon)
-        pairs = x.shape[0] * y.shape[0]
-        for count in (*CLUSTERS, MANY_CLUSTERS) if pairs >= MANY_PAIRS else CLUSTERS:
-            _, _, centres_x, p, within_x = grouped(x, problem.p, count)
-            members, of_members, centres_y, q, within_y = grouped(y, problem.q, count)
-            if not (len(p) and len(q)):
-                return None
-            finest = RESOLVING_EPSILON * max(within_x, within_y)
-            finest = finest if cost.metric == "sqeuclidean" else finest**0.5
-            if epsilon >= finest:
-                break
-        if symmetric and finest > MOST_COARSENING_ALONE * epsilon:
-            return None
-        epsilon = max(epsilon, finest)
-        width = y.new_tensor(epsilon)
-        # In the dtype of the points, for which the kernel may have been compiled already.
-        few_p, few_q = p.to(y.dtype), q.to(y.dtype)
-        among = PointCost(centres_x.to(y.dtype), centres_y.to(y.dtype), metric=cost.metric)
-        small = Problem(few_p, few_q * (few_p.sum() / few_q.sum()), among, width, y.dtype)
-        result = solve(small, None, Goal(COARSE_TOLERANCE, CLUSTER_ITERATIONS, symmetric=symmetric))
-        f, g = result.f.double(), result.g.double()
-        if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
-            return None
-        to_points = PointCost(y, among.x, metric=cost.metric)
-        rows = torch.softmax((g - among.dense().double()) / epsilon + q.log(), -1)
-        scale = (p @ rows).sqrt()
-        factor = None if symmetric else _factor(p.sqrt().unsqueeze(-1) * rows / scale, scale)
-        if factor is None and not symmetric:
-            return None
-        f_of_points = PointCost(x, among.y, metric=cost.metric).softmin(g + epsilon * q.log(), epsilon)
-        return _Clusters(epsilon, f, p.log(), to_points, f_of_points, members, of_members, q, rows, scale, factor)
-
     def potential_of_points(self, f: Tensor) -> Tensor:
         """Return the potential of the points of q that follows from the potential f of the clusters of p."""
         return self.cost.softmin(f + self.epsilon * self.log_p, self.epsilon)
@@ -209,6 +214,45 @@ class _Clusters:
         return self.potential_of_points(self.f - self.epsilon * (self.rows @ solution)) - at_rest
 
 
+def _build_clusters(problem: Problem) -> _Clusters | None:
+    """Solve the problem between clusters; None where that fails, or clusters are too wide for epsilon."""
+    cost = problem.cost
+    assert isinstance(cost, PointCost)
+    x, y, epsilon = cost.x.detach(), cost.y.detach(), float(problem.epsilon)
+    counts = CLUSTERING.counts if x.shape[0] * y.shape[0] >= CLUSTERING.many_pairs else CLUSTERING.counts[:-1]
+    for count in counts:
+        _, _, centres_x, p, within_x = grouped(x, problem.p, count)
+        members, of_members, centres_y, q, within_y = grouped(y, problem.q, count)
+        if not (len(p) and len(q)):
+            return None
+        finest = CLUSTERING.resolving_epsilon * max(within_x, within_y)
+        finest = finest if cost.metric == "sqeuclidean" else finest**0.5
+        if epsilon >= finest:
+            break
+    if finest > CLUSTERING.largest_coarsening[int(problem.is_symmetric)] * epsilon:
+        return None
+    epsilon = max(epsilon, finest)
+    # In the dtype of the points, for which the kernel may have been compiled already.
+    few_p, few_q = p.to(y.dtype), q.to(y.dtype)
+    among = PointCost(centres_x.to(y.dtype), centres_y.to(y.dtype), metric=cost.metric)
+    small = Problem(
+        few_p, few_q * (few_p.sum() / few_q.sum()), among, y.new_tensor(epsilon), y.dtype,
+        is_symmetric=problem.is_symmetric,
+    )  # fmt: skip
+    result = SinkhornOnCPU().run(small, None, Budget(CLUSTERING.tolerance, CLUSTERING.max_iterations))
+    f, g = result.f.double(), result.g.double()
+    if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
+        return None
+    to_points = PointCost(y, among.x, metric=cost.metric)
+    rows = torch.softmax((g - among.dense().double()) / epsilon + q.log(), -1)
+    scale = (p @ rows).sqrt()
+    factor = None if problem.is_symmetric else _factor(p.sqrt().unsqueeze(-1) * rows / scale, scale)
+    if factor is None and not problem.is_symmetric:
+        return None
+    f_of_points = PointCost(x, among.y, metric=cost.metric).softmin(g + epsilon * q.log(), epsilon)
+    return _Clusters(epsilon, f, p.log(), to_points, f_of_points, members, of_members, q, rows, scale, factor)
+
+
 def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
     """Return the factor L of I - B^T B plus the projection on constants, where B^T B is similar to M.
 
@@ -216,7 +260,7 @@ def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
     """
     constant = scale / torch.linalg.vector_norm(scale)
     identity = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
-    system = (1 + CLUSTER_RIDGE) * identity - half.mT @ half + torch.outer(constant, constant)
+    system = (1 + CLUSTERING.ridge) * identity - half.mT @ half + torch.outer(constant, constant)
     factor, failed = torch.linalg.cholesky_ex(system)
     return None if int(failed) else factor
 
@@ -224,9 +268,9 @@ def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
 class _ClusterSearch:
     """Iterations that clusters correct, at one epsilon after another."""
 
-    def __init__(self, problem: Problem, clusters: _Clusters, *, symmetric: bool, share: float) -> None:
-        self.clusters, self.symmetric, self.share = clusters, symmetric, share
-        self.sweep, self.iterations = Sweep.of(problem), 0
+    def __init__(self, problem: Problem, clusters: _Clusters, *, share: float) -> None:
+        self.clusters, self.share = clusters, share
+        self.updates, self.iterations = build_updates(problem), 0
         self.at_rest = clusters.potential_of_points(clusters.f)
         self.f, self.g = clusters.f_of_points.double(), self.at_rest.double()
         self.best: Tensor | None = None  # g
@@ -234,32 +278,32 @@ class _ClusterSearch:
         self.by_pairs = False  # where sums through a grid take longer, or are not for this problem
         self.with_bound = False  # whether all sums through a grid have one, and not those of the last updates alone
 
-    def run(self, epsilon: float, *, tolerance: float, most: int) -> None:
-        self.sweep = self.sweep.at(self.g.new_tensor(epsilon))
+    def run(self, epsilon: float, *, tolerance: float, max_iterations: int) -> None:
+        self.updates = self.updates.at(self.g.new_tensor(epsilon))
         self.sums, self.by_pairs = None, False
-        weights = self.sweep.problem.q.detach().to(self.g.dtype)
+        weights = self.updates.problem.q.detach().to(self.g.dtype)
         history = _Anderson(weights.sqrt())
-        least, halved, since = float("inf"), float("inf"), 0
-        for _ in range(most):
-            f, updated = self._updates(LEFT_OUT * min(least, 1.0))
-            error = self.sweep.error(self.g, updated, self.sweep.log_q)
+        smallest_error, halved_error, iterations = math.inf, math.inf, 0
+        for _ in range(max_iterations):
+            f, updated = self._next_potentials(min(smallest_error, 1.0))
+            errors = self.updates.error(self.g, updated, self.updates.log_q)
             self.iterations += 1
-            off = float(error)
-            report("Sinkhorn iterations", off, tolerance=tolerance)
-            if off < least:
-                least, self.best, self.f = off, updated, f
-            if not off > (tolerance if self.by_pairs else GRID_MARGIN * tolerance):
+            error = float(errors)
+            report("Sinkhorn iterations", error, tolerance=tolerance)
+            if error < smallest_error:
+                smallest_error, self.best, self.f = error, updated, f
+            if not error > (tolerance if self.by_pairs else CLUSTERING.grid_margin * tolerance):
                 break
-            since += 1
-            if off <= halved / 2:
-                halved, since = off, 0
-            if since >= SLOW_ITERATIONS or not off < float("inf"):
+            iterations += 1
+            if error <= halved_error / 2:
+                halved_error, iterations = error, 0
+            if iterations >= CLUSTERING.slow_iterations or not error < math.inf:
                 break
-            if off > RESTART_FACTOR * least:
+            if error > CLUSTERING.restart * smallest_error:
                 history.clear()
-            if self.by_pairs and off < self._rounding(epsilon) and self._widen():
+            if self.by_pairs and error < self._rounding(epsilon) and self._widen():
                 history.clear()
-            if self.symmetric:
+            if self.updates.problem.is_symmetric:
                 step = (f + updated) / 2 - self.g
             else:
                 change = (updated - self.g) / epsilon
@@ -268,37 +312,41 @@ class _ClusterSearch:
         if self.best is not None:
             self.g = self.best
 
-    def _updates(self, least: float) -> tuple[Tensor, Tensor]:
-        """Return f and then g. What sums leave out is small relative to the least error so far."""
+    def _next_potentials(self, error: float) -> tuple[Tensor, Tensor]:
+        """Return f and then g. What sums leave out is small relative to the error so far."""
         if not self.by_pairs:
-            share = self.share if self.with_bound else max(self.share, GRID_SHARE_OF_ERROR * min(least, 1.0))
-            if self.sums is None or share < self.sums.share / GRID_STEP:
+            share = self.share if self.with_bound else max(self.share, CLUSTERING.grid_share_of_error * error)
+            if self.sums is None or share < self.sums.share / CLUSTERING.grid_step:
                 self.sums = None  # so that its memory is free
                 self.sums = self._through_grid(self.f, self.g, share, is_bound=self.with_bound)
-            updates = None if self.sums is None else self._updates_of(self.sums, self.g)
-            if updates is not None:
-                return updates
+            updated = None if self.sums is None else self._updated_by(self.sums, self.g)
+            if updated is not None:
+                return updated
             self.by_pairs = True
-        sweep, left_out = self.sweep, LEFT_OUT * min(least, 1.0)
-        there, back = sweep.problem.cost, sweep.transposed
+        updates, omitted = self.updates, CLUSTERING.omitted * error
+        there, back = updates.problem.cost, updates.transposed
         assert isinstance(there, PointCost)
         assert isinstance(back, PointCost)
-        epsilon = sweep.epsilon.squeeze(-1)
-        f = there.softmin(self.g + sweep.epsilon * sweep.log_q, epsilon, left_out=left_out)
-        return f, back.softmin(f + sweep.epsilon * sweep.log_p, epsilon, left_out=left_out)
+        epsilon = updates.epsilon.squeeze(-1)
+        f = there.softmin(self.g + updates.epsilon * updates.log_q, epsilon, left_out=omitted)
+        return f, back.softmin(f + updates.epsilon * updates.log_p, epsilon, left_out=omitted)
 
     def _through_grid(self, f: Tensor, g: Tensor, share: float, *, is_bound: bool) -> GaussianSums | None:
-        cost = self.sweep.problem.cost
+        cost = self.updates.problem.cost
         assert isinstance(cost, PointCost)
         return cost.sums_near(
-            potential_of_plan(self.sweep.problem, f), g, epsilon=float(self.sweep.epsilon), share=share, is_bound=is_bound
+            potential_of_plan(self.updates.problem, f),
+            g,
+            epsilon=float(self.updates.epsilon),
+            share=share,
+            is_bound=is_bound,
         )
 
-    def _updates_of(self, sums: GaussianSums, g: Tensor) -> tuple[Tensor, Tensor] | None:
-        sweep = self.sweep
+    def _updated_by(self, sums: GaussianSums, g: Tensor) -> tuple[Tensor, Tensor] | None:
+        updates = self.updates
         try:
-            f = sums.softmin(g + sweep.epsilon * sweep.log_q)
-            return f, sums.T.softmin(f + sweep.epsilon * sweep.log_p)
+            f = sums.softmin(g + updates.epsilon * updates.log_q)
+            return f, sums.T.softmin(f + updates.epsilon * updates.log_p)
         except OutOfRangeError:
             return None
 
@@ -307,30 +355,30 @@ class _ClusterSearch:
 
         The sums of the search have left out more, and light bins hardly count in its error.
         """
-        sweep, g = self.sweep, self.best
+        updates, g = self.updates, self.best
         assert g is not None
         self.sums = None
         sums = None if self.by_pairs else self._through_grid(self.f, g, self.share, is_bound=True)
-        updates = None if sums is None else self._updates_of(sums, g)
-        if updates is not None:
-            # The bound is that of sums between f and g as they were.
-            moved = sum(float((new - old).abs().amax()) for new, old in zip(updates, (self.f, g), strict=True))
-            if moved <= float(sweep.epsilon):
-                bound = self.share * math.exp(moved / float(sweep.epsilon))
-                return updates[0], g, sweep.error(g, updates[1], sweep.log_q) + bound
-        f = sweep.f_from(g)
-        return f, g, sweep.error(g, sweep.g_from(f), sweep.log_q)
+        updated = None if sums is None else self._updated_by(sums, g)
+        if updated is not None:
+            # The bound holds for sums between f and g as they were.
+            change = sum(float((new - old).abs().amax()) for new, old in zip(updated, (self.f, g), strict=True))
+            if change <= float(updates.epsilon):
+                bound = self.share * math.exp(change / float(updates.epsilon))
+                return updated[0], g, updates.error(g, updated[1], updates.log_q) + bound
+        f = updates.f_from(g)
+        return f, g, updates.error(g, updates.g_from(f), updates.log_q)
 
     def _rounding(self, epsilon: float) -> float:
         spread = float(self.g.amax() - self.g.amin())
-        return ROUNDING * torch.finfo(self.sweep.problem.cost.dtype).eps * spread / epsilon
+        return CLUSTERING.rounding * torch.finfo(self.updates.problem.cost.dtype).eps * spread / epsilon
 
     def _widen(self) -> bool:
         """Continue in float64, because the error has reached the rounding of float32."""
-        problem = self.sweep.problem
+        problem = self.updates.problem
         if problem.cost.dtype == torch.float64 or not has_float64(problem.p.device):
             return False
-        self.sweep = Sweep.of(in_float64(problem)).at(self.sweep.epsilon.squeeze(-1))
+        self.updates = build_updates(in_float64(problem)).at(self.updates.epsilon.squeeze(-1))
         return True
 
 
@@ -351,5 +399,5 @@ class _Anderson:
             steps = torch.stack([step - s for _, s in self.history], -1) * self.scale.unsqueeze(-1)
             shares = torch.linalg.lstsq(steps, (step * self.scale).unsqueeze(-1)).solution.squeeze(-1)
             then = then - torch.stack([at + step - a - s for a, s in self.history], -1) @ shares
-        self.history = [*self.history, (at, step)][-DEPTH:]
+        self.history = [*self.history, (at, step)][-CLUSTERING.depth :]
         return then

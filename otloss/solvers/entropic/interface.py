@@ -119,12 +119,39 @@ class SearchResult:
     @staticmethod
     def at_start(problem: Problem) -> SearchResult:
         """Return the start of the problem, or zeros, as the result of no iteration."""
-        if problem.start is not None:
-            f, g = problem.start
-        else:
-            f, g = (torch.zeros_like(weights, dtype=problem.cost.dtype) for weights in (problem.p, problem.q))
+        f, g = (torch.zeros_like(weights, dtype=problem.cost.dtype) for weights in (problem.p, problem.q))
         error = torch.full_like(problem.epsilon, torch.inf, dtype=f.dtype)
+        if problem.start is not None:
+            (f, g), error = problem.start, torch.full_like(error, 2.0)  # the largest error of balanced problems
         return SearchResult(f, g, error, torch.zeros_like(error, dtype=torch.int64))
+
+
+def better(found: SearchResult | None, new: SearchResult, tolerance: float) -> SearchResult:
+    """Return for each problem the result with the smaller error, the new one if both are within the tolerance."""
+    if found is None:
+        return new
+    is_new = ~(found.error.clamp(min=tolerance) < new.error)  # an error may be NaN
+    column = is_new.unsqueeze(-1)
+    merged = {
+        name: _where(is_new, getattr(new, name), getattr(found, name))
+        for name in ("potential_error", "spread", "least_eigenvalue")
+    }
+    return SearchResult(
+        torch.where(column, new.f.to(found.f), found.f),
+        torch.where(column, new.g.to(found.g), found.g),
+        torch.where(is_new, new.error.to(found.error), found.error),
+        found.iterations + new.iterations,
+        **merged,
+    )
+
+
+def _where(is_new: Tensor, new: Tensor | None, found: Tensor | None) -> Tensor | None:
+    """Return the one or the other number, NaN where it is not known."""
+    known = new if new is not None else found
+    if known is None:
+        return None
+    unknown = torch.full_like(known, torch.nan)
+    return torch.where(is_new, unknown if new is None else new, unknown if found is None else found)
 
 
 class Method(Protocol):

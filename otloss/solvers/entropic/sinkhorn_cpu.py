@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,9 +92,7 @@ class SinkhornOnCPU:
             return result
         columns = (POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE)
         potential_error, spread, eigenvalue = (outcome[:, column].reshape(batch) for column in columns)
-        return dataclasses.replace(
-            result, potential_error=potential_error, spread=spread, least_eigenvalue=eigenvalue
-        )
+        return dataclasses.replace(result, potential_error=potential_error, spread=spread, least_eigenvalue=eigenvalue)
 
 
 def run_kernel(
@@ -121,26 +118,31 @@ def run_kernel(
     problems. The spread is the largest g minus the least. The least eigenvalue is that of the equations for g,
     estimated from above. The last two are NaN in unbalanced problems.
     """
-    from otloss.solvers.entropic.sinkhorn_numba import answers, scratch, sinkhorn_problems, symmetric_problems
+    from otloss.solvers.entropic.sinkhorn_numba import (
+        empty_arrays,
+        empty_results,
+        sinkhorn_problems,
+        symmetric_problems,
+    )
     from otloss.solvers.entropic.sinkhorn_unbalanced_numba import unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
-    potential_p, potential_q, outcome = answers(count, n, m, None if g is None else g.detach().numpy())
+    results = empty_results(count, n, m, None if g is None else g.detach().numpy())
     matrices = costs.contiguous().numpy()
     kernel = sinkhorn_problems if rho is None else unbalanced_problems
     if symmetric and rho is None:
         kernel = symmetric_problems
-    posed = (p.contiguous().numpy(), q.contiguous().numpy(), matrices, owner, epsilon)
-    most = int(min(budget.max_iterations, budget.patience))
+    problems = (p.contiguous().numpy(), q.contiguous().numpy(), matrices, owner, epsilon)
+    last = int(min(budget.max_iterations, budget.patience))
     limits = (
-        budget.tolerance, budget.largest_change, most, float(budget.patience), g is not None,
+        budget.tolerance, budget.largest_change, last, float(budget.patience), g is not None,
         0.0 if rho is None else float(rho),
     )  # fmt: skip
-    passes = min(most, max(PASSES, most // 50))  # a limit of iterations is rarely reached
-    plans = np.empty((1, 0, 0), matrices.dtype)
+    passes = min(last, max(PASSES, last // 50))  # a limit of iterations is rarely reached
     run_on_threads(
-        kernel, count, (posed, limits, (potential_p, potential_q, plans, outcome)),
-        lambda: scratch(n, m, matrices.dtype),
+        kernel, count, (problems, limits, results),
+        lambda: empty_arrays(n, m, matrices.dtype),
         work=Work("Sinkhorn iterations", count * n * m, budget.tolerance, passes=passes),
     )  # fmt: skip
-    return torch.from_numpy(potential_p), torch.from_numpy(potential_q), torch.from_numpy(outcome)
+    f, g, outcome = map(torch.from_numpy, results)
+    return f, g, outcome

@@ -30,23 +30,10 @@ import numpy as np
 from otloss._numba.compile import compiled, inner, largest, spliced
 from otloss._numba.sums import balance, mass_of
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.entropic.interface import (
-    CLEARLY,
-    ERROR,
-    FEWEST,
-    FIRST_EPSILON,
-    ITERATIONS,
-    LARGEST_ESTIMATE,
-    LEAST_EIGENVALUE,
-    LEAST_ITERATIONS,
-    POTENTIAL_ERROR,
-    SETTLING,
-    SPREAD,
-    STAGE_FACTOR,
-)
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SCHEDULE, SPREAD
 from otloss.solvers.entropic.sinkhorn_steps_numba import (
     FAST,
-    LARGEST_FACTOR,
+    STEPS,
     absorb,
     add_logs,
     column_error,
@@ -63,20 +50,36 @@ from otloss.solvers.entropic.sinkhorn_steps_numba import (
     update,
 )
 
-STAGE_ITERATIONS, STAGE_ERROR = 12, 0.05  # limits of each stage but the last
-CHECK_EVERY = 10  # iterations between two measurements of the contraction
-LARGEST_RELAXED_PUSH = (
-    0.8  # where w |r - 1| / (r + 1) is larger, an update is not over-relaxed (`sinkhorn_steps_numba`)
-)
-LOST = 1e-12  # a column is lost if its sum of G is below this or above its inverse: its potential is too far off
-ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
-# Steps of Lanczos' method. It ends after FIRST_STEPS if the least eigenvalue is above CLEAR: one of a few bins among
-# thousands has shown by then, and after three steps it has not.
-LANCZOS_STEPS, FIRST_STEPS, CLEAR = 24, 8, 0.1
-# |softmin(f) - f| / epsilon from which a symmetric problem updates the potentials and not the factors.
-LARGEST_ASYMMETRY = 20.0
-# Shares of the mass from which bins take part: 1 / share has to fit the kernel.
-NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
+
+class Numbers(NamedTuple):
+    """What the kernels for matrices read as constants.
+
+    Attributes:
+        stage_iterations, stage_error: where each stage ends but the last.
+        check_every: iterations between two measurements of the contraction.
+        lost: a column is lost if its sum of G is below this or above its inverse: its potential is too far off.
+        attempts: exact updates of both sides before the iterations, at most.
+        lanczos_steps, first_steps, clear: Lanczos' method ends after `first_steps` if the least eigenvalue is above
+            `clear`: the eigenvalue of a few bins among thousands has shown by then, and after three steps it has not.
+        largest_asymmetry: |softmin(f) - f| / epsilon, above which a symmetric problem updates the potentials and not
+            the factors.
+        negligible_32, negligible_64: shares of the mass from which bins take part: 1 / share has to fit the kernel.
+    """
+
+    stage_iterations: int = 12
+    stage_error: float = 0.05
+    check_every: int = 10
+    lost: float = 1e-12
+    attempts: int = 100
+    lanczos_steps: int = 24
+    first_steps: int = 8
+    clear: float = 0.1
+    largest_asymmetry: float = 20.0
+    negligible_32: float = 1e-20
+    negligible_64: float = 1e-150
+
+
+NUMBERS = Numbers()
 
 
 class Scratch(NamedTuple):
@@ -85,11 +88,11 @@ class Scratch(NamedTuple):
     Attributes:
         alpha, beta: the potentials absorbed so far, in float64 as all down to `absorbed`.
         totals, shifted, scores: exponents.
-        phi, gamma, absorbed: of `sinkhorn_unbalanced`.
+        phi, gamma, absorbed: potentials over epsilon of `sinkhorn_unbalanced_numba`.
         p, q: shares of the mass, in the dtype of the costs as all down to `costs`.
         u, v: factors.
         row_sums, column_sums: of the plan or of G.
-        x, before: two vectors of Lanczos' method.
+        x, previous: two vectors of Lanczos' method.
         kernel: the matrix G.
         costs: of the bins that take part.
         rows, columns: the places of the bins that take part.
@@ -111,7 +114,7 @@ class Scratch(NamedTuple):
     row_sums: Any
     column_sums: Any
     x: Any
-    before: Any
+    previous: Any
     kernel: Any
     costs: Any
     rows: Any
@@ -120,32 +123,32 @@ class Scratch(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """When the iterations of a problem end; `run_kernel` explains them. `warm`: whether g holds a start."""
+    """When the iterations of a problem end: `interface.Budget`, whether g holds a start, and the marginal penalty."""
 
     tolerance: float
-    settled: float
-    most: int
+    largest_change: float
+    max_iterations: int
     patience: float
-    warm: bool
+    is_warm: bool
     rho: float
 
 
-def scratch(n: int, m: int, dtype: Any) -> tuple[tuple[np.ndarray, ...]]:
-    """Return the arrays that `named` divides among the fields of `Scratch`, for problems with n by m costs."""
+def empty_arrays(n: int, m: int, dtype: Any) -> tuple[tuple[np.ndarray, ...]]:
+    """Return the arrays that `build_scratch` divides among the fields of `Scratch`, for problems with n by m costs."""
     longest = max(n, m)
     wide, narrow = np.empty((8, longest)), np.empty((8, longest), dtype)
     return ((wide, narrow, np.empty((2, n, m), dtype), np.empty((2, longest + 1), np.int64)),)
 
 
-def answers(problems: int, n: int, m: int, g: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def empty_results(count: int, n: int, m: int, g: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return f, g and the outcome for the kernels, from a start g (B, m) if there is one."""
-    start = np.zeros((problems, m)) if g is None else np.array(g, np.float64, order="C")
-    return np.zeros((problems, n)), start, np.full((problems, 5), np.nan)
+    start = np.zeros((count, m)) if g is None else np.array(g, np.float64, order="C")
+    return np.zeros((count, n)), start, np.full((count, 5), np.nan)
 
 
 @inner()
-def named(counter: Any, space: Any) -> Scratch:
-    wide, narrow, matrices, places = space
+def build_scratch(counter: Any, arrays: Any) -> Scratch:
+    wide, narrow, matrices, places = arrays
     # The kernel makes the named tuple: numba takes ten times as long to pass one from Python.
     return Scratch(
         wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], wide[6], wide[7], narrow[0], narrow[1], narrow[2],
@@ -155,9 +158,9 @@ def named(counter: Any, space: Any) -> Scratch:
 
 
 @inner()
-def limits_of(values: Any) -> Limits:
-    tolerance, settled, most, patience, warm, rho = values
-    return Limits(tolerance, settled, most, patience, warm, rho)
+def build_limits(values: Any) -> Limits:
+    tolerance, largest_change, max_iterations, patience, is_warm, rho = values
+    return Limits(tolerance, largest_change, max_iterations, patience, is_warm, rho)
 
 
 @inner()
@@ -174,7 +177,7 @@ def highest_cost(cost: Any) -> float:
 
 
 @inner()
-def take(weights: Any, mass: float, negligible: float, shares: Any, places: Any) -> int:
+def gather_shares(weights: Any, mass: float, negligible: float, shares: Any, places: Any) -> int:
     """Write the shares of the mass that are not negligible, and the places of their bins; return their number."""
     count, inverse = 0, 1 / mass
     for k in range(weights.shape[0]):
@@ -195,12 +198,12 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
         work.u[i] = p[i]
     for j in range(m):
         work.v[j] = q[j]
-    for attempt in range(ATTEMPTS):
+    for attempt in range(NUMBERS.attempts):
         absorb(cost, beta, scores, p, q, epsilon, alpha, work.totals, work.kernel, sums, n, m)
-        lost = False
+        is_lost = False
         for j in range(m):
-            lost |= not (sums[j] > LOST and sums[j] < 1 / LOST)
-        if not lost or attempt == ATTEMPTS - 1:
+            is_lost |= not (sums[j] > NUMBERS.lost and sums[j] < 1 / NUMBERS.lost)
+        if not is_lost or attempt == NUMBERS.attempts - 1:
             break
         for j in range(m):
             for i in range(n):
@@ -210,69 +213,78 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
 
 
 @inner()
-def is_hopeless(done: int, off: float, before: float, tolerance: float, patience: float) -> bool:
-    """Return whether the tolerance takes more than `patience` iterations, at the last contraction."""
-    if done < FEWEST:
+def is_too_slow(iterations: int, error: float, previous_error: float, tolerance: float, patience: float) -> bool:
+    """Return whether the tolerance takes more than `patience` iterations, at the contraction since the last check."""
+    if iterations < SCHEDULE.early_check:
         return False
-    speed = -math.log(off / before) / CHECK_EVERY
-    left = math.log(off / tolerance) / speed if speed > 0 else np.inf
-    return left > patience * (1.0 if done >= LEAST_ITERATIONS else CLEARLY)
+    speed = -math.log(error / previous_error) / NUMBERS.check_every
+    needed = math.log(error / tolerance) / speed if speed > 0 else np.inf
+    return needed > patience * (1.0 if iterations >= SCHEDULE.first_check else SCHEDULE.clearly)
 
 
 @spliced
 def _iterate(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, tolerance: float, settled: float, most: int, patience: float,
-    last: bool,
+    cost: Any, work: Any, n: int, m: int, epsilon: float, tolerance: float, largest_change: float, max_iterations: int,
+    patience: float, is_last: bool,
 ) -> tuple[float, int]:  # fmt: skip
     """Iterate until the error is within the tolerance; return it, and the number of iterations.
 
     beta then holds g, and after the last epsilon alpha holds f. Wherever the loop may end, `column_sums` holds G^T U.
+    The contraction is measured in two ways. For w, over iterations between absorptions, which change the error
+    (`since_absorption`, `previous_error`). For the end, over all iterations since the last check (`checked`,
+    `checked_error`), unless w has changed meanwhile (`relaxed`).
     """
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
-    done, since, judged, changed, within, settling, stale = 0, 0, 0, 0, 0, True, True
-    w, hopeless = 1.0, False
-    before = last_judged = least = error = np.inf
-    number = u.dtype.type
-    steepest, largest_step = number(LARGEST_RELAXED_PUSH), number(LARGEST_FACTOR)
+    iterations, since_absorption, checked, relaxed, count_within = 0, 0, 0, 0, 0
+    must_absorb, is_settling, is_given_up = True, True, False
+    w, number = 1.0, u.dtype.type
+    previous_error = checked_error = smallest_error = final_error = np.inf
+    largest_push, largest_factor = number(STEPS.largest_relaxed_push), number(STEPS.largest_factor)
     while True:
-        steep = False
-        if stale:
-            stale, since = False, 0
-            off = _absorb_factors(cost, work, n, m, epsilon)
+        is_steep = False
+        if must_absorb:
+            must_absorb, since_absorption = False, 0
+            error = _absorb_factors(cost, work, n, m, epsilon)
         else:
             row_sums(kernel, v, sums_p, n, m)
-            off, steep = update(p, sums_p, u, number(w), steepest, largest_step, n)
+            error, is_steep = update(p, sums_p, u, number(w), largest_push, largest_factor, n)
             column_sums(kernel, u, sums, n, m)
-            off_columns, steep_columns = update(q, sums, v, number(w), steepest, largest_step, m)
-            off, steep = off + off_columns, steep or steep_columns
-            done += 1
-            since += 1
-        if off <= tolerance or done >= most or hopeless:
-            if not last:
+            error_q, is_steep_q = update(q, sums, v, number(w), largest_push, largest_factor, m)
+            error, is_steep = error + error_q, is_steep or is_steep_q
+            iterations += 1
+            since_absorption += 1
+        is_at_end = iterations >= max_iterations or is_given_up
+        if error <= tolerance or is_at_end:
+            if not is_last:
                 break
             change = exact_update(q, sums, v, m)
             row_sums(kernel, v, sums_p, n, m)
             change = max(change, exact_update(p, sums_p, u, n))
             column_sums(kernel, u, sums, n, m)
-            error = column_error(q, sums, v, m)
-            within += error <= tolerance
-            if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
+            final_error = column_error(q, sums, v, m)
+            is_within = final_error <= tolerance
+            count_within += is_within
+            is_accurate = change <= largest_change or count_within > SCHEDULE.extra_iterations
+            if (is_within and is_accurate) or is_at_end:
                 break
-        if done - judged == CHECK_EVERY:  # absorptions may be more frequent than this
-            is_slow = done - changed > CHECK_EVERY and is_hopeless(done, off, last_judged, tolerance, patience)
-            hopeless = is_slow or is_stopped(work.counter, off, np.nan)
-            judged, last_judged = done, off
-        if since == CHECK_EVERY:
-            w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
-            before, since = off, 0
-            changed = done if settling else changed
-        if (steep or since == 0) and (needs_absorption(u, p, n) or needs_absorption(v, q, m)):
+        if iterations - checked == NUMBERS.check_every:
+            is_given_up = is_stopped(work.counter, error, np.nan) or (
+                iterations - relaxed > NUMBERS.check_every
+                and is_too_slow(iterations, error, checked_error, tolerance, patience)
+            )
+            checked, checked_error = iterations, error
+        if since_absorption == NUMBERS.check_every:
+            contraction = (error / previous_error) ** (1.0 / since_absorption)
+            w, smallest_error, is_settling = next_relaxation(w, error, smallest_error, contraction, is_settling)
+            previous_error, since_absorption = error, 0
+            relaxed = iterations if is_settling else relaxed
+        if (is_steep or since_absorption == 0) and (needs_absorption(u, p, n) or needs_absorption(v, q, m)):
             add_logs(beta, v, q, epsilon, m)
-            stale = True
+            must_absorb = True
     add_logs(beta, v, q, epsilon, m)
     add_logs(alpha, u, p, epsilon, n)
-    return error, done
+    return final_error, iterations
 
 
 @inner(fastmath=FAST)
@@ -282,7 +294,7 @@ def eigenvalue_of_plan(work: Any, n: int, m: int) -> float:
     `work.p` and `work.q` are the marginals of the plan U G V, of mass one. A few steps of Lanczos' method; all vectors
     but the marginals and the factors are overwritten.
     """
-    p, q, u, v, sums, x, before = work.p, work.q, work.u, work.v, work.column_sums, work.x, work.before
+    p, q, u, v, sums, x, previous = work.p, work.q, work.u, work.v, work.column_sums, work.x, work.previous
     diagonal, beside, number = work.totals, work.scores, u.dtype.type
     state = np.uint32(1)
     for j in range(m):
@@ -290,9 +302,9 @@ def eigenvalue_of_plan(work: Any, n: int, m: int) -> float:
         # of uniform weights, and one with small numbers nearly so to that of a bin which exchanges mass with one bin.
         state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))
         size = 0.5 + (state >> np.uint32(2)) * 2.0**-31
-        before[j], x[j] = number(0), number(size if state & np.uint32(1 << 31) else -size)
+        previous[j], x[j] = number(0), number(size if state & np.uint32(1 << 31) else -size)
     count = 0
-    for k in range(min(LANCZOS_STEPS, m - 1)):
+    for k in range(min(NUMBERS.lanczos_steps, m - 1)):
         # The first eigenvector is constant. Rounding brings it back, so it is removed each time.
         mean = number(0)
         for j in range(m):
@@ -309,14 +321,14 @@ def eigenvalue_of_plan(work: Any, n: int, m: int) -> float:
         round_trip(work.kernel, p, q, u, v, x, work.row_sums, sums, n, m)
         diagonal[k] = product(q, x, sums, m)
         count += 1
-        if count == FIRST_STEPS:
+        if count == NUMBERS.first_steps:
             least = least_eigenvalue(diagonal, beside, count)
-            if least > CLEAR:
+            if least > NUMBERS.clear:
                 return least
         a, b = number(diagonal[k]), number(beside[k - 1] if k > 0 else 0)
         for j in range(m):
-            after = sums[j] - a * x[j] - b * before[j]
-            before[j], x[j] = x[j], after
+            following = sums[j] - a * x[j] - b * previous[j]
+            previous[j], x[j] = x[j], following
     return least_eigenvalue(diagonal, beside, count)
 
 
@@ -326,15 +338,15 @@ def error_of_potential(residual: float, least: float, itemsize: int) -> float:
 
     Let e be the error and r the residual P^T 1 / q - 1. To first order (1 - T) e = r. So |e| <= |r| / (1 - lambda) in
     the root of the mean square by q. Light bins hardly count in this mean, so the largest |r_j| replaces |r|. Where the
-    estimate is above LARGEST_ESTIMATE, the first order does not hold.
+    estimate is above SCHEDULE.largest_estimate, the first order does not hold.
     """
     rounding = 1e-6 if itemsize == 4 else 1e-15
     error = (residual + rounding) / least
-    return error if error <= LARGEST_ESTIMATE else np.inf
+    return error if error <= SCHEDULE.largest_estimate else np.inf
 
 
 @inner()
-def extend(
+def write_other_potentials(
     cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, least: float,
     potential: Any, epsilon: float, out: Any, work: Any,
 ) -> None:  # fmt: skip
@@ -350,12 +362,12 @@ def extend(
         if at < count and places[at] == i:
             at += 1
             continue
-        taken = 0
+        number = 0
         for j in range(weights.shape[0]):
             if shifted[j] > -np.inf:
-                scores[taken] = shifted[j] - (cost[j, i] if is_transposed else cost[i, j]) / epsilon
-                taken += 1
-        out[i] = softmin_of_scores(scores, epsilon, taken)
+                scores[number] = shifted[j] - (cost[j, i] if is_transposed else cost[i, j]) / epsilon
+                number += 1
+        out[i] = softmin_of_scores(scores, epsilon, number)
 
 
 @inner()
@@ -376,36 +388,18 @@ def _write_potentials(
         f[rows[i]] = work.alpha[i]
     for j in range(m):
         g[columns[j]] = work.beta[j]
-    # `n < 0` and `n >= 0` for False and True: numba would compile `extend` once for each literal.
-    extend(cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
-    extend(cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
+    # `n < 0` and `n >= 0` for False and True: numba would compile `write_other_potentials` once for each literal.
+    write_other_potentials(cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
+    write_other_potentials(cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
     if n < count_positive(p) and m < count_positive(q):
         # Both sides have light bins. With potentials from heavy bins alone, they would exchange more mass than they
         # hold.
-        extend(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
-        extend(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
+        write_other_potentials(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
+        write_other_potentials(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
 
 
 @inner()
-def write_plan(work: Any, n: int, m: int, mass: float, plan: Any) -> None:
-    """Write the plan, mass U G V; bins that took no part hold nothing."""
-    number = plan.dtype.type
-    if n < plan.shape[0] or m < plan.shape[1]:
-        for i in range(plan.shape[0]):
-            for j in range(plan.shape[1]):
-                plan[i, j] = number(0)
-    for i in range(n):
-        ratio, row, factor = work.kernel[i], plan[work.rows[i]], work.u[i] * number(mass)
-        if m == plan.shape[1]:
-            for j in range(m):
-                row[j] = factor * ratio[j] * work.v[j]
-        else:
-            for j in range(m):
-                row[work.columns[j]] = factor * ratio[j] * work.v[j]
-
-
-@inner()
-def gather(cost: Any, work: Any, n: int, m: int) -> float:
+def gather_costs(cost: Any, work: Any, n: int, m: int) -> float:
     """Write the costs of the bins that take part; return the largest."""
     highest = 0.0
     for i in range(n):
@@ -428,23 +422,22 @@ def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
 
 
 @spliced
-def _solve_by_steps(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, limits: Any
-) -> tuple[float, int]:
+def _run_stages(cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, limits: Any) -> tuple[float, int]:
     """Iterate at falling values of epsilon, from the potentials in beta; return the error and the iterations."""
     beta = work.beta
-    done, step, error = 0, epsilon, np.inf
-    while not limits.warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
-        step /= STAGE_FACTOR
+    iterations, width, error = 0, epsilon, np.inf
+    while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon * highest:
+        width /= SCHEDULE.stage_factor
     while True:
-        last = step <= epsilon
-        left = limits.most - done
-        error, more = _iterate(
-            cost, work, n, m, step, limits.tolerance if last else STAGE_ERROR, limits.settled,
-            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, limits.patience if last else np.inf, last,
+        is_last = width <= epsilon
+        remaining = limits.max_iterations - iterations
+        is_cut = is_last or remaining < NUMBERS.stage_iterations
+        error, count = _iterate(
+            cost, work, n, m, width, limits.tolerance if is_last else NUMBERS.stage_error, limits.largest_change,
+            remaining if is_cut else NUMBERS.stage_iterations, limits.patience if is_last else np.inf, is_last,
         )  # fmt: skip
-        done += more
-        if last:
+        iterations += count
+        if is_last:
             break
         # Without its mean, g does not keep the size, and so the rounding, that it had at a large epsilon.
         mean = 0.0
@@ -452,27 +445,24 @@ def _solve_by_steps(
             mean += np.float64(work.q[j]) * beta[j]
         for j in range(m):
             beta[j] -= mean
-        step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
-    return error, done
+        width = width * SCHEDULE.stage_factor if width * SCHEDULE.stage_factor > epsilon else epsilon
+    return error, iterations
 
 
 @spliced
-def _solve(
-    p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any, work: Any
-) -> None:
-    """Solve one problem from the start in g; write f and g on all bins, and the plan unless `plan` is empty."""
-    negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
+def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any) -> None:
+    """Solve one problem from the start in g; write f and g on all bins."""
+    negligible = NUMBERS.negligible_32 if cost.itemsize == 4 else NUMBERS.negligible_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
     scale_p, scale_q, mass = balance(p, q, 1.0)  # checked before
     # Written so that NaN fails too.
     if not (highest < np.inf and mass < np.inf):
         return
-    n = take(p, mass / scale_p, negligible, work.p, work.rows)
-    m = take(q, mass / scale_q, negligible, work.q, work.columns)
+    n = gather_shares(p, mass / scale_p, negligible, work.p, work.rows)
+    m = gather_shares(q, mass / scale_q, negligible, work.q, work.columns)
     if n == 0 or m == 0:
         _write_zeros(f, g, outcome)
-        write_plan(work, 0 * n, 0 * m, mass, plan)
         return
     alpha, beta = work.alpha, work.beta
     for i in range(n):
@@ -481,12 +471,10 @@ def _solve(
         beta[j] = g[work.columns[j]]
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
-        highest, block = gather(cost, work, n, m), work.costs
-    error, done = _solve_by_steps(block, work, n, m, epsilon, highest, limits)
+        highest, block = gather_costs(cost, work, n, m), work.costs
+    error, iterations = _run_stages(block, work, n, m, epsilon, highest, limits)
     _write_potentials(p, q, cost, work, n, m, epsilon, mass, (scale_p, scale_q), negligible, f, g)
-    if plan.shape[0] > 0:
-        write_plan(work, n, m, mass, plan)
-    if limits.settled < np.inf:
+    if limits.largest_change < np.inf:
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
             lowest_g, highest_g = min(lowest_g, beta[j]), max(highest_g, beta[j])
@@ -496,81 +484,84 @@ def _solve(
         least = eigenvalue_of_plan(work, n, m)
         outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, cost.itemsize)
         outcome[SPREAD], outcome[LEAST_EIGENVALUE] = highest_g - lowest_g, least
-    outcome[ERROR], outcome[ITERATIONS] = error, done
+    outcome[ERROR], outcome[ITERATIONS] = error, iterations
 
 
 @compiled(seconds=4)
-def sinkhorn_problems(counter: Any, posed: Any, limits: Any, answers: Any, space: Any) -> None:
+def sinkhorn_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]) from g[k], which holds zeros unless limits say warm.
 
-    posed       p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
+    problems    p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
                 owner (B,) and epsilon (B,)
     limits      the fields of `Limits`
-    answers     f (B, n) and g (B, m) in float64; plans (B, n, m) in the dtype of the costs, or (1, 0, 0) for none;
-                outcome (B, 5), which gets what `run_kernel` returns: infinity and NaN where the problem is not
-                valid. Potentials of a problem without mass are 0
-    space       the arrays of `scratch`
+    results     f (B, n) and g (B, m) in float64; outcome (B, 5), which gets what `run_kernel` returns: infinity and NaN
+                where the problem is not valid. Potentials of a problem without mass are 0
+    arrays      what `empty_arrays` returns
     """
-    p, q, costs, owner, epsilon = posed
-    f, g, plans, outcome = answers
-    work, bounds = named(counter, space), limits_of(limits)
+    p, q, costs, owner, epsilon = problems
+    f, g, outcome = results
+    work, bounds = build_scratch(counter, arrays), build_limits(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], plans[k % plans.shape[0]], outcome[k], bounds, work)
+        _solve(p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], outcome[k], bounds, work)
 
 
 @inner()
 def _iterate_symmetric(
-    cost: Any, work: Any, n: int, epsilon: float, tolerance: float, settled: float, most: int
+    cost: Any, work: Any, n: int, epsilon: float, tolerance: float, largest_change: float, max_iterations: int
 ) -> tuple[float, int]:  # fmt: skip
+    """Iterate f <- (f + softmin(f)) / 2 until the error is within the tolerance; return it and the iterations.
+
+    Far from the solution the potentials are updated, and near it the factors.
+    """
     p, u, v, sums, weight = work.p, work.u, work.v, work.column_sums, work.row_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
-    largest_step = u.dtype.type(LARGEST_FACTOR)
-    done, closed, change = 0, False, 0.0
+    largest_factor = u.dtype.type(STEPS.largest_factor)
+    iterations, is_exact, change = 0, False, 0.0
     while True:
         absorb(cost, beta, work.scores, p, p, epsilon, alpha, work.totals, kernel, sums, n, n)
         for i in range(n):
             v[i] = p[i]
-        error, farthest = column_error(p, sums, v, n), 0.0
+        error, asymmetry = column_error(p, sums, v, n), 0.0
         for i in range(n):
-            farthest = max(farthest, abs(beta[i] - alpha[i]))
-        near = farthest <= LARGEST_ASYMMETRY * epsilon
-        finished = (error <= tolerance and near) or done >= most
-        if finished and closed and (change <= settled or done >= most):
-            return error, done
-        if finished and not closed:
+            asymmetry = max(asymmetry, abs(beta[i] - alpha[i]))
+        is_near = asymmetry <= NUMBERS.largest_asymmetry * epsilon
+        is_finished = (error <= tolerance and is_near) or iterations >= max_iterations
+        if is_finished and is_exact and (change <= largest_change or iterations >= max_iterations):
+            return error, iterations
+        if is_finished and not is_exact:
             # An exact update of g. The absorption that follows is the exact update of f.
-            change, closed = exact_update(p, sums, v, n), True
+            change, is_exact = exact_update(p, sums, v, n), True
             add_logs(beta, v, p, epsilon, n)
             continue
-        closed = False
+        is_exact = False
         for i in range(n):
             # The rows of G have alpha absorbed. The symmetric plan has beta in rows and columns.
-            weight[i], u[i] = math.exp((beta[i] - alpha[i]) / epsilon) if near else 1, p[i]
-        if not near:
+            weight[i], u[i] = math.exp((beta[i] - alpha[i]) / epsilon) if is_near else 1, p[i]
+        if not is_near:
             for i in range(n):
                 beta[i] = (alpha[i] + beta[i]) / 2
-            done += 1
+            iterations += 1
             continue
-        off = np.inf
-        while (off > tolerance or change > settled) and done < most:
-            off, change = symmetric_update(kernel, p, weight, u, sums, largest_step, n)
-            done += 1
-            most = done if is_stopped(work.counter, off, np.nan) else most
-            if done % CHECK_EVERY == 0 and needs_absorption(u, p, n):
+        error = np.inf
+        while (error > tolerance or change > largest_change) and iterations < max_iterations:
+            error, change = symmetric_update(kernel, p, weight, u, sums, largest_factor, n)
+            iterations += 1
+            max_iterations = iterations if is_stopped(work.counter, error, np.nan) else max_iterations
+            if iterations % NUMBERS.check_every == 0 and needs_absorption(u, p, n):
                 break
         add_logs(beta, u, p, epsilon, n)
 
 
 @compiled()
-def symmetric_problems(counter: Any, posed: Any, limits: Any, answers: Any, space: Any) -> None:
-    """As `sinkhorn_problems`, of p with itself at symmetric costs, without stages of epsilon and without plans."""
-    p, _, costs, owner, epsilon = posed
-    f, g, _, outcome = answers
-    negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
-    work, bounds = named(counter, space), limits_of(limits)
+def symmetric_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
+    """As `sinkhorn_problems`, of p with itself at symmetric costs and without stages of epsilon."""
+    p, _, costs, owner, epsilon = problems
+    f, g, outcome = results
+    negligible = NUMBERS.negligible_32 if costs.itemsize == 4 else NUMBERS.negligible_64
+    work, bounds = build_scratch(counter, arrays), build_limits(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -580,14 +571,14 @@ def symmetric_problems(counter: Any, posed: Any, limits: Any, answers: Any, spac
         if mass == 0:
             _write_zeros(f[k], start, outcome[k])
             continue
-        n = take(p[k], mass, negligible, work.p, work.rows)
+        n = gather_shares(p[k], mass, negligible, work.p, work.rows)
         for i in range(n):
             work.columns[i], work.alpha[i], work.beta[i], work.q[i] = work.rows[i], 0, start[work.rows[i]], work.p[i]
         block = cost
         if n < cost.shape[0]:
-            gather(cost, work, n, n)
+            gather_costs(cost, work, n, n)
             block = work.costs
         outcome[k, ERROR], outcome[k, ITERATIONS] = _iterate_symmetric(
-            block, work, n, epsilon[k], bounds.tolerance, bounds.settled, bounds.most
+            block, work, n, epsilon[k], bounds.tolerance, bounds.largest_change, bounds.max_iterations
         )
         _write_potentials(p[k], p[k], cost, work, n, n, epsilon[k], mass, (1.0, 1.0), negligible, f[k], start)

@@ -1,4 +1,4 @@
-"""The updates of Sinkhorn in scaling form, on one problem; `sinkhorn` has the notation and their order.
+"""The updates of Sinkhorn in scaling form, on one problem; `sinkhorn_numba` has the notation and their order.
 
     exact           U <- U r,    r = p / (U G V)            (and V likewise, by columns)
     over-relaxed    U <- U r^w,  that is f <- f + w (softmin(g) - f)
@@ -9,7 +9,7 @@ iterated:
 
     damped          phi <- phi + w k log(t / (U G V)),    U = p exp(phi - alpha / epsilon)
 
-The targets t are explained in `sinkhorn_unbalanced`. Balanced problems would be those with k = 1 and t = p, but the
+The targets t are explained in `sinkhorn_unbalanced_numba`. Balanced problems would have k = 1 and t = p, but the
 logarithm and the exponentials of this form take as long as a product with some hundred columns of G.
 
 w follows from the contraction c of the error per iteration, as in successive over-relaxation:
@@ -20,25 +20,40 @@ w follows from the contraction c of the error per iteration, as in successive ov
 Sources: L. Hageman, D. Young, Applied Iterative Methods, 1981, chapter 9; for transport A. Thibault, L. Chizat,
 C. Dossal, N. Papadakis, Overrelaxed Sinkhorn-Knopp Algorithm for Regularized Optimal Transport, 2017.
 
-The reference implementation is `otloss.solvers.entropic.sinkhorn`. Arrays may be longer than the n rows and m columns
+The reference implementation is `entropic.sinkhorn`. Arrays may be longer than the n rows and m columns
 that take part, so functions get these numbers.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from otloss._numba.compile import exp, exp64, inner, largest, log64
-from otloss.solvers.entropic.interface import LARGEST_RELAXED_STEP, LEAST_CHANGE, OVERSHOOT
+from otloss.solvers.entropic.interface import SCHEDULE
 
-SCALING_LIMIT = 1e4  # factors are absorbed once a factor over its weight, or the inverse, is larger
-LARGEST_FACTOR = 1e3  # by which one update may multiply a factor, as the sum of a lost column is zero
-LARGEST_STEP = 7.0  # of a potential over epsilon in one damped update
-LARGEST_DRIFT = 9.0  # of potentials over epsilon from the absorbed ones
 
+class Steps(NamedTuple):
+    """Bounds of one update, which the kernels read as constants.
+
+    Attributes:
+        scaling: factors are absorbed once a factor over its weight, or the inverse, is larger.
+        largest_factor: one update multiplies no factor by more, since the sum of a lost column is zero.
+        largest_step: one damped update changes no potential over epsilon by more.
+        largest_drift: potentials over epsilon are absorbed again where they have moved by more.
+        largest_relaxed_push: where w |r - 1| / (r + 1) is larger, an update is not over-relaxed.
+    """
+
+    scaling: float = 1e4
+    largest_factor: float = 1e3
+    largest_step: float = 7.0
+    largest_drift: float = 9.0
+    largest_relaxed_push: float = 0.8
+
+
+STEPS = Steps()
 FAST = {"reassoc", "contract", "nsz"}
 
 
@@ -125,26 +140,25 @@ def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
 
 @inner(fastmath=FAST)
 def update(
-    weights: Any, sums: Any, factors: Any, w: Any, steepest: Any, most: Any, count: int
+    weights: Any, sums: Any, factors: Any, w: Any, largest_push: Any, largest_factor: Any, count: int
 ) -> tuple[float, bool]:  # fmt: skip
-    """Over-relax one side; return the error before, and whether a bin was so far off that w was left out there.
+    """Over-relax one side; return the error before, and whether some bin was too far from its weight for that.
 
-    `most` bounds the factor of a step. Where the sum of a lost row or column is zero, the next absorption gives its
-    potential.
+    Where the sum of a lost row or column is zero, the next absorption gives its potential.
     """
-    nothing = w - w  # in the dtype of the kernel
-    off, steep = nothing, nothing
+    zero = w - w  # in the dtype of the kernel
+    error, unrelaxed = zero, zero
     for i in range(count):
-        now = sums[i] * factors[i]
-        lack, total = weights[i] - now, weights[i] + now
+        mass = sums[i] * factors[i]
+        lack, total = weights[i] - mass, weights[i] + mass
         push = w * lack
-        relaxed = abs(push) < steepest * total
+        is_relaxed = abs(push) < largest_push * total
         # Not (total + lack) / (total - lack): that denominator may round to zero.
-        step = (total + push if relaxed else weights[i]) / (total - push if relaxed else now)
-        off += abs(lack)
-        steep += nothing if relaxed else w
-        factors[i] *= step if step < most else most
-    return np.float64(off), steep > nothing
+        step = (total + push if is_relaxed else weights[i]) / (total - push if is_relaxed else mass)
+        error += abs(lack)
+        unrelaxed += zero if is_relaxed else w
+        factors[i] *= step if step < largest_factor else largest_factor
+    return np.float64(error), unrelaxed > zero
 
 
 @inner(fastmath=FAST)
@@ -155,45 +169,45 @@ def damped_update(
     """Update one side by a damped step.
 
     Returns the error before, the sum of the targets before, the sum after to second order, and the number of potentials
-    that are far from `first`, those of the last absorption.
+    that are far from `first`, the potentials of the last absorption.
     """
-    off, total, after, far = 0.0, 0.0, 0.0, 0.0
+    error, total, total_after, far = 0.0, 0.0, 0.0, 0.0
     for i in range(count):
-        now = np.float64(factors[i]) * np.float64(sums[i])
+        mass = np.float64(factors[i]) * np.float64(sums[i])
         target = np.float64(weights[i]) * exp64(offset - pull * potential[i])
-        off += abs(now - target)
+        error += abs(mass - target)
         total += target
-        step = damping * log64(target / now)
-        step = w * step if abs(w * step) < LARGEST_RELAXED_STEP else step
-        step = LARGEST_STEP if step > LARGEST_STEP else step
-        step = -LARGEST_STEP if step < -LARGEST_STEP else step
+        step = damping * log64(target / mass)
+        step = w * step if abs(w * step) < SCHEDULE.largest_relaxed_step else step
+        step = STEPS.largest_step if step > STEPS.largest_step else step
+        step = -STEPS.largest_step if step < -STEPS.largest_step else step
         potential[i] += step
         steps[i] = step
         lowered = pull * step
-        after += target * (1.0 - lowered + 0.5 * lowered * lowered)  # exp(-lowered) to second order
-        far += 1.0 if abs(potential[i] - first[i]) > LARGEST_DRIFT else 0.0
+        total_after += target * (1.0 - lowered + 0.5 * lowered * lowered)  # exp(-lowered) to second order
+        far += 1.0 if abs(potential[i] - first[i]) > STEPS.largest_drift else 0.0
         factors[i] = np.float64(weights[i]) * exp64(potential[i] - absorbed[i])
-    return off, total, after, far
+    return error, total, total_after, far
 
 
 @inner()
 def largest_size(values: Any, count: int) -> float:
-    most = 0.0
+    size = 0.0
     for i in range(count):
-        most = max(most, abs(values[i]))
-    return most
+        size = max(size, abs(values[i]))
+    return size
 
 
 @inner(fastmath=FAST)
 def exact_update(weights: Any, sums: Any, factors: Any, count: int) -> float:
     """Set factors = weights / sums; return the largest relative change. A factor whose sum is zero stays as it is."""
-    most = weights[0] - weights[0]
+    largest = weights[0] - weights[0]
     for i in range(count):
-        now = weights[i] / sums[i] if sums[i] > 0 else factors[i]
-        change = abs(now - factors[i])
-        most = change / now if change > most * now else most
-        factors[i] = now
-    return np.float64(most)
+        factor = weights[i] / sums[i] if sums[i] > 0 else factors[i]
+        change = abs(factor - factors[i])
+        largest = change / factor if change > largest * factor else largest
+        factors[i] = factor
+    return np.float64(largest)
 
 
 @inner(fastmath=FAST)
@@ -243,10 +257,11 @@ def least_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
 
 @inner(fastmath=FAST)
 def column_error(q: Any, sums: Any, v: Any, m: int) -> float:
-    off = q[0] - q[0]
+    """Return sum_j |q_j - (P^T 1)_j| for the column sums of the plan without its factors v."""
+    error = q[0] - q[0]
     for j in range(m):
-        off += abs(sums[j] * v[j] - q[j])
-    return np.float64(off)
+        error += abs(sums[j] * v[j] - q[j])
+    return np.float64(error)
 
 
 @inner()
@@ -257,11 +272,11 @@ def needs_absorption(factors: Any, weights: Any, count: int) -> bool:
         ratio = factors[i] / weights[i]
         low = ratio if ratio < low else low
         high = ratio if ratio > high else high
-    return not (low > 1 / SCALING_LIMIT and high < SCALING_LIMIT)
+    return not (low > 1 / STEPS.scaling and high < STEPS.scaling)
 
 
 @inner()
-def relaxation(contraction: float, w: float) -> float:
+def best_relaxation(contraction: float, w: float) -> float:
     """Return the best w by the formulas of this file, from the contraction c at the present w.
 
     They hold for c > w - 1; otherwise w alone decides the contraction, and w is returned. One call halves 2 - w at
@@ -271,24 +286,24 @@ def relaxation(contraction: float, w: float) -> float:
         return w
     excess = contraction + w - 1.0
     eigenvalue = excess * excess / (w * w * contraction)
-    least = 2.0 / (1.0 + math.sqrt(1.0 - eigenvalue)) if eigenvalue < 1.0 else 2.0
-    return least if least < 1.0 + w / 2 else 1.0 + w / 2
+    best = 2.0 / (1.0 + math.sqrt(1.0 - eigenvalue)) if eigenvalue < 1.0 else 2.0
+    return best if best < 1.0 + w / 2 else 1.0 + w / 2
 
 
 @inner()
 def next_relaxation(
-    w: float, off: float, least: float, contraction: float, settling: bool
+    w: float, error: float, smallest_error: float, contraction: float, is_settling: bool
 ) -> tuple[float, float, bool]:
-    """Return w, the least error so far, and whether w has changed, from the present error and its contraction."""
-    if off > OVERSHOOT * least:
-        return 1.0 + (w - 1.0) / 2, off, True
-    if settling:
-        settling = False
+    """Return w, the smallest error so far, and whether w has changed, from the present error and its contraction."""
+    if error > SCHEDULE.overshoot * smallest_error:
+        return 1.0 + (w - 1.0) / 2, error, True
+    if is_settling:
+        is_settling = False
     else:
-        better = relaxation(contraction, w)
-        settling = better > w + LEAST_CHANGE
-        w = better if settling else w
-    return w, (off if off < least else least), settling
+        better = best_relaxation(contraction, w)
+        is_settling = better > w + SCHEDULE.smallest_change
+        w = better if is_settling else w
+    return w, (error if error < smallest_error else smallest_error), is_settling
 
 
 @inner()
@@ -304,23 +319,25 @@ def softmin_of_scores(scores: Any, epsilon: float, count: int) -> float:
 
 
 @inner(fastmath=FAST)
-def symmetric_update(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> tuple[float, float]:
+def symmetric_update(
+    kernel: Any, p: Any, weight: Any, u: Any, sums: Any, largest_factor: Any, n: int
+) -> tuple[float, float]:
     """Move log u half of the way to where the rows of diag(weight u) G diag(u) sum to p.
 
     Returns the error of the rows before, and the largest relative change of u.
     """
     nothing = p[0] - p[0]
-    off, change = nothing, nothing
+    error, change = nothing, nothing
     for i in range(n):
         row, total = kernel[i], nothing
         for j in range(n):
             total += row[j] * u[j]
         sums[i] = total * u[i] * weight[i]
     for i in range(n):
-        off += abs(sums[i] - p[i])
+        error += abs(sums[i] - p[i])
         step = np.sqrt(p[i] / sums[i])
-        step = step if step < most else most
+        step = step if step < largest_factor else largest_factor
         u[i] *= step
-        away = abs(step - p[i] / p[i])
-        change = away if away > change else change
-    return np.float64(2 * off), np.float64(change)
+        size = abs(step - p[i] / p[i])
+        change = size if size > change else change
+    return np.float64(2 * error), np.float64(change)

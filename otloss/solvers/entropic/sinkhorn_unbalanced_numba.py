@@ -1,7 +1,7 @@
-"""Unbalanced Sinkhorn for a batch of dense problems on a CPU; the layout and the scaling form are those of `sinkhorn`.
+"""Unbalanced Sinkhorn for a batch of dense problems on a CPU; layout and scaling form as in `sinkhorn_numba`.
 
 Let M_p and M_q be the masses, p and q shares of them, r = epsilon / rho and k = 1 / (1 + r). The plan is P = U G V as
-in `sinkhorn`. In place of the potentials f and g the kernel iterates
+in `sinkhorn_numba`. In place of the potentials f and g the kernel iterates
 
     phi = f / epsilon + log M_q,    gamma = g / epsilon + log M_p
 
@@ -26,34 +26,19 @@ import numpy as np
 from otloss._numba.compile import compiled, inner, spliced
 from otloss._numba.sums import mass_of
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.entropic.interface import (
-    ERROR,
-    FIRST_EPSILON,
-    ITERATIONS,
-    LEAST_EIGENVALUE,
-    POTENTIAL_ERROR,
-    SETTLING,
-    SPREAD,
-    STAGE_FACTOR,
-)
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SCHEDULE, SPREAD
 from otloss.solvers.entropic.sinkhorn_numba import (
-    CHECK_EVERY,
-    LOST,
-    NEGLIGIBLE_32,
-    NEGLIGIBLE_64,
-    STAGE_ERROR,
-    STAGE_ITERATIONS,
+    NUMBERS,
+    build_limits,
+    build_scratch,
     count_positive,
     eigenvalue_of_plan,
     error_of_potential,
-    extend,
-    gather,
+    gather_costs,
+    gather_shares,
     highest_cost,
-    is_hopeless,
-    limits_of,
-    named,
-    take,
-    write_plan,
+    is_too_slow,
+    write_other_potentials,
 )
 from otloss.solvers.entropic.sinkhorn_steps_numba import (
     absorb,
@@ -65,7 +50,7 @@ from otloss.solvers.entropic.sinkhorn_steps_numba import (
     softmin_of_scores,
 )
 
-LEAST_FACTOR_32, LEAST_FACTOR_64 = 1e-35, 1e-300
+SMALLEST_FACTORS = (1e-35, 1e-300)  # in float32 and in float64
 ATTEMPTS = 4  # exact updates of both sides before the iterations, at most: Newton's method needs none
 
 
@@ -89,7 +74,7 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
         work.p, work.q, work.u, work.v, work.column_sums, work.alpha, work.beta, work.scores,
     )  # fmt: skip
     phi, gamma = work.phi, work.gamma
-    least = LEAST_FACTOR_32 if work.kernel.itemsize == 4 else LEAST_FACTOR_64
+    least = SMALLEST_FACTORS[0] if work.kernel.itemsize == 4 else SMALLEST_FACTORS[1]
     for _ in range(ATTEMPTS):
         for j in range(m):
             v[j], beta[j] = q[j], epsilon * gamma[j]
@@ -105,11 +90,11 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
         if not is_normal:
             return False
         column_sums(work.kernel, u, sums, n, m)
-        lost = False
+        is_lost = False
         for j in range(m):
             ratio = np.float64(sums[j]) / math.exp(sides.columns - sides.pull * gamma[j])
-            lost |= not (ratio > LOST and ratio < 1 / LOST)
-        if not lost:
+            is_lost |= not (ratio > NUMBERS.lost and ratio < 1 / NUMBERS.lost)
+        if not is_lost:
             return True
         for i in range(n):
             work.shifted[i] = phi[i] + math.log(p[i])
@@ -122,42 +107,45 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
 
 @spliced
 def _iterate(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float, settled: float, most: int,
-    patience: float, last: bool,
+    cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float, largest_change: float,
+    max_iterations: int, patience: float, is_last: bool,
 ) -> tuple[float, int, float]:  # fmt: skip
     """Iterate on phi and gamma until the error, relative to the mass of the plan, is within the tolerance.
 
-    Returns the error, the number of iterations, and at the last epsilon the largest relative error of a column.
+    Returns the error, the number of iterations, and at the last epsilon the largest relative error of a column. The
+    shift s is kept apart (`shift`) until the next absorption.
     """
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     phi, gamma, kernel, steps = work.phi, work.gamma, work.kernel, work.scores
     pull, damping = sides.pull, sides.damping
-    done, since, within, settling, stale = 0, 0, 0, True, True
-    w, shift, hopeless = 1.0, 0.0, False
-    before = least = error = residual = np.inf
+    iterations, since_absorption, count_within = 0, 0, 0
+    must_absorb, is_settling, is_given_up = True, True, False
+    w, shift = 1.0, 0.0
+    previous_error = smallest_error = final_error = residual = np.inf
     while True:
-        if stale:
+        if must_absorb:
             for j in range(m):
                 gamma[j] -= shift
-            stale, since, shift = False, 0, 0.0
+            must_absorb, since_absorption, shift = False, 0, 0.0
             if not _absorb_factors(cost, work, n, m, epsilon, sides):
-                error = np.inf
+                final_error = np.inf
                 break
         row_sums(kernel, v, sums_p, n, m)
-        off_rows, rows, rows_after, far_rows = damped_update(
+        error_p, mass_p, mass_p_after, far_p = damped_update(
             p, sums_p, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, w, n
         )
         column_sums(kernel, u, sums, n, m)
-        off_columns, columns, columns_after, far_columns = damped_update(
+        error_q, mass_q, mass_q_after, far_q = damped_update(
             q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull, damping, w, m
         )
-        shift += math.log(rows_after / columns_after) / (2 * pull)
-        off = off_rows / rows + off_columns / columns
-        done += 1
-        since += 1
-        if off <= tolerance or done >= most or hopeless or not off < np.inf:
-            if not last or not off < np.inf:
-                error = off
+        shift += math.log(mass_p_after / mass_q_after) / (2 * pull)
+        error = error_p / mass_p + error_q / mass_q
+        iterations += 1
+        since_absorption += 1
+        is_at_end = iterations >= max_iterations or is_given_up
+        if error <= tolerance or is_at_end or not error < np.inf:
+            if not is_last or not error < np.inf:
+                final_error = error
                 break
             damped_update(q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull,
                    damping, 1.0, m)  # fmt: skip
@@ -168,29 +156,33 @@ def _iterate(
             )
             change = max(change, largest_size(steps, n))
             column_sums(kernel, u, sums, n, m)
-            off, total, residual = 0.0, 0.0, 0.0
+            difference, total, residual = 0.0, 0.0, 0.0
             for j in range(m):
                 target = q[j] * math.exp(sides.columns + pull * shift - pull * gamma[j])
-                away = abs(sums[j] * v[j] - target)
-                off += away
+                size = abs(sums[j] * v[j] - target)
+                difference += size
                 total += target
-                residual = max(residual, away / target)
-            error = off / total
-            within += error <= tolerance
-            if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
+                residual = max(residual, size / target)
+            final_error = difference / total
+            is_within = final_error <= tolerance
+            count_within += is_within
+            is_accurate = change <= largest_change or count_within > SCHEDULE.extra_iterations
+            if (is_within and is_accurate) or is_at_end:
                 break
-        if since == CHECK_EVERY:
-            hopeless = not settling and is_hopeless(done, off, before, tolerance, patience)
-            w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
-            before, since = off, 0
-        # Absorptions may be more frequent than CHECK_EVERY.
-        hopeless = hopeless or (done % CHECK_EVERY == 0 and is_stopped(work.counter, off, np.nan))
-        stale = far_rows + far_columns > 0
+        if since_absorption == NUMBERS.check_every:
+            is_given_up = not is_settling and is_too_slow(iterations, error, previous_error, tolerance, patience)
+            contraction = (error / previous_error) ** (1.0 / since_absorption)
+            w, smallest_error, is_settling = next_relaxation(w, error, smallest_error, contraction, is_settling)
+            previous_error, since_absorption = error, 0
+        # Absorptions may be more frequent than the checks.
+        if iterations % NUMBERS.check_every == 0 and is_stopped(work.counter, error, np.nan):
+            is_given_up = True
+        must_absorb = far_p + far_q > 0
     for i in range(n):
         phi[i] += shift
     for j in range(m):
         gamma[j] -= shift
-    return error, done, residual
+    return final_error, iterations, residual
 
 
 @inner()
@@ -205,10 +197,10 @@ def _write_potentials(
         g[work.columns[j]] = epsilon * work.gamma[j]
     least = negligible
     while True:
-        # `n < 0` and `n >= 0` for False and True: numba would compile `extend` once for each literal.
-        extend(cost, n < 0, work.rows, n, q, 1 / masses[1], least, g, epsilon, f, work)
+        # `n < 0` and `n >= 0` for False and True: numba would compile `write_other_potentials` once for each literal.
+        write_other_potentials(cost, n < 0, work.rows, n, q, 1 / masses[1], least, g, epsilon, f, work)
         _damp_others(work.rows, n, sides.damping, epsilon * sides.rows, f)
-        extend(cost, n >= 0, work.columns, m, p, 1 / masses[0], least, f, epsilon, g, work)
+        write_other_potentials(cost, n >= 0, work.columns, m, p, 1 / masses[0], least, f, epsilon, g, work)
         _damp_others(work.columns, m, sides.damping, epsilon * sides.columns, g)
         if least == 0 or n == count_positive(p) or m == count_positive(q):
             break
@@ -233,7 +225,7 @@ def _damp_others(places: Any, count: int, damping: float, offset: float, potenti
 
 
 @spliced
-def _solve_by_steps(
+def _run_stages(
     cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, masses: Any, limits: Any
 ) -> tuple[float, int, float, Any]:
     """Iterate at falling values of epsilon, from the potentials in gamma.
@@ -241,57 +233,55 @@ def _solve_by_steps(
     Returns the error, the number of iterations, the largest relative error of a column, and the last `Sides`.
     """
     gamma, log_p, log_q = work.gamma, math.log(masses[0]), math.log(masses[1])
-    done, step, error, residual = 0, epsilon, np.inf, np.inf
-    while not limits.warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
-        step /= STAGE_FACTOR
+    iterations, width, error, residual = 0, epsilon, np.inf, np.inf
+    while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon * highest:
+        width /= SCHEDULE.stage_factor
     while True:
-        last = step <= epsilon
-        left = limits.most - done
-        pull = step / limits.rho
+        is_last = width <= epsilon
+        remaining = limits.max_iterations - iterations
+        is_cut = is_last or remaining < NUMBERS.stage_iterations
+        pull = width / limits.rho
         sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
         for j in range(m):
-            gamma[j] = gamma[j] / step + log_p
-        error, more, residual = _iterate(
-            cost, work, n, m, step, sides, limits.tolerance if last else STAGE_ERROR, limits.settled,
-            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, limits.patience if last else np.inf, last,
+            gamma[j] = gamma[j] / width + log_p
+        error, count, residual = _iterate(
+            cost, work, n, m, width, sides, limits.tolerance if is_last else NUMBERS.stage_error,
+            limits.largest_change, remaining if is_cut else NUMBERS.stage_iterations,
+            limits.patience if is_last else np.inf, is_last,
         )  # fmt: skip
-        done += more
-        if last:
+        iterations += count
+        if is_last:
             break
         for j in range(m):
-            gamma[j] = step * (gamma[j] - log_p)
-        step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
-    return error, done, residual, sides
+            gamma[j] = width * (gamma[j] - log_p)
+        width = width * SCHEDULE.stage_factor if width * SCHEDULE.stage_factor > epsilon else epsilon
+    return error, iterations, residual, sides
 
 
 @spliced
-def _solve(
-    p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any, work: Any
-) -> None:
-    negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
+def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any) -> None:
+    negligible = NUMBERS.negligible_32 if cost.itemsize == 4 else NUMBERS.negligible_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
     masses = (mass_of(p), mass_of(q))
     # Written so that NaN fails too. Sides without mass are left to the caller.
     if not (highest < np.inf and 0 < masses[0] < np.inf and 0 < masses[1] < np.inf):
         return
-    n = take(p, masses[0], negligible, work.p, work.rows)
-    m = take(q, masses[1], negligible, work.q, work.columns)
+    n = gather_shares(p, masses[0], negligible, work.p, work.rows)
+    m = gather_shares(q, masses[1], negligible, work.q, work.columns)
     gamma = work.gamma
     for j in range(m):
         gamma[j] = g[work.columns[j]]  # times epsilon for now
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
-        highest, block = gather(cost, work, n, m), work.costs
-    error, done, residual, sides = _solve_by_steps(block, work, n, m, epsilon, highest, masses, limits)
-    outcome[ITERATIONS] = done
+        highest, block = gather_costs(cost, work, n, m), work.costs
+    error, iterations, residual, sides = _run_stages(block, work, n, m, epsilon, highest, masses, limits)
+    outcome[ITERATIONS] = iterations
     if not error < np.inf:
         return
     _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, negligible, f, g)
-    if plan.shape[0] > 0:
-        write_plan(work, n, m, 1.0, plan)
     outcome[ERROR] = error
-    if limits.settled < np.inf:
+    if limits.largest_change < np.inf:
         _write_uncertainty(work, n, m, epsilon, residual, sides.damping, outcome)
 
 
@@ -322,17 +312,17 @@ def _write_uncertainty(
 
 
 @compiled(seconds=4)
-def unbalanced_problems(counter: Any, posed: Any, limits: Any, answers: Any, space: Any) -> None:
+def unbalanced_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """As `sinkhorn_problems`, with the marginal penalty rho.
 
     The error is infinite too where a side has no mass or factors underflow. Then `f` and `g` are not written, or not
     completely.
     """
-    p, q, costs, owner, epsilon = posed
-    f, g, plans, outcome = answers
-    work, bounds = named(counter, space), limits_of(limits)
+    p, q, costs, owner, epsilon = problems
+    f, g, outcome = results
+    work, bounds = build_scratch(counter, arrays), build_limits(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], plans[k % plans.shape[0]], outcome[k], bounds, work)
+        _solve(p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], outcome[k], bounds, work)

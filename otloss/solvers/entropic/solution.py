@@ -29,7 +29,7 @@ from torch import Tensor
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
 from otloss.solvers.entropic.interface import SearchResult, in_float64, potential_of_plan
-from otloss.solvers.entropic.sinkhorn import Sweep
+from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
 _PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of this size exist at a time
@@ -126,7 +126,7 @@ class EntropicSolution:
         problem = in_float64(self.problem)
         with torch.no_grad():
             g = self.search.g.to(problem.p.dtype)
-            return problem, Sweep.of(problem).f_from(g), g
+            return problem, build_updates(problem).f_from(g), g
 
     @cached_property
     def _rounding(self) -> Tensor:
@@ -152,11 +152,11 @@ class EntropicSolution:
 
     def cost_gradients(self, upstream: Float[Tensor, "*batch"]) -> tuple[Tensor, ...]:
         problem, (f, g) = self.problem, self.potentials
-        if self.search.plan is not None:
-            return (upstream[..., None, None] * self.search.plan,)
         log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
         epsilon = problem.epsilon.detach().to(f.dtype)
-        return problem.cost.plan_gradients(potential_of_plan(problem, f), g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+        return problem.cost.plan_gradients(
+            potential_of_plan(problem, f), g, log_p, log_q, epsilon=epsilon, upstream=upstream
+        )
 
 
 def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> EntropicSolution:
@@ -218,7 +218,7 @@ def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"
 
 def log_marginal_ratios(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return log(P 1 / p) and log(P^T 1 / q), as their limits at bins without mass."""
-    sweep = Sweep.of(problem)
+    sweep = build_updates(problem)
     return (f - sweep.softmin_rows(g)) / sweep.epsilon, (g - sweep.softmin_columns(f)) / sweep.epsilon
 
 
@@ -274,7 +274,7 @@ def duality_gap(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch
 
 def _rounding(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log y, and the masses r and s that A = P diag(y) lacks in its rows and columns."""
-    sweep = Sweep.of(problem)
+    sweep = build_updates(problem)
     p, q = problem.p.detach().to(f.dtype), problem.q.detach().to(f.dtype)
     log_ratio = (sweep.softmin_columns(f) - g) / sweep.epsilon  # of q to P^T 1
     log_y = log_ratio.clamp(max=0.0)

@@ -1,6 +1,6 @@
 """Sinkhorn's two updates of an entropic problem in the log domain, and the error of the marginals.
 
-    f = k softmin(g),  g = k softmin(f)        (the notation of `otloss.solvers.entropic`)
+f = k softmin(g),  g = k softmin(f)        (the notation of `otloss.solvers.entropic`)
 """
 
 from __future__ import annotations

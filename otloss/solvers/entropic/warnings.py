@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import NamedTuple
 
 import torch
 
 from otloss._numba import may_run_on
 from otloss.costs import GridCost
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
+from otloss.solvers.entropic.accuracy import ACCURACY
 from otloss.solvers.entropic.implicit_grid import suits_axes
-from otloss.solvers.entropic.interface import (
-    SearchResult,
-)
+from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.options import Settings, SmallEpsilonError
 from otloss.solvers.problem import Problem, tolerance_of
 
-# Work on a CPU from which a warning is due, some ten seconds: pairs of cells in line for the iterations of a small
-# epsilon, and cells to the power of three for the linear system of "implicit".
-SLOW_PAIRS, SLOW_SYSTEM = 2**21, 10**10
+
+class Bounds(NamedTuple):
+    """When a call warns or raises.
+
+    Attributes:
+        slow_pairs, slow_system: work on a CPU of some ten seconds: pairs of cells in line for the iterations of a small
+            epsilon, and cells to the power of three for the linear system of "implicit".
+        uncertain: a larger error of potentials, as a share of their spread, gives a warning.
+        smallest_epsilon, largest_smallest: epsilon over the largest potential must be at least `smallest_epsilon` over
+            the tolerance, or `largest_smallest` if that is less. Below, rounding in float64 changes entries of the plan
+            by more than the tolerance.
+        no_mass: a bin with a larger potential over the marginal penalty keeps less than exp(-40) of its weight.
+    """
+
+    slow_pairs: int = 2**21
+    slow_system: int = 10**10
+    uncertain: float = 1e-2
+    smallest_epsilon: float = 1e-15
+    largest_smallest: float = 1e-8
+    no_mass: float = 40.0
+
+
+BOUNDS = Bounds()
 
 
 def warn_where_slow(problem: Problem, grad: str) -> None:
@@ -29,7 +49,7 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
         return
     cells, problems = cost.shape[0], problem.batch.numel()
     what = f"{' x '.join(map(str, cost.cells))} cells ({problems} problem{'s' * (problems > 1)})"
-    if grad == "implicit" and problems * cells**3 >= SLOW_SYSTEM and not suits_axes(problem):
+    if grad == "implicit" and problems * cells**3 >= BOUNDS.slow_system and not suits_axes(problem):
         warnings.warn(
             f'grad="implicit" between {what} forms and solves dense systems of {cells} equations here: the time grows '
             'with the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or '
@@ -39,7 +59,7 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
         )
     least = cost.least_epsilon_for_products
     smallest = float(problem.epsilon.detach().amin()) if problems else least
-    if smallest < least and problems * cells * sum(cost.cells) >= SLOW_PAIRS:
+    if smallest < least and problems * cells * sum(cost.cells) >= BOUNDS.slow_pairs:
         warnings.warn(
             f"epsilon is {smallest:.3g} between {what}: below {least:.3g} products along the axes would underflow, an "
             "iteration takes about ten times as long, and hundreds to thousands of them are needed. Raise epsilon to "
@@ -48,28 +68,19 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
         )
 
 
-NEGLIGIBLE_ERROR = 1e-5  # a smaller error of potentials over epsilon never counts, even if the potentials hardly differ
-UNCERTAIN = 1e-2  # a larger error of potentials, as a share of their spread, gives a warning
-# The least epsilon over the largest potential is LEAST_EPSILON over the tolerance, and at most LARGEST_LEAST. Below it,
-# rounding in float64 changes entries of the plan by more than the tolerance.
-LEAST_EPSILON, LARGEST_LEAST = 1e-15, 1e-8
-# A bin with a larger potential over the marginal penalty keeps no mass: less than exp(-40) of its weight.
-NO_MASS_LEFT = 40.0
-
-
-def _check_not_too_small(problem: Problem, result: SearchResult, least: float) -> None:
+def check_not_too_small(problem: Problem, result: SearchResult, tolerance: float) -> None:
     """Raise if epsilon is so small, relative to the potentials, that their rounding decides the plan.
 
     The potentials count and not the costs, since a large cost that forbids a pair is harmless where no mass has to take
     it. For the same reason, with a marginal penalty, potentials of bins that keep no mass are cut off.
     """
-    epsilon = problem.epsilon.detach()
+    epsilon, least = problem.epsilon.detach(), min(BOUNDS.smallest_epsilon / tolerance, BOUNDS.largest_smallest)
     if not result.f.numel() or not result.g.numel():
         return
     largest = max(potential.abs().amax().item() for potential in (result.f, result.g))
     if epsilon.amin().item() >= least * largest:
         return
-    most = torch.inf if problem.marginal_penalty is None else NO_MASS_LEFT * problem.marginal_penalty
+    most = torch.inf if problem.marginal_penalty is None else BOUNDS.no_mass * problem.marginal_penalty
     size = torch.maximum(*(
         potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=most).abs().amax(-1)
         for potential, weights in ((result.f, problem.p), (result.g, problem.q))
@@ -84,7 +95,7 @@ def _check_not_too_small(problem: Problem, result: SearchResult, least: float) -
         )
 
 
-def _warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -> None:
+def warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -> None:
     """Warn of the worst problem that did not converge."""
     tolerance = tolerance_of(problem, settings)
     converged = result.error <= tolerance
@@ -101,11 +112,11 @@ def _warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) 
     warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
 
 
-def _warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
+def warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
     error, spread = result.potential_error, result.spread
     if error is None or spread is None:
         return
-    poor = error > UNCERTAIN * spread + NEGLIGIBLE_ERROR * problem.epsilon.detach()
+    poor = error > BOUNDS.uncertain * spread + ACCURACY.negligible_error * problem.epsilon.detach()
     if bool(poor.any()):
         share = float((error / spread)[poor].amax())
         size = f"by {100 * share:.2g} %" if math.isfinite(share) else "by an unknown amount"

@@ -1,0 +1,105 @@
+"""Accurate potentials, where gradients of the weights are wanted: Newton's method with dense equations.
+
+Slow modes of g hardly count in the marginal error that ends a search. Here the equations of each step (`dual`) are
+solved up to rounding, and the steps end where one is small or does not reduce the residual beyond rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otloss.solvers.entropic.dual import ROUNDING, Dual, build_dual, is_dense_fast
+from otloss.solvers.entropic.interface import Budget, SearchResult, better
+from otloss.solvers.entropic.newton import SparseNewton
+from otloss.solvers.entropic.selection import scatter, select
+from otloss.solvers.entropic.updates import build_updates
+from otloss.solvers.problem import Problem
+
+
+class Accuracy(NamedTuple):
+    """When potentials count as accurate.
+
+    Attributes:
+        negligible_error: a smaller error of potentials over epsilon never counts, even if the potentials hardly differ.
+        resolved_eigenvalue: a few steps of Lanczos' method tell this eigenvalue apart from smaller ones.
+        max_steps: of Newton's method.
+        smallest_step: the steps end with one that changes no g / epsilon by more.
+        ridge: of the masses of the columns: the equations do not determine parts that exchange nothing.
+    """
+
+    negligible_error: float = 1e-5
+    resolved_eigenvalue: float = 0.005
+    max_steps: int = 40
+    smallest_step: float = 1e-7
+    ridge: float = 1e-13
+
+
+ACCURACY = Accuracy()
+
+
+def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
+    """Return the result with accurate potentials of the problems within the tolerance, where that is possible.
+
+    It is the result itself where nothing is left to do.
+    """
+    error, spread, eigenvalue = result.potential_error, result.spread, result.least_eigenvalue
+    if error is None or spread is None or eigenvalue is None or not result.iterations.numel():
+        return result
+    allowed = budget.largest_change * spread + ACCURACY.negligible_error * problem.epsilon.detach()
+    is_poor = ~(error <= allowed) | (eigenvalue < ACCURACY.resolved_eigenvalue)
+    is_poor = is_poor & (result.error <= budget.tolerance)
+    if not bool(is_poor.any()) or not (is_dense_fast(problem) and SparseNewton().applies(problem)):
+        return result
+    max_iterations = budget.max_iterations - int(result.iterations.amax())
+    if max_iterations < 1:
+        return result
+    budget = dataclasses.replace(budget, max_iterations=max_iterations)
+    new = _run_dense(select(problem, is_poor), result.g[is_poor].cpu().double(), budget)
+    merged = better(result, scatter(result, is_poor, new), budget.tolerance)
+    has_failed = is_poor.clone()
+    has_failed[is_poor] = ~(new.error <= budget.tolerance).to(is_poor.device)
+    assert merged.potential_error is not None
+    return dataclasses.replace(merged, potential_error=merged.potential_error.masked_fill(has_failed, torch.inf))
+
+
+def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
+    """Take Newton's steps with dense equations from g, and an exact update of f."""
+    updates = build_updates(problem)
+    dual, q = build_dual(updates), problem.q
+    b = g / updates.epsilon
+    tiny = torch.finfo(b.dtype).tiny
+    steps = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
+    for _ in range(min(ACCURACY.max_steps, budget.max_iterations)):
+        gradient, curvature = dual.derivatives(b, ridge=ACCURACY.ridge)
+        step, failed = torch.linalg.solve_ex(curvature, gradient)
+        spread = step.amax(-1) - step.amin(-1) if dual.is_balanced else 2 * step.abs().amax(-1)
+        spread = spread.clamp(min=tiny)
+        # A tenth of the tolerance: the last exact update of f is measured on its own.
+        error = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
+        is_active = (error > 0.1 * budget.tolerance) | ((spread > ACCURACY.smallest_step) & (error > ROUNDING))
+        is_active = is_active & (failed == 0) & torch.isfinite(spread)
+        if not bool(is_active.any()):
+            break
+        b = torch.where(is_active.unsqueeze(-1), b + _shortened(dual, b, step, gradient, spread), b)
+        steps = steps + is_active
+    f = updates.f_from(torch.where(q > 0, b * updates.epsilon, g))
+    g = torch.where(q > 0, b * updates.epsilon, updates.g_from(f))
+    error = updates.error(g, updates.g_from(f), updates.log_q)
+    return SearchResult(f, g, error, steps, dual.error(g / updates.epsilon) * problem.epsilon)
+
+
+def _shortened(dual: Dual, b: Tensor, step: Tensor, gradient: Tensor, spread: Tensor) -> Tensor:
+    """Return the step where it halves the derivative of the dual along itself, and elsewhere a safe share of it.
+
+    Along a step h the third derivative of the dual is at most the second times the spread of h, its largest minus its
+    least entry. So a step times log(1 + spread) / spread always increases the dual, but it is at most that logarithm.
+
+    Source: F. Bach, Self-concordant analysis for logistic regression, 2010.
+    """
+    at_start, at_end = (gradient * step).sum(-1), (dual.gradient(b + step) * step).sum(-1)
+    share = torch.where(at_end.abs() <= 0.5 * at_start, 1.0, torch.log1p(spread) / spread)
+    return share.unsqueeze(-1) * step

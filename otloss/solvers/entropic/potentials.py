@@ -1,0 +1,156 @@
+"""The potentials of an entropic problem: device and arithmetic, the search, and what the call is told of it.
+
+The arithmetic is decided once, before the search. Entries of a cost that are computed in float32 (distances between
+points, for example) carry a rounding of about 1e-7 of the largest one. Where that is 1e-4 of epsilon or more, it would
+change entries of the plan by as much, and the whole problem is solved in float64. The entries of a matrix are data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otloss._checks import has_float64, needs_torch
+from otloss._numba import may_run_on
+from otloss.costs import DenseCost, GridCost, PointCost
+from otloss.costs.cost import makes_graph
+from otloss.solvers.entropic.accuracy import with_accurate_potentials
+from otloss.solvers.entropic.dual import shifted_to_equal_mass
+from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
+from otloss.solvers.entropic.ladder import search
+from otloss.solvers.entropic.sinkhorn_cpu import LIMITS
+from otloss.solvers.entropic.warnings import (
+    check_not_too_small,
+    warn_of_errors,
+    warn_of_uncertain,
+    warn_where_slow,
+)
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import Problem, tolerance_of
+
+
+class Arithmetic(NamedTuple):
+    """What decides the arithmetic of a search.
+
+    Attributes:
+        largest_change: potentials are accurate if the last update changes no factor of the plan by a larger share.
+        largest_change_float32: the same for potentials of float32 problems.
+        cost_over_epsilon: computed float32 costs that are larger are computed in float64.
+        largest_start: a start is not from a similar problem if it exceeds so many times the largest cost plus a hundred
+            epsilons.
+    """
+
+    largest_change: float = 1e-5
+    largest_change_float32: float = 1e-3
+    cost_over_epsilon: float = 1e3
+    largest_start: float = 100.0
+
+
+ARITHMETIC = Arithmetic()
+
+
+def find_potentials(
+    problem: Problem, settings: Settings, *, accurate: bool | None = None
+) -> tuple[Problem, SearchResult]:
+    """Return the potentials of a reduced entropic problem, and the problem in the arithmetic that they belong to.
+
+    Args:
+        accurate: whether the potentials themselves have to be accurate; the value is far less sensitive. None stands
+            for True where a gradient of the weights is wanted, and for False elsewhere.
+
+    Raises:
+        SmallEpsilonError: if the rounding of the potentials would decide the plan.
+        ValueError: if impl="compiled" and the tensors are not on a CPU, or the start is not finite.
+
+    Warns:
+        ConvergenceWarning: if the tolerance is not reached.
+    """
+    if not problem.is_symmetric:  # a few iterations
+        warn_where_slow(problem, settings.grad)
+    tolerance = tolerance_of(problem, settings)
+    has_weight_graph = makes_graph(problem.p, problem.q)
+    change = math.inf
+    if has_weight_graph if accurate is None else accurate:
+        is_wide = problem.cost.dtype == torch.float64
+        change = ARITHMETIC.largest_change if is_wide else ARITHMETIC.largest_change_float32
+        change = max(change, 100 * tolerance)
+    budget = Budget(tolerance, settings.max_iterations, largest_change=change)
+    if rounds_costs(problem):
+        problem = in_float64(problem, with_graph=True)
+    with torch.no_grad():
+        searched = _prepared(problem)
+        result = shifted_to_equal_mass(searched, search(searched, budget))
+        check_not_too_small(searched, result, tolerance)
+        if budget.is_accurate and not problem.is_symmetric:
+            accurate_result = with_accurate_potentials(searched, result, budget)
+            if accurate_result is not result:
+                result = shifted_to_equal_mass(searched, accurate_result)
+        result = result.to(problem.p.device)
+    if result.is_within(tolerance):
+        if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
+            warn_of_uncertain(problem, result)
+        return problem, result
+    warn_of_errors(problem, result, settings)
+    unknown = ~result.error.isfinite().unsqueeze(-1)  # a value whose error is not known must be NaN
+    f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
+    return problem, dataclasses.replace(result, f=f, g=g)
+
+
+def rounds_costs(problem: Problem) -> bool:
+    """Return whether the rounding of costs that are computed in float32 would change entries of the plan."""
+    cost = problem.cost
+    if problem.is_symmetric or cost.dtype != torch.float32 or isinstance(cost, (DenseCost, GridCost)) or not has_float64(cost.device):
+        return False
+    if needs_torch(problem.p, problem.q, *cost.tensors()) or not problem.epsilon.numel() or 0 in cost.shape:
+        return False
+    return bool((problem.largest_cost > ARITHMETIC.cost_over_epsilon * problem.epsilon.detach()).any())
+
+
+def is_faster_on_cpu(problem: Problem) -> bool:
+    """Return whether the potentials of a problem on a GPU are searched on the CPU: the search is many small steps."""
+    on_gpu = problem.p.device.type != "cpu" and has_float64(problem.p.device)
+    if problem.impl != "auto" or not on_gpu or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
+        return False
+    (n, m), batch = problem.cost.shape, problem.batch.numel()
+    suits = isinstance(problem.cost, PointCost) or n * m <= LIMITS.largest_matrix
+    return suits and not isinstance(problem.cost, GridCost) and batch * n * m <= LIMITS.most_entries
+
+
+def _prepared(problem: Problem) -> Problem:
+    """Return the problem to search, perhaps on the CPU, with a start that has been checked."""
+    if problem.impl == "compiled" and not may_run_on(problem.p):
+        raise ValueError(
+            f'impl="compiled" runs on the CPU, outside of torch.func transforms; got tensors on '
+            f'{problem.p.device}. Use impl="torch" or "auto".'
+        )
+    start = problem.start
+    if is_faster_on_cpu(problem):
+        p, q, epsilon = (t.detach().cpu() for t in (problem.p, problem.q, problem.epsilon))
+        problem = dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=problem.cost.to("cpu"))
+        start = None if start is None else (start[0].cpu(), start[1].cpu())
+    start = None if start is None else _usable_start(problem, *start)
+    return dataclasses.replace(problem, start=start)
+
+
+def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the start with a constant moved between f and g to reduce rounding; zeros if it is far too large."""
+    p, q = problem.p.detach(), problem.q.detach()
+    f, g = f.to(p), g.to(q)
+    for name, potential in (("f", f), ("g", g)):
+        if not torch.isfinite(potential).all():
+            raise ValueError(
+                f"start {name} holds a NaN or an infinity (in {potential.dtype}), expected the potentials of a similar "
+                "problem."
+            )
+    if problem.marginal_penalty is None:
+        shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        f, g = f + shift, g - shift
+    # Potentials differ by no more than the costs do, plus epsilon times the logarithms of weights.
+    bound = ARITHMETIC.largest_start * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
+    is_sane = (g.masked_fill(q == 0, 0.0).abs() <= bound).all(-1, keepdim=True)
+    g = torch.where(is_sane & (g.abs() <= bound), g, 0.0)
+    return torch.where(is_sane, f, 0.0), g

@@ -1,0 +1,50 @@
+"""Some problems of a batch, for methods that do not solve all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from otloss._numba import may_run_on
+from otloss.costs import Cost, DenseCost, PointCost
+from otloss.costs.order import METRICS, can_leave_out
+from otloss.solvers.entropic.interface import SearchResult, in_float64
+from otloss.solvers.problem import Problem
+
+
+def is_between_large_clouds(problem: Problem) -> bool:
+    """Return whether Newton's method visits only the pairs of points that count, and so needs no matrix."""
+    cost = problem.cost
+    if type(cost) is not PointCost or cost.metric not in METRICS or problem.batch.numel() != 1:
+        return False
+    return can_leave_out(cost.x, cost.y) and may_run_on(cost.x, cost.y)
+
+
+def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
+    """Return the chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds."""
+    wide, cost = in_float64(problem), problem.cost
+    p, q, epsilon = (t[chosen].cpu() for t in (wide.p, wide.q, wide.epsilon))
+    costs: Cost = wide.cost
+    if not is_between_large_clouds(problem):
+        matrices = (cost if isinstance(cost, DenseCost) else wide.cost).dense().detach()
+        if matrices.dim() > 2:
+            matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[chosen]
+        costs = DenseCost.unchecked(matrices.cpu().double().contiguous())
+    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=costs, start=None)
+
+
+def scatter(found: SearchResult, chosen: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:
+    """Return `new` for the chosen problems and `found` for the others, which have no iterations of this search."""
+    assert new.potential_error is not None
+    f, g, error = found.f.clone(), found.g.clone(), found.error.clone()
+    for target, values in ((f, new.f), (g, new.g), (error, new.error)):
+        target[chosen] = values.to(target)
+    iterations = torch.zeros_like(found.iterations)
+    iterations[chosen] = new.iterations.to(iterations)
+    estimate = found.potential_error
+    estimate = torch.full_like(error, torch.nan) if estimate is None else estimate.clone()
+    estimate[chosen] = new.potential_error.to(estimate)
+    return dataclasses.replace(found, f=f, g=g, error=error, iterations=iterations, potential_error=estimate)

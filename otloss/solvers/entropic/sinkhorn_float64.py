@@ -1,0 +1,34 @@
+"""The last method: Sinkhorn's iteration in float64, from what the other methods have found."""
+
+from __future__ import annotations
+
+import torch
+
+from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
+from otloss.solvers.entropic.newton import SparseNewton
+from otloss.solvers.entropic.sinkhorn import Sinkhorn
+from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
+from otloss.solvers.problem import Problem
+
+
+class SinkhornInFloat64:
+    """The method for what the others may leave: they end early, or underflow.
+
+    It does not apply where the first method is the same iteration in the same arithmetic and nothing lies between: that
+    one has the whole budget.
+    """
+
+    def applies(self, problem: Problem) -> bool:
+        if SparseNewton().applies(problem):
+            return True
+        if SinkhornOnCPU().applies(problem):
+            return problem.marginal_penalty is not None  # that kernel may underflow
+        return problem.cost.dtype == torch.float32  # whose soft minima may be too coarse
+
+    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+        """Search from where another search ended; see `interface.Method`."""
+        problem = in_float64(problem)
+        kernel = SinkhornOnCPU()
+        if problem.marginal_penalty is None and kernel.applies(problem):
+            return kernel.run(problem, found, budget)
+        return Sinkhorn().run(problem, found, budget)
