@@ -10,7 +10,7 @@ import otloss
 from otloss import costs
 from otloss.costs import Cost
 from otloss.solvers.convergence import ConvergenceWarning
-from otloss.solvers.entropic import ladder as search
+from otloss.solvers.entropic import potentials as search
 from otloss.solvers.problem import Problem
 
 
@@ -108,7 +108,7 @@ def test_a_problem_moves_whole(monkeypatch: pytest.MonkeyPatch, narrow: bool) ->
     for cost, settings in cases:
         answers = []
         for is_faster in (False, True):
-            monkeypatch.setattr(search, "is_faster_on_cpu", lambda problem, impl, there=is_faster: there)
+            monkeypatch.setattr(search, "is_faster_on_cpu", lambda problem, there=is_faster: there)
             leaves = [w.clone().requires_grad_() for w in (p, q)]
             answer = otloss.solve(*leaves, cost, **settings)
             answers.append((answer.value, answer.iterations, *torch.autograd.grad(answer.value.sum(), leaves)))
@@ -120,7 +120,7 @@ def test_which_problems_of_a_gpu_are_searched_on_the_cpu() -> None:
 
     def is_moved(cost: Cost, *batch: int, impl: str = "auto") -> bool:
         p, q = (torch.empty(*batch, size, device="meta") for size in cost.shape)
-        return search.is_faster_on_cpu(Problem(p, q, cost, p.sum(-1), p.dtype), impl)
+        return search.is_faster_on_cpu(Problem(p, q, cost, p.sum(-1), p.dtype, impl=impl))
 
     def matrix(size: int) -> Cost:
         return costs.DenseCost(torch.zeros(()).expand(size, size))
@@ -136,4 +136,4 @@ def test_which_problems_of_a_gpu_are_searched_on_the_cpu() -> None:
     assert not is_moved(points(16385))
     assert not is_moved(costs.GridCost((8, 8)))
     assert not is_moved(matrix(64), impl="torch")
-    assert not search.is_faster_on_cpu(Problem(P, Q, costs.DenseCost(C), P.sum(-1), P.dtype), "auto")
+    assert not search.is_faster_on_cpu(Problem(P, Q, costs.DenseCost(C), P.sum(-1), P.dtype))

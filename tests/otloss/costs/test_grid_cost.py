@@ -10,7 +10,7 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import GridCost, costs_within
-from otloss.solvers.entropic.sinkhorn_cpu import runs_on_kernel
+from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
 from tests.errors import raising
@@ -58,7 +58,7 @@ def test_transport_of_images_is_that_of_the_matrix(cells: tuple[int, ...], epsil
     p, q = (torch.rand(2, math.prod(cells), generator=generator, dtype=torch.float64) for _ in range(2))
     p, q = ((w * (w > 0.3)).div((w * (w > 0.3)).sum(-1, keepdim=True)).requires_grad_() for w in (p, q))
     cost = GridCost(cells, spacing=[1.0 / size for size in cells], power=2).to(torch.float64)
-    assert not runs_on_kernel(pose(p, q, cost, epsilon=epsilon, settings=Settings()), "auto")
+    assert not SinkhornOnCPU().applies(pose(p, q, cost, epsilon=epsilon, settings=Settings()))
     actual = []
     for impl in ("auto", "compiled"):
         value = otloss.sinkhorn(p, q, cost, epsilon=epsilon, impl=impl, tolerance=1e-9)

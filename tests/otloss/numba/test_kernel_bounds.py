@@ -29,8 +29,10 @@ from otloss._numba.threads import run_on_threads
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.costs import softmin_numba as softmin
-from otloss.solvers.entropic.interface import Goal, SearchResult
-from otloss.solvers.entropic.newton import newton_search
+from otloss.solvers.entropic.clusters import Clustering
+from otloss.solvers.entropic.interface import Budget
+from otloss.solvers.entropic.newton import SparseNewton
+from otloss.solvers.entropic.sinkhorn_cpu import Limits
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
 from tests.otloss.draws import draw, normal, weights
@@ -48,7 +50,7 @@ METRICS = ("sqeuclidean", "euclidean", "l1")
 # Sizes at which solvers change the method, so that small problems take the way of large ones.
 FROM_CLOUDS = {
     "otloss.costs.order.LEAST_PAIRS": 0,
-    "otloss.solvers.entropic.sinkhorn_cpu.LARGEST_FOR_KERNEL": 0,
+    "otloss.solvers.entropic.sinkhorn_cpu.LIMITS": Limits(largest_matrix=0),
     "otloss.solvers.exact.clouds.LEAST_PAIRS": 0,
     "otloss.solvers.exact.clouds.LEAST_PAIRS_OF_OTHERS": 0,
     "otloss.solvers.exact.clouds.LEAST_POINTS": 0,
@@ -60,8 +62,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "clouds": {**FROM_CLOUDS, "otloss.solvers.entropic.ladder.PATIENCE": 2},
     "clusters": {
         **FROM_CLOUDS,
-        "otloss.solvers.entropic.clusters.LEAST_PAIRS": 0,
-        "otloss.solvers.entropic.clusters.CLUSTERS": (2, 4),
+        "otloss.solvers.entropic.clusters.CLUSTERING": Clustering(smallest=0, counts=(2, 4, 4)),
         "otloss.costs.points.LEAST_PAIRS": 0,
     },
 }
@@ -147,8 +148,7 @@ def test_part_newton_between_points(axes: int, n: int, m: int, monkeypatch: pyte
     for metric in METRICS[:: 1 if axes == 1 else 3]:
         cost = PointCost(draw(n, axes), 0.5 + draw(m, axes, seed=1), metric=metric)
         problem = pose(weights(n), weights(m), cost, epsilon=0.05, settings=Settings())
-        goal = Goal(1e-8, 100)
-        result = newton_search(problem, SearchResult.unknown(problem), torch.tensor(True), goal, from_exact=False)
+        result = SparseNewton().run(problem, None, Budget(1e-8, 100))
         assert float(result.error) <= 1e-8
 
 
