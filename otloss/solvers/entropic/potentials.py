@@ -103,12 +103,9 @@ def find_potentials(
 def rounds_costs(problem: Problem) -> bool:
     """Return whether the rounding of costs that are computed in float32 would change entries of the plan."""
     cost = problem.cost
-    if (
-        problem.is_symmetric
-        or cost.dtype != torch.float32
-        or isinstance(cost, (DenseCost, GridCost))
-        or not has_float64(cost.device)
-    ):
+    if problem.is_symmetric:  # potentials are at most epsilon times the logarithm of a weight
+        return False
+    if cost.dtype != torch.float32 or isinstance(cost, (DenseCost, GridCost)) or not has_float64(cost.device):
         return False
     if needs_torch(problem.p, problem.q, *cost.tensors()) or not problem.epsilon.numel() or 0 in cost.shape:
         return False
