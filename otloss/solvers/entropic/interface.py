@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import has_float64
+from otloss._checks import has_float64, needs_torch
+from otloss.costs import DenseCost, GridCost
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
@@ -53,6 +54,7 @@ class Schedule(NamedTuple):
 
 
 SCHEDULE = Schedule()
+LARGEST_POTENTIAL = 1e3  # over epsilon, for which costs are computed in float32
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,10 @@ class SearchResult:
         """The potentials, as a start of another search: zeros where the error is not finite."""
         is_finite = self.error.isfinite().unsqueeze(-1)
         return torch.where(is_finite, self.f, 0.0), torch.where(is_finite, self.g, 0.0)
+
+    @property
+    def most_iterations(self) -> int:
+        return int(self.iterations.amax()) if self.iterations.numel() else 0
 
     @staticmethod
     def at_start(problem: Problem) -> SearchResult:
@@ -184,6 +190,21 @@ def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
             q = of_equal_mass(p, q)
         cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
     return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
+
+
+def rounds_costs(problem: Problem, result: SearchResult) -> bool:
+    """Return whether the rounding of costs that are computed in float32 would change entries of the plan.
+
+    Entries between points, for example, carry a rounding of 1e-7 of the potentials, which changes entries of the plan
+    by 1e-4 where potentials are a thousand times epsilon. The entries of a matrix are data.
+    """
+    cost = problem.cost
+    if cost.dtype != torch.float32 or isinstance(cost, (DenseCost, GridCost)) or not has_float64(cost.device):
+        return False
+    if needs_torch(problem.p, problem.q, *cost.tensors()) or not (result.f.numel() and result.g.numel()):
+        return False
+    largest = torch.maximum(result.f.abs().amax(-1), result.g.abs().amax(-1))
+    return bool((largest > LARGEST_POTENTIAL * problem.epsilon.detach()).any())
 
 
 def log_weights(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

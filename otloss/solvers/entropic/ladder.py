@@ -14,7 +14,7 @@ import dataclasses
 
 from otloss.solvers.entropic.blocks import Blocks
 from otloss.solvers.entropic.clusters import Clusters
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, in_float64, rounds_costs
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
@@ -29,10 +29,11 @@ LADDER: tuple[tuple[Method, ...], ...] = (
 PATIENCE = 250  # Newton's method with its exact start takes less time than so many iterations of Sinkhorn
 
 
-def search(problem: Problem, budget: Budget) -> SearchResult:
-    """Return the potentials of a problem, per problem the best that the methods have found.
+def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
+    """Return the potentials, for each problem the best that the methods have found, and the problem in their dtype.
 
-    The budget is for all methods together. All but the last have `PATIENCE` only.
+    The budget is for all methods together. All but the last have `PATIENCE` only. Where potentials are so large that
+    the rounding of float32 costs changes the plan, the problem is in float64 from there on.
     """
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
     methods = [method for method in rungs if method is not None]
@@ -41,10 +42,13 @@ def search(problem: Problem, budget: Budget) -> SearchResult:
     for method in methods:
         patience = budget.patience if method is methods[-1] else PATIENCE
         part = dataclasses.replace(budget, max_iterations=remaining, patience=patience)
-        new = method.run(problem, result, part)
-        result = better(result, new, budget.tolerance)
-        remaining -= int(new.iterations.amax()) if new.iterations.numel() else 0
+        result = better(result, method.run(problem, result, part), budget.tolerance)
+        if rounds_costs(problem, result):
+            problem = in_float64(problem)
+            if result.is_within(budget.tolerance):
+                result = better(result, method.run(problem, result, part), budget.tolerance)
+        remaining = budget.max_iterations - result.most_iterations
         if result.is_within(budget.tolerance) or remaining < 1:
             break
     assert result is not None
-    return result
+    return problem, result

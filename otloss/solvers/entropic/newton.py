@@ -48,6 +48,8 @@ class SparseNewton:
         """Solve the problems that `found` has not solved; see `interface.Method`."""
         found = SearchResult.at_start(problem) if found is None else found
         chosen = ~(found.error <= budget.tolerance)
+        if not bool(chosen.any()):
+            return dataclasses.replace(found, iterations=torch.zeros_like(found.iterations))
         slow = select(problem, chosen)
         g, error, cells = found.start[1][chosen].cpu().double(), found.error[chosen].cpu().double(), None
         if slow.marginal_penalty is None:

@@ -1,9 +1,4 @@
-"""The potentials of an entropic problem: device and arithmetic, the search, and what the call is told of it.
-
-The arithmetic is decided once, before the search. Entries of a cost that are computed in float32 (distances between
-points, for example) carry a rounding of about 1e-7 of the largest one. Where that is 1e-4 of epsilon or more, it would
-change entries of the plan by as much, and the whole problem is solved in float64. The entries of a matrix are data.
-"""
+"""The potentials of an entropic problem: where they are searched, how accurate they are, and what the call is told."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
-from otloss.costs import DenseCost, GridCost, PointCost
+from otloss.costs import GridCost, PointCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.accuracy import with_accurate_potentials
 from otloss.solvers.entropic.dual import shifted_to_equal_mass
@@ -33,24 +28,22 @@ from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, tolerance_of
 
 
-class Arithmetic(NamedTuple):
-    """What decides the arithmetic of a search.
+class Accurate(NamedTuple):
+    """When potentials are accurate, and a start is usable.
 
     Attributes:
         largest_change: potentials are accurate if the last update changes no factor of the plan by a larger share.
         largest_change_float32: the same for potentials of float32 problems.
-        cost_over_epsilon: computed float32 costs that are larger are computed in float64.
         largest_start: a start is not from a similar problem if it exceeds so many times the largest cost plus a hundred
             epsilons.
     """
 
     largest_change: float = 1e-5
     largest_change_float32: float = 1e-3
-    cost_over_epsilon: float = 1e3
     largest_start: float = 100.0
 
 
-ARITHMETIC = Arithmetic()
+ACCURATE = Accurate()
 
 
 def find_potentials(
@@ -76,20 +69,20 @@ def find_potentials(
     change = math.inf
     if has_weight_graph if accurate is None else accurate:
         is_wide = problem.cost.dtype == torch.float64
-        change = ARITHMETIC.largest_change if is_wide else ARITHMETIC.largest_change_float32
+        change = ACCURATE.largest_change if is_wide else ACCURATE.largest_change_float32
         change = max(change, 100 * tolerance)
     budget = Budget(tolerance, settings.max_iterations, largest_change=change)
-    if rounds_costs(problem):
-        problem = in_float64(problem, with_graph=True)
     with torch.no_grad():
-        searched = _prepared(problem)
-        result = shifted_to_equal_mass(searched, search(searched, budget))
+        searched, result = search(_prepared(problem), budget)
+        result = shifted_to_equal_mass(searched, result)
         check_not_too_small(searched, result, tolerance)
         if budget.is_accurate and not problem.is_symmetric:
             accurate_result = with_accurate_potentials(searched, result, budget)
             if accurate_result is not result:
                 result = shifted_to_equal_mass(searched, accurate_result)
         result = result.to(problem.p.device)
+    if searched.cost.dtype != problem.cost.dtype:
+        problem = in_float64(problem, with_graph=True)
     if result.is_within(tolerance):
         if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
             warn_of_uncertain(problem, result)
@@ -98,18 +91,6 @@ def find_potentials(
     unknown = ~result.error.isfinite().unsqueeze(-1)  # a value whose error is not known must be NaN
     f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
     return problem, dataclasses.replace(result, f=f, g=g)
-
-
-def rounds_costs(problem: Problem) -> bool:
-    """Return whether the rounding of costs that are computed in float32 would change entries of the plan."""
-    cost = problem.cost
-    if problem.is_symmetric:  # potentials are at most epsilon times the logarithm of a weight
-        return False
-    if cost.dtype != torch.float32 or isinstance(cost, (DenseCost, GridCost)) or not has_float64(cost.device):
-        return False
-    if needs_torch(problem.p, problem.q, *cost.tensors()) or not problem.epsilon.numel() or 0 in cost.shape:
-        return False
-    return bool((problem.largest_cost > ARITHMETIC.cost_over_epsilon * problem.epsilon.detach()).any())
 
 
 def is_faster_on_cpu(problem: Problem) -> bool:
@@ -152,7 +133,7 @@ def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tenso
         shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         f, g = f + shift, g - shift
     # Potentials differ by no more than the costs do, plus epsilon times the logarithms of weights.
-    bound = ARITHMETIC.largest_start * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
+    bound = ACCURATE.largest_start * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
     is_sane = (g.masked_fill(q == 0, 0.0).abs() <= bound).all(-1, keepdim=True)
     g = torch.where(is_sane & (g.abs() <= bound), g, 0.0)
     return torch.where(is_sane, f, 0.0), g
