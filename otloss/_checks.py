@@ -75,6 +75,8 @@ def called() -> str:
             and not frame.f_code.co_qualname.startswith("_")
         ):
             name = frame.f_code.co_qualname.removesuffix(".__init__")
+            if frame.f_code.co_name == "forward" and "self" in frame.f_locals:  # perhaps of a base class
+                name = type(frame.f_locals["self"]).__name__
         frame = frame.f_back
     return name
 

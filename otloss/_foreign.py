@@ -170,6 +170,7 @@ _OF_SUBMODULES = {
         "ordinal_emd ordinal_mae pit_histogram ranked_probability_score scorer threshold_calibration_error "
         "threshold_reliability",
 }  # fmt: skip
+_LATER = ("estimators", "metrics", "plotting")  # submodules that `import otloss` does not load
 # The exponent of POT's functions on a line; `p` are the weights here.
 _EXPONENT = _Keyword("POT", "order", "give order= for the exponent")
 
@@ -180,6 +181,11 @@ def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:
     homes = [home for home, names in _OF_SUBMODULES.items() if name in names.split()]
     if not advice and homes:
         advice = f"; use {homes[0]}.{name}"
+    if name in _LATER:
+        advice = f"; write import {module}.{name} first"
+    for submodule in _LATER:
+        if f"{module}.{submodule}." in advice:
+            advice += f", after import {module}.{submodule}"
     if not advice and not name.startswith("_") and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.75)):
         advice = f"; did you mean {near[0]}?"
     return AttributeError(f"module {module!r} has no attribute {name!r}{advice}", name=name)

@@ -109,7 +109,7 @@ def report(work: str, error: float | Tensor = math.nan, *, tolerance: float = 0.
         return
     known = "" if math.isnan(worst) else f", error {worst:.2g}" + f" (to fall to {tolerance:.2g})" * (tolerance > 0)
     left = _seconds_left(_call.first, look, tolerance)
-    time_left = "the time left is not known" if left is None else f"about {left:.2g} s left"
+    time_left = "the time left is not known" if left is None else f"about {max(left, 1):.0f} s left"
     _log.warning("%s runs for %.0f s: %s%s; %s", _call.name, elapsed, work, known, time_left)
     _call.first = look
     while _call.due <= elapsed:

@@ -307,7 +307,7 @@ def joined_evaluation(eval_set: Any, eval_X: Any, eval_y: Any) -> Any:
         return eval_set
     if eval_set is not None or eval_X is None or eval_y is None:
         given = [n for n, v in (("eval_set", eval_set), ("eval_X", eval_X), ("eval_y", eval_y)) if v is not None]
-        raise ValueError(f"{' and '.join(given)} are given, expected eval_set, or both eval_X and eval_y.")
+        raise ValueError(f"got {' and '.join(given)}, expected eval_set, or both eval_X and eval_y.")
     several = isinstance(eval_X, tuple), isinstance(eval_y, tuple)
     if not any(several):
         return [(eval_X, eval_y)]

@@ -11,7 +11,8 @@ Three numberings meet in a classifier of ordered labels, and this module is the 
 scikit-learn's `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass the index of
 each label among the sorted labels in place of the label. The labels and the categories alone decide what `y` holds,
 never the caller: integers that are not all categories are indices among the sorted categories. Integers that are all
-categories are labels, also where they could be indices: only with the categories 0 to K - 1 are both the same.
+categories are labels, also where they could be indices: both are the same only for the categories 0 to K - 1, each of
+which occurs.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from sklearn.utils.multiclass import check_classification_targets
 
 from otloss.metrics.rank_labels import Labels, implied_order, is_whole, ordered_categories, plain_labels, shown
 
+_TO_BE_CERTAIN = "Use the labels 0, 1, 2, ..., K - 1 with a row of each to be certain of values, cost and class_weight"
 _READ_AS_INDICES = (
     "y holds the integers {}, which are not all among categories={}: read as indices of the sorted categories, as "
     "scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. If they are labels, correct y or "
-    "categories. Use the labels 0, 1, 2, ... to be certain of values, cost and class_weight"
+    "categories. " + _TO_BE_CERTAIN
 )
 _READ_AS_LABELS = (
-    "y holds the integers {}, read as labels of categories={}. If another estimator passes indices and these rows lack "
-    "the lowest category, use the labels 0, 1, 2, ... to be certain of values, cost and class_weight"
+    "y holds the integers {}, read as labels of categories={}. They may also be indices of the labels that occur, if "
+    "scikit-learn's Voting, Stacking, Bagging or cross_val_predict passed them and a lower category has no row. "
+    + _TO_BE_CERTAIN
 )
 
 
@@ -102,16 +105,24 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
         raise ValueError(f"categories is {shown(names)}, expected each label once, lowest rank first.")
     if present.dtype.kind in "iu" and (names.dtype.kind == "U" or not np.isin(present, names).all()):
         order = _ordered(present, _indices(present, names), names=names, is_explicit=True)
-        return (
-            order
-            if names.dtype.kind == "U"
-            else replace(order, doubt=_READ_AS_INDICES.format(*map(shown, (present, names))))
-        )
+        is_text = names.dtype.kind == "U"
+        return order if is_text else replace(order, doubt=_READ_AS_INDICES.format(shown(present), shown(names)))
     _check_labels(present, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
     order = _ordered(present, names, is_explicit=True)
-    # The lowest category may be missing among the rows of a fold.
-    may_be_indices = np.array_equal(present, np.arange(1, len(names))) and 0 not in names
-    return replace(order, doubt=_READ_AS_LABELS.format(*map(shown, (present, names)))) if may_be_indices else order
+    return replace(
+        order, doubt=_READ_AS_LABELS.format(shown(present), shown(names)) if _may_be_indices(present, names) else ""
+    )
+
+
+def _may_be_indices(present: Labels, names: Labels) -> bool:
+    """Whether integers that are all categories may be indices of the labels that occur, and not the labels.
+
+    Indices count from 0 among the labels of all rows; the rows at hand may lack the lowest.
+    """
+    if present.dtype.kind not in "iu" or len(present) == len(names):
+        return False
+    first = 0 if 0 in names else 1
+    return np.array_equal(present, np.arange(first, first + len(present)))
 
 
 def _check_are_classes(y: np.ndarray, present: Labels) -> None:
@@ -164,9 +175,12 @@ def _warn_of_fractions(present: Labels) -> None:
 def _indices(present: Labels, names: Labels) -> Labels:
     """Return indices (K,) of the categories among the sorted categories, in rank order.
 
+    Warns:
+        EncodedLabelsWarning: if some category does not occur, so that the integers may count the labels of `y` alone;
+            and if the sorted order is not the rank order.
+
     Raises:
-        ValueError: if the integers may be labels as well, or may count the labels of `y` alone, of which some category
-            is missing. So the largest index has to be among those seen, and where categories are numbers, all of them.
+        ValueError: if the integers may be labels as well, or are no indices.
     """
     by_name = np.sort(names)
     is_text = names.dtype.kind == "U"
@@ -180,12 +194,20 @@ def _indices(present: Labels, names: Labels) -> Labels:
             f"y holds the integers {shown(present)} and categories is {shown(names)}: each integer may be the label of "
             "that name or the index of another label. Give categories as integers, or call y.astype(str)."
         )
-    are_indices = present[0] >= 0 and present[-1] == len(names) - 1
-    if not are_indices or not (is_text or len(present) == len(names)):
+    if not 0 <= present[0] <= present[-1] < len(names):
         raise ValueError(
-            f"y holds the integers {shown(present)} and categories is {shown(names)}, expected these labels, or all "
-            "their indices as scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. Use the labels "
+            f"y holds the integers {shown(present)} and categories is {shown(names)}, expected these labels, or their "
+            "indices as scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. Use the labels "
             "0, 1, 2, ... in rank order there; elsewhere add the missing labels to categories, or drop their rows."
+        )
+    if len(present) < len(names) and not (is_text and present[-1] == len(names) - 1):
+        warnings.warn(
+            f"y holds the integers {shown(present)}, not all of which are among categories={shown(names)}: read as "
+            "indices of the sorted categories, as scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass "
+            "them for rows that lack some category. If they are labels, correct y or categories; if a category has no "
+            "row at all, leave it out of categories.",
+            EncodedLabelsWarning,
+            stacklevel=5,
         )
     codes = np.searchsorted(by_name, names)
     if (np.diff(codes) < 0).any():

@@ -191,7 +191,7 @@ def _read_thresholds(
     check_count("bins", bins)
     if strategy not in ("uniform", "quantile"):
         raise ValueError(f'strategy is {strategy!r}, expected "uniform" or "quantile".')
-    forecast = read_forecast(y_true, proba, labels, columns, sample_weight)
+    forecast = read_forecast(y_true, proba, labels, columns, sample_weight, every_class=True)
     if forecast.order.labels.size < 2:
         raise ValueError(
             f"labels is {forecast.order.labels.tolist()}, expected at least two classes; one class has no threshold."

@@ -77,11 +77,13 @@ def read_decisions(
 
 
 def read_forecast(
-    y_true: ArrayLike, proba: ArrayLike, labels: ArrayLike | None, columns: ArrayLike, sample_weight: ArrayLike | None
-) -> Forecast:
+    y_true: ArrayLike, proba: ArrayLike, labels: ArrayLike | None, columns: ArrayLike, sample_weight: ArrayLike | None,
+    *, every_class: bool = False,
+) -> Forecast:  # fmt: skip
     """Return the checked `Forecast`; `columns` is "sorted", "rank", or the label of each column.
 
-    "sorted" is the default, and so the columns of a `Distribution` are then what its labels say.
+    "sorted" is the default, and so the columns of a `Distribution` are then what its labels say. Classes that neither
+    occur nor are predicted are left out unless `every_class`: the forecast keeps the ranks of the others.
     """
     table = read_probabilities("proba", proba)
     if isinstance(proba, Distribution) and isinstance(columns, str) and columns == "sorted":
@@ -110,12 +112,23 @@ def read_forecast(
     places = positions("columns", column_labels, order.labels)
     if np.unique(places).size != places.size:
         raise ValueError(f"columns is {shown(column_labels)}, expected each label once.")
-    in_rank_order = np.zeros((table.shape[0], order.labels.size))
-    in_rank_order[:, places] = table
     observed = positions("y_true", y_true, order.labels)
     if observed.size != table.shape[0]:
         raise ValueError(f"y_true has {observed.size} labels and proba {table.shape[0]} rows, expected as many.")
-    return Forecast(observed, in_rank_order, order, read_shares(sample_weight, observed.size))
+    weight = read_shares(sample_weight, observed.size)
+    if every_class:
+        counts = np.ones(order.labels.size, bool)
+    else:
+        counts = np.zeros(order.labels.size, bool)
+        has_mass = table.any(0)
+        counts[places[has_mass]] = counts[observed] = True
+        counts[[0, -1]] = True  # the first and the last tell how many classes there are
+        table, places = table[:, counts[places]], places[counts[places]]
+        order = RankOrder(order.labels[counts], order.ranks[counts])
+    place_among_counting = np.cumsum(counts) - 1
+    in_rank_order = np.zeros((table.shape[0], order.labels.size))
+    in_rank_order[:, place_among_counting[places]] = table
+    return Forecast(place_among_counting[observed], in_rank_order, order, weight)
 
 
 def _columns_of(proba: Distribution) -> Labels:

@@ -49,7 +49,7 @@ def plot_cdfs(
         >>> ax.get_ylabel()
         'P(Y ≤ class)'
     """
-    forecast = read_forecast(y_true, proba, labels, columns, sample_weight)
+    forecast = read_forecast(y_true, proba, labels, columns, sample_weight, every_class=True)
     x = forecast.order.values(values)
     ax = axes_to_draw_on(ax)
     below, was_below = _with_ends(forecast.below), _with_ends(forecast.was_below)  # (n, K)

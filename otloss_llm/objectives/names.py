@@ -94,6 +94,9 @@ def parse_objective(text: str) -> Objective:
     meant = f" (did you mean {near!r}?)" if near not in ("", lower) else ""
     if name[0] not in FORMULAS or (name[2] and FORMULAS[name[0]].number is None):
         raise ValueError(f"objective is {text!r}{meant}, expected one of {EXPECTED}.")
+    for term, _, _ in terms:
+        if term not in TERMS:
+            raise ValueError(f"objective is {text!r}{meant}: +{term} is not known, expected one of {EXPECTED}.")
     try:
         if name[0] == "emo":
             numbers = bool(terms) and terms[0][0] == "number" and not (name[2] and terms[0][2])

@@ -17,7 +17,7 @@ from sklearn.base import BaseEstimator, TransformerMixin, clone
 from sklearn.ensemble import BaggingClassifier, StackingClassifier, VotingClassifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import cross_val_predict, train_test_split
+from sklearn.model_selection import KFold, cross_val_predict, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.utils import resample
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -235,9 +235,25 @@ def test_meta_estimators_take_categories_that_are_numbers(make: Any, workers: in
     ):
         labels = wrap(ours).fit(X, rank + 1).predict(X)
         np.testing.assert_array_equal(labels, wrap(plain).fit(X, rank).predict(X) + 1)
-    for y in (np.minimum(rank, 1), rank[rank != 1]):  # indices of all labels, or labels that are not declared
-        with pytest.raises(ValueError, match="expected these labels, or all their indices"):
+    for y in (np.minimum(rank, 1), rank[rank != 1]):  # indices in a fold that lacks a class, or undeclared labels
+        with pytest.warns(EncodedLabelsWarning, match="If they are labels, correct y or categories"):
             clone(ours).fit(X[: len(y)], y)
+    with pytest.raises(ValueError, match="expected these labels, or their indices"):
+        clone(ours).fit(X, rank * 2)
+
+
+@pytest.mark.filterwarnings("ignore::otloss.estimators.EncodedLabelsWarning")
+def test_folds_without_a_class_are_read_as_the_whole_is() -> None:
+    """The labels 1 to 5, of which 1 and 5 have one row each, so that a fold has the indices 0 to 3 or 1 to 4."""
+    X, rank = ordered_rows(150)
+    labels = rank + 2
+    labels[0], labels[-1] = 1, 5
+    models = OrdinalClassifier(categories=range(1, 6)), OrdinalClassifier(categories=range(5))
+    folds = [
+        cross_val_predict(model, X, y, cv=KFold(5), method="predict_proba")
+        for model, y in zip(models, (labels, labels - 1), strict=True)
+    ]
+    np.testing.assert_allclose(*folds, atol=1e-12)
 
 
 class OtherTarget(TransformerMixin, BaseEstimator):
@@ -394,17 +410,20 @@ test_bad_settings_and_labels_are_named = raising(
     (OrdinalClassifier, {"categories": ["low", "high", "low"]}, Y, "expected each label once"),
     (OrdinalClassifier, {"categories": ["low", "high"]}, Y, r"y holds the label 'medium', expected one of categories="),
     (OrdinalClassifier, NAMED, np.array([None, *Y[1:]], dtype=object), r"y\[0\] is missing"),
-    (OrdinalClassifier, NAMED, np.minimum(RANK, 1), "or all their indices"),
+    (OrdinalClassifier, NAMED, RANK + 1, "or their indices"),
     # The label 1 of these is no index 1, the place of "2".
     (OrdinalClassifier, {"categories": DIGITS}, RANK + 1, "each integer may be the label of that name or the index"),
     call=lambda estimator, settings, y: estimator(**settings).fit(X, y),
 )
 
 
-@pytest.mark.parametrize("y", [[0, 1, 2] * 10, [1, 2] * 15])
-def test_integers_of_two_readings_are_named_where_it_matters(y: list[int]) -> None:
-    """Labels 1 to 3, where 0 is no label: they may be indices, also in a fold without the lowest class."""
+@pytest.mark.parametrize(
+    ("categories", "y"), [([1, 2, 3], [0, 1, 2] * 10), ([1, 2, 3], [1, 2] * 15), (range(6), [0, 1, 2, 3, 4] * 6)]
+)
+def test_integers_of_two_readings_are_named_where_it_matters(categories: Any, y: list[int]) -> None:
+    """Indices, labels of a fold without the lowest class, and labels 0 to 4 that may be indices of labels 1 to 5."""
     X = np.random.default_rng(0).normal(size=(30, 2))
+    values = np.arange(len(categories)) ** 2.0
     with pytest.warns(EncodedLabelsWarning, match="to be certain of values, cost and class_weight"):
-        OrdinalClassifier(categories=[1, 2, 3], values=[0.0, 1.0, 10.0]).fit(X, y)
-    OrdinalClassifier(categories=[1, 2, 3]).fit(X, y)
+        OrdinalClassifier(categories=categories, values=values).fit(X, y)
+    OrdinalClassifier(categories=categories).fit(X, y)

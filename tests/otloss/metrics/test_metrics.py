@@ -306,3 +306,21 @@ def test_whole_numbers_that_only_the_fold_has_extend_the_range() -> None:
             assert score == pytest.approx(-getattr(metrics, name)(1000 * ranks, model.predict_proba(X), **columns))
     with pytest.raises(ValueError, match="expected one of the labels"):
         scorer("ordinal_mae")(OrdinalClassifier(categories=[2, 3]).fit(X[ranks < 7], ranks[ranks < 7]), X, ranks)
+
+
+@pytest.mark.parametrize("metric", [metrics.ranked_probability_score, metrics.ordinal_emd])
+def test_classes_that_neither_occur_nor_are_predicted_take_no_memory(metric: Any) -> None:
+    """Three of 10,000 classes: as much as a table of three columns, and the same number as with all of them."""
+    rng = np.random.default_rng(0)
+    table, labels = rng.dirichlet(np.ones(3), 500), np.arange(10_000)
+    y = rng.choice([2, 5_000, 9_990], 500)
+    tracemalloc.start()
+    actual = metric(y, table, labels=labels, columns=[2, 5_000, 9_990])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e6
+    every = np.full((500, labels.size), 1e-300)
+    every[:, [2, 5_000, 9_990]] = table
+    assert actual == pytest.approx(metric(y, every, labels=labels), rel=1e-9)
+    normalized = metric(y, table, labels=labels, columns=[2, 5_000, 9_990], normalize=True)
+    assert normalized == pytest.approx(actual / 9_999, rel=1e-12)
