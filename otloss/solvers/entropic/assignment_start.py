@@ -37,7 +37,8 @@ def assignment_start(problem: Problem, matrix: Float[Tensor, "*batch n n"]) -> t
 
     Other problems gain too little.
     """
-    if not isinstance(problem.cost, PointCost) or not _are_apart(problem.cost):
+    points = problem.cost.as_points()
+    if points is None or not _are_apart(points):
         return None
     n = matrix.shape[-1]
     p, q, batch = problem.p.detach(), problem.q.detach(), matrix.shape[:-2]

@@ -50,8 +50,8 @@ class Blocks:
     """The method for large balanced images on a CPU: Sinkhorn from the potentials and the w of a coarser image."""
 
     def applies(self, problem: Problem) -> bool:
-        cost = problem.cost
-        if not isinstance(cost, GridCost) or problem.marginal_penalty is not None or not may_run_on(problem.p):
+        cost = problem.cost.as_grid()
+        if cost is None or problem.marginal_penalty is not None or not may_run_on(problem.p):
             return False
         return problem.start is None and len(cost.cells) in _INTERPOLATION and cost.shape[0] > COARSENING.smallest
 
@@ -65,9 +65,10 @@ class Blocks:
 
 def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*batch"]]:
     """Return potentials and an over-relaxation w to start from."""
-    cost = problem.cost
-    assert isinstance(cost, GridCost)
-    coarse = _in_blocks(problem, cost)
+    cost = problem.cost.as_grid()
+    assert cost is not None
+    larger = cost.coarser(SIZE)
+    coarse = _in_blocks(problem, cost, larger)
     # A finite change makes the kernel estimate the least eigenvalue.
     budget = Budget(COARSENING.tolerance, COARSENING.max_iterations, largest_change=1e3)
     if coarse.cost.shape[0] > COARSENING.largest_coarse:
@@ -77,13 +78,13 @@ def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*
         result = SinkhornOnCPU().run(coarse, None, budget)
         least = result.least_eigenvalue
         w = torch.ones_like(result.error) if least is None else 2 / (1 + least.clamp(0, 1).sqrt())
-    assert isinstance(coarse.cost, GridCost)
-    f, g = (_interpolated(potential, coarse.cost.cells, cost.cells) for potential in result.start)
+    f, g = (_interpolated(potential, larger.cells, cost.cells) for potential in result.start)
     return dataclasses.replace(result, f=f, g=g, error=torch.zeros_like(result.error)), w
 
 
-def _in_blocks(problem: Problem, cost: GridCost) -> Problem:
-    cells = tuple(-(-size // SIZE) for size in cost.cells)
+def _in_blocks(problem: Problem, cost: GridCost, larger: GridCost) -> Problem:
+    """Return the problem between blocks of cells, with their summed weights and the cost `larger`."""
+    cells = larger.cells
     padding = [k for size in reversed(cost.cells) for k in (0, -size % SIZE)]
     split = [k for size in cells for k in (size, SIZE)]
     sums = []
@@ -91,10 +92,7 @@ def _in_blocks(problem: Problem, cost: GridCost) -> Problem:
         image = pad(weights.detach().reshape(*problem.batch, *cost.cells), padding)
         blocks = image.reshape(*problem.batch, *split).sum([2 * k - 2 * len(cells) + 1 for k in range(len(cells))])
         sums.append(blocks.reshape(*problem.batch, math.prod(cells)))
-    larger = GridCost(cells, power=cost.power, spacing=[SIZE * step for step in cost.spacing])
-    return dataclasses.replace(
-        problem, p=sums[0], q=sums[1], cost=larger.to(cost.device, cost.dtype), epsilon=problem.epsilon.detach()
-    )
+    return dataclasses.replace(problem, p=sums[0], q=sums[1], cost=larger, epsilon=problem.epsilon.detach())
 
 
 def _interpolated(potential: Tensor, coarse: tuple[int, ...], cells: tuple[int, ...]) -> Tensor:

@@ -110,8 +110,8 @@ class Clusters:
     """The method for two large clouds in few dimensions, balanced, on a CPU."""
 
     def applies(self, problem: Problem) -> bool:
-        cost = problem.cost
-        if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.marginal_penalty is not None:
+        cost = problem.cost.as_points()
+        if cost is None or cost.metric not in METRICS or problem.marginal_penalty is not None:
             return False
         if problem.impl != "auto" or problem.start is not None or problem.batch.numel() != 1:
             return False
@@ -216,8 +216,8 @@ class _Clusters:
 
 def _build_clusters(problem: Problem) -> _Clusters | None:
     """Solve the problem between clusters; None where that fails, or clusters are too wide for epsilon."""
-    cost = problem.cost
-    assert isinstance(cost, PointCost)
+    cost = problem.cost.as_points()
+    assert cost is not None
     x, y, epsilon = cost.x.detach(), cost.y.detach(), float(problem.epsilon)
     counts = CLUSTERING.counts if x.shape[0] * y.shape[0] >= CLUSTERING.many_pairs else CLUSTERING.counts[:-1]
     for count in counts:
@@ -324,16 +324,16 @@ class _ClusterSearch:
                 return updated
             self.by_pairs = True
         updates, omitted = self.updates, CLUSTERING.omitted * error
-        there, back = updates.problem.cost, updates.transposed
-        assert isinstance(there, PointCost)
-        assert isinstance(back, PointCost)
+        there, back = updates.problem.cost.as_points(), updates.transposed.as_points()
+        assert there is not None
+        assert back is not None
         epsilon = updates.epsilon.squeeze(-1)
         f = there.softmin(self.g + updates.epsilon * updates.log_q, epsilon, left_out=omitted)
         return f, back.softmin(f + updates.epsilon * updates.log_p, epsilon, left_out=omitted)
 
     def _through_grid(self, f: Tensor, g: Tensor, share: float, *, is_bound: bool) -> GaussianSums | None:
-        cost = self.updates.problem.cost
-        assert isinstance(cost, PointCost)
+        cost = self.updates.problem.cost.as_points()
+        assert cost is not None
         return cost.sums_near(
             potential_of_plan(self.updates.problem, f),
             g,

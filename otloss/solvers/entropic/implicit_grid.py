@@ -40,8 +40,8 @@ _THIRD = "third derivatives between the cells of a grid are given up to 512 cell
 
 def suits_axes(problem: Problem) -> bool:
     """Whether products along the axes give the implicit derivatives of this problem."""
-    cost, epsilon = problem.cost, problem.epsilon
-    if not isinstance(cost, GridCost) or problem.marginal_penalty is not None or cost.shape[0] < LEAST_CELLS:
+    cost, epsilon = problem.cost.as_grid(), problem.epsilon
+    if cost is None or problem.marginal_penalty is not None or cost.shape[0] < LEAST_CELLS:
         return False
     if epsilon.requires_grad or has_tangent(problem.p, problem.q) or cost.device.type == "mps" or not epsilon.numel():
         return False
@@ -104,8 +104,8 @@ class _Equations:
 
     @staticmethod
     def at(problem: Problem, f: Tensor, g: Tensor) -> _Equations:
-        cost, epsilon = problem.cost, problem.epsilon.detach().double()
-        assert isinstance(cost, GridCost)
+        cost, epsilon = problem.cost.as_grid(), problem.epsilon.detach().double()
+        assert cost is not None
         p, q = (w.detach().double() for w in (problem.p, problem.q))
         times = _Product(cost, f, g, epsilon)
         f = f - epsilon.unsqueeze(-1) * times.scaled_to_one(q).log()

@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
-from otloss.costs import DenseCost, GridCost
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
@@ -199,7 +198,9 @@ def rounds_costs(problem: Problem, result: SearchResult) -> bool:
     by 1e-4 where potentials are a thousand times epsilon. The entries of a matrix are data.
     """
     cost = problem.cost
-    if cost.dtype != torch.float32 or isinstance(cost, (DenseCost, GridCost)) or not has_float64(cost.device):
+    if cost.dtype != torch.float32 or not has_float64(cost.device):
+        return False
+    if cost.stored_matrix() is not None or cost.as_grid() is not None:  # whose entries are whole numbers of steps
         return False
     if needs_torch(problem.p, problem.q, *cost.tensors()) or not (result.f.numel() and result.g.numel()):
         return False

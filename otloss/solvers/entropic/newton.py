@@ -17,7 +17,6 @@ from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
 from otloss._numba.threads import Work, run_on_threads
-from otloss.costs import GridCost, PointCost
 from otloss.costs.order import METRICS, order_of
 from otloss.solvers.entropic.dual import estimate_error
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, SearchResult
@@ -40,7 +39,7 @@ class SparseNewton:
             return False
         if needs_torch(problem.p, problem.q, *cost.tensors()):
             return False
-        if isinstance(cost, GridCost) and len(cost.cells) > 1 and n * m > LIMITS.largest_image:
+        if cost.softmin_work() < n * m and n * m > LIMITS.largest_image:
             return False
         return n * m * problem.batch.numel() <= LIMITS.most_entries or is_between_large_clouds(problem)
 
@@ -89,12 +88,13 @@ def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None
     count, (n, m) = len(p), cost.shape
     cells = np.empty((count, 2, 0), np.int64) if plans is None else plans.numpy()
     by_row, by_column = (torch.arange(size, device="cpu") for size in (n, m))
-    if isinstance(cost, PointCost):
-        by_row, by_column = order_of(cost.x), order_of(cost.y)
+    points = cost.as_points()
+    if points is not None:
+        by_row, by_column = order_of(points.x), order_of(points.y)
         place = [torch.argsort(order) for order in (by_row, by_column)]
         cells = cells if plans is None else np.stack([place[k][plans[:, k]].numpy() for k in range(2)], 1)
-        y = as_columns(cost.y[by_column].numpy(), scratch=1)
-        costs = np.empty((1, 0, 0)), cost.x[by_row].contiguous().numpy(), y, METRICS[str(cost.metric)]
+        y = as_columns(points.y[by_column].numpy(), scratch=1)
+        costs = np.empty((1, 0, 0)), points.x[by_row].contiguous().numpy(), y, METRICS[str(points.metric)]
     else:
         costs = cost.dense().reshape(-1, n, m).numpy(), np.empty((0, 0)), np.empty((0, 0)), 0
     owner = np.arange(count) % len(costs[0])

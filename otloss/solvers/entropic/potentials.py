@@ -11,7 +11,6 @@ from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
-from otloss.costs import GridCost, PointCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.accuracy import with_accurate_potentials
 from otloss.solvers.entropic.dual import shifted_to_equal_mass
@@ -99,8 +98,8 @@ def is_faster_on_cpu(problem: Problem) -> bool:
     if problem.impl != "auto" or not on_gpu or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
         return False
     (n, m), batch = problem.cost.shape, problem.batch.numel()
-    suits = isinstance(problem.cost, PointCost) or n * m <= LIMITS.largest_matrix
-    return suits and not isinstance(problem.cost, GridCost) and batch * n * m <= LIMITS.most_entries
+    suits = problem.cost.as_points() is not None or n * m <= LIMITS.largest_matrix
+    return suits and problem.cost.as_grid() is None and batch * n * m <= LIMITS.most_entries
 
 
 def _prepared(problem: Problem) -> Problem:

@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from otloss._numba import may_run_on
-from otloss.costs import Cost, DenseCost, PointCost
+from otloss.costs import Cost, DenseCost
 from otloss.costs.order import METRICS, can_leave_out
 from otloss.solvers.entropic.interface import SearchResult, in_float64
 from otloss.solvers.problem import Problem
@@ -17,8 +17,8 @@ from otloss.solvers.problem import Problem
 
 def is_between_large_clouds(problem: Problem) -> bool:
     """Return whether Newton's method visits only the pairs of points that count, and so needs no matrix."""
-    cost = problem.cost
-    if type(cost) is not PointCost or cost.metric not in METRICS or problem.batch.numel() != 1:
+    cost = problem.cost.as_points()
+    if cost is None or cost.metric not in METRICS or problem.batch.numel() != 1:
         return False
     return can_leave_out(cost.x, cost.y) and may_run_on(cost.x, cost.y)
 
@@ -29,7 +29,7 @@ def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
     p, q, epsilon = (t[chosen].cpu() for t in (wide.p, wide.q, wide.epsilon))
     costs: Cost = wide.cost
     if not is_between_large_clouds(problem):
-        matrices = (cost if isinstance(cost, DenseCost) else wide.cost).dense().detach()
+        matrices = (wide.cost if cost.stored_matrix() is None else cost).dense().detach()
         if matrices.dim() > 2:
             matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[chosen]
         costs = DenseCost.unchecked(matrices.cpu().double().contiguous())

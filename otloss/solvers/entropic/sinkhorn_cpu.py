@@ -12,7 +12,6 @@ from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss._numba.threads import PASSES, Work, run_on_threads
-from otloss.costs import GridCost
 from otloss.solvers.entropic.interface import (
     ERROR,
     ITERATIONS,
@@ -62,7 +61,7 @@ class SinkhornOnCPU:
         if problem.impl != "auto" or not may_run_on(problem.p):
             return False
         largest = LIMITS.largest_image if problem.marginal_penalty is None else LIMITS.largest_unbalanced_image
-        if isinstance(cost, GridCost) and len(cost.cells) > 1 and n * m > largest:
+        if cost.softmin_work() < n * m and n * m > largest:
             return False
         return n * m <= LIMITS.largest_matrix and cost.batch_shape.numel() * n * m <= LIMITS.most_entries
 

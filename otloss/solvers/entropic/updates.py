@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otloss.costs import Cost, DenseCost
+from otloss.costs import Cost
 from otloss.solvers.entropic.interface import log_weights
 from otloss.solvers.problem import Problem
 
@@ -86,7 +86,4 @@ def build_updates(problem: Problem) -> Updates:
     dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
     epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
     p, q = log_weights(problem, dtype)
-    transposed = problem.cost.T
-    if isinstance(transposed, DenseCost):
-        transposed = DenseCost(transposed.matrix.detach().contiguous())
-    return Updates(problem, transposed, p, q, epsilon, epsilon).at(problem.epsilon)
+    return Updates(problem, problem.cost.T.contiguous(), p, q, epsilon, epsilon).at(problem.epsilon)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from otloss._numba import may_run_on
-from otloss.costs import GridCost
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.entropic.accuracy import ACCURACY
 from otloss.solvers.entropic.implicit_grid import suits_axes
@@ -44,8 +43,8 @@ BOUNDS = Bounds()
 
 def warn_where_slow(problem: Problem, grad: str) -> None:
     """Warn of problems between the cells of a grid where products along the axes do not apply: these take long."""
-    cost = problem.cost
-    if not isinstance(cost, GridCost) or len(cost.cells) < 2 or not may_run_on(problem.p):
+    cost = problem.cost.as_grid()
+    if cost is None or len(cost.cells) < 2 or not may_run_on(problem.p):
         return
     cells, problems = cost.shape[0], problem.batch.numel()
     what = f"{' x '.join(map(str, cost.cells))} cells ({problems} problem{'s' * (problems > 1)})"
