@@ -38,18 +38,18 @@ class _Exp(NamedTuple):
 
 
 _EXP32 = _Exp(
-    *map(np.float32, (1.4426950408889634, 0.693359375, -2.12194440e-4, 1.5 * 2**23)), np.int32(0x3F800000),
-    np.float32(-87.0),
+    log2_e=np.float32(1.4426950408889634), ln2_high=np.float32(0.693359375), ln2_low=np.float32(-2.12194440e-4),
+    rounder=np.float32(1.5 * 2**23), one_bits=np.int32(0x3F800000), smallest=np.float32(-87.0),
     # The minimax polynomial of Cephes' expf.
-    tuple(map(np.float32, (
+    polynomial=tuple(map(np.float32, (
         1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
     ))),
 )  # fmt: skip
 _EXP64 = _Exp(
-    1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10, 1.5 * 2**52,
-    np.int64(0x3FF0000000000000), -708.0,
+    log2_e=1.4426950408889634, ln2_high=6.93147180369123816490e-01, ln2_low=1.90821492927058770002e-10,
+    rounder=1.5 * 2**52, one_bits=np.int64(0x3FF0000000000000), smallest=-708.0,
     # Taylor's coefficients: at |r| <= ln 2 / 2 the first one left out, 1 / 14!, adds 4e-18.
-    tuple(1 / math.factorial(k) for k in range(13, 1, -1)),
+    polynomial=tuple(1 / math.factorial(k) for k in range(13, 1, -1)),
 )  # fmt: skip
 # log(m) = 2 s (1 + z/3 + z^2/5 + ...) with s = (m - 1) / (m + 1) and z = s^2: the coefficients from z^9 down to z.
 _LOG_SERIES = tuple(1 / k for k in range(19, 1, -2))
