@@ -207,12 +207,8 @@ def cdf_gradients(
 def _write_levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> Any:
     """Write index, cumulative mass and position of the bins that hold mass; return the two numbers of these bins."""
     (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
-    levels_p, levels_q, places_p, places_q = (
-        side_p[SIDE.level],
-        side_q[SIDE.level],
-        side_p[SIDE.place],
-        side_q[SIDE.place],
-    )
+    levels_p, levels_q = side_p[SIDE.level], side_q[SIDE.level]
+    places_p, places_q = side_p[SIDE.place], side_q[SIDE.place]
     occupied_p, occupied_q = bins[0][BINS.occupied], bins[1][BINS.occupied]
     n, m, level_p, level_q = order_x.shape[0], order_y.shape[0], 0.0, 0.0
     count_p, count_q, one = np.uint64(0), np.uint64(0), np.uint64(1)  # such an index needs no test of its sign

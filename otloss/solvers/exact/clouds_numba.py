@@ -122,7 +122,7 @@ def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, co
         if first >= n:
             return
         last = min(first + ROWS * BLOCK, n)
-        selected = _select(
+        boxed = _select(
             x[first:last], above[first:last], y, g, m, metric, best, bounds, slack, near[0], near_g[0]
         )  # fmt: skip
         size = 0
@@ -130,17 +130,7 @@ def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, co
             if i % ROWS == 0:
                 stop = min(i + ROWS, last)
                 size = _select(
-                    x[i:stop],
-                    above[i:stop],
-                    near[0],
-                    near_g[0],
-                    selected,
-                    metric,
-                    best,
-                    bounds,
-                    slack,
-                    near[1],
-                    near_g[1],
+                    x[i:stop], above[i:stop], near[0], near_g[0], boxed, metric, best, bounds, slack, near[1], near_g[1]
                 )
             # Insert into the list of the best columns, the best first.
             count = 0

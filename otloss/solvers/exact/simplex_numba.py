@@ -207,11 +207,9 @@ def _find_cheapest(cost: Any, f_open: Any, g_open: Any, n: int, m: int, v: int, 
 
 
 @spliced
-def _ship(
-    cost: Any, units: Any, f_open: Any, g_open: Any, n: int, m: int, hint: Any, order: Any, last: int, tree: Any,
-    flow: Any,
-) -> None:  # fmt: skip
+def _ship(cost: Any, whole: Any, tree: Any, f_open: Any, g_open: Any, n: int, m: int, order: Any, last: int) -> None:
     """Empty the nodes order[last], order[last - 1], ..., first to the node in `hint`, then to the cheapest."""
+    units, flow, hint = whole[WHOLE.units], whole[WHOLE.flow], whole[WHOLE.hint]
     # A base so large that open bins have positive keys, whatever their price. Closed bins get the price -inf.
     prices = 0.0
     for i in range(n):
@@ -302,34 +300,15 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
     return n, m
 
 
-@spliced
-def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: int, result: Any, memory: Any) -> None:
-    """Search from the tree, and write the result."""
-    f, g, cells, flows, outcome = result
-    whole, real, tree, _ = memory
-    rows, columns, a, b, potential = (
-        whole[WHOLE.rows],
-        whole[WHOLE.columns],
-        real[REAL.mass_p],
-        real[REAL.mass_q],
-        real[REAL.potential],
-    )
-    parent, order = tree[TREE.parent], tree[TREE.order]
-    refresh(cost, tree, potential, n, m)
-    pivots = search(cost, tree, whole[WHOLE.flow], potential, n, m, max_pivots, counter)
-    _extend(matrix, rows, columns, n, m, potential[n:], real[REAL.price_q], f, g)
-    dual = 0.0
+@inner()
+def _write_flows(cost: Any, whole: Any, real: Any, tree: Any, n: int, m: int, cells: Any, flows: Any) -> float:
+    """Write the cells of the tree and their real masses, summed up from the leaves; return what the plan costs."""
+    rows, columns, excess = whole[WHOLE.rows], whole[WHOLE.columns], real[REAL.potential]
+    parent, order, value = tree[TREE.parent], tree[TREE.order], 0.0
     for i in range(n):
-        dual += a[i] * f[rows[i]]
+        excess[i] = real[REAL.mass_p, i]
     for j in range(m):
-        dual += b[j] * g[columns[j]]
-    # The real mass on the edge above each node, summed up from the leaves.
-    excess = potential
-    for i in range(n):
-        excess[i] = a[i]
-    for j in range(m):
-        excess[n + j] = -b[j]
-    value = 0.0
+        excess[n + j] = -real[REAL.mass_q, j]
     for t in range(n + m - 1, 0, -1):
         v = order[t]
         up = parent[v]
@@ -342,6 +321,25 @@ def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: in
         value += moved * cost[i, j]
     for t in range(n + m - 1, flows.shape[0]):
         cells[0, t], cells[1, t], flows[t] = 0, 0, 0.0
+    return value
+
+
+@spliced
+def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: int, result: Any, memory: Any) -> None:
+    """Search from the tree, and write the result."""
+    f, g, cells, flows, outcome = result
+    whole, real, tree, _ = memory
+    rows, columns = whole[WHOLE.rows], whole[WHOLE.columns]
+    a, b, potential = real[REAL.mass_p], real[REAL.mass_q], real[REAL.potential]
+    refresh(cost, tree, potential, n, m)
+    pivots = search(cost, tree, whole[WHOLE.flow], potential, n, m, max_pivots, counter)
+    _extend(matrix, rows, columns, n, m, potential[n:], real[REAL.price_q], f, g)
+    dual = 0.0
+    for i in range(n):
+        dual += a[i] * f[rows[i]]
+    for j in range(m):
+        dual += b[j] * g[columns[j]]
+    value = _write_flows(cost, whole, real, tree, n, m, cells, flows)
     outcome[OUTCOME.value], outcome[OUTCOME.gap], outcome[OUTCOME.scale], outcome[OUTCOME.pivots] = (
         value,
         value - dual,
@@ -361,19 +359,7 @@ def solve_one(counter: Any, p: Any, q: Any, matrix: Any, max_pivots: int, result
         _write_first_prices(cost, n, m, prices_p, prices_q)
         for i in range(n):
             sequence[i] = i
-        _ship(
-            cost,
-            whole[WHOLE.units],
-            prices_p,
-            prices_q,
-            n,
-            m,
-            whole[WHOLE.hint],
-            sequence,
-            n - 1,
-            tree,
-            whole[WHOLE.flow],
-        )
+        _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n - 1)
         _finish(counter, matrix, cost, n, m, max_pivots, result, memory)
 
 
@@ -396,12 +382,8 @@ def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int
     p, q, matrices, owners = problems
     f, g, cells, flows, outcome = results
     whole, real, tree, block = memory
-    sequence, prices_p, prices_q, columns = (
-        whole[WHOLE.sequence],
-        real[REAL.price_p],
-        real[REAL.price_q],
-        whole[WHOLE.columns],
-    )
+    sequence, columns = whole[WHOLE.sequence], whole[WHOLE.columns]
+    prices_p, prices_q = real[REAL.price_p], real[REAL.price_q]
     open_p, open_q = real[REAL.potential], real[REAL.near]
     while True:
         k = next_task(counter)
@@ -420,17 +402,5 @@ def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int
         _shortest_tree(cost, open_p, prices_q, n, m, open_q, whole[WHOLE.hint], sequence)
         for j in range(m):
             prices_q[j] = start[k, columns[j]]
-        _ship(
-            cost,
-            whole[WHOLE.units],
-            prices_p,
-            prices_q,
-            n,
-            m,
-            whole[WHOLE.hint],
-            sequence,
-            n + m - 1,
-            tree,
-            whole[WHOLE.flow],
-        )
+        _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n + m - 1)
         _finish(counter, matrix, cost, n, m, max_pivots, (f[k], g[k], cells[k], flows[k], outcome[k]), memory)

@@ -117,13 +117,8 @@ def place_mask(m: int) -> Any:
 @inner()
 def number_nodes(tree: Any, count: int) -> None:
     """Write sizes and positions from the parents and the nodes in `spare`, in an order from leaves to root."""
-    parent, size, position, order, closed = (
-        tree[TREE.parent],
-        tree[TREE.size],
-        tree[TREE.position],
-        tree[TREE.order],
-        tree[TREE.spare],
-    )
+    parent, size, position = tree[TREE.parent], tree[TREE.size], tree[TREE.position]
+    order, closed = tree[TREE.order], tree[TREE.spare]
     last = count - 1
     for v in range(count):
         size[v] = 1
@@ -160,34 +155,38 @@ def _shift_potentials(order: Any, potential: Any, begin: int, end: int, by: floa
 
 
 @inner()
+def _reverse_path(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> None:
+    """Make `node` the root of the subtree of `out` and hang it below `above`; write the nodes to `spare` in preorder.
+
+    The order is, for each node on the path up to `out`, its old run without the run of the node before it on the path.
+    """
+    parent, size, position = tree[TREE.parent], tree[TREE.size], tree[TREE.position]
+    order, spare, count = tree[TREE.order], tree[TREE.spare], tree[TREE.size, out]
+    a = b = position[node] + size[node]
+    size_before, filled = 0, 0
+    while True:
+        begin, end = position[node], position[node] + size[node]
+        for t in range(begin, a):
+            spare[filled] = order[t]
+            filled += 1
+        for t in range(b, end):
+            spare[filled] = order[t]
+            filled += 1
+        a, b, old_size, old_parent, old_flow = begin, end, size[node], parent[node], flow[node]
+        parent[node], flow[node], size[node] = above, moved, count - size_before
+        if node == out:
+            return
+        above, node, moved, size_before = node, old_parent, old_flow, old_size
+
+
+@inner()
 def _reattach(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> tuple[int, int]:
     """Attach the subtree of `out` below `above`, with `node` as its new root; return its new places."""
-    parent, size, position, order, spare = (
-        tree[TREE.parent],
-        tree[TREE.size],
-        tree[TREE.position],
-        tree[TREE.order],
-        tree[TREE.spare],
-    )
+    size, position, order, spare = tree[TREE.size], tree[TREE.position], tree[TREE.order], tree[TREE.spare]
     begin, count = position[out], size[out]
     # The subtree goes directly behind `above` or behind the subtree of `above`, whichever is nearer.
     first, last = position[above] + 1, position[above] + size[above]
-    # The new order: for each node on the path up to `out`, its old run without that of the node before it on the path.
-    a = b = position[node] + size[node]
-    inner, filled = 0, 0
-    while True:
-        begin_node, end_node = position[node], position[node] + size[node]
-        for t in range(begin_node, a):
-            spare[filled] = order[t]
-            filled += 1
-        for t in range(b, end_node):
-            spare[filled] = order[t]
-            filled += 1
-        a, b, old_size, old_parent, old_flow = begin_node, end_node, size[node], parent[node], flow[node]
-        parent[node], flow[node], size[node] = above, moved, count - inner
-        if node == out:
-            break
-        above, node, moved, inner = node, old_parent, old_flow, old_size
+    _reverse_path(tree, flow, node, above, out, moved)
     if last <= begin or (first <= begin and begin - first < last - begin - count):
         target = last if last <= begin else first
         for t in range(begin - 1, target - 1, -1):
