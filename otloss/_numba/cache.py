@@ -1,11 +1,15 @@
 """Kernels on disk: one file for each kernel and signature, and none that several of them share.
 
-numba keeps an index of the signatures of a kernel, and writes first the index, then the file of a signature. Processes
-that compile one kernel for two dtypes at the same time can leave an index that gives one dtype the file of the other,
-and a process that is killed in between leaves an index without its file. Here the name of a file follows from the
-signature and the processor. A file begins with the digest of the rest and of the sources it was compiled from, and is
-written under another name first. What is damaged or outdated is compiled again and replaced; what cannot be written is
-kept in the process.
+The name of a file follows from the signature and the processor. A file begins with the digest of its content and of the
+sources that it was compiled from, and is written under another name first. What is damaged or outdated is compiled
+again and replaced; what cannot be written is kept in the process.
+
+numba's own cache keeps an index of the signatures beside their files, and knows the source of the kernel alone. With
+it four tests of tests/otloss/numba/test_kernel_compilation.py fail:
+
+- A kernel stays as it was where a file that it imports has changed.
+- A process that is killed between the index and the file of a signature leaves the kernel of older sources in use.
+- A damaged file raises, and so does a full disk.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 _log = logging.getLogger("otloss")
-_DIGEST = 32  # bytes
 
 
 class KernelCache(FunctionCache):
@@ -65,7 +68,7 @@ class _Files(IndexDataCacheFile):
     def load(self, key: Any) -> Any:
         try:
             content = self._path(key).read_bytes()
-            digest, data = content[:_DIGEST], content[_DIGEST:]
+            digest, data = content[: sha256().digest_size], content[sha256().digest_size :]
             return pickle.loads(data) if digest == self._digest(data) else None
         except (OSError, pickle.UnpicklingError, AttributeError, ImportError):
             return None
@@ -75,26 +78,20 @@ class _Files(IndexDataCacheFile):
         with self._open_for_write(str(self._path(key))) as file:
             file.write(self._digest(data) + data)
 
-    def flush(self) -> None:
-        for path in Path(self._cache_path).glob(self._data_name("*")):
-            path.unlink(missing_ok=True)
-
     def _digest(self, data: bytes) -> bytes:
         return sha256(self._source_stamp.encode() + data).digest()
 
     def _path(self, key: Any) -> Path:
-        return Path(self._data_path(self._data_name(sha256(repr(key).encode()).hexdigest()[:16])))
-
-    def _data_name(self, number: str) -> str:
-        return self._index_name.removesuffix("nbi") + f"{number}.nbc"
+        name = self._index_name.removesuffix("nbi") + sha256(repr(key).encode()).hexdigest()[:16]
+        return Path(self._cache_path, f"{name}.nbc")
 
 
 @cache
 def _digest_of_sources(path: Path) -> str:
-    """The digest of the files that a kernel of this file may depend on: numba itself reads the kernel's own only.
+    """Return the digest of the files that a kernel of this file may depend on.
 
-    A kernel contains the functions and the numbers that its file imports, and those that files of kernels among these
-    import in turn.
+    A kernel contains the functions and the numbers that its file imports, and what the files of kernels among
+    these import in turn.
     """
     sources, new = set(Path(__file__).parent.glob("*.py")), {path}
     while new:

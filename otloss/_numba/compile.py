@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -14,24 +15,44 @@ from numba.extending import intrinsic, overload
 from otloss._numba import notices as notices  # registers its listener
 from otloss._numba.cache import KernelCache
 
-F32, F64 = np.float32, np.float64
-LOG2_E_32, LOG2_E_64 = F32(1.4426950408889634), F64(1.4426950408889634)
-# ln 2 in two parts; the first has so few bits that n * LN2_HIGH is exact.
-LN2_HIGH_32, LN2_LOW_32 = F32(0.693359375), F32(-2.12194440e-4)
-LN2_HIGH_64, LN2_LOW_64 = F64(6.93147180369123816490e-01), F64(1.90821492927058770002e-10)
-ROUNDER_32, ROUNDER_64 = F32(1.5 * 2**23), F64(1.5 * 2**52)  # numbers of this size are whole
-ONE_BITS_32, ONE_BITS_64 = np.int32(0x3F800000), np.int64(0x3FF0000000000000)  # 1.0
-SMALLEST_32, SMALLEST_64 = F32(-87.0), F64(-708.0)  # below, exp leaves the normal numbers
-# exp(r) = 1 + r + r^2 P(r) on [-ln 2 / 2, ln 2 / 2], P the minimax polynomial of Cephes' expf.
-P0, P1, P2 = F32(1.9875691500e-4), F32(1.3981999507e-3), F32(8.3334519073e-3)
-P3, P4, P5 = F32(4.1665795894e-2), F32(1.6666665459e-1), F32(5.0000001201e-1)
-# Taylor's coefficients 1 / k!: at |r| <= ln 2 / 2 the first one left out, 1 / 14!, adds 4e-18.
-Q13, Q12, Q11, Q10 = F64(1 / 6227020800), F64(1 / 479001600), F64(1 / 39916800), F64(1 / 3628800)
-Q9, Q8, Q7, Q6 = F64(1 / 362880), F64(1 / 40320), F64(1 / 5040), F64(1 / 720)
-Q5, Q4, Q3 = F64(1 / 120), F64(1 / 24), F64(1 / 6)
-SQRT_HALF_BITS, ROUNDER_BITS_64 = np.int64(0x3FE6A09E667F3BCD), np.int64(0x4338000000000000)
-L3, L5, L7, L9, L11 = F64(1 / 3), F64(1 / 5), F64(1 / 7), F64(1 / 9), F64(1 / 11)
-L13, L15, L17, L19 = F64(1 / 13), F64(1 / 15), F64(1 / 17), F64(1 / 19)
+
+class _Exp(NamedTuple):
+    """The numbers of `exp` in one width: exp(x) = 2^n (1 + r + r^2 P(r)) with x = n ln 2 + r, |r| <= ln 2 / 2.
+
+    Attributes:
+        log2_e: log2(e).
+        ln2_high, ln2_low: ln 2 in two parts. The first has so few bits that its product with n is exact.
+        rounder: a number so large that the sum with it is whole.
+        one_bits: the bits of 1.0.
+        smallest: the argument below which the result leaves the normal numbers.
+        polynomial: the coefficients of P, from the highest power on.
+    """
+
+    log2_e: Any
+    ln2_high: Any
+    ln2_low: Any
+    rounder: Any
+    one_bits: Any
+    smallest: Any
+    polynomial: tuple[Any, ...]
+
+
+_EXP32 = _Exp(
+    log2_e=np.float32(1.4426950408889634), ln2_high=np.float32(0.693359375), ln2_low=np.float32(-2.12194440e-4),
+    rounder=np.float32(1.5 * 2**23), one_bits=np.int32(0x3F800000), smallest=np.float32(-87.0),
+    # The minimax polynomial of Cephes' expf.
+    polynomial=tuple(map(np.float32, (
+        1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
+    ))),
+)  # fmt: skip
+_EXP64 = _Exp(
+    log2_e=1.4426950408889634, ln2_high=6.93147180369123816490e-01, ln2_low=1.90821492927058770002e-10,
+    rounder=1.5 * 2**52, one_bits=np.int64(0x3FF0000000000000), smallest=-708.0,
+    # Taylor's coefficients: at |r| <= ln 2 / 2 the first one left out, 1 / 14!, adds 4e-18.
+    polynomial=tuple(1 / math.factorial(k) for k in range(13, 1, -1)),
+)  # fmt: skip
+# log(m) = 2 s (1 + z/3 + z^2/5 + ...) with s = (m - 1) / (m + 1) and z = s^2: the coefficients from z^9 down to z.
+_LOG_SERIES = tuple(1 / k for k in range(19, 1, -2))
 
 
 def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
@@ -99,22 +120,23 @@ float64_of_bits, bits_of_float64 = (
 
 
 # LLVM inlines the next three functions, and numba does not, so they keep their own flags: a caller whose sums may be
-# reordered does not cancel the rounding by `ROUNDER`.
+# reordered does not cancel the rounding by `rounder`.
 @njit(forceinline=True, fastmath={"contract"})
 def exp32(x: Any) -> Any:
     """exp of x <= 0 in float32, with a relative error of 1.2e-7, in operations that the compiler vectorises.
 
     It is 0 for x <= -87, and NaN for NaN.
     """
-    bounded = SMALLEST_32 if x < SMALLEST_32 else x
-    shifted = bounded * LOG2_E_32 + ROUNDER_32  # its last bits are the nearest whole number n
-    n = shifted - ROUNDER_32
-    r = bounded - n * LN2_HIGH_32
-    r = r - n * LN2_LOW_32
-    p = ((((P0 * r + P1) * r + P2) * r + P3) * r + P4) * r + P5
-    power = float32_of_bits((bits_of_float32(shifted) << np.int32(23)) + ONE_BITS_32)  # 2^n
-    y = (p * (r * r) + (r + F32(1.0))) * power
-    return F32(0.0) if x <= SMALLEST_32 else y
+    bounded = _EXP32.smallest if x < _EXP32.smallest else x
+    shifted = bounded * _EXP32.log2_e + _EXP32.rounder  # its last bits are the nearest whole number n
+    n = shifted - _EXP32.rounder
+    r = bounded - n * _EXP32.ln2_high
+    r = r - n * _EXP32.ln2_low
+    p5, p4, p3, p2, p1, p0 = _EXP32.polynomial
+    p = ((((p5 * r + p4) * r + p3) * r + p2) * r + p1) * r + p0
+    power = float32_of_bits((bits_of_float32(shifted) << np.int32(23)) + _EXP32.one_bits)  # 2^n
+    y = (p * (r * r) + (r + np.float32(1.0))) * power
+    return np.float32(0.0) if x <= _EXP32.smallest else y
 
 
 @njit(forceinline=True, fastmath={"contract"})
@@ -123,16 +145,17 @@ def exp64(x: Any) -> Any:
 
     It is 0 for x <= -708, and NaN for NaN.
     """
-    bounded = SMALLEST_64 if x < SMALLEST_64 else x
-    shifted = bounded * LOG2_E_64 + ROUNDER_64
-    n = shifted - ROUNDER_64
-    r = bounded - n * LN2_HIGH_64
-    r = r - n * LN2_LOW_64
-    p = ((((Q13 * r + Q12) * r + Q11) * r + Q10) * r + Q9) * r + Q8
-    p = (((((p * r + Q7) * r + Q6) * r + Q5) * r + Q4) * r + Q3) * r + F64(0.5)
-    power = float64_of_bits((bits_of_float64(shifted) << np.int64(52)) + ONE_BITS_64)
-    y = (p * (r * r) + (r + F64(1.0))) * power
-    return F64(0.0) if x <= SMALLEST_64 else y
+    bounded = _EXP64.smallest if x < _EXP64.smallest else x
+    shifted = bounded * _EXP64.log2_e + _EXP64.rounder
+    n = shifted - _EXP64.rounder
+    r = bounded - n * _EXP64.ln2_high
+    r = r - n * _EXP64.ln2_low
+    p11, p10, p9, p8, p7, p6, p5, p4, p3, p2, p1, p0 = _EXP64.polynomial
+    p = ((((p11 * r + p10) * r + p9) * r + p8) * r + p7) * r + p6
+    p = (((((p * r + p5) * r + p4) * r + p3) * r + p2) * r + p1) * r + p0
+    power = float64_of_bits((bits_of_float64(shifted) << np.int64(52)) + _EXP64.one_bits)
+    y = (p * (r * r) + (r + 1.0)) * power
+    return 0.0 if x <= _EXP64.smallest else y
 
 
 @njit(forceinline=True, fastmath={"contract"})
@@ -141,17 +164,18 @@ def log64(x: Any) -> Any:
 
     The error is at most 3e-16 max(1, |log x|).
     """
-    bits = bits_of_float64(x)
-    power = (bits - SQRT_HALF_BITS) >> np.int64(52)
+    bits, sqrt_half, rounder = bits_of_float64(x), np.int64(0x3FE6A09E667F3BCD), np.int64(0x4338000000000000)  # as bits
+    power = (bits - sqrt_half) >> np.int64(52)
     mantissa = float64_of_bits(bits - (power << np.int64(52)))  # from sqrt(1/2) to sqrt(2)
     # Small whole numbers become floats by their bits, which older processors can do in vectors.
-    n = float64_of_bits(power + ROUNDER_BITS_64) - ROUNDER_64
-    s = (mantissa - F64(1.0)) / (mantissa + F64(1.0))
+    n = float64_of_bits(power + rounder) - _EXP64.rounder
+    s = (mantissa - 1.0) / (mantissa + 1.0)
     z = s * s
-    # log(mantissa) = 2 s (1 + z/3 + z^2/5 + ...); at z <= 0.0295 the first term left out is 2e-17.
-    series = ((((L19 * z + L17) * z + L15) * z + L13) * z + L11) * z + L9
-    series = (((series * z + L7) * z + L5) * z + L3) * z
-    return n * LN2_HIGH_64 + (n * LN2_LOW_64 + (F64(2.0) * s + F64(2.0) * s * series))
+    # At z <= 0.0295 the first term of the series that is left out is 2e-17.
+    l9, l8, l7, l6, l5, l4, l3, l2, l1 = _LOG_SERIES
+    series = ((((l9 * z + l8) * z + l7) * z + l6) * z + l5) * z + l4
+    series = (((series * z + l3) * z + l2) * z + l1) * z
+    return n * _EXP64.ln2_high + (n * _EXP64.ln2_low + (2.0 * s + 2.0 * s * series))
 
 
 def exp(x: Any) -> Any:

@@ -11,10 +11,8 @@ import numpy as np
 
 from otloss._numba.compile import inner
 
-_SUMS = {"reassoc", "nsz", "contract", "arcp"}  # sums in the order that vectorises
 
-
-@inner(fastmath=_SUMS)
+@inner(fastmath={"reassoc", "nsz", "contract", "arcp"})  # a sum in the order that vectorises
 def mass_of(weights: Any) -> float:
     """Return the sum; NaN where a weight is negative or NaN."""
     total, negative = 0.0, 0.0

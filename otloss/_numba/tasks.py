@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from otloss._numba.compile import bits_of_float64, inner
-from otloss._numba.threads import ERROR, SHARE, STOPPED
+from otloss._numba.threads import COUNTER
 
 
 @intrinsic
@@ -24,7 +24,7 @@ def next_task(typing_context: Any, counter: Any) -> Any:
 
 
 @intrinsic
-def _next_of(typing_context: Any, counter: Any) -> Any:
+def _read_next(typing_context: Any, counter: Any) -> Any:
     """Return the first number in `counter`, read anew each time."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -36,9 +36,12 @@ def _next_of(typing_context: Any, counter: Any) -> Any:
 
 @inner()
 def is_stopped(counter: Any, error: float, share: float) -> bool:
-    """Tell how far a long task is, with NaN for what is not known. Return whether to leave it at once.
+    """Write how far a long task is, with NaN for what is not known. Return whether to leave it at once.
 
     The result of a task that is left is not used.
     """
-    counter[ERROR], counter[SHARE] = bits_of_float64(np.float64(error)), bits_of_float64(np.float64(share))
-    return _next_of(counter) >= STOPPED
+    counter[COUNTER.error], counter[COUNTER.share] = (
+        bits_of_float64(np.float64(error)),
+        bits_of_float64(np.float64(share)),
+    )
+    return _read_next(counter) >= COUNTER.stopped

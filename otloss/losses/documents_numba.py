@@ -14,7 +14,7 @@ import numpy as np
 
 from otloss._numba.compile import compiled
 from otloss._numba.tasks import next_task
-from otloss.solvers.exact.tree_numba import least, lower
+from otloss.solvers.exact.tree_numba import lower, min_difference
 
 
 def answers(words_p: np.ndarray, words_q: np.ndarray, dtype: Any) -> np.ndarray:
@@ -65,7 +65,7 @@ def dual_bounds(table: Any, p: Any, starts: Any, words: Any, masses: Any) -> Any
         for i in range(n):
             for j in range(m):
                 block[i, j] = table[i, words[first + j]]
-            f[i] = least(block[i], g, m)
+            f[i] = min_difference(block[i], g, m)
         from_p, from_q = 0.0, 0.0
         for j in range(m):
             g[j] = np.inf
@@ -80,6 +80,6 @@ def dual_bounds(table: Any, p: Any, starts: Any, words: Any, masses: Any) -> Any
         for j in range(m):
             from_q += masses[first + j] * g[j]
         for i in range(n):
-            from_q += p[i] * least(block[i], g, m)
+            from_q += p[i] * min_difference(block[i], g, m)
         bounds[k] = from_p if from_p > from_q else from_q
     return bounds

@@ -17,7 +17,6 @@ from otloss._checks import check_floating, check_integers
 from otloss._foreign import explains_calls, takes_arrays
 from otloss._numba.threads import Work, run_on_threads
 
-NONE = -1  # in the places of a ragged batch that hold no pair
 _ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.
 
 
@@ -79,22 +78,21 @@ def match(
 
 
 def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    places, pairs, begin, at = [], [], 0, 0
+    places, counts, begin, at = [], [], 0, 0
     for k, cost in enumerate(costs):
         shape = check_floating(f"cost[{k}]", cost).shape
         if len(shape) != 2:
             raise ValueError(f"cost[{k}] has shape {tuple(shape)}, expected a matrix.")
         n, m = shape
-        small = n if n < m else m
         places.append((begin, m, n, m, at))
-        pairs.append(small)
-        begin, at = begin + n * m, at + small
+        counts.append(n if n < m else m)
+        begin, at = begin + n * m, at + counts[-1]
     if not places:
         return []
     # One call instead of a `reshape(-1)` for each of many small tensors.
     flat = _flatten_dense_tensors(costs).detach()
-    both = _assignments(flat, np.array(places), at, (len(pairs),))
-    return list(zip(*(t.unsafe_split_with_sizes(pairs) for t in both), strict=True))
+    both = _assignments(flat, np.array(places), at, (len(counts),))
+    return list(zip(*(t.unsafe_split_with_sizes(counts) for t in both), strict=True))
 
 
 def _assignments(
@@ -102,8 +100,8 @@ def _assignments(
 ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
     """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
     check_no_transform()
-    run_on_threads, Work, match_problems, answers = _kernel()
-    rows, columns = answers(pairs)
+    run_on_threads, Work, match_problems, allocate_results = _kernel()
+    rows, columns = allocate_results(pairs)
     if pairs:
         flat = costs.to("cpu", costs.dtype if costs.dtype == torch.float64 else torch.float32).numpy()
         failed = max(
@@ -113,7 +111,7 @@ def _assignments(
             )
         )  # fmt: skip
         if failed >= 0:
-            _raise(np.unravel_index(failed, batch), rows[places[failed, 4]])
+            _raise_of_problem(np.unravel_index(failed, batch), rows[places[failed, 4]])
     pair = torch.from_numpy(rows), torch.from_numpy(columns)
     return pair if costs.device.type == "cpu" else (pair[0].to(costs.device), pair[1].to(costs.device))
 
@@ -121,17 +119,17 @@ def _assignments(
 @functools.cache
 def _kernel() -> Any:
     """What `_assignments` calls; an import takes as long as a small problem, each time."""
-    from otloss.solvers.assignment.match_numba import answers, match_problems
+    from otloss.solvers.assignment.match_numba import allocate_results, match_problems
 
-    return run_on_threads, Work, match_problems, answers
+    return run_on_threads, Work, match_problems, allocate_results
 
 
-def _raise(place: Any, found: int) -> None:
+def _raise_of_problem(place: Any, code: int) -> None:
     from otloss.solvers.assignment.match_numba import INVALID
 
     at = tuple(int(i) for i in place)
     name = f"problem {at[0] if len(at) == 1 else at}" if at else "the problem"
-    if found == INVALID:
+    if code == INVALID:
         raise ValueError(f"the costs of {name} hold NaN or -inf, expected numbers, or +inf to forbid a pair.")
     raise ValueError(
         f"{name} has no complete matching: +inf forbids too many pairs. Give large finite costs instead, and leave out "

@@ -3,8 +3,8 @@
     min sum_i C[i, s(i)]  over one-to-one s  =  max sum_i f_i + sum_j g_j  over  f_i + g_j <= C_ij, g <= 0
 
 Each row takes its cheapest column if that is free. The other rows are assigned along the shortest paths of
-`exact.assignment_numba`, from g = 0. Only a column that a row holds has its g lowered, and a column that is held stays
-held: so g = 0 for free columns, as optimality asks.
+`exact.assignment_numba`, from g = 0. Only a column that a row holds has its g lowered, and it keeps a
+row: so g = 0 for free columns, as optimality asks.
 
 Source: D. F. Crouse, On implementing 2D rectangular assignment algorithms, IEEE TAES 52, 2016.
 """
@@ -17,16 +17,17 @@ import numpy as np
 
 from otloss._numba.compile import compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.exact.assignment_numba import COLUMN_OF, ROW_OF, WAITING, augment
-from otloss.solvers.exact.tree_numba import VECTOR, least
+from otloss.solvers.exact.assignment_numba import WHOLE, augment
+from otloss.solvers.exact.simplex_numba import NONE
+from otloss.solvers.exact.tree_numba import VECTOR, min_difference
 
-FREE = -1
-INVALID, INFEASIBLE = -2, -3  # in the first place of an answer: a cost of NaN or -inf; no complete matching
+# What stands in the first place of a problem's rows: a cost is NaN or -inf; there is no complete matching.
+INVALID, INFEASIBLE = -2, -3
 
 
 @inner()
-def _copy(flat: Any, begin: int, stride: int, n: int, m: int, is_turned: bool, own: Any) -> bool:
-    """Write the costs to `own`, transposed if `is_turned`; return whether all are above -inf."""
+def _copy(flat: Any, begin: int, stride: int, n: int, m: int, is_turned: bool, matrix: Any) -> bool:
+    """Write the costs to `matrix`, transposed if `is_turned`; return whether all are above -inf."""
     valid = True
     for i in range(n):
         row = flat[begin + i * stride : begin + i * stride + m]
@@ -34,49 +35,49 @@ def _copy(flat: Any, begin: int, stride: int, n: int, m: int, is_turned: bool, o
             c = row[j]
             valid &= c > -np.inf  # NaN is not
             if is_turned:
-                own[j, i] = c
+                matrix[j, i] = c
             else:
-                own[i, j] = c
+                matrix[i, j] = c
     return valid
 
 
 @inner(fastmath=VECTOR)
-def _place_of(row: Any, number: float, row_of: Any, count: int) -> Any:
-    """Return the column of `number` in `row`, which holds it; an unassigned column if there are several."""
+def _find_column(row: Any, value: float, row_of: Any, count: int) -> Any:
+    """Return the column of `value` in `row`, which holds it; an unassigned column if there are several."""
     place: Any = np.int64(-1)
     for j in range(count):
         at: Any = j if row_of[j] >= 0 else j + count
-        at = at if row[j] == number else np.int64(-1)
+        at = at if row[j] == value else np.int64(-1)
         place = at if at > place else place
     return place if place < count else place - count
 
 
 @spliced
 def _match(counter: Any, cost: Any, n: int, m: int, g: Any, whole: Any, real: Any) -> bool:
-    """Fill ROW_OF and COLUMN_OF for n rows and at least as many columns; return whether there is a matching."""
-    row_of, column_of, waiting = whole[ROW_OF], whole[COLUMN_OF], whole[WAITING]
+    """Match n rows with some of m >= n columns, in `row_of` and `column_of`; return whether that is possible."""
+    row_of, column_of, waiting = whole[WHOLE.row_of], whole[WHOLE.column_of], whole[WHOLE.waiting]
     for j in range(m):
-        g[j], row_of[j], column_of[j] = 0.0, FREE, FREE
-    done, left = True, 0
+        g[j], row_of[j], column_of[j] = 0.0, NONE, NONE
+    is_complete, count = True, 0
     for i in range(n):
-        best = least(cost[i], g, m)
+        best = min_difference(cost[i], g, m)
         if not best < np.inf:
             return False
-        j = _place_of(cost[i], best, row_of, m)
+        j = _find_column(cost[i], best, row_of, m)
         if row_of[j] < 0:
             row_of[j], column_of[i] = i, j
         else:
-            waiting[left] = i
-            left += 1
-    for t in range(left):
-        done = done and not is_stopped(counter, np.nan, t / left)
-        done = done and augment(cost, g, real, whole, waiting[t], n, m) >= 0
-    return done
+            waiting[count] = i
+            count += 1
+    for t in range(count):
+        is_complete = is_complete and not is_stopped(counter, np.nan, t / count)
+        is_complete = is_complete and augment(cost, g, real, whole, waiting[t], n, m) >= 0
+    return is_complete
 
 
-def answers(pairs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the arrays for the rows and columns of all pairs; what is not written is FREE."""
-    return np.full(pairs, FREE), np.full(pairs, FREE)
+def allocate_results(pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrays for the rows and columns of all pairs; what is not written is NONE."""
+    return np.full(pairs, NONE), np.full(pairs, NONE)
 
 
 @compiled(seconds=3)
@@ -85,17 +86,18 @@ def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: An
 
     Returns the number of a problem that has no matching, or -1.
 
-    costs: of all problems in one array, float32 or float64; +inf forbids a pair. places: (B, 5), for each problem where
-    its costs begin, the stride of its rows, the numbers of rows and of columns, and where its pairs go. rows, columns:
-    of the function `answers`; a problem without a matching has INVALID or INFEASIBLE in its first place of `rows`.
+    costs: the costs of all problems in one array, float32 or float64; +inf forbids a pair. places: (B, 5), for each
+    problem where its costs begin, the stride of its rows, the numbers of rows and of columns, and where its pairs go.
+    rows, columns: the arrays of `allocate_results`; a problem without a matching has INVALID or INFEASIBLE in its first
+    place of `rows`.
     """
     entries, bins = 0, 0
     for k in range(places.shape[0]):
         n, m = places[k, 2], places[k, 3]
         entries, bins = max(entries, n * m), max(bins, n, m)
     block, g = np.empty(entries, costs.dtype), np.empty(bins)
-    whole, real = np.empty((5, bins), np.int64), np.empty((2, bins))  # as of `assignment.scratch`
-    failed = FREE
+    whole, real = np.empty((5, bins), np.int64), np.empty((2, bins))  # as in `assignment_numba.scratch`
+    failed = NONE
     while True:
         k = next_task(counter)
         if k >= places.shape[0]:
@@ -105,14 +107,14 @@ def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: An
             continue
         is_turned = n > m
         small, large = (m, n) if is_turned else (n, m)
-        own = block[: small * large].reshape(small, large)
-        if not _copy(costs, begin, stride, n, m, is_turned, own):
+        matrix = block[: small * large].reshape(small, large)
+        if not _copy(costs, begin, stride, n, m, is_turned, matrix):
             rows[at], failed = INVALID, k
             continue
-        if not _match(counter, own, small, large, g, whole, real):
+        if not _match(counter, matrix, small, large, g, whole, real):
             rows[at], failed = INFEASIBLE, k
             continue
-        partner = whole[ROW_OF] if is_turned else whole[COLUMN_OF]
+        partner = whole[WHOLE.row_of] if is_turned else whole[WHOLE.column_of]
         for i in range(n):
             if partner[i] >= 0:
                 rows[at], columns[at] = i, partner[i]

@@ -20,6 +20,7 @@ import dataclasses
 import math
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -35,14 +36,35 @@ from otloss.solvers.problem import pose
 from otloss.solvers.solve import answer, solve
 from otloss.solvers.transport import Transport
 
-_TOLERANCE, _ITERATIONS = 1e-3, 100  # of the plans on the way
-# Epsilon at the start, over the largest squared distance from the centre. With a marginal penalty it is less, for blur
-# makes parts without a partner count: the larger one of these shares of the mean squared distance and of the penalty.
-_FIRST, _FIRST_OF_MEAN, _FIRST_OF_PENALTY = 0.1, 0.06, 2.0
-# The penalty on the way, over the excess of epsilon over the last one: a smaller one would drop parts with a partner.
-_PENALTY_OF_EXCESS = 0.5
-_SHARE_LAST = 0.3  # of the steps, at the last epsilon
-_LEAST_STARTS = 2  # at the last epsilon
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of the search.
+
+    Attributes:
+        tolerance, max_iterations: of the plans before the last one, which need not be exact.
+        first_epsilon: the first epsilon, relative to the largest squared distance from the centre: a plan that sees the
+            whole shape.
+        first_epsilon_of_mean, first_epsilon_of_penalty: with a marginal penalty the first epsilon is smaller, as blur
+            makes parts without a partner count: the larger of these shares of the mean squared distance and of the
+            penalty.
+        penalty_of_excess: the penalty on the way, relative to the excess of epsilon over the last one. A smaller one
+            would drop parts with a partner.
+        share_of_last: the share of the steps at the last epsilon.
+        last_starts: the number of starts at the last epsilon.
+    """
+
+    tolerance: float = 1e-3
+    max_iterations: int = 100
+    first_epsilon: float = 0.1
+    first_epsilon_of_mean: float = 0.06
+    first_epsilon_of_penalty: float = 2.0
+    penalty_of_excess: float = 0.5
+    share_of_last: float = 0.3
+    last_starts: int = 2
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -123,15 +145,7 @@ def register(
     rotations = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(restarts + 1, 1, 1)
     if restarts:
         rotations[1:] = _random_rotations(restarts, x.shape[1], generator).to(x)
-    first = _FIRST * max(float(square.amax()) for square in squares)
-    if marginal_penalty is not None:
-        mean = max(float(square.mean()) for square in squares)
-        first = min(first, max(_FIRST_OF_MEAN * mean, _FIRST_OF_PENALTY * marginal_penalty))
-    falling = max(1, round(steps * (1 - _SHARE_LAST)))
-    course = [
-        _Step.at(k / falling, epsilon=epsilon, first=first, marginal_penalty=marginal_penalty, starts=restarts + 1)
-        for k in range(steps)
-    ]
+    course = _build_course(squares, steps, epsilon, marginal_penalty, restarts + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # Intermediate plans need not be exact.
         rotations, shifts = _search((x_c, y_c), (a, b), rotations, course)
@@ -142,44 +156,54 @@ def register(
     return Registration(rotation.to(dtype), translation.to(dtype), transport)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The settings of one step, and how many starts are left after it."""
+class _Step(NamedTuple):
+    """The settings of one step, and how many starts go on after it."""
 
     epsilon: float
     marginal_penalty: float | None
-    left: int
+    starts: int
 
-    @classmethod
-    def at(cls, share: float, *, epsilon: float, first: float, marginal_penalty: float | None, starts: int) -> _Step:
-        """Return the step when this share of the falling ones is over."""
-        width = epsilon * max(1.0, first / epsilon) ** max(0.0, 1 - share)
-        penalty = None if marginal_penalty is None else max(marginal_penalty, _PENALTY_OF_EXCESS * (width - epsilon))
-        return cls(width, penalty, math.ceil(starts * (_LEAST_STARTS / starts) ** min(1.0, share)))
+
+def _build_course(
+    squares: list[Tensor], steps: int, epsilon: float, marginal_penalty: float | None, starts: int
+) -> list[_Step]:
+    """Return the steps for clouds of these squared distances from the centre: epsilon falls, and then stays."""
+    first = LIMITS.first_epsilon * max(float(square.amax()) for square in squares)
+    if marginal_penalty is not None:
+        mean = max(float(square.mean()) for square in squares)
+        first = min(first, max(LIMITS.first_epsilon_of_mean * mean, LIMITS.first_epsilon_of_penalty * marginal_penalty))
+    falling, course = max(1, round(steps * (1 - LIMITS.share_of_last))), []
+    for step in range(steps):
+        share = min(1.0, step / falling)
+        width = epsilon * max(1.0, first / epsilon) ** (1 - share)
+        excess = LIMITS.penalty_of_excess * (width - epsilon)
+        penalty = None if marginal_penalty is None else max(marginal_penalty, excess)
+        course.append(_Step(width, penalty, math.ceil(starts * (LIMITS.last_starts / starts) ** share)))
+    return course
 
 
 def _search(
-    clouds: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], rotations: Tensor, steps: list[_Step]
-) -> tuple[Float[Tensor, "left d d"], Float[Tensor, "left d"]]:
-    """Return the fits after plans and fits by turns, those of the least values first."""
+    clouds: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], rotations: Tensor, course: list[_Step]
+) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"]]:
+    """Return the fits after plans and fits in turn, in rising order of their values."""
     (x, y), shifts = clouds, torch.zeros_like(rotations[:, 0])
     columns = torch.cat([y, torch.ones_like(y[:, :1])], -1)
-    settings = Settings(tolerance=_TOLERANCE, max_iterations=_ITERATIONS)
-    for step in steps:
+    settings = Settings(tolerance=LIMITS.tolerance, max_iterations=LIMITS.max_iterations)
+    for step in course:
         settings = dataclasses.replace(settings, marginal_penalty=step.marginal_penalty)
         moved = PointCost(x @ rotations.mT + shifts.unsqueeze(-2), y)
         problem = pose(*weights, moved, epsilon=step.epsilon, settings=settings)
         transport = answer(problem, settings, accurate=False)
         received, (f, g) = transport.apply(columns), transport.potentials
         rotations, shifts = _fit(x, received[..., :-1], received[..., -1:])
-        best = transport.value.argsort()[: step.left]
+        best = transport.value.argsort()[: step.starts]
         rotations, shifts = rotations[best], shifts[best]
         settings = dataclasses.replace(settings, start=(f[best], g[best]))
     return rotations, shifts
 
 
 def _fit(x: Tensor, moved: Tensor, weights: Tensor) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"]]:
-    """The least squares fits for plans P, of which `moved` is P y and `held` the masses of the rows (starts, n, 1)."""
+    """Return the least squares fits for plans P: `moved` is P y, and `weights` (starts, n, 1) are the sums of rows."""
     mass = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     mean_x, mean_y = (weights * x).sum(-2, keepdim=True) / mass, moved.sum(-2, keepdim=True) / mass
     u, _, vh = torch.linalg.svd((x - mean_x).mT @ (moved - weights * mean_y))

@@ -14,7 +14,7 @@ neighbouring levels moves from the current bin of p to the current bin of q.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,19 +22,42 @@ from otloss._numba.compile import compiled, inner
 from otloss._numba.sums import balance
 from otloss._numba.tasks import next_task
 
-# One side of a problem: its bins with mass, sorted, as rows of a float64 and of an int64 array. A 0 stands before the
-# levels.
-_LEVEL, _PLACE, _PRICE, _FORCE, _BY_WEIGHT, _BY_PLACE = range(6)
-_OCCUPIED, _PARTNER = range(2)
-_ONE = np.uint64(1)  # an index of this type needs no test whether it is negative
+
+class Side(NamedTuple):
+    """The rows of the floats of one side of a problem: an entry for each bin with mass, sorted, or for each bin.
+
+    Attributes:
+        level: the cumulative masses, after a 0.
+        place: the positions.
+        price: the potentials.
+        force: the gradients in the positions of bins with mass.
+        by_weight, by_place: the gradients in the weights and positions of all bins.
+    """
+
+    level: int = 0
+    place: int = 1
+    price: int = 2
+    force: int = 3
+    by_weight: int = 4
+    by_place: int = 5
 
 
-def answers(problems: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+class Bins(NamedTuple):
+    """The rows of the whole numbers of one side: the indices of bins with mass, and the last partner of each."""
+
+    occupied: int = 0
+    partner: int = 1
+
+
+SIDE, BINS = Side(), Bins()
+
+
+def allocate_values(problems: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return `values` and `scales` for the kernels of values."""
     return np.empty(problems, dtype), np.empty((2, problems))
 
 
-def answers_of_gradients(problems: int, inputs: Any, wanted: Any) -> tuple[np.ndarray, ...]:
+def allocate_gradients(problems: int, inputs: Any, wanted: Any) -> tuple[np.ndarray, ...]:
     """Return the arrays for the gradients in the inputs (weights and positions, a row per problem or one row)."""
     return tuple(
         np.empty((problems if want else 0, rows.shape[1]), rows.dtype)
@@ -72,14 +95,14 @@ def _row_of(operand: Any, row: int) -> Any:
 
 
 @inner()
-def _put(values: Any, factor: float, target: Any, row: int) -> None:
+def _write_gradient(values: Any, factor: float, target: Any, row: int) -> None:
     if target.shape[0] > 0:
         for k in range(target.shape[1]):
             target[row, k] = values[k] * factor
 
 
 @inner()
-def _gaps(x: Any, order: Any, gaps: Any) -> None:
+def _write_gaps(x: Any, order: Any, gaps: Any) -> None:
     for k in range(gaps.shape[0]):
         gaps[k] = np.float64(x[order[k + 1]]) - np.float64(x[order[k]])
 
@@ -108,7 +131,7 @@ def cdf_values(counter: Any, problem: Any, settings: Any, values: Any, scales: A
         first, last = _share_of(values.shape[0], thread, threads)
         for r in range(first, last):
             if r == first or x.shape[0] > 1:
-                _gaps(_row_of(x, r), _row_of(order, r), gaps)
+                _write_gaps(_row_of(x, r), _row_of(order, r), gaps)
             scale_p, scale_q, _ = balance(_row_of(p, r), _row_of(q, r), tolerance)
             scales[0, r], scales[1, r] = scale_p, scale_q
             values[r] = _cdf_value(_row_of(p, r), _row_of(q, r), (scale_p, scale_q), gaps, _row_of(order, r), power)
@@ -172,32 +195,33 @@ def cdf_gradients(
         first, last = _share_of(upstream.shape[0], thread, threads)
         for r in range(first, last):
             if r == first or x.shape[0] > 1:
-                _gaps(_row_of(x, r), _row_of(order, r), gaps)
+                _write_gaps(_row_of(x, r), _row_of(order, r), gaps)
             scale = (scales[0, r], scales[1, r])
             _cdf_gradients_of_row(_row_of(p, r), _row_of(q, r), scale, gaps, _row_of(order, r), power, out)
-            _put(out[0], upstream[r], by_p, r)
-            _put(out[1], upstream[r], by_q, r)
-            _put(out[2], upstream[r], by_x, r)
+            _write_gradient(out[0], upstream[r], by_p, r)
+            _write_gradient(out[1], upstream[r], by_q, r)
+            _write_gradient(out[2], upstream[r], by_x, r)
 
 
 @inner()
-def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> Any:
+def _write_levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> Any:
     """Write index, cumulative mass and position of the bins that hold mass; return the two numbers of these bins."""
     (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
-    levels_p, levels_q, places_p, places_q = side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE]
-    occupied_p, occupied_q = bins[0][_OCCUPIED], bins[1][_OCCUPIED]
+    levels_p, levels_q = side_p[SIDE.level], side_q[SIDE.level]
+    places_p, places_q = side_p[SIDE.place], side_q[SIDE.place]
+    occupied_p, occupied_q = bins[0][BINS.occupied], bins[1][BINS.occupied]
     n, m, level_p, level_q = order_x.shape[0], order_y.shape[0], 0.0, 0.0
-    count_p, count_q = np.uint64(0), np.uint64(0)
+    count_p, count_q, one = np.uint64(0), np.uint64(0), np.uint64(1)  # such an index needs no test of its sign
     for k in range(max(n, m)):  # both sums in one loop: each step of a sum has to wait for the step before
         if k < n:
             at = np.uint32(order_x[k])
             level_p += p[at] * scale_p
-            occupied_p[count_p], levels_p[count_p + _ONE], places_p[count_p] = k, level_p, x[at]
+            occupied_p[count_p], levels_p[count_p + one], places_p[count_p] = k, level_p, x[at]
             count_p += np.uint64(p[at] > 0)
         if k < m:
             at = np.uint32(order_y[k])
             level_q += q[at] * scale_q
-            occupied_q[count_q], levels_q[count_q + _ONE], places_q[count_q] = k, level_q, y[at]
+            occupied_q[count_q], levels_q[count_q + one], places_q[count_q] = k, level_q, y[at]
             count_q += np.uint64(q[at] > 0)
     return np.int64(count_p), np.int64(count_q)
 
@@ -208,29 +232,29 @@ def _merged_value(levels_p: Any, levels_q: Any, x: Any, y: Any, sizes: Any, orde
     n, m = sizes
     if n == 0 or m == 0:
         return 0.0
-    low, high, total, rest = 0.0, levels_p[n], 0.0, 0.0
+    low, high, from_below, from_above = 0.0, levels_p[n], 0.0, 0.0
     # The last levels are equal up to rounding. With infinity in their place neither is passed before the other.
     levels_p[0] = levels_q[0] = -np.inf
     levels_p[n] = levels_q[m] = np.inf
-    i, j, k, o = np.uint64(0), np.uint64(0), np.uint64(n - 1), np.uint64(m - 1)
+    i, j, k, o, one = np.uint64(0), np.uint64(0), np.uint64(n - 1), np.uint64(m - 1), np.uint64(1)
     for _ in range((n + m - 1) // 2):
-        next_p, next_q = levels_p[i + _ONE], levels_q[j + _ONE]
+        next_p, next_q = levels_p[i + one], levels_q[j + one]
         following = next_p if next_p <= next_q else next_q
-        total += (following - low) * _price(x[i] - y[j], order)
+        from_below += (following - low) * _price(x[i] - y[j], order)
         low = following
         from_p = np.uint64(next_p <= next_q)
         i += from_p
-        j += _ONE - from_p
+        j += one - from_p
         last_p, last_q = levels_p[k], levels_q[o]
         previous = last_q if last_q >= last_p else last_p
-        rest += (high - previous) * _price(x[k] - y[o], order)
+        from_above += (high - previous) * _price(x[k] - y[o], order)
         high = previous
         from_q = np.uint64(last_q >= last_p)
         o -= from_q
-        k -= _ONE - from_q
+        k -= one - from_q
     if (n + m) % 2 == 0:  # an odd number of cells: the one in the middle is left
-        total += (high - low) * _price(x[i] - y[j], order)
-    return total + rest
+        from_below += (high - low) * _price(x[i] - y[j], order)
+    return from_below + from_above
 
 
 @compiled()
@@ -254,16 +278,18 @@ def quantile_values(counter: Any, problem: Any, settings: Any, values: Any, scal
             values[r] = 0.0
             if scale[0] > 0:
                 orders = (_row_of(order_x, r), _row_of(order_y, r))
-                sizes = _levels(p_row, q_row, scale, x_row, y_row, orders, sides, bins)
-                values[r] = _merged_value(side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE], sizes, order)
+                sizes = _write_levels(p_row, q_row, scale, x_row, y_row, orders, sides, bins)
+                values[r] = _merged_value(
+                    side_p[SIDE.level], side_q[SIDE.level], side_p[SIDE.place], side_q[SIDE.place], sizes, order
+                )
 
 
 @inner()
 def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, order: float) -> None:
     """Write the gradients in the positions, and for each bin the last partner that it exchanges mass with."""
     n, m = sizes
-    levels_p, levels_q, x, y = side_p[_LEVEL, 1:], side_q[_LEVEL, 1:], side_p[_PLACE], side_q[_PLACE]
-    by_x, by_y = side_p[_FORCE], side_q[_FORCE]
+    levels_p, levels_q, x, y = side_p[SIDE.level, 1:], side_q[SIDE.level, 1:], side_p[SIDE.place], side_q[SIDE.place]
+    by_x, by_y = side_p[SIDE.force], side_q[SIDE.force]
     mass = levels_p[n - 1]
     levels_p[n - 1] = levels_q[m - 1] = np.inf
     for i in range(n):
@@ -295,11 +321,11 @@ def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> 
 
 
 @inner()
-def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: float, order: float) -> None:
+def _extend_to_all_bins(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: float, order: float) -> None:
     """Write the gradients of all bins. An empty bin pays its cost to the last partner of the bin before it."""
-    prices, places, forces = side[_PRICE], side[_PLACE], side[_FORCE]
-    occupied, partner = bins[_OCCUPIED], bins[_PARTNER]
-    by_weight, by_place = side[_BY_WEIGHT], side[_BY_PLACE]
+    prices, places, forces = side[SIDE.price], side[SIDE.place], side[SIDE.force]
+    occupied, partner = bins[BINS.occupied], bins[BINS.partner]
+    by_weight, by_place = side[SIDE.by_weight], side[SIDE.by_place]
     size, total, count = order_x.shape[0], 0.0, 0
     for k in range(size):
         at = order_x[k]
@@ -328,7 +354,7 @@ def quantile_gradients(
     sides = (np.empty((6, n + 1)), np.empty((6, m + 1)))
     bins = (np.empty((2, n), np.int64), np.empty((2, m), np.int64))
     side_p, side_q, bins_p, bins_q = sides[0], sides[1], bins[0], bins[1]
-    places_p, places_q = side_p[_PLACE], side_q[_PLACE]
+    places_p, places_q = side_p[SIDE.place], side_q[SIDE.place]
     while True:
         thread = next_task(counter)
         if thread >= threads:
@@ -337,17 +363,17 @@ def quantile_gradients(
         for r in range(first, last):
             scale = (scales[0, r], scales[1, r])
             x_row, y_row, orders = _row_of(x, r), _row_of(y, r), (_row_of(order_x, r), _row_of(order_y, r))
-            some, others = _levels(_row_of(p, r), _row_of(q, r), scale, x_row, y_row, orders, sides, bins)
-            if some == 0 or others == 0:
-                side_p[_BY_WEIGHT:] = 0.0
-                side_q[_BY_WEIGHT:] = 0.0
+            n_p, n_q = _write_levels(_row_of(p, r), _row_of(q, r), scale, x_row, y_row, orders, sides, bins)
+            if n_p == 0 or n_q == 0:
+                side_p[SIDE.by_weight :] = 0.0
+                side_q[SIDE.by_weight :] = 0.0
             else:
-                _walk(side_p, side_q, bins_p[_PARTNER], bins_q[_PARTNER], (some, others), order)
-                _prices(places_p, places_q, bins_p[_PARTNER], some, order, side_p[_PRICE])
-                _prices(places_q, places_p, bins_q[_PARTNER], others, order, side_q[_PRICE])
-                _spread(x_row, orders[0], side_p, bins_p, some, places_q, scale[0], order)
-                _spread(y_row, orders[1], side_q, bins_q, others, places_p, scale[1], order)
-            _put(side_p[_BY_WEIGHT], upstream[r], by_p, r)
-            _put(side_q[_BY_WEIGHT], upstream[r], by_q, r)
-            _put(side_p[_BY_PLACE], upstream[r], by_x, r)
-            _put(side_q[_BY_PLACE], upstream[r], by_y, r)
+                _walk(side_p, side_q, bins_p[BINS.partner], bins_q[BINS.partner], (n_p, n_q), order)
+                _prices(places_p, places_q, bins_p[BINS.partner], n_p, order, side_p[SIDE.price])
+                _prices(places_q, places_p, bins_q[BINS.partner], n_q, order, side_q[SIDE.price])
+                _extend_to_all_bins(x_row, orders[0], side_p, bins_p, n_p, places_q, scale[0], order)
+                _extend_to_all_bins(y_row, orders[1], side_q, bins_q, n_q, places_p, scale[1], order)
+            _write_gradient(side_p[SIDE.by_weight], upstream[r], by_p, r)
+            _write_gradient(side_q[SIDE.by_weight], upstream[r], by_q, r)
+            _write_gradient(side_p[SIDE.by_place], upstream[r], by_x, r)
+            _write_gradient(side_q[SIDE.by_place], upstream[r], by_y, r)

@@ -10,7 +10,7 @@ from otloss._numba.compile import compiled, inner
 from otloss._numba.tasks import next_task
 
 
-def answers(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def allocate_results(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of each row, and whether its numbers are finite, to be filled by `sort_rows`."""
     return np.empty(bits.shape, np.int32), np.empty(bits.shape[0], np.bool_)
 

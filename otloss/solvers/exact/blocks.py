@@ -22,10 +22,25 @@ import torch
 
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 
-PRICE_RATIO = 1e3  # of a price to the largest cost that the plan pays
-ROUNDINGS = 4.0  # of a block's weights, by which its masses may differ
-NEARLY = 100.0  # roundings, up to which a difference is named, because it may be meant as none
-FEW_EDGES = 16  # for each bin, up to which a graph of cheap pairs is searched as a list
+
+@dataclass(frozen=True)
+class Limits:
+    """What counts as a price and as rounding.
+
+    Attributes:
+        price_ratio: of a price to the largest cost that the plan pays.
+        roundings: by how many roundings of a block's weights its masses may differ.
+        near_roundings: up to how many roundings a difference is named, because it may be meant as none.
+        edges_per_bin: up to how many edges for each bin a graph of cheap pairs is searched as a list.
+    """
+
+    price_ratio: float = 1e3
+    roundings: float = 4.0
+    near_roundings: float = 100.0
+    edges_per_bin: int = 16
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,11 @@ class Blocks:
         return np.abs(mass_p - mass_q) / np.where(larger > 0, larger, 1.0)
 
     def of_equal_mass(self, p: np.ndarray, q: np.ndarray, unit: float) -> Blocks | None:
-        """Return the blocks with those as one whose masses differ by more than rounding.
+        """Return the blocks of equal mass; blocks whose masses differ by more than rounding are joined to one.
 
-        None for a single block, and where the masses of these blocks differ even together: then mass has to leave them.
+        The result is None for a single block, and where the joined block is not balanced either: mass has to leave it.
         """
-        tolerance = ROUNDINGS * unit + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
+        tolerance = LIMITS.roundings * unit + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
         differs = self.imbalance(p, q) > tolerance
         if not differs.any():
             return self if self.count > 1 else None
@@ -64,14 +79,14 @@ class Blocks:
         joined = Blocks(numbers[self.rows], numbers[self.columns], count)
         return joined if count > 1 and joined.imbalance(p, q)[0] <= tolerance else None
 
-    def shifts(self, f: np.ndarray, g: np.ndarray, slack: np.ndarray) -> np.ndarray:
-        """Return c (count,) with c_k - c_l <= slack[k, l], after which f and g have equal means in a block if possible.
+    def shift(self, p: np.ndarray, q: np.ndarray, f: np.ndarray, g: np.ndarray, slack: np.ndarray) -> None:
+        """Shift potentials in place: f by c_k in block k, g by -c_k, with c_k - c_l <= slack[k, l].
 
-        f and g are 0 on bins without mass, which do not count.
+        After that f and g have equal means in each block, over the bins with mass, as far as the slack allows.
         """
         mean_f, mean_g = (
             np.bincount(block, values, self.count) / np.maximum(np.bincount(block, values != 0, self.count), 1)
-            for block, values in ((self.rows, f), (self.columns, g))
+            for block, values in ((self.rows, np.where(p > 0, f, 0.0)), (self.columns, np.where(q > 0, g, 0.0)))
         )
         shifts = (mean_g - mean_f) / 2
         for _ in range(self.count):
@@ -79,7 +94,8 @@ class Blocks:
             if np.array_equal(closer, shifts):
                 break
             shifts = closer
-        return shifts
+        f += shifts[self.rows]
+        g -= shifts[self.columns]
 
 
 def unit_of(*dtypes: torch.dtype) -> float:
@@ -94,15 +110,15 @@ def price_of(costs: np.ndarray, flows: np.ndarray, mass: np.ndarray | float, uni
         costs, flows: (..., cells), of the cells of plans. Flows that may be rounding do not count.
         mass: (...), of the plans.
     """
-    may_be_rounding = flows <= NEARLY * unit * np.asarray(mass)[..., None]
+    may_be_rounding = flows <= LIMITS.near_roundings * unit * np.asarray(mass)[..., None]
     largest = np.where(may_be_rounding, 0.0, costs).max(-1)
-    return np.where(largest > 0, PRICE_RATIO * largest, np.inf)
+    return np.where(largest > 0, LIMITS.price_ratio * largest, np.inf)
 
 
 def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
     """Return the connected parts of the graph whose edges are the pairs (row, column) that are cheap."""
     n, m = is_cheap.shape
-    if np.count_nonzero(is_cheap) <= FEW_EDGES * (n + m):
+    if np.count_nonzero(is_cheap) <= LIMITS.edges_per_bin * (n + m):
         cells = np.nonzero(is_cheap)
         return blocks_of_cells(cells[0], cells[1], n, m)
     rows, columns, count = np.full(n, -1), np.full(m, -1), 0
@@ -144,7 +160,7 @@ def blocks_of_plan(
     equal = blocks.of_equal_mass(p, q, unit)
     if warns and equal is not blocks:
         costs, imbalance = matrix[cells[0], cells[1]], blocks.imbalance(p, q)
-        is_near = (imbalance > ROUNDINGS * unit) & (imbalance <= NEARLY * unit)
+        is_near = (imbalance > LIMITS.roundings * unit) & (imbalance <= LIMITS.near_roundings * unit)
         crossing = (costs >= price) & (is_near[blocks.rows[cells[0]]] | is_near[blocks.columns[cells[1]]])
         _warn_of_prices(float(flows[crossing].sum()), float(costs[crossing].max(initial=0.0)), price)
     return equal
@@ -155,8 +171,8 @@ def _warn_of_prices(mass: float, cost: float, price: float) -> None:
         return
     warnings.warn(
         f"a mass of {mass:.2g} moves at costs of up to {cost:.3g}, where all but rounding pays at most "
-        f"{price / PRICE_RATIO:.3g}: the masses of p and q in a group of bins differ by a few roundings. Scale the "
-        "weights so that they agree, or give +inf for the pairs that must not be used.",
+        f"{price / LIMITS.price_ratio:.3g}: the masses of p and q in a group of bins differ by a few roundings. Scale "
+        "the weights so that they agree, or give +inf for the pairs that must not be used.",
         ConvergenceWarning,
         stacklevel=level_of_the_caller(),
     )
@@ -180,8 +196,6 @@ def shift_blocks(
     slack = np.full((blocks.count, blocks.count), np.inf)
     reduced = (matrix - f[:, None]) - g
     np.minimum.at(slack, (blocks.rows[with_p][:, None], blocks.columns[with_q]), reduced[np.ix_(with_p, with_q)])
-    shifts = blocks.shifts(np.where(with_p, f, 0.0), np.where(with_q, g, 0.0), slack)
-    f += shifts[blocks.rows]
-    g -= shifts[blocks.columns]
+    blocks.shift(p, q, f, g, slack)
     f[~with_p] = (matrix[~with_p][:, with_q] - g[with_q]).min(1, initial=np.inf)
     g[~with_q] = (matrix[with_p][:, ~with_q] - f[with_p][:, None]).min(0, initial=np.inf)

@@ -5,7 +5,8 @@ The network simplex needs few of the n m cells of the plan if it is given the ri
 1. Each cloud is grouped into a quarter as many clusters, of equally many points, so that they are small where points
    are dense. The exact problem between the centres of the clusters is solved in the same way, down to one small enough
    for a matrix, and c-transforms extend its potentials to the points.
-2. With these potentials, the first cells are chosen: for each point the `CELLS` of least reduced cost C_ij - f_i - g_j.
+2. With these potentials, the first cells are chosen: for each point the `first_cells` of smallest reduced cost
+   C_ij - f_i - g_j.
 3. The simplex solves the problem on these cells (`clouds_numba`). Its first plan ships along the edges of a
    spanning tree of least reduced costs, leaves first, which is the optimum if the potentials are optimal.
 4. All n m pairs are searched for cells of negative reduced cost. The worst of each point are added and the simplex
@@ -35,35 +36,60 @@ from otloss.costs import Cost, PointCost
 from otloss.costs.order import BLOCK, ROWS, grouped, order_of, tasks
 from otloss.costs.order import METRICS as NUMBERS
 from otloss.solvers.exact.batch import SIMPLEX
-from otloss.solvers.exact.blocks import PRICE_RATIO, blocks_of_cells, price_of, unit_of
+from otloss.solvers.exact.blocks import LIMITS as PRICES
+from otloss.solvers.exact.blocks import blocks_of_cells, price_of, unit_of
 from otloss.solvers.exact.simplex import ExactSolution, Optimum, check_outcome, solve_exact
 from otloss.solvers.problem import Problem
 
-METRICS = ("sqeuclidean", "euclidean", "l1")
-# With fewer pairs a matrix takes less time. In more dimensions, and with few points on one side, it always does: there
-# only its memory counts.
-LEAST_PAIRS, LEAST_POINTS, FEW_DIMENSIONS, LEAST_PAIRS_OF_OTHERS = 2**21, 256, 3, 2**25
-LARGEST_COST = 1e100  # beyond, numbers may overflow; the solver of matrices then raises
-CLUSTERS, POINTS_OF_CLUSTER = 1000, 4  # the most for a matrix, and of a cluster at least, on average
-CELLS, MORE_CELLS = 16, 4  # of a point to begin with, and of those that are added at a time
-ROUNDING = 4e-15  # reduced costs above this, relative to the numbers they are the difference of, count as zero
-MOST_PIVOTS = 1000  # per point
-MOST_BLOCKS = 64  # whose potentials are shifted against each other
-PLAN_BLOCK = 2**24  # cells of the dense plan made at a time
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of the method.
+
+    Attributes:
+        min_pairs, min_points, max_dimensions: with fewer pairs, fewer points on a side or more dimensions, a matrix
+            takes less time.
+        min_pairs_of_others: with so many pairs the memory of a matrix counts more than the time.
+        largest_cost: beyond it numbers may overflow, and the solver of matrices then raises.
+        largest_matrix: the number of clusters up to which a matrix of their costs is solved.
+        points_of_cluster: the mean number of points of a cluster, at least.
+        first_cells, added_cells: the cells of a point to begin with, and those that are added at a time.
+        rounding: reduced costs above this, relative to the numbers they are the difference of, count as zero.
+        pivots_of_point: the pivots for each point after which the search is given up.
+        max_blocks: the number of blocks up to which potentials are shifted against each other.
+        plan_entries: the entries of the dense plan that are made at a time.
+    """
+
+    min_pairs: int = 2**21
+    min_points: int = 256
+    max_dimensions: int = 3
+    min_pairs_of_others: int = 2**25
+    largest_cost: float = 1e100
+    largest_matrix: int = 1000
+    points_of_cluster: int = 4
+    first_cells: int = 16
+    added_cells: int = 4
+    rounding: float = 4e-15
+    pivots_of_point: int = 1000
+    max_blocks: int = 64
+    plan_entries: int = 2**24
+
+
+LIMITS = Limits()
 
 
 def takes_clouds(problem: Problem) -> bool:
     """Whether this is an exact problem for `solve_between_clouds`."""
     cost = problem.cost
-    if type(cost) is not PointCost or cost.metric not in METRICS or problem.has_empty_side:
+    if type(cost) is not PointCost or cost.metric not in NUMBERS or problem.has_empty_side:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
         return False
-    suits = cost.x.shape[-1] <= FEW_DIMENSIONS and min(cost.shape) >= LEAST_POINTS
-    least = LEAST_PAIRS if suits else LEAST_PAIRS_OF_OTHERS
-    if cost.shape[0] * cost.shape[1] < least or not may_run_on(cost.x, cost.y, problem.p, problem.q):
+    has_few_axes = cost.x.shape[-1] <= LIMITS.max_dimensions and min(cost.shape) >= LIMITS.min_points
+    min_pairs = LIMITS.min_pairs if has_few_axes else LIMITS.min_pairs_of_others
+    if cost.shape[0] * cost.shape[1] < min_pairs or not may_run_on(cost.x, cost.y, problem.p, problem.q):
         return False  # derivatives in forward mode are those of the matrix
-    return float(cost.largest()) < LARGEST_COST
+    return float(cost.largest()) < LIMITS.largest_cost
 
 
 @dataclass(frozen=True)
@@ -83,7 +109,7 @@ class CloudSolution(ExactSolution):
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         (n, m), batch = self.problem.cost.shape, self.problem.batch
         rows, columns, flows = (t.reshape(-1) for t in (self.optimum.rows, self.optimum.columns, self.optimum.flows))
-        step = max(1, PLAN_BLOCK // m)
+        step = max(1, LIMITS.plan_entries // m)
         for first in range(0, n, step):
             inside = (rows >= first) & (rows < first + step)
             block = flows.new_zeros(min(step, n - first), m)
@@ -114,37 +140,37 @@ def _optimum(problem: Problem) -> Optimum:
     cost = problem.cost
     assert isinstance(cost, PointCost)
     p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
-    of_x, of_y = _Distinct.of(cost.x, p), _Distinct.of(cost.y, q)
-    a, b = of_x.masses, of_y.masses * (of_x.masses.sum() / of_y.masses.sum())
-    among = PointCost(of_x.points, of_y.points, metric=cost.metric)
+    points_x, points_y = _Distinct.build(cost.x, p), _Distinct.build(cost.y, q)
+    a, b = points_x.masses, points_y.masses * (points_x.masses.sum() / points_y.masses.sum())
+    among = PointCost(points_x.points, points_y.points, metric=cost.metric)
     if problem.start is None:
         f, g = _first_potentials(among, a, b)
     else:
-        g = a.new_empty(len(b)).index_copy_(0, of_y.groups, problem.start[1].double().reshape(-1)[of_y.members])
+        g = a.new_empty(len(b)).index_copy_(0, points_y.groups, problem.start[1].double().reshape(-1)[points_y.members])
         f = among.softmin(g, 0.0)
     basis = _Basis.solved(among, a, b, f, g)
     rows, columns, flows = basis.plan()
     costs = among.pairs(rows, columns)
     value, scale = float(flows @ costs), float(among.largest() * a.sum())
     dropped = 0.0
-    if scale > PRICE_RATIO * value:
+    if scale > PRICES.price_ratio * value:
         unit = unit_of(problem.dtype, problem.p.dtype)
         inside = basis.shift_blocks(
             rows, columns, float(price_of(costs.numpy(), flows.numpy(), float(a.sum()), unit)), unit
         )
         dropped = value - float((flows * inside) @ costs)
         value, flows = value - dropped, flows * inside
-    rows, places, flows = of_x.split(rows, flows)
-    columns, places_of_columns, flows = of_y.split(columns[places], flows)
-    g = torch.full_like(q, -torch.inf).index_copy_(0, of_y.members, basis.g[of_y.groups])
+    rows, places, flows = points_x.split(rows, flows)
+    columns, places_of_columns, flows = points_y.split(columns[places], flows)
+    g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, basis.g[points_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
-    dual = p @ f + q[of_y.members] @ g[of_y.members] * (a.sum() / of_y.masses.sum())
+    dual = p @ f + q[points_y.members] @ g[points_y.members] * (a.sum() / points_y.masses.sum())
     gap = value - float(dual)
     check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
-    answer = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots), f, g)
-    cells = (rows[places_of_columns], columns, flows)
-    return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in (*answer, *cells)))
+    outcome = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots))
+    fields = (*outcome, f, g, rows[places_of_columns], columns, flows)
+    return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in fields))
 
 
 @dataclass(frozen=True)
@@ -163,8 +189,8 @@ class _Distinct:
     weights: Float[Tensor, " all"]
 
     @staticmethod
-    def of(points: Tensor, weights: Tensor) -> _Distinct:
-
+    def build(points: Tensor, weights: Tensor) -> _Distinct:
+        """Return the distinct points that hold mass, sorted."""
         members = weights.nonzero().squeeze(-1)
         distinct, which = torch.unique(points[members], dim=0, return_inverse=True)
         order = order_of(distinct)
@@ -187,15 +213,17 @@ class _Distinct:
 
 def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return potentials (f, g) near the optimal ones: those of an exact problem between clusters."""
-    count = max(2, min(len(p), len(q)) // POINTS_OF_CLUSTER)
-    _, _, centres_x, few_p, _ = grouped(cost.x, p, count)
-    _, _, centres_y, few_q, _ = grouped(cost.y, q, count)
-    few_q = few_q * (few_p.sum() / few_q.sum())
+    count = max(2, min(len(p), len(q)) // LIMITS.points_of_cluster)
+    _, _, centres_x, p_of_clusters, _ = grouped(cost.x, p, count)
+    _, _, centres_y, q_of_clusters, _ = grouped(cost.y, q, count)
+    q_of_clusters = q_of_clusters * (p_of_clusters.sum() / q_of_clusters.sum())
     among = PointCost(centres_x, centres_y, metric=cost.metric)
-    if max(among.shape) <= CLUSTERS:
-        potential = solve_exact(few_p, few_q, among.dense()).f
+    if max(among.shape) <= LIMITS.largest_matrix:
+        potential = solve_exact(p_of_clusters, q_of_clusters, among.dense()).f
     else:
-        potential = _Basis.solved(among, few_p, few_q, *_first_potentials(among, few_p, few_q)).f
+        potential = _Basis.solved(
+            among, p_of_clusters, q_of_clusters, *_first_potentials(among, p_of_clusters, q_of_clusters)
+        ).f
     g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, 0.0)
     return cost.softmin(g, 0.0), g
 
@@ -212,7 +240,10 @@ class _Basis:
         self.cost, self.metric = cost, NUMBERS[str(cost.metric)]
         self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
         n, m = cost.shape
-        pairs = [self._near(None, price, by_rows=by_rows, count=CELLS) for price, by_rows in ((g, True), (f, False))]
+        pairs = [
+            self._near(None, price, by_rows=by_rows, count=LIMITS.first_cells)
+            for price, by_rows in ((g, True), (f, False))
+        ]
         keys = np.unique(np.concatenate([rows * m + columns for rows, columns in pairs]))
         self.rows, self.columns = keys // m, keys % m
         self.costs = self._costs(self.rows, self.columns)
@@ -226,7 +257,7 @@ class _Basis:
 
     @classmethod
     def solved(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
-        """The optimum, or what is reached in so many pivots; from potentials (f, g)."""
+        """Return the optimal basis, or the one that is reached in so many pivots, from potentials (f, g)."""
         basis = cls(cost, p, q, f, g)
         while basis.pivots >= 0 and basis.add_cells():
             basis.search()
@@ -247,7 +278,7 @@ class _Basis:
         n = len(self.p)
         arguments = (
             self.rows, self.columns + n, self.costs, self.tree, self.flow, self.edges, self.potential, n, self.root,
-            MOST_PIVOTS * len(self.potential) - self.pivots,
+            LIMITS.pivots_of_point * len(self.potential) - self.pivots,
         )  # fmt: skip
         made = run_on_threads(search_cells, 1, arguments, work=Work(SIMPLEX, len(self.rows) ** 2))[0]
         self.pivots = self.pivots + made if made >= 0 else -1
@@ -258,22 +289,22 @@ class _Basis:
         Calls search for the worst cells of each row and of each column in turn.
         """
         prices = (self.f, self.g) if self.by_rows else (self.g, self.f)
-        rows, columns = self._near(*prices, by_rows=self.by_rows, count=MORE_CELLS)
+        rows, columns = self._near(*prices, by_rows=self.by_rows, count=LIMITS.added_cells)
         self.by_rows = not self.by_rows
         costs, f, g = self._costs(rows, columns), self.f.numpy()[rows], self.g.numpy()[columns]
-        missing = costs - f - g < -ROUNDING * (costs + np.abs(f) + np.abs(g))
+        missing = costs - f - g < -LIMITS.rounding * (costs + np.abs(f) + np.abs(g))
         old, new = (self.rows, self.columns, self.costs), (rows, columns, costs)
         cells = (np.concatenate([listed, more[missing]]) for listed, more in zip(old, new, strict=True))
         self.rows, self.columns, self.costs = cells
         return bool(missing.any())
 
     def plan(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows, columns and mass of the n + m - 1 cells of the tree."""
-        from otloss.solvers.exact.clouds_numba import PARENT, flows_of
+        """Return the rows, columns and masses of the n + m - 1 cells of the tree."""
+        from otloss.solvers.exact.clouds_numba import TREE, flows_of
 
         n, moved = len(self.p), flows_of(self.tree, self.p, self.q, self.root)
         nodes = np.delete(np.arange(len(moved)), self.root)
-        above = self.tree[PARENT, nodes].astype(np.int64)
+        above = self.tree[TREE.parent, nodes].astype(np.int64)
         ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
         return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
 
@@ -285,7 +316,7 @@ class _Basis:
         """
         cheap = self.costs < price
         every = blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
-        blocks = every.of_equal_mass(self.p, self.q, unit) if every.count <= MOST_BLOCKS else None
+        blocks = every.of_equal_mass(self.p, self.q, unit) if every.count <= LIMITS.max_blocks else None
         if blocks is None:
             return torch.ones_like(rows, dtype=torch.bool)
         f, g = self.f.numpy(), self.g.numpy()
@@ -293,30 +324,29 @@ class _Basis:
             _boxes(*side, blocks.count) for side in ((self.x, blocks.rows), (self.y, blocks.columns))
         )
         apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
-        apart[np.isinf(apart).any(-1)] = 0.0  # of a block without points of one side, which has no mass
+        apart[np.isinf(apart).any(-1)] = 0.0  # a block without points of one side has no mass
         nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
         slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
-        shifts = blocks.shifts(f, g, slack - _largest(g, blocks.columns, blocks.count))
-        f += shifts[blocks.rows]
-        g -= shifts[blocks.columns]
+        blocks.shift(self.p, self.q, f, g, slack - _largest(g, blocks.columns, blocks.count))
         return torch.from_numpy(blocks.rows[rows.numpy()] == blocks.columns[columns.numpy()])
 
     def _near(self, own: Tensor | None, other: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the cells of least reduced cost, at most `count` for each row, or for each column.
+        """Return the cells of smallest reduced cost, at most `count` for each row, or for each column.
 
-        Only those of negative reduced cost, or with no potentials of its own side all.
+        With potentials of the own side, cells of reduced costs that are not negative are left out.
         """
         from otloss.costs.softmin_numba import as_columns
-        from otloss.solvers.exact.clouds_numba import NONE, answers_of_near_cells, near_cells
+        from otloss.solvers.exact.clouds_numba import allocate_near_cells, near_cells
+        from otloss.solvers.exact.simplex_numba import NONE
 
         x, y = (self.x, self.y) if by_rows else (self.y, self.x)
-        places, prices = answers_of_near_cells(len(x), count)
+        places, prices = allocate_near_cells(len(x), count)
         above = np.full(len(x), np.inf) if own is None else own.numpy()
         arguments = (x, as_columns(y), other.numpy(), above, self.metric, places, prices)
         run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments, work=Work("", len(x) * len(y), passes=1))
-        mine, their_place = np.nonzero(places != NONE)
-        theirs = places[mine, their_place]
-        return (mine, theirs) if by_rows else (theirs, mine)
+        own_points, at = np.nonzero(places != NONE)
+        other_points = places[own_points, at]
+        return (own_points, other_points) if by_rows else (other_points, own_points)
 
     def _costs(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         return self.cost.pairs(torch.from_numpy(rows), torch.from_numpy(columns)).numpy()
@@ -340,7 +370,7 @@ def _largest(values: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
 
 
 def _leaves_first(rows: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
-    """The edges of a shortest spanning tree of these cells, those of leaves before those above them."""
+    """Return the edges of a shortest spanning tree of these cells, the edge of a leaf before the edges above it."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import breadth_first_order, minimum_spanning_tree
 

@@ -1,7 +1,7 @@
 """The network simplex between two clouds of points on few cells of the plan, and the search for cells, compiled.
 
-The rule of the pivots is that of `simplex`, and masses are whole numbers as in `exact`. Everything that takes n m time
-or memory there is different here:
+Pivots follow the rule of `tree_numba`, and masses are whole numbers as in `simplex_numba`. Everything that takes n m
+time or memory there is different here:
 
 - Cells are a list, with their costs. Each pivot looks at some of them, and the cell of the least reduced cost enters.
 - The children of a node are a linked list. So a pivot takes time in proportion to its cycle and to the smaller part of
@@ -9,14 +9,13 @@ or memory there is different here:
 - `near_cells` searches for the cells to list. It selects columns for boxes of rows by the bound of `softmin_numba`, so
   in low dimension it never looks at most pairs of points.
 
-Notation: node v < n is point v of x, node n + j is point j of y. Rows of `tree`: PARENT (the root is its own), SIZE of
-the subtree, the first CHILD, and NEXT and BEFORE among the children of one node. `flow[v]`, in whole units, and
-`cost[v]` belong to the edge from v to its parent.
+Notation: node v < n is point v of x, node n + j is point j of y. `TREE` names the rows of `tree`. `flow[v]`, in whole
+units, and `cost[v]` belong to the edge from v to its parent.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,11 +23,28 @@ from otloss._numba.compile import compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.costs.order import BLOCK, ROWS
 from otloss.costs.softmin_numba import CHUNK, PIECE, add_slack, distances_of, keep_columns, scores_in_box, subtract
-from otloss.solvers.exact.simplex_numba import whole_masses
-from otloss.solvers.exact.tree_numba import ROUNDING
+from otloss.solvers.exact.simplex_numba import NONE, whole_masses
+from otloss.solvers.exact.tree_numba import LIMITS
 
-PARENT, SIZE, CHILD, NEXT, BEFORE = range(5)
-NONE = -1
+
+class Tree(NamedTuple):
+    """The rows of the array of a tree.
+
+    Attributes:
+        parent: the parent of each node; the root is its own.
+        size: the number of nodes in the subtree of each node.
+        child: the first child of each node.
+        following, previous: the neighbours of each node among the children of its parent.
+    """
+
+    parent: int = 0
+    size: int = 1
+    child: int = 2
+    following: int = 3
+    previous: int = 4
+
+
+TREE = Tree()
 
 
 # ---- cells -------------------------------------------------------------------------------------------------------
@@ -37,10 +53,10 @@ NONE = -1
 @inner(fastmath=False)
 def _insert(value: float, best: Any, count: int) -> int:
     """Insert a number into the list of the largest so far, in falling order; return the length of the list."""
-    most = best.shape[0]
-    if count == most and value <= best[most - 1]:
+    size = best.shape[0]
+    if count == size and value <= best[size - 1]:
         return count
-    at = count if count < most else most - 1
+    at = count if count < size else size - 1
     count = at + 1
     while at > 0 and best[at - 1] < value:
         best[at] = best[at - 1]
@@ -66,39 +82,39 @@ def _select(
     for j in range(count):
         slack[j] = 0.0
     add_slack(y, top, half, metric, slack[:count])
-    room = -np.inf
+    largest_gap = -np.inf
     for i in range(points.shape[0]):
-        room = max(room, above[i] + g[top] - _cost_to(points[i], y, top, metric))
-    least, held = bounds[top] - room, 0
+        largest_gap = max(largest_gap, above[i] + g[top] - _cost_to(points[i], y, top, metric))
+    threshold, found = bounds[top] - largest_gap, 0
     for start in range(0, count, CHUNK):
-        stop, reached = min(start + CHUNK, count), -np.inf
+        stop, largest_bound = min(start + CHUNK, count), -np.inf
         for j in range(start, stop):
             low = bounds[j] - slack[j]
-            reached = low if low > reached else reached
-        if held < best.shape[0] or reached > best[best.shape[0] - 1]:
+            largest_bound = low if low > largest_bound else largest_bound
+        if found < best.shape[0] or largest_bound > best[best.shape[0] - 1]:
             for j in range(start, stop):
-                held = _insert(bounds[j] - slack[j], best, held)
-    if held == best.shape[0]:
-        least = max(least, best[held - 1])
+                found = _insert(bounds[j] - slack[j], best, found)
+    if found == best.shape[0]:
+        threshold = max(threshold, best[found - 1])
     for j in range(count):
         bounds[j] += slack[j]
-    return keep_columns(y, g, count, bounds, least, near, near_g)
+    return keep_columns(y, g, count, bounds, threshold, near, near_g)
 
 
-def answers_of_near_cells(n: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+def allocate_near_cells(n: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return `columns` and `prices` for `near_cells`."""
     return np.empty((n, count), np.int64), np.empty((n, count))
 
 
 @compiled(seconds=3)
 def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, columns: Any, prices: Any) -> None:
-    """Write for each point of x the K columns (n, K) of the least C - g, out of those with C - g below `above` (n,).
+    """Write for each point of x the K columns (n, K) of the smallest C - g, out of those with C - g below `above` (n,).
 
-    Where there are fewer, the rest is NONE. The points x (n, d) and y, of `as_columns`, are in orders in which
-    neighbours follow each other. `prices` (n, K) is scratch.
+    Where there are fewer, NONE fills the row. The points x (n, d) and y, as `as_columns` returns it, are in orders in
+    which neighbours follow each other. `prices` (n, K) is scratch.
     """
-    (n, d), m, most = x.shape, y.shape[1], columns.shape[1]
-    scores, distances, best = np.empty(PIECE), np.empty(PIECE), np.empty(most)
+    (n, d), m, width = x.shape, y.shape[1], columns.shape[1]
+    scores, distances, best = np.empty(PIECE), np.empty(PIECE), np.empty(width)
     bounds, slack = np.empty(m + CHUNK), np.empty(m)
     near, near_g = np.empty((2, *y.shape)), np.empty((2, m))
     while True:
@@ -106,7 +122,7 @@ def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, co
         if first >= n:
             return
         last = min(first + ROWS * BLOCK, n)
-        taken = _select(
+        boxed = _select(
             x[first:last], above[first:last], y, g, m, metric, best, bounds, slack, near[0], near_g[0]
         )  # fmt: skip
         size = 0
@@ -114,25 +130,25 @@ def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, co
             if i % ROWS == 0:
                 stop = min(i + ROWS, last)
                 size = _select(
-                    x[i:stop], above[i:stop], near[0], near_g[0], taken, metric, best, bounds, slack, near[1], near_g[1]
+                    x[i:stop], above[i:stop], near[0], near_g[0], boxed, metric, best, bounds, slack, near[1], near_g[1]
                 )
             # Insert into the list of the best columns, the best first.
             count = 0
             for start in range(0, size, PIECE):
-                looked = size - start if size - start < PIECE else PIECE
-                distances_of(x[i], near[1], start, metric, distances, looked)
-                subtract(near_g[1, start : start + looked], distances, scores)
-                for j in range(looked):
+                in_piece = size - start if size - start < PIECE else PIECE
+                distances_of(x[i], near[1], start, metric, distances, in_piece)
+                subtract(near_g[1, start : start + in_piece], distances, scores)
+                for j in range(in_piece):
                     price = -scores[j]
-                    if price >= above[i] or (count == most and price >= prices[i, most - 1]):
+                    if price >= above[i] or (count == width and price >= prices[i, width - 1]):
                         continue
-                    at = count if count < most else most - 1
+                    at = count if count < width else width - 1
                     count = at + 1
                     while at > 0 and prices[i, at - 1] > price:
                         prices[i, at], columns[i, at] = prices[i, at - 1], columns[i, at - 1]
                         at -= 1
                     prices[i, at], columns[i, at] = price, np.int64(near[1, d, start + j])
-            for k in range(count, most):
+            for k in range(count, width):
                 columns[i, k] = NONE
 
 
@@ -160,36 +176,36 @@ def _cost(x: Any, y: Any, i: int, j: int, metric: int) -> float:
 
 @inner()
 def _detach(tree: Any, v: int) -> None:
-    up, after, before = tree[PARENT, v], tree[NEXT, v], tree[BEFORE, v]
+    up, after, before = tree[TREE.parent, v], tree[TREE.following, v], tree[TREE.previous, v]
     if before == NONE:
-        tree[CHILD, up] = after
+        tree[TREE.child, up] = after
     else:
-        tree[NEXT, before] = after
+        tree[TREE.following, before] = after
     if after != NONE:
-        tree[BEFORE, after] = before
+        tree[TREE.previous, after] = before
 
 
 @inner()
 def _attach(tree: Any, v: int, up: int) -> None:
-    first = tree[CHILD, up]
-    tree[PARENT, v], tree[NEXT, v], tree[BEFORE, v] = up, first, NONE
+    first = tree[TREE.child, up]
+    tree[TREE.parent, v], tree[TREE.following, v], tree[TREE.previous, v] = up, first, NONE
     if first != NONE:
-        tree[BEFORE, first] = v
-    tree[CHILD, up] = v
+        tree[TREE.previous, first] = v
+    tree[TREE.child, up] = v
 
 
 @inner()
 def _after_subtree(tree: Any, v: int, root: int) -> int:
     """Return the node that follows the subtree of v in the preorder of the subtree of `root`; `root` after the last."""
-    while v != root and tree[NEXT, v] == NONE:
-        v = tree[PARENT, v]
-    return v if v == root else tree[NEXT, v]
+    while v != root and tree[TREE.following, v] == NONE:
+        v = tree[TREE.parent, v]
+    return v if v == root else tree[TREE.following, v]
 
 
 @inner()
 def _after(tree: Any, v: int, root: int) -> int:
     """Return the node that follows v in the preorder of the subtree of `root`; `root` after the last."""
-    return tree[CHILD, v] if tree[CHILD, v] != NONE else _after_subtree(tree, v, root)
+    return tree[TREE.child, v] if tree[TREE.child, v] != NONE else _after_subtree(tree, v, root)
 
 
 @inner()
@@ -198,21 +214,33 @@ def _refresh(tree: Any, cost: Any, potential: Any, root: int) -> None:
     potential[root] = 0.0
     v = _after(tree, root, root)
     while v != root:
-        potential[v] = cost[v] - potential[tree[PARENT, v]]
+        potential[v] = cost[v] - potential[tree[TREE.parent, v]]
         v = _after(tree, v, root)
 
 
 @inner()
-def _ship(tree: Any, flow: Any, cost: Any, left: Any, v: int, w: int, price: float) -> tuple[int, int]:
-    """Ship all that is left at the lighter of two open nodes to the other one. Return (lighter, other).
+def _ship(tree: Any, flow: Any, cost: Any, units: Any, v: int, w: int, price: float) -> tuple[int, int]:
+    """Ship all units that remain at the lighter of two open nodes to the other one. Return (lighter, other).
 
     The lighter node is closed by that, and becomes a leaf below the other one.
     """
-    leaf, other = (v, w) if left[v] <= left[w] else (w, v)
-    tree[PARENT, leaf], flow[leaf], cost[leaf] = other, left[leaf], price
-    left[other] -= left[leaf]
-    left[leaf] = 0
+    leaf, other = (v, w) if units[v] <= units[w] else (w, v)
+    tree[TREE.parent, leaf], flow[leaf], cost[leaf] = other, units[leaf], price
+    units[other] -= units[leaf]
+    units[leaf] = 0
     return leaf, other
+
+
+@inner()
+def _link_children(tree: Any, closed: Any, count: int) -> None:
+    """Write sizes and children from the parents of the first `count` nodes of `closed`, leaves first."""
+    for v in range(count + 1):
+        tree[TREE.size, v], tree[TREE.child, v] = 1, NONE
+        tree[TREE.following, v], tree[TREE.previous, v] = NONE, NONE
+    for t in range(count):
+        v = closed[t]
+        tree[TREE.size, tree[TREE.parent, v]] += tree[TREE.size, v]
+        _attach(tree, v, tree[TREE.parent, v])
 
 
 @compiled(seconds=2)
@@ -221,53 +249,48 @@ def first_tree(
 ) -> tuple[int, Any, Any, Any, Any]:  # fmt: skip
     """Return a greedy plan along these cells: the root of its tree, `tree`, `flow`, `cost`, and the potentials.
 
-    Points ship in the order of the cells. What is left then ships in the order of x, to the cheapest open columns. The
+    Points ship in the order of the cells. What remains then ships in the order of x, to the cheapest open columns. The
     last two open nodes are the root and its last child.
     """
     n, m = x.shape[0], y.shape[0]
     tree, flow = np.empty((5, n + m), np.int32), np.empty(n + m, np.int64)
     cost, potential = np.empty(n + m), np.empty(n + m)
-    left, closed, open_columns = np.empty(n + m, np.int64), np.empty(n + m, np.int64), np.empty(m, np.int64)
-    whole_masses(p, q, n, m, left)
+    units, closed, open_columns = np.empty(n + m, np.int64), np.empty(n + m, np.int64), np.empty(m, np.int64)
+    whole_masses(p, q, n, m, units)
     other: Any = np.int64(0)
     done, opened, last = 0, 0, n + m - 1
     for k in range(rows.shape[0]):
         i, v = rows[k], columns[k] + n
-        if left[i] > 0 and left[v] > 0 and done < last:
-            closed[done], other = _ship(tree, flow, cost, left, i, v, _cost(x, y, i, v - n, metric))
+        if units[i] > 0 and units[v] > 0 and done < last:
+            closed[done], other = _ship(tree, flow, cost, units, i, v, _cost(x, y, i, v - n, metric))
             done += 1
     for j in range(m):
-        if left[n + j] > 0:
+        if units[n + j] > 0:
             open_columns[opened] = j
             opened += 1
     for i in range(n):
-        while left[i] > 0 and done < last:
+        while units[i] > 0 and done < last:
             best, place = np.inf, 0
             for k in range(opened):
                 price = _cost(x, y, i, open_columns[k], metric) - g[open_columns[k]]
                 if price < best:
                     best, place = price, k
             j = open_columns[place]
-            closed[done], other = _ship(tree, flow, cost, left, i, n + j, _cost(x, y, i, j, metric))
+            closed[done], other = _ship(tree, flow, cost, units, i, n + j, _cost(x, y, i, j, metric))
             if closed[done] == n + j:
                 opened -= 1
                 open_columns[place] = open_columns[opened]
             done += 1
-    tree[PARENT, other] = other
-    for v in range(n + m):
-        tree[SIZE, v], tree[CHILD, v], tree[NEXT, v], tree[BEFORE, v] = 1, NONE, NONE, NONE
-    for t in range(last):
-        v = closed[t]
-        tree[SIZE, tree[PARENT, v]] += tree[SIZE, v]
-        _attach(tree, v, tree[PARENT, v])
+    tree[TREE.parent, other] = other
+    _link_children(tree, closed, last)
     _refresh(tree, cost, potential, other)
     return other, tree, flow, cost, potential
 
 
 @inner()
-def _raise(tree: Any, potential: Any, node: int, root: int, by: float, n: int) -> None:
+def _shift_potentials(tree: Any, potential: Any, node: int, root: int, by: float, n: int) -> None:
     """Raise f and lower g in the subtree of `node`, or do the opposite in the rest of the tree if that is smaller."""
-    if 2 * tree[SIZE, node] <= potential.shape[0]:
+    if 2 * tree[TREE.size, node] <= potential.shape[0]:
         v = node
         while True:
             potential[v] += by if v < n else -by
@@ -285,27 +308,36 @@ def _raise(tree: Any, potential: Any, node: int, root: int, by: float, n: int) -
             return
 
 
+@inner()
+def _find_leaving_edge(parent: Any, size: Any, flow: Any, row: int, column: int, n: int) -> tuple[Any, Any, bool, Any]:
+    """Return the mass that moves, the node below the edge that leaves, whether row is below it, and the top node.
+
+    Mass enters at the new edge from row to column. It leaves every second edge of the path between them, from the ends
+    on. The top node is where the paths from both ends meet.
+    """
+    moved, out, behind_row = np.int64(2**62), np.int64(row), True
+    u, v = np.int64(row), np.int64(column)
+    while u != v:
+        if size[u] <= size[v]:
+            if u < n and flow[u] < moved:
+                moved, out, behind_row = flow[u], u, True
+            u = np.int64(parent[u])
+        else:
+            if v >= n and flow[v] < moved:
+                moved, out, behind_row = flow[v], v, False
+            v = np.int64(parent[v])
+    return moved, out, behind_row, u
+
+
 @spliced
 def _pivot(
     tree: Any, flow: Any, cost: Any, potential: Any, root: int, row: int, column: int, price: float, reduced: float,
     n: int,
 ) -> None:  # fmt: skip
     """Let the cell of the nodes `row` and `column` enter the tree."""
-    parent, size = tree[PARENT], tree[SIZE]
-    # Mass enters at the new edge from row to column. It leaves every second edge of the path between them, from the
-    # ends on.
-    moved, out, behind_row = np.int64(2**62), row, True
+    parent, size = tree[TREE.parent], tree[TREE.size]
+    moved, out, behind_row, top = _find_leaving_edge(parent, size, flow, row, column, n)
     u, v = row, column
-    while u != v:
-        if size[u] <= size[v]:
-            if u < n and flow[u] < moved:
-                moved, out, behind_row = flow[u], u, True
-            u = parent[u]
-        else:
-            if v >= n and flow[v] < moved:
-                moved, out, behind_row = flow[v], v, False
-            v = parent[v]
-    top, u, v = u, row, column
     while u != top:
         flow[u] += -moved if u < n else moved
         u = parent[u]
@@ -331,43 +363,43 @@ def _pivot(
         if v == out:
             break
         above, v, amount, price, inside = v, old_parent, old_flow, old_cost, old_size
-    _raise(tree, potential, node, root, reduced if behind_row else -reduced, n)
+    _shift_potentials(tree, potential, node, root, reduced if behind_row else -reduced, n)
 
 
 @compiled(seconds=3)
 def search_cells(
     counter: Any, rows: Any, columns: Any, costs: Any, tree: Any, flow: Any, cost: Any, potential: Any, n: int,
-    root: int, most: int,
+    root: int, max_pivots: int,
 ) -> int:  # fmt: skip
-    """Pivot until no reduced cost of the cells is negative; return the pivots made, or -1 where `most` are too few.
+    """Pivot until no reduced cost of the cells is negative. `rows` and `columns` are nodes.
 
-    rows and columns are nodes.
+    Returns the pivots made, or -1 where `max_pivots` do not suffice.
     """
     count = rows.shape[0]
-    together = int(np.sqrt(count)) + 1
-    pivots, start, clean, rounding, fresh = 0, 0, 0, ROUNDING, False
+    cells_at_once = int(np.sqrt(count)) + 1
+    pivots, start, cells_looked_at, rounding, is_refreshed = 0, 0, 0, LIMITS.rounding, False
     while True:
-        best, at, stop = 0.0, 0, min(start + together, count)
+        best, at, stop = 0.0, 0, min(start + cells_at_once, count)
         for k in range(start, stop):
             reduced = costs[k] - potential[rows[k]] - potential[columns[k]]
             if reduced < best:
                 best, at = reduced, k
-        clean += stop - start
+        cells_looked_at += stop - start
         start = stop if stop < count else 0
         if best < -rounding * (abs(costs[at]) + abs(potential[rows[at]]) + abs(potential[columns[at]])):
-            if pivots == most or is_stopped(counter, -best, np.nan):
+            if pivots == max_pivots or is_stopped(counter, -best, np.nan):
                 return -1
             _pivot(tree, flow, cost, potential, root, rows[at], columns[at], costs[at], best, n)
             pivots += 1
-            clean, fresh = 0, False
-        if clean >= count:
-            if fresh:
+            cells_looked_at, is_refreshed = 0, False
+        if cells_looked_at >= count:
+            if is_refreshed:
                 return pivots
             # Search once more with potentials free of the rounding of pivots. The larger tolerance makes the search
             # end.
             _refresh(tree, cost, potential, root)
             rounding *= 2
-            clean, fresh = 0, True
+            cells_looked_at, is_refreshed = 0, True
 
 
 @compiled()
@@ -381,7 +413,7 @@ def flows_of(tree: Any, p: Any, q: Any, root: int) -> Any:
         moved[t] = p[t] if t < n else -q[t - n]
     for t in range(count - 1, 0, -1):
         v = order[t]
-        moved[tree[PARENT, v]] += moved[v]
+        moved[tree[TREE.parent, v]] += moved[v]
         # The search worked with rounded masses, so tiny flows may come out negative.
         moved[v] = max(moved[v] if v < n else -moved[v], 0.0)
     moved[root] = 0.0
@@ -401,9 +433,9 @@ def split_flows(groups: Any, masses: Any, of_flows: Any, flows: Any) -> tuple[An
     for at in range(moved.shape[0]):
         is_last_member = i + 1 == groups.shape[0] or groups[i + 1] != groups[i]
         is_last_flow = k + 1 == flows.shape[0] or of_flows[k + 1] != of_flows[k]
-        left, rest = max(masses[i] - gone, 0.0), max(flows[k] - used, 0.0)
-        closes_member = is_last_flow or (not is_last_member and left <= rest)
-        members[at], parts[at], moved[at] = i, k, left if closes_member else rest
+        units, rest = max(masses[i] - gone, 0.0), max(flows[k] - used, 0.0)
+        closes_member = is_last_flow or (not is_last_member and units <= rest)
+        members[at], parts[at], moved[at] = i, k, units if closes_member else rest
         gone, used = gone + moved[at], used + moved[at]
         if closes_member:
             i, gone = i + 1, 0.0

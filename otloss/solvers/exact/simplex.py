@@ -40,7 +40,7 @@ from otloss.costs import DenseCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.exact.batch import solve_batch
 from otloss.solvers.exact.blocks import (
-    PRICE_RATIO,
+    LIMITS,
     blocks_of_plan,
     price_of,
     shift_blocks,
@@ -259,7 +259,7 @@ def solve_exact(
     matrices = matrix.detach().cpu().contiguous().view(matrix.shape[:-2].numel(), n, m).numpy()
     owners = _owners(matrix.shape[:-2], batch).reshape(-1)
     prices = None if start is None else _flat(start[1], batch)
-    arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
+    arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, max_pivots=_MAX_PIVOTS)
     check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
     _settle_prices(weights, matrices, owners, arrays, unit_of(dtype or p.dtype, p.dtype), warns=warns)
@@ -274,7 +274,7 @@ def _settle_prices(
 ) -> None:  # fmt: skip
     """Solve problems again whose bins fall into blocks that only priced pairs connect; fill their answers."""
     f, g, cells, flows, outcome = answers
-    some = np.flatnonzero(outcome[:, 2] > PRICE_RATIO * outcome[:, 0])
+    some = np.flatnonzero(outcome[:, 2] > LIMITS.price_ratio * outcome[:, 0])
     if not some.size:
         return
     masses = weights[0][some].sum(1)
@@ -287,7 +287,7 @@ def _settle_prices(
         if blocks is None:
             continue
         capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)
-        again = solve_batch(p[None], q[None], capped, owner, start=None, most=_MAX_PIVOTS)
+        again = solve_batch(p[None], q[None], capped, owner, start=None, max_pivots=_MAX_PIVOTS)
         for old, new in zip(answers, again, strict=True):
             old[k] = new[0]
         shift_blocks(blocks, p, q, matrix, f=f[k], g=g[k])

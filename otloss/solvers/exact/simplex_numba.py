@@ -2,56 +2,89 @@
 
     min <C, P>  over  P >= 0,  P 1 = p,  P^T 1 = q
 
-Only bins with mass take part in the search (`tree_numba`), which works with whole numbers in place of masses.
-Those of q's bins are multiples of a number larger than n; those of p's bins are 1 above such multiples. So no partial
-sums of
-the two sides agree, no edge is ever empty, and every pivot lowers the cost: the search ends without rules against
-cycling (the perturbation of A. Charnes, 1952). The unit is 2^-61 of the mass. The flows that are returned are sums of
-the real masses along the last tree.
+Only bins with mass take part in the search (`tree_numba`), which works with whole numbers in place of masses. The
+numbers of q's bins are multiples of a number larger than n, and the numbers of p's bins are 1 above such multiples. So
+no partial sums of the two sides agree, no edge is ever empty, and every pivot lowers the cost: the search ends without
+rules against cycling (the perturbation of A. Charnes, 1952). The unit is 2^-61 of the mass. The flows that are returned
+are sums of the real masses along the last tree.
 
 The search starts from a greedy plan. One bin after the other ships to its cheapest open partners until it is empty.
 Each shipment closes one of its two bins, which becomes a leaf below the other. If the caller gives the potentials of a
 similar problem, bins ship in the order of leaves of a shortest spanning tree by reduced costs. Where these potentials
 are still optimal, that is the tree of the optimum.
 
-Kernels take arrays in three tuples. Tuples without names, since numba takes 2 microseconds more to read a NamedTuple:
+Kernels take arrays in three tuples. They have no names, since numba takes 2 microseconds more to read a NamedTuple:
 
     problems    p (B, n), q (B, m), matrices (K, n, m), owners (B,): problem k uses matrices[owners[k]]
-    answers     of the function `answers`, to be filled. The outcome is the value, the duality gap, a scale to judge
-                the gap by, and the number of pivots, which is -1 where it would exceed `most`.
-    memory      whole, real, tree, block of `scratch`, one tuple per thread
+    results     f, g, cells, flows and outcome of `allocate_results`, to be filled; pivots are -1 where `max_pivots` do
+                not suffice
+    memory      whole, real, tree and block of `scratch`, one tuple per thread
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from otloss._numba.compile import bits_of_float64, compiled, inner, spliced
 from otloss._numba.tasks import next_task
 from otloss.solvers.exact.tree_numba import (
-    ORDER,
-    PARENT,
-    SPARE,
+    TREE,
     VECTOR,
     best_key,
     largest_size,
-    least,
     lower,
-    number,
+    min_difference,
+    number_nodes,
     place_mask,
     refresh,
     search,
 )
 
-UNITS = 2.0**61
 NONE = -1
-# Rows of the scratch arrays of a thread.
-LEFT, FLOW, HINT, ROWS, COLUMNS, SEQUENCE = range(6)
-POTENTIAL, NEAR, PRICE_P, PRICE_Q, MASS_P, MASS_Q = range(6)
-# What is written per problem.
-VALUE, GAP, SCALE, PIVOTS = range(4)
+
+
+class Whole(NamedTuple):
+    """The rows of the whole numbers of a thread.
+
+    Attributes:
+        units: the mass of each node that has not been shipped.
+        flow: the mass on the edge from each node to its parent.
+        hint: the node that each node ships to first, or NONE.
+        rows, columns: the bins of p and of q with mass.
+        sequence: the nodes in the order in which they enter the shortest tree.
+    """
+
+    units: int = 0
+    flow: int = 1
+    hint: int = 2
+    rows: int = 3
+    columns: int = 4
+    sequence: int = 5
+
+
+class Real(NamedTuple):
+    """The rows of the floats of a thread: potentials of all nodes, distances to the tree, prices and masses."""
+
+    potential: int = 0
+    near: int = 1
+    price_p: int = 2
+    price_q: int = 3
+    mass_p: int = 4
+    mass_q: int = 5
+
+
+class Outcome(NamedTuple):
+    """The columns of the outcome: value, duality gap, a scale to judge the gap by, and pivots, -1 if not optimal."""
+
+    value: int = 0
+    gap: int = 1
+    scale: int = 2
+    pivots: int = 3
+
+
+WHOLE, REAL, OUTCOME = Whole(), Real(), Outcome()
 
 
 def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
@@ -64,7 +97,7 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
     )
 
 
-def answers(problems: int, n: int, m: int) -> tuple[np.ndarray, ...]:
+def allocate_results(problems: int, n: int, m: int) -> tuple[np.ndarray, ...]:
     """Return the arrays that kernels fill: f, g, cells, flows and outcome."""
     return (
         np.empty((problems, n)),
@@ -76,7 +109,7 @@ def answers(problems: int, n: int, m: int) -> tuple[np.ndarray, ...]:
 
 
 @inner()
-def _occupied(weights: Any, places: Any, masses: Any) -> int:
+def _write_occupied(weights: Any, places: Any, masses: Any) -> int:
     """Write the places and the masses of the bins with mass; return their number."""
     count = 0
     for k in range(weights.shape[0]):
@@ -95,28 +128,28 @@ def _sum(values: Any, count: int) -> float:
 
 
 @inner()
-def whole_masses(p: Any, q: Any, n: int, m: int, left: Any) -> None:
+def whole_masses(p: Any, q: Any, n: int, m: int, units: Any) -> None:
     """Write the masses as whole numbers of units, balanced at the heaviest bin of q."""
     step = 1
     while step <= n:
         step *= 2
-    units, mass_p, mass_q = UNITS / step, _sum(p, n), _sum(q, m)
+    per_side, mass_p, mass_q = 2.0**61 / step, _sum(p, n), _sum(q, m)
     total, heaviest = 0, 0
     for i in range(n):
-        left[i] = int(p[i] / mass_p * units) * step + 1
-        total += left[i]
+        units[i] = int(p[i] / mass_p * per_side) * step + 1
+        total += units[i]
     for j in range(m):
-        whole = int(q[j] / mass_q * units)
-        left[n + j] = (whole if whole > 1 else 1) * step
-        total -= left[n + j]
+        whole = int(q[j] / mass_q * per_side)
+        units[n + j] = (whole if whole > 1 else 1) * step
+        total -= units[n + j]
         if q[j] > q[heaviest]:
             heaviest = j
-    left[n + heaviest] += total
+    units[n + heaviest] += total
 
 
 @inner(fastmath=VECTOR)
-def _nearest(near: Any, mask: int, count: int) -> Any:
-    """The place of the smallest of numbers >= 0."""
+def _find_nearest(near: Any, mask: int, count: int) -> Any:
+    """Return the place of the smallest of numbers >= 0."""
     key = np.int64(0x7FFFFFFFFFFFFFFF)
     for v in range(count):
         at = (bits_of_float64(near[v]) & ~mask) | v
@@ -126,7 +159,7 @@ def _nearest(near: Any, mask: int, count: int) -> Any:
 
 @inner()
 def _shortest_tree(cost: Any, f: Any, g: Any, n: int, m: int, near: Any, hint: Any, order: Any) -> None:
-    """Write a shortest spanning tree by reduced costs, of Prim's algorithm.
+    """Write a shortest spanning tree by reduced costs, by Prim's algorithm.
 
     `order` gets the nodes in the order in which they enter, and `hint` the node by which each enters. f and g are
     overwritten: a bin in the tree gets the price -inf, so that no other bin comes nearer to it.
@@ -138,30 +171,30 @@ def _shortest_tree(cost: Any, f: Any, g: Any, n: int, m: int, near: Any, hint: A
     hint[0] = NONE
     for t in range(n + m):
         if t > 0:
-            v = _nearest(near, mask, n + m)
+            v = _find_nearest(near, mask, n + m)
         order[t] = v
         near[v] = np.inf
         if v < n:
             by, row = f[v], cost[v]
             f[v] = -np.inf
             for j in range(m):
-                away = row[j] - by - g[j]
-                away = away if away > 0 else 0.0
-                if away < near[n + j]:
-                    near[n + j], hint[n + j] = away, v
+                distance = row[j] - by - g[j]
+                distance = distance if distance > 0 else 0.0
+                if distance < near[n + j]:
+                    near[n + j], hint[n + j] = distance, v
         else:
             by = g[v - n]
             g[v - n] = -np.inf
             for i in range(n):
-                away = cost[i, v - n] - by - f[i]
-                away = away if away > 0 else 0.0
-                if away < near[i]:
-                    near[i], hint[i] = away, v
+                distance = cost[i, v - n] - by - f[i]
+                distance = distance if distance > 0 else 0.0
+                if distance < near[i]:
+                    near[i], hint[i] = distance, v
 
 
 @inner()
-def _cheapest(cost: Any, f_open: Any, g_open: Any, n: int, m: int, v: int, base: float) -> int:
-    """The open node that v ships to at the least reduced cost."""
+def _find_cheapest(cost: Any, f_open: Any, g_open: Any, n: int, m: int, v: int, base: float) -> int:
+    """Return the open node that v ships to at the smallest reduced cost."""
     if v < n:
         mask = place_mask(m)
         return n + (best_key(cost[v], g_open, base, mask, m) & mask)
@@ -174,11 +207,9 @@ def _cheapest(cost: Any, f_open: Any, g_open: Any, n: int, m: int, v: int, base:
 
 
 @spliced
-def _ship(
-    cost: Any, left: Any, f_open: Any, g_open: Any, n: int, m: int, hint: Any, order: Any, last: int, tree: Any,
-    flow: Any,
-) -> None:  # fmt: skip
+def _ship(cost: Any, whole: Any, tree: Any, f_open: Any, g_open: Any, n: int, m: int, order: Any, last: int) -> None:
     """Empty the nodes order[last], order[last - 1], ..., first to the node in `hint`, then to the cheapest."""
+    units, flow, hint = whole[WHOLE.units], whole[WHOLE.flow], whole[WHOLE.hint]
     # A base so large that open bins have positive keys, whatever their price. Closed bins get the price -inf.
     prices = 0.0
     for i in range(n):
@@ -187,21 +218,21 @@ def _ship(
         prices = abs(g_open[j]) if abs(g_open[j]) > prices else prices
     base = 2 * (largest_size(cost, n, m) + prices)
     base = base if base > 0 else 1.0
-    parent, closed, done, t = tree[PARENT], tree[SPARE], 0, last
+    parent, closed, done, t = tree[TREE.parent], tree[TREE.spare], 0, last
     other = 0
     while done < n + m - 1:
         v = order[t]
         t -= 1
-        while left[v] > 0 and done < n + m - 1:
+        while units[v] > 0 and done < n + m - 1:
             w = hint[v]
-            if w == NONE or left[w] == 0:
-                w = _cheapest(cost, f_open, g_open, n, m, v, base)
+            if w == NONE or units[w] == 0:
+                w = _find_cheapest(cost, f_open, g_open, n, m, v, base)
             leaf, other = v, w
-            if left[v] > left[w]:
+            if units[v] > units[w]:
                 leaf, other = w, v
-            parent[leaf], flow[leaf] = other, left[leaf]
-            left[other] -= left[leaf]
-            left[leaf] = 0
+            parent[leaf], flow[leaf] = other, units[leaf]
+            units[other] -= units[leaf]
+            units[leaf] = 0
             if leaf < n:
                 f_open[leaf] = -np.inf
             else:
@@ -209,12 +240,12 @@ def _ship(
             closed[done] = leaf
             done += 1
     closed[done], parent[other] = other, other
-    number(tree, n + m)
+    number_nodes(tree, n + m)
 
 
 @inner()
-def _prices(cost: Any, n: int, m: int, f: Any, g: Any) -> None:
-    """Write the potentials of the greedy plan without a start: f is 0, and g the least cost of each column."""
+def _write_first_prices(cost: Any, n: int, m: int, f: Any, g: Any) -> None:
+    """Write the potentials of the greedy plan without a start: f is 0, and g the smallest cost of each column."""
     for i in range(n):
         f[i] = 0.0
     for j in range(m):
@@ -225,14 +256,14 @@ def _prices(cost: Any, n: int, m: int, f: Any, g: Any) -> None:
 
 @inner()
 def _extend(matrix: Any, rows: Any, columns: Any, n: int, m: int, g: Any, price: Any, f_all: Any, g_all: Any) -> None:
-    """Feasible potentials of all bins by c-transforms over the bins with mass, from potentials g of those."""
+    """Write feasible potentials of all bins, by c-transforms over the bins with mass, from potentials g of these."""
     width = g_all.shape[0]
     for j in range(width):
         g_all[j], price[j] = -np.inf, -np.inf
     for j in range(m):
         g_all[columns[j]] = g[j]
     for i in range(n):
-        f_all[rows[i]] = least(matrix[rows[i]], g_all, width)
+        f_all[rows[i]] = min_difference(matrix[rows[i]], g_all, width)
     for j in range(width):
         g_all[j] = np.inf
     for i in range(n):
@@ -244,14 +275,14 @@ def _extend(matrix: Any, rows: Any, columns: Any, n: int, m: int, g: Any, price:
         if at < n and rows[at] == i:
             at += 1
         else:
-            f_all[i] = least(matrix[i], price, width)
+            f_all[i] = min_difference(matrix[i], price, width)
 
 
 @spliced
 def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> tuple[int, int]:
     """Write places, masses and costs of the bins with mass; return their numbers. The masses get equal sums."""
-    rows, columns, a, b = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q]
-    n, m = _occupied(p, rows, a), _occupied(q, columns, b)
+    rows, columns, a, b = whole[WHOLE.rows], whole[WHOLE.columns], real[REAL.mass_p], real[REAL.mass_q]
+    n, m = _write_occupied(p, rows, a), _write_occupied(q, columns, b)
     if n == 0 or m == 0:
         return 0, 0
     scale = _sum(a, n) / _sum(b, m)
@@ -262,35 +293,22 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
             source, target = matrix[rows[i]], block[i]
             for j in range(m):
                 target[j] = source[columns[j]]
-    whole_masses(a, b, n, m, whole[LEFT])
-    hint = whole[HINT]
+    whole_masses(a, b, n, m, whole[WHOLE.units])
+    hint = whole[WHOLE.hint]
     for k in range(n + m):
         hint[k] = NONE
     return n, m
 
 
-@spliced
-def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, most: int, answer: Any, memory: Any) -> None:
-    """Search from the tree, and write the answer."""
-    f, g, cells, flows, outcome = answer
-    whole, real, tree, _ = memory
-    rows, columns, a, b, potential = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q], real[POTENTIAL]
-    parent, order = tree[PARENT], tree[ORDER]
-    refresh(cost, tree, potential, n, m)
-    pivots = search(cost, tree, whole[FLOW], potential, n, m, most, counter)
-    _extend(matrix, rows, columns, n, m, potential[n:], real[PRICE_Q], f, g)
-    dual = 0.0
+@inner()
+def _write_flows(cost: Any, whole: Any, real: Any, tree: Any, n: int, m: int, cells: Any, flows: Any) -> float:
+    """Write the cells of the tree and their real masses, summed up from the leaves; return what the plan costs."""
+    rows, columns, excess = whole[WHOLE.rows], whole[WHOLE.columns], real[REAL.potential]
+    parent, order, value = tree[TREE.parent], tree[TREE.order], 0.0
     for i in range(n):
-        dual += a[i] * f[rows[i]]
+        excess[i] = real[REAL.mass_p, i]
     for j in range(m):
-        dual += b[j] * g[columns[j]]
-    # The real mass on the edge above each node, summed up from the leaves.
-    excess = potential
-    for i in range(n):
-        excess[i] = a[i]
-    for j in range(m):
-        excess[n + j] = -b[j]
-    value = 0.0
+        excess[n + j] = -real[REAL.mass_q, j]
     for t in range(n + m - 1, 0, -1):
         v = order[t]
         up = parent[v]
@@ -303,7 +321,26 @@ def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, most: int, ans
         value += moved * cost[i, j]
     for t in range(n + m - 1, flows.shape[0]):
         cells[0, t], cells[1, t], flows[t] = 0, 0, 0.0
-    outcome[VALUE], outcome[GAP], outcome[SCALE], outcome[PIVOTS] = (
+    return value
+
+
+@spliced
+def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: int, result: Any, memory: Any) -> None:
+    """Search from the tree, and write the result."""
+    f, g, cells, flows, outcome = result
+    whole, real, tree, _ = memory
+    rows, columns = whole[WHOLE.rows], whole[WHOLE.columns]
+    a, b, potential = real[REAL.mass_p], real[REAL.mass_q], real[REAL.potential]
+    refresh(cost, tree, potential, n, m)
+    pivots = search(cost, tree, whole[WHOLE.flow], potential, n, m, max_pivots, counter)
+    _extend(matrix, rows, columns, n, m, potential[n:], real[REAL.price_q], f, g)
+    dual = 0.0
+    for i in range(n):
+        dual += a[i] * f[rows[i]]
+    for j in range(m):
+        dual += b[j] * g[columns[j]]
+    value = _write_flows(cost, whole, real, tree, n, m, cells, flows)
+    outcome[OUTCOME.value], outcome[OUTCOME.gap], outcome[OUTCOME.scale], outcome[OUTCOME.pivots] = (
         value,
         value - dual,
         largest_size(cost, n, m) * _sum(a, n),
@@ -312,41 +349,42 @@ def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, most: int, ans
 
 
 @spliced
-def solve_one(counter: Any, p: Any, q: Any, matrix: Any, most: int, answer: Any, memory: Any) -> None:
-    """Solve one problem and write what `solve_problems` writes; nothing for a problem without mass."""
+def solve_one(counter: Any, p: Any, q: Any, matrix: Any, max_pivots: int, result: Any, memory: Any) -> None:
+    """Solve one problem and write its results, or nothing for a problem without mass."""
     whole, real, tree, block = memory
-    sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
+    sequence, prices_p, prices_q = whole[WHOLE.sequence], real[REAL.price_p], real[REAL.price_q]
     n, m = _prepare(p, q, matrix, whole, real, block)
     if n > 0:
         cost = matrix if n == p.shape[0] and m == q.shape[0] else block
-        _prices(cost, n, m, prices_p, prices_q)
+        _write_first_prices(cost, n, m, prices_p, prices_q)
         for i in range(n):
             sequence[i] = i
-        _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n - 1, tree, whole[FLOW])
-        _finish(counter, matrix, cost, n, m, most, answer, memory)
+        _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n - 1)
+        _finish(counter, matrix, cost, n, m, max_pivots, result, memory)
 
 
 @compiled(seconds=4)
-def solve_problems(counter: Any, problems: Any, most: int, answers: Any, memory: Any) -> None:
-    """Fill the answers of the problems (see the module) in at most `most` pivots each."""
+def solve_problems(counter: Any, problems: Any, max_pivots: int, results: Any, memory: Any) -> None:
+    """Fill the results of the problems (see the module) in at most `max_pivots` pivots each."""
     p, q, matrices, owners = problems
-    f, g, cells, flows, outcome = answers
+    f, g, cells, flows, outcome = results
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        answer = f[k], g[k], cells[k], flows[k], outcome[k]
-        solve_one(counter, p[k], q[k], matrices[owners[k]], most, answer, memory)
+        result = f[k], g[k], cells[k], flows[k], outcome[k]
+        solve_one(counter, p[k], q[k], matrices[owners[k]], max_pivots, result, memory)
 
 
 @compiled(seconds=4)
-def solve_problems_from(counter: Any, start: Any, problems: Any, most: int, answers: Any, memory: Any) -> None:
-    """As `solve_problems`, from potentials `start` (B, m) of q's bins. A kernel of its own, since few calls need it."""
+def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int, results: Any, memory: Any) -> None:
+    """Do the same from potentials `start` (B, m) of q's bins. It is a kernel of its own, since few calls need it."""
     p, q, matrices, owners = problems
-    f, g, cells, flows, outcome = answers
+    f, g, cells, flows, outcome = results
     whole, real, tree, block = memory
-    sequence, prices_p, prices_q, columns = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q], whole[COLUMNS]
-    open_p, open_q = real[POTENTIAL], real[NEAR]
+    sequence, columns = whole[WHOLE.sequence], whole[WHOLE.columns]
+    prices_p, prices_q = real[REAL.price_p], real[REAL.price_q]
+    open_p, open_q = real[REAL.potential], real[REAL.near]
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -359,10 +397,10 @@ def solve_problems_from(counter: Any, start: Any, problems: Any, most: int, answ
         for j in range(m):
             prices_q[j] = start[k, columns[j]]
         for i in range(n):
-            prices_p[i] = least(cost[i], prices_q, m)
+            prices_p[i] = min_difference(cost[i], prices_q, m)
             open_p[i] = prices_p[i]
-        _shortest_tree(cost, open_p, prices_q, n, m, open_q, whole[HINT], sequence)
+        _shortest_tree(cost, open_p, prices_q, n, m, open_q, whole[WHOLE.hint], sequence)
         for j in range(m):
             prices_q[j] = start[k, columns[j]]
-        _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n + m - 1, tree, whole[FLOW])
-        _finish(counter, matrix, cost, n, m, most, (f[k], g[k], cells[k], flows[k], outcome[k]), memory)
+        _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n + m - 1)
+        _finish(counter, matrix, cost, n, m, max_pivots, (f[k], g[k], cells[k], flows[k], outcome[k]), memory)

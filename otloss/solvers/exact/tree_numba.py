@@ -10,25 +10,53 @@ exchanges runs, and two comparisons tell whether a node lies below another.
 
 Source: R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11.
 
-Notation: node v < n is bin v of p, node n + j is bin j of q. Rows of `tree`: PARENT (the root is its own), SIZE of the
-subtree, POSITION in preorder, ORDER (the node at a place), SPARE. `flow[v]` is the mass on the edge from v to its
-parent, in whole units that never tie (see `simplex_numba`); `potential` holds f, then g.
+Notation: node v < n is bin v of p, node n + j is bin j of q. `TREE` names the rows of `tree`. `flow[v]` is the mass on
+the edge from v to its parent, in whole units that never tie (see `simplex_numba`); `potential` holds f, then g.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from otloss._numba.compile import bits_of_float64, float64_of_bits, inner, spliced
 from otloss._numba.tasks import is_stopped
 
-PARENT, SIZE, POSITION, ORDER, SPARE = range(5)
-# A negative reduced cost counts as zero if its size is below this, relative to |C_ij| + |f_i| + |g_j|.
-ROUNDING = 4e-16
-# Cells looked at for each pivot; at least two rows.
-LOOK_AT = 512
+
+class Tree(NamedTuple):
+    """The rows of the array of a tree.
+
+    Attributes:
+        parent: the parent of each node; the root is its own.
+        size: the number of nodes in the subtree of each node.
+        position: the place of each node in preorder.
+        order: the node at each place.
+        spare: scratch.
+    """
+
+    parent: int = 0
+    size: int = 1
+    position: int = 2
+    order: int = 3
+    spare: int = 4
+
+
+class Limits(NamedTuple):
+    """Numbers of the search.
+
+    Attributes:
+        rounding: a negative reduced cost counts as zero if its size is below this, relative to |C_ij| + |f_i| + |g_j|.
+            Each of the two differences rounds by 1.1e-16 of these numbers.
+        cells_of_a_look: cells looked at for each pivot, in at least two rows: with more of them pivots take longer,
+            with fewer there are more pivots.
+    """
+
+    rounding: float = 4e-16
+    cells_of_a_look: int = 512
+
+
+TREE, LIMITS = Tree(), Limits()
 VECTOR = {"contract", "nsz", "nnan", "reassoc"}
 
 
@@ -47,8 +75,8 @@ def best_key(row: Any, price: Any, base: float, mask: int, count: int) -> Any:
 
 
 @inner(fastmath=VECTOR)
-def least(row: Any, price: Any, count: int) -> float:
-    """Return the least of row - price, as the least of whole numbers: `_numba.compile.largest` explains the bits."""
+def min_difference(row: Any, price: Any, count: int) -> float:
+    """Return the smallest entry of row - price, as the smallest of whole numbers (see `_numba.compile.largest`)."""
     key = np.int64(0x7FFFFFFFFFFFFFFF)
     for j in range(count):
         bits = bits_of_float64(row[j] - price[j])
@@ -59,7 +87,7 @@ def least(row: Any, price: Any, count: int) -> float:
 
 @inner(fastmath=VECTOR)
 def largest_size(cost: Any, n: int, m: int) -> float:
-    """The largest absolute entry."""
+    """Return the largest absolute entry."""
     bits = np.int64(0)
     for i in range(n):
         row = cost[i]
@@ -79,7 +107,7 @@ def lower(bound: Any, row: Any, by: float, count: int) -> None:
 
 @inner()
 def place_mask(m: int) -> Any:
-    """The bits that hold the numbers below m."""
+    """Return the bits that hold the numbers below m."""
     mask = np.int64(1)
     while mask < m:
         mask *= 2
@@ -87,9 +115,10 @@ def place_mask(m: int) -> Any:
 
 
 @inner()
-def number(tree: Any, count: int) -> None:
-    """Write sizes and positions, from the parents and the nodes in SPARE, which are in an order from leaves to root."""
-    parent, size, position, order, closed = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
+def number_nodes(tree: Any, count: int) -> None:
+    """Write sizes and positions from the parents and the nodes in `spare`, in an order from leaves to root."""
+    parent, size, position = tree[TREE.parent], tree[TREE.size], tree[TREE.position]
+    order, closed = tree[TREE.order], tree[TREE.spare]
     last = count - 1
     for v in range(count):
         size[v] = 1
@@ -109,7 +138,7 @@ def number(tree: Any, count: int) -> None:
 @inner()
 def refresh(cost: Any, tree: Any, potential: Any, n: int, m: int) -> None:
     """Compute the potentials from the tree alone, without the rounding of earlier pivots."""
-    order, parent = tree[ORDER], tree[PARENT]
+    order, parent = tree[TREE.order], tree[TREE.parent]
     potential[order[0]] = 0.0
     for t in range(1, n + m):
         v = order[t]
@@ -118,7 +147,7 @@ def refresh(cost: Any, tree: Any, potential: Any, n: int, m: int) -> None:
 
 
 @inner()
-def _raise(order: Any, potential: Any, begin: int, end: int, by: float, n: int) -> None:
+def _shift_potentials(order: Any, potential: Any, begin: int, end: int, by: float, n: int) -> None:
     """Raise f and lower g at the nodes in places begin to end."""
     for t in range(begin, end):
         v = order[t]
@@ -126,28 +155,38 @@ def _raise(order: Any, potential: Any, begin: int, end: int, by: float, n: int) 
 
 
 @inner()
-def _hang(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> tuple[int, int]:
+def _reverse_path(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> None:
+    """Make `node` the root of the subtree of `out` and hang it below `above`; write the nodes to `spare` in preorder.
+
+    The order is, for each node on the path up to `out`, its old run without the run of the node before it on the path.
+    """
+    parent, size, position = tree[TREE.parent], tree[TREE.size], tree[TREE.position]
+    order, spare, count = tree[TREE.order], tree[TREE.spare], tree[TREE.size, out]
+    a = b = position[node] + size[node]
+    size_before, filled = 0, 0
+    while True:
+        begin, end = position[node], position[node] + size[node]
+        for t in range(begin, a):
+            spare[filled] = order[t]
+            filled += 1
+        for t in range(b, end):
+            spare[filled] = order[t]
+            filled += 1
+        a, b, old_size, old_parent, old_flow = begin, end, size[node], parent[node], flow[node]
+        parent[node], flow[node], size[node] = above, moved, count - size_before
+        if node == out:
+            return
+        above, node, moved, size_before = node, old_parent, old_flow, old_size
+
+
+@inner()
+def _reattach(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> tuple[int, int]:
     """Attach the subtree of `out` below `above`, with `node` as its new root; return its new places."""
-    parent, size, position, order, spare = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
+    size, position, order, spare = tree[TREE.size], tree[TREE.position], tree[TREE.order], tree[TREE.spare]
     begin, count = position[out], size[out]
     # The subtree goes directly behind `above` or behind the subtree of `above`, whichever is nearer.
     first, last = position[above] + 1, position[above] + size[above]
-    # The new order: for each node on the path up to `out`, its old run without that of the node before it on the path.
-    a = b = position[node] + size[node]
-    inner, filled = 0, 0
-    while True:
-        begin_node, end_node = position[node], position[node] + size[node]
-        for t in range(begin_node, a):
-            spare[filled] = order[t]
-            filled += 1
-        for t in range(b, end_node):
-            spare[filled] = order[t]
-            filled += 1
-        a, b, old_size, old_parent, old_flow = begin_node, end_node, size[node], parent[node], flow[node]
-        parent[node], flow[node], size[node] = above, moved, count - inner
-        if node == out:
-            break
-        above, node, moved, inner = node, old_parent, old_flow, old_size
+    _reverse_path(tree, flow, node, above, out, moved)
     if last <= begin or (first <= begin and begin - first < last - begin - count):
         target = last if last <= begin else first
         for t in range(begin - 1, target - 1, -1):
@@ -168,7 +207,7 @@ def _hang(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> 
 @spliced
 def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced: float, n: int, m: int) -> None:
     """Let the cell of the nodes `row` and `column` enter the tree."""
-    parent, size, position = tree[PARENT], tree[SIZE], tree[POSITION]
+    parent, size, position = tree[TREE.parent], tree[TREE.size], tree[TREE.position]
     # Mass enters at the new edge from row to column. It leaves every second edge of the path between them, from the
     # ends on.
     moved, out, behind_row = np.int64(2**62), row, True
@@ -191,7 +230,7 @@ def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced:
         v = parent[v]
     node, above = (row, column) if behind_row else (column, row)
     left_behind = parent[out]
-    begin, end = _hang(tree, flow, node, above, out, moved)
+    begin, end = _reattach(tree, flow, node, above, out, moved)
     while left_behind != top:
         size[left_behind] -= end - begin
         left_behind = parent[left_behind]
@@ -201,42 +240,42 @@ def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced:
     # Potentials are defined up to a constant, so those of the smaller part change.
     by = reduced if behind_row else -reduced
     if 2 * (end - begin) <= n + m:
-        _raise(tree[ORDER], potential, begin, end, by, n)
+        _shift_potentials(tree[TREE.order], potential, begin, end, by, n)
     else:
         first = begin - begin  # numba would compile another version for a literal 0
-        _raise(tree[ORDER], potential, first, begin, -by, n)
-        _raise(tree[ORDER], potential, end, n + m, -by, n)
+        _shift_potentials(tree[TREE.order], potential, first, begin, -by, n)
+        _shift_potentials(tree[TREE.order], potential, end, n + m, -by, n)
 
 
 @spliced
-def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, most: int, counter: Any) -> int:
-    """Pivot until no reduced cost is negative; return the pivots made, or -1 where `most` are not enough."""
+def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, max_pivots: int, counter: Any) -> int:
+    """Pivot until no reduced cost is negative; return the pivots made, or -1 where `max_pivots` do not suffice."""
     f, g = potential[:n], potential[n:]
-    mask, together = place_mask(m), LOOK_AT // m if LOOK_AT // m > 2 else 2
-    together = together if together < n else n
-    pivots, i, clean, rounding, fresh = 0, 0, 0, ROUNDING, True
+    mask, rows_at_once = place_mask(m), max(LIMITS.cells_of_a_look // m, 2)
+    rows_at_once = rows_at_once if rows_at_once < n else n
+    pivots, i, rows_looked_at, rounding, is_refreshed = 0, 0, 0, LIMITS.rounding, True
     while True:
         best, row = np.int64(-1), 0
-        for _ in range(together):
+        for _ in range(rows_at_once):
             key = best_key(cost[i], g, f[i], mask, m)
             if key > best:
                 best, row = key, i
             i = i + 1 if i + 1 < n else 0
-        clean += together
+        rows_looked_at += rows_at_once
         if best > 0:
             j = best & mask
             reduced = cost[row, j] - f[row] - g[j]
             if reduced < -rounding * (abs(cost[row, j]) + abs(f[row]) + abs(g[j])):
-                if pivots == most or is_stopped(counter, -reduced, np.nan):
+                if pivots == max_pivots or is_stopped(counter, -reduced, np.nan):
                     return -1
                 _pivot(tree, flow, potential, row, n + j, reduced, n, m)
                 pivots += 1
-                clean, fresh = 0, False
-        if clean >= n:
-            if fresh:
+                rows_looked_at, is_refreshed = 0, False
+        if rows_looked_at >= n:
+            if is_refreshed:
                 return pivots
             # Search once more with potentials free of the rounding of pivots. The larger tolerance makes the search
             # end.
             refresh(cost, tree, potential, n, m)
             rounding *= 2
-            clean, fresh = 0, True
+            rows_looked_at, is_refreshed = 0, True

@@ -16,13 +16,9 @@ import numpy as np
 
 from otloss._numba.compile import compiled, inner
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.exact.simplex_numba import PIVOTS, solve_one
-from otloss.solvers.exact.simplex_numba import answers as answers_of_exact
+from otloss.solvers.exact.simplex_numba import OUTCOME, solve_one
+from otloss.solvers.exact.simplex_numba import allocate_results as allocate_exact_results
 from otloss.solvers.exact.simplex_numba import scratch as scratch_of_exact
-
-# Scratch matrices (n, m), and those of two sides.
-PLAN, TARGET, FIXED, FEATURES, MOVED, MOVED_TARGET, GRADIENT, HALF = range(8)
-MOST_PIVOTS = 10_000_000
 
 
 class Problems(NamedTuple):
@@ -36,7 +32,14 @@ class Problems(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of a thread: `solver` of the exact solver, matrices (8, n, m), and the bins with mass of one problem."""
+    """The memory of a thread.
+
+    Attributes:
+        solver: the memory of the exact solver.
+        matrices: eight matrices (n, m), in the order in which `descend_problems` names them.
+        C, D, p, q: distances within the spaces, and weights, of the bins with mass.
+        f, g, cells, flows, outcome: the results of the exact solver.
+    """
 
     solver: Any
     matrices: Any
@@ -55,17 +58,17 @@ def scratch(n: int, m: int) -> tuple[Scratch]:
     """Return the memory of a thread."""
     solver = tuple(scratch_of_exact(n, m, np.float64))
     squares = np.empty((n, n)), np.empty((m, m))
-    answer = (array[0] for array in answers_of_exact(1, n, m))
-    return (Scratch(solver, np.zeros((8, n, m)), *squares, np.empty(n), np.empty(m), *answer),)
+    results = (array[0] for array in allocate_exact_results(1, n, m))
+    return (Scratch(solver, tuple(np.zeros((8, n, m))), *squares, np.empty(n), np.empty(m), *results),)
 
 
-def answers(problems: int) -> tuple[np.ndarray, np.ndarray]:
+def allocate_results(problems: int) -> tuple[np.ndarray, np.ndarray]:
     """Return `values` and `converged` for `descend_problems`."""
     return np.empty(problems), np.empty(problems, np.bool_)
 
 
 @inner()
-def _gathered(weights: Any, square: Any, masses: Any, compact: Any, places: Any) -> int:
+def _gather(weights: Any, square: Any, masses: Any, compact: Any, places: Any) -> int:
     """Write weights, places and the part of the matrix of the bins with mass; return the number of these bins."""
     count = 0
     for k in range(weights.shape[0]):
@@ -102,7 +105,7 @@ def _product(C: Any, D: Any, P: Any, n: int, m: int, half: Any, T: Any) -> None:
 
 @inner()
 def _fixed(C: Any, D: Any, M: Any, p: Any, q: Any, n: int, m: int, alpha: float, fixed: Any) -> None:
-    """(1 - alpha) M + alpha times the squares of both orientations against the marginals."""
+    """Write (1 - alpha) M + alpha times the squares of both orientations against the marginals."""
     for i in range(n):
         side = 0.0
         for k in range(n):
@@ -128,7 +131,7 @@ def _energy(M: Any, fixed: Any, P: Any, T: Any, n: int, m: int, alpha: float) ->
 
 @inner()
 def _rounding(M: Any, fixed: Any, P: Any, n: int, m: int, alpha: float) -> float:
-    """1e-15 of `_Energy.size` of the reference implementation."""
+    """Return the rounding of E: 1e-15 of `_Energy.size` of the reference implementation."""
     total = 0.0
     for i in range(n):
         for j in range(m):
@@ -139,15 +142,15 @@ def _rounding(M: Any, fixed: Any, P: Any, n: int, m: int, alpha: float) -> float
 
 @inner()
 def _gradient(fixed: Any, T: Any, n: int, m: int, alpha: float, gradient: Any) -> None:
-    """The gradient less its least entry: costs of the solver are not negative."""
-    least = np.inf
+    """Write the gradient less its smallest entry: costs of the solver are not negative."""
+    smallest = np.inf
     for i in range(n):
         for j in range(m):
             gradient[i, j] = fixed[i, j] - 2 * alpha * T[i, j]
-            least = gradient[i, j] if gradient[i, j] < least else least
+            smallest = gradient[i, j] if gradient[i, j] < smallest else smallest
     for i in range(n):
         for j in range(m):
-            gradient[i, j] -= least
+            gradient[i, j] -= smallest
 
 
 @inner()
@@ -162,53 +165,71 @@ def _length(P: Any, Q: Any, gradient: Any, n: int, m: int, value: float, target:
     return t, value + b * t + c * t * t
 
 
+@inner()
+def _gather_problem(problems: Any, k: int, plan: Any, work: Any, rows: Any, columns: Any) -> tuple[int, int]:
+    """Write the bins with mass of problem k, its matrices and its plan there; return the numbers of these bins."""
+    P, features = work.matrices[0], work.matrices[3]
+    n = _gather(problems.p[k], problems.C[k if problems.C.shape[0] > 1 else 0], work.p, work.C, rows)
+    m = _gather(problems.q[k], problems.D[k if problems.D.shape[0] > 1 else 0], work.q, work.D, columns)
+    M = problems.M[k if problems.M.shape[0] > 1 else 0]
+    for i in range(n):
+        for j in range(m):
+            features[i, j], P[i, j] = M[rows[i], columns[j]], plan[rows[i], columns[j]]
+    return n, m
+
+
+@inner()
+def _descend(
+    counter: Any, n: int, m: int, alpha: float, max_iterations: int, tolerance: float, work: Any
+) -> tuple[float, bool]:
+    """Descend from the plan among the matrices, which is overwritten; return the value, and whether it converged."""
+    P, target, fixed, features, T, T_target, gradient, half = work.matrices
+    C, D, p, q, result = work.C, work.D, work.p, work.q, (work.f, work.g, work.cells, work.flows, work.outcome)
+    _fixed(C, D, features, p, q, n, m, alpha, fixed)
+    _product(C, D, P, n, m, half, T)
+    value = _energy(features, fixed, P, T, n, m, alpha)
+    rounding = _rounding(features, fixed, P, n, m, alpha)
+    converged, iteration, max_pivots = n == 0 or m == 0, 0, 10_000_000
+    while iteration < max_iterations and not converged and not is_stopped(counter, np.nan, np.nan):
+        iteration += 1
+        _gradient(fixed, T, n, m, alpha, gradient)
+        solve_one(counter, p, q, gradient, max_pivots, result, work.solver)
+        if work.outcome[OUTCOME.pivots] < 0:  # or stopped
+            break
+        for i in range(n):
+            for j in range(m):
+                target[i, j] = 0.0
+        for k in range(n + m - 1):
+            target[work.cells[0, k], work.cells[1, k]] += work.flows[k]
+        _product(C, D, target, n, m, half, T_target)
+        value_of_target = _energy(features, fixed, target, T_target, n, m, alpha)
+        t, new = _length(P, target, gradient, n, m, value, value_of_target)
+        for i in range(n):
+            for j in range(m):
+                P[i, j] += t * (target[i, j] - P[i, j])
+                T[i, j] += t * (T_target[i, j] - T[i, j])
+        converged = abs(value - new) <= tolerance * abs(new) + rounding
+        value = new
+    return _energy(features, fixed, P, T, n, m, alpha), converged
+
+
 @compiled(seconds=6)
 def descend_problems(
-    counter: Any, problems: Any, alpha: float, most: int, tolerance: float, plans: Any, values: Any, converged: Any,
-    work: Any,
+    counter: Any, problems: Any, alpha: float, max_iterations: int, tolerance: float, plans: Any, values: Any,
+    converged: Any, work: Any,
 ) -> None:  # fmt: skip
-    """Descend from plans (B, n, m), which are overwritten, in at most `most` steps. Fills values and converged."""
-    P, Q, fixed = work.matrices[PLAN], work.matrices[TARGET], work.matrices[FIXED]
-    features, T, T_target = work.matrices[FEATURES], work.matrices[MOVED], work.matrices[MOVED_TARGET]
-    gradient, half, C, D, a, b = work.matrices[GRADIENT], work.matrices[HALF], work.C, work.D, work.p, work.q
-    rows, columns = np.empty(a.shape[0], np.int64), np.empty(b.shape[0], np.int64)
-    answer = work.f, work.g, work.cells, work.flows, work.outcome
+    """Descend from plans (B, n, m), which are overwritten, in at most `max_iterations` steps each.
+
+    Fills `values` and `converged`.
+    """
+    rows, columns = np.empty(plans.shape[1], np.int64), np.empty(plans.shape[2], np.int64)
     while True:
-        at = next_task(counter)
-        if at >= plans.shape[0]:
+        k = next_task(counter)
+        if k >= plans.shape[0]:
             return
-        n = _gathered(problems.p[at], problems.C[at if problems.C.shape[0] > 1 else 0], a, C, rows)
-        m = _gathered(problems.q[at], problems.D[at if problems.D.shape[0] > 1 else 0], b, D, columns)
-        wide, plan = problems.M[at if problems.M.shape[0] > 1 else 0], plans[at]
+        plan = plans[k]
+        n, m = _gather_problem(problems, k, plan, work, rows, columns)
+        values[k], converged[k] = _descend(counter, n, m, alpha, max_iterations, tolerance, work)
         for i in range(n):
             for j in range(m):
-                features[i, j], P[i, j] = wide[rows[i], columns[j]], plan[rows[i], columns[j]]
-        _fixed(C, D, features, a, b, n, m, alpha, fixed)
-        _product(C, D, P, n, m, half, T)
-        value = _energy(features, fixed, P, T, n, m, alpha)
-        rounding = _rounding(features, fixed, P, n, m, alpha)
-        converged[at] = n == 0 or m == 0
-        steps = 0
-        while steps < most and not converged[at] and not is_stopped(counter, np.nan, np.nan):
-            steps += 1
-            _gradient(fixed, T, n, m, alpha, gradient)
-            solve_one(counter, a, b, gradient, MOST_PIVOTS, answer, work.solver)
-            if work.outcome[PIVOTS] < 0:  # or stopped
-                break
-            for i in range(n):
-                for j in range(m):
-                    Q[i, j] = 0.0
-            for k in range(n + m - 1):
-                Q[work.cells[0, k], work.cells[1, k]] += work.flows[k]
-            _product(C, D, Q, n, m, half, T_target)
-            t, new = _length(P, Q, gradient, n, m, value, _energy(features, fixed, Q, T_target, n, m, alpha))
-            for i in range(n):
-                for j in range(m):
-                    P[i, j] += t * (Q[i, j] - P[i, j])
-                    T[i, j] += t * (T_target[i, j] - T[i, j])
-            converged[at] = abs(value - new) <= tolerance * abs(new) + rounding
-            value = new
-        for i in range(n):
-            for j in range(m):
-                plan[rows[i], columns[j]] = P[i, j]
-        values[at] = _energy(features, fixed, P, T, n, m, alpha)
+                plan[rows[i], columns[j]] = work.matrices[0][i, j]

@@ -50,12 +50,11 @@ from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.histograms import histogram_pair
 from otloss.solvers.solve import solve
 
-ROUNDING = 1e-13  # of the sizes of the terms of a value
-_LARGEST = 1e300  # of intermediate numbers; the solver adds some of them
+ROUNDING = 1e-13  # relative to the sizes of the terms of a value, as they cancel
 
 
 class FusedGromov(NamedTuple):
-    """The answer of `fused_gromov`.
+    """The result of `fused_gromov`.
 
     Attributes:
         value: (...), E at the plan, plus the entropy term if there is an epsilon; differentiable.
@@ -128,17 +127,7 @@ def fused_gromov(
     check_no_transform()
     C, D, M, a, b = (t.detach() for t in inputs)
     energy = _Energy(C, D, M, float(alpha))
-    with torch.no_grad():
-        by_kernel = epsilon is None and may_run_on(C, D, M, a, b)
-        results = [
-            _descend_by_kernel(energy, plan, a, b, max_iterations, tolerance)
-            if by_kernel
-            else _descend(energy, plan, a, b, epsilon, max_iterations, tolerance)
-            for plan in _starts(energy, a, b, starts, generator)
-        ]
-        plan, value, converged = functools.reduce(_better, results)
-        # Between equal spaces the terms of the value cancel.
-        value = value.masked_fill((value < 0) & (value >= -ROUNDING * energy.size(plan)), 0.0)
+    plan, value, converged = _best_minimum(energy, a, b, starts, generator, epsilon, max_iterations, tolerance)
     if not bool(converged.all()):
         warnings.warn(
             f"{int((~converged).sum())} of {converged.numel()} fused Gromov problems did not converge: the last of "
@@ -178,12 +167,30 @@ class _Energy(NamedTuple):
         return (1 - self.alpha) * (self.M.abs() * plan).sum((-2, -1)) + self.alpha * squares
 
 
+@torch.no_grad()
+def _best_minimum(
+    energy: _Energy, p: Tensor, q: Tensor, starts: int, generator: torch.Generator | None, epsilon: float | None,
+    max_iterations: int, tolerance: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the plan, the value, and whether the search converged, of the best of the starts."""
+    by_kernel = epsilon is None and may_run_on(energy.C, energy.D, energy.M, p, q)
+    results = [
+        _descend_by_kernel(energy, plan, p, q, max_iterations, tolerance)
+        if by_kernel
+        else _descend(energy, plan, p, q, epsilon, max_iterations, tolerance)
+        for plan in _starts(energy, p, q, starts, generator)
+    ]
+    plan, value, converged = functools.reduce(_better, results)
+    # Between equal spaces the terms of the value cancel.
+    return plan, value.masked_fill((value < 0) & (value >= -ROUNDING * energy.size(plan)), 0.0), converged
+
+
 def _descend(
-    energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None, most: int, tolerance: float
+    energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     value = energy.value(plan) + _entropy(plan, p, q, epsilon)
     done, rounding = torch.zeros_like(value, dtype=torch.bool), 1e-15 * energy.size(plan)
-    for _ in range(most):
+    for _ in range(max_iterations):
         gradient = energy.gradient(plan)
         target = solve(p, q, _from_zero(gradient), epsilon=epsilon).plan()
         if epsilon is None:
@@ -203,10 +210,10 @@ def _descend(
 
 
 def _descend_by_kernel(
-    energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, most: int, tolerance: float
+    energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same as `_descend` without an epsilon, on a CPU, by the numba kernel."""
-    from otloss.solvers.gromov.descent_numba import Problems, answers, descend_problems, scratch
+    from otloss.solvers.gromov.descent_numba import Problems, allocate_results, descend_problems, scratch
 
     batch, (n, m) = p.shape[:-1], plan.shape[-2:]
     count = batch.numel()
@@ -216,12 +223,12 @@ def _descend_by_kernel(
     ]
     weights = [t.reshape(count, t.shape[-1]).contiguous().numpy() for t in (p, q)]
     plans = plan.expand(*batch, n, m).reshape(count, n, m).clone()
-    values, done = (torch.from_numpy(array) for array in answers(count))
+    values, converged = (torch.from_numpy(array) for array in allocate_results(count))
     problems = Problems(*matrices, *weights)
-    arguments = (problems, energy.alpha, most, tolerance, plans.numpy(), values.numpy(), done.numpy())
+    arguments = (problems, energy.alpha, max_iterations, tolerance, plans.numpy(), values.numpy(), converged.numpy())
     work = Work("steps of Frank and Wolfe", count * n * m * (n + m))
     run_on_threads(descend_problems, count, arguments, lambda: scratch(n, m), work=work)
-    return plans.reshape(*batch, n, m), values.reshape(batch), done.reshape(batch)
+    return plans.reshape(*batch, n, m), values.reshape(batch), converged.reshape(batch)
 
 
 def _from_zero(cost: Tensor) -> Tensor:
@@ -377,7 +384,7 @@ def _check_range(C: Tensor, D: Tensor, M: Tensor, p: Tensor) -> None:
         c, d, cost = (float(t.abs().amax()) if t.numel() else 0.0 for t in (C, D, M))
         mass = max(1.0, float(p.sum()))
     largest = cost + 4 * (c + d) * (c + d)
-    if sum(M.shape[-2:]) * mass * mass * largest < _LARGEST:
+    if sum(M.shape[-2:]) * mass * mass * largest < 1e300:  # the solver adds some of these numbers
         return
     for name, tensor in (("C_x", C), ("C_y", D), ("feature_cost", M)):
         check_finite(name, tensor)

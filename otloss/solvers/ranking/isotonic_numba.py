@@ -12,16 +12,15 @@ import numpy as np
 from otloss._numba.compile import compiled, inner
 from otloss._numba.tasks import next_task
 
-ROWS = 16  # a task
-FALLING, FITTED, MEAN, Z = range(4)  # rows of the scratch array
+ROWS = 16  # the rows of a task
 
 
-def scratch(n: int) -> tuple[np.ndarray]:
-    """Return the scratch array of a thread."""
-    return (np.empty((4, n)),)
+def scratch(n: int) -> tuple[tuple[np.ndarray, ...]]:
+    """Return the memory of a thread: four rows, which the kernels name."""
+    return (tuple(np.empty((4, n))),)
 
 
-def answers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def allocate_results(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `projection`, or the gradient, and `blocks` for rows (rows, n)."""
     return np.empty_like(rows), np.empty(rows.shape, np.int64)
 
@@ -76,7 +75,7 @@ def _gather(x: Any, order: Any, falling: Any, trim: int, share: float) -> tuple[
 @compiled(seconds=2)
 def project_rows(
     counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, trim: int,
-    share: float, projection: Any, blocks: Any, real: Any,
+    share: float, projection: Any, blocks: Any, memory: Any,
 ) -> None:  # fmt: skip
     """Write P(scale u / epsilon, w) in the order of x, or with `sorts` r P(w / epsilon, s / r) in falling order.
 
@@ -86,7 +85,7 @@ def project_rows(
     at each end.
     """
     rows, n = x.shape
-    falling, y, mean, z = real[FALLING], real[FITTED], real[MEAN], real[Z]
+    falling, y, mean, z = memory
     while True:
         task = next_task(counter)
         if task * ROWS >= rows:
@@ -110,11 +109,11 @@ def project_rows(
 @compiled(seconds=2)
 def project_backward(
     counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, trim: int,
-    share: float, upstream: Any, blocks: Any, gradient: Any, real: Any,
+    share: float, upstream: Any, blocks: Any, gradient: Any, memory: Any,
 ) -> None:  # fmt: skip
     """Write the gradient in x to `gradient`, from `upstream`, that in the result of `project_rows`."""
     rows, n = x.shape
-    falling, fitted, mean = real[FALLING], real[FITTED], real[MEAN]
+    falling, fitted, mean, _ = memory
     while True:
         task = next_task(counter)
         if task * ROWS >= rows:

@@ -30,8 +30,6 @@ from torch import Tensor
 from otloss._autograd import check_no_tangent, check_no_transform, eager, once_only
 from otloss._numba.threads import run_on_threads
 
-_ENTRIES = 20_000  # For fewer entries a second thread takes longer to start than it saves.
-
 
 def quadratic_rank(x: Float[Tensor, "*batch n"], epsilon: float) -> Float[Tensor, "*batch n"]:
     """Return `soft_rank`, differentiable once."""
@@ -40,12 +38,12 @@ def quadratic_rank(x: Float[Tensor, "*batch n"], epsilon: float) -> Float[Tensor
 
 
 def quadratic_top_k(x: Float[Tensor, "*batch n"], k: int, epsilon: float) -> Float[Tensor, "*batch n"]:
-    """Return `soft_top_k` likewise."""
+    """Return `soft_top_k`, differentiable once."""
     return _projected(x, (np.arange(x.shape[-1]) < k).astype(float), 1.0, epsilon, False)
 
 
 def quadratic_sort(x: Float[Tensor, "*batch n"], epsilon: float) -> Float[Tensor, "*batch n"]:
-    """Return `soft_sort` likewise, largest first."""
+    """Return `soft_sort`, largest first, differentiable once."""
     n = x.shape[-1]
     return _projected(x, np.arange(n, 0.0, -1.0) / max(n - 1, 1), 1.0, epsilon, True)
 
@@ -78,12 +76,12 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bool) -> Tensor:
-        from otloss.solvers.ranking.isotonic_numba import answers, project_rows
+        from otloss.solvers.ranking.isotonic_numba import allocate_results, project_rows
 
         if x.dtype == torch.float64:
             check_range(x.amax(-1) - x.amin(-1))
         rows = _rows(x)
-        order, (projection, blocks) = np.argsort(rows, -1), answers(rows)
+        order, (projection, blocks) = np.argsort(rows, -1), allocate_results(rows)
         settings = order, w, scale, float(epsilon), sorts, *((0, 1.0) if sorts else trim(len(w)))
         _run(project_rows, rows, *settings, projection, blocks)
         ctx.save_for_backward(x)
@@ -92,11 +90,11 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from otloss.solvers.ranking.isotonic_numba import answers, project_backward
+        from otloss.solvers.ranking.isotonic_numba import allocate_results, project_backward
 
         (x,) = ctx.saved_tensors
         rows = _rows(x)
-        gradient, _ = answers(rows)
+        gradient, _ = allocate_results(rows)
         _run(project_backward, rows, *ctx.settings, _rows(gradients[0]), ctx.blocks, gradient)
         message = 'a second derivative of regularization="quadratic" was asked for; use "entropy", which gives them.'
         return once_only(torch.from_numpy(gradient).reshape(x.shape).to(x), message, x, gradients[0]), *[None] * 4
@@ -111,4 +109,5 @@ def _run(kernel: Any, rows: np.ndarray, *arguments: Any) -> None:
     from otloss.solvers.ranking.isotonic_numba import ROWS, scratch
 
     tasks, n = -(-len(rows) // ROWS), rows.shape[-1]
-    run_on_threads(kernel, tasks, (rows, *arguments), lambda: scratch(n), one_thread=rows.size < _ENTRIES)
+    is_small = rows.size < 20_000  # a second thread takes longer to start than it saves
+    run_on_threads(kernel, tasks, (rows, *arguments), lambda: scratch(n), one_thread=is_small)

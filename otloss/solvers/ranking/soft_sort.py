@@ -31,6 +31,7 @@ and d theta = sum_i w_i dz_i / sum_i w_i with w = mask (1 - mask). All of it is 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,18 +42,35 @@ from otloss._autograd import eager
 from otloss._checks import check_finite, check_floating, check_positive
 from otloss.solvers.ranking.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k, trim
 
-# Entries of a row that a plan is made for: two matrices of this size take a quarter of a GiB.
-_LARGEST_PLAN = 4096
-# Scores of up to 2 / epsilon are rounded such that sums are right to 1e-8 and better.
-_LEAST_EPSILON = 1e-7
-_EPSILON = {"entropy": 0.01, "quadratic": 0.5}  # The default.
-_NEWTON_STEPS, _BISECTIONS = 50, 200
-# Of the columns' sums. The scores are rounded to 2e-16 of 2 / epsilon, and the sums with them.
-_TOLERANCE, _ROUNDING = 1e-11, 1e-15
-_WIDE_GAP = 20.0  # times n epsilon
-# Added to the diagonal: equations are singular to rounding where the plan falls into parts that hardly exchange mass.
-# The plan and its derivatives stay the same.
-_RIDGE = 1e-12
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of the methods.
+
+    Attributes:
+        largest_plan: entries of a row that a plan is made for: two matrices of this size take a quarter of a GiB.
+        smallest_epsilon: scores of up to 2 / epsilon are rounded such that sums are right to 1e-8 and better.
+        newton_steps, bisections: the steps after which the search for b, or for the threshold, is given up; about six
+            and ten suffice.
+        tolerance, rounding: the error of the columns' sums. The scores are rounded to 2e-16 of 2 / epsilon, and the
+            sums with them.
+        widest_gap: relative to n epsilon: entries farther apart exchange exp(-40) of their mass at most.
+        ridge: added to the diagonal of the equations, which are singular to rounding where the plan falls into parts
+            that hardly exchange mass. The plan and its derivatives stay the same.
+    """
+
+    largest_plan: int = 4096
+    smallest_epsilon: float = 1e-7
+    newton_steps: int = 50
+    bisections: int = 200
+    tolerance: float = 1e-11
+    rounding: float = 1e-15
+    widest_gap: float = 20.0
+    ridge: float = 1e-12
+
+
+LIMITS = Limits()
+_EPSILON = {"entropy": 0.01, "quadratic": 0.5}  # the default for each regularization
 
 
 @eager
@@ -230,14 +248,16 @@ def _check(function: str, x: Any, epsilon: Any, regularization: str) -> float:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n) with at least one entry.")
     if regularization not in _EPSILON:
         raise ValueError(f"regularization is {regularization!r}, expected one of {tuple(_EPSILON)}.")
-    if function != "soft_top_k" and regularization == "entropy" and x.shape[-1] > _LARGEST_PLAN:
+    if function != "soft_top_k" and regularization == "entropy" and x.shape[-1] > LIMITS.largest_plan:
         raise ValueError(
-            f"x has {x.shape[-1]} entries in a row, expected at most {_LARGEST_PLAN}: {function} solves n equations "
-            'with an n x n matrix. regularization="quadratic" takes rows of any length.'
+            f"x has {x.shape[-1]} entries in a row, expected at most {LIMITS.largest_plan}: {function} solves n "
+            'equations with an n x n matrix. regularization="quadratic" takes rows of any length.'
         )
     epsilon = _EPSILON[regularization] if epsilon is None else epsilon
-    if check_positive("epsilon", epsilon) < _LEAST_EPSILON:
-        raise ValueError(f"epsilon is {epsilon}, expected at least {_LEAST_EPSILON}; the limit 0 is torch.sort.")
+    if check_positive("epsilon", epsilon) < LIMITS.smallest_epsilon:
+        raise ValueError(
+            f"epsilon is {epsilon}, expected at least {LIMITS.smallest_epsilon}; the limit 0 is torch.sort."
+        )
     check_finite("x", x)
     return epsilon
 
@@ -272,14 +292,14 @@ def _plan(u: Tensor, epsilon: float) -> Float[Tensor, "*batch n n"]:
     """Return S, with its graph in u."""
     n = u.shape[-1]
     # Entries exchange exp(-2 gap / (n epsilon)) of their mass at most: beyond, wider gaps only cost digits.
-    u = _without_wide_gaps(u, max(1.0, _WIDE_GAP * n * epsilon))
+    u = _without_wide_gaps(u, max(1.0, LIMITS.widest_gap * n * epsilon))
     places = torch.linspace(0, 1, n, dtype=u.dtype, device=u.device)
     scores = (2 / epsilon) * u.unsqueeze(-1) * places
     ascending = u.detach().sort(-1).values
     between = (ascending[..., 1:] + ascending[..., :-1]) / (epsilon * max(n - 1, 1))
     start = -torch.cat([torch.zeros_like(u[..., :1]), between.cumsum(-1)], -1).detach()
     largest = max(1.0, float(ascending.amax())) if u.numel() else 1.0
-    plan: Tensor = _Balanced.apply(scores, start, max(_TOLERANCE, _ROUNDING * largest / epsilon))
+    plan: Tensor = _Balanced.apply(scores, start, max(LIMITS.tolerance, LIMITS.rounding * largest / epsilon))
     return plan
 
 
@@ -321,26 +341,26 @@ def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
     times the second. So a step shortened to log(1 + spread) / spread always increases it.
     """
     shifted = torch.empty_like(scores)  # Allocating new memory would take as long as the sum.
-    for _ in range(_NEWTON_STEPS):
+    for _ in range(LIMITS.newton_steps):
         plan = torch.softmax(torch.add(scores, b.unsqueeze(-2), out=shifted), -1)
         lack = 1 - plan.sum(-2)
-        off = lack.abs().amax(-1, keepdim=True)
-        unfinished = off > tolerance
+        error = lack.abs().amax(-1, keepdim=True)
+        unfinished = error > tolerance
         if not bool(unfinished.any()):
             return plan
         step = torch.linalg.solve(_exchange(plan), lack.unsqueeze(-1)).squeeze(-1)
         spread = (step.amax(-1, keepdim=True) - step.amin(-1, keepdim=True)).clamp(min=torch.finfo(b.dtype).tiny)
         b = torch.where(unfinished, b + torch.log1p(spread) / spread * step, b)
     raise RuntimeError(
-        f"{int(unfinished.sum())} rows were not sorted to the tolerance in {_NEWTON_STEPS} steps of Newton's method, "
-        f"the worst with an error of {float(off.max()):.3g} where {tolerance:.3g} was expected; raise epsilon."
+        f"{int(unfinished.sum())} rows were not sorted to the tolerance in {LIMITS.newton_steps} steps of Newton's "
+        f"method, the worst with an error of {float(error.max()):.3g}, expected {tolerance:.3g}; raise epsilon."
     )
 
 
 def _exchange(plan: Tensor) -> Tensor:
     """diag(S^T 1) - S^T S, what columns exchange through rows, made regular: it leaves a constant in b undecided."""
     exchange = (plan.mT @ plan).neg_().add_(1 / plan.shape[-1])
-    exchange.diagonal(dim1=-2, dim2=-1).add_(plan.sum(-2) + _RIDGE)
+    exchange.diagonal(dim1=-2, dim2=-1).add_(plan.sum(-2) + LIMITS.ridge)
     return exchange
 
 
@@ -380,7 +400,7 @@ def _find_threshold(scores: Tensor, k: int) -> Tensor:
     high, low = scores.topk(k + 1, dim=-1).values[..., k - 1 :].split(1, -1)
     low, high = low - math.log(n) - 1, high + math.log(n) + 1
     theta = torch.zeros_like(low)
-    for _ in range(_BISECTIONS):
+    for _ in range(LIMITS.bisections):
         shares = torch.sigmoid(scores - theta)
         excess = shares.sum(-1, keepdim=True) - k
         low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)

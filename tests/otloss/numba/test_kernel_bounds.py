@@ -33,6 +33,7 @@ from otloss.solvers.entropic.clusters import Clustering
 from otloss.solvers.entropic.interface import Budget
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn_cpu import Limits
+from otloss.solvers.exact import clouds as exact_clouds
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
 from tests.otloss.draws import draw, normal, weights
@@ -48,13 +49,12 @@ AXES = (1, 2, 3, 17)
 SIZES = ((1, 1), (1, 3), (2, 1), (2, 2), (7, 5), (40, 33))
 METRICS = ("sqeuclidean", "euclidean", "l1")
 # Sizes at which solvers change the method, so that small problems take the way of large ones.
-FROM_CLOUDS = {
+FROM_CLOUDS: dict[str, Any] = {
     "otloss.costs.order.LEAST_PAIRS": 0,
     "otloss.solvers.entropic.sinkhorn_cpu.LIMITS": Limits(largest_matrix=0),
-    "otloss.solvers.exact.clouds.LEAST_PAIRS": 0,
-    "otloss.solvers.exact.clouds.LEAST_PAIRS_OF_OTHERS": 0,
-    "otloss.solvers.exact.clouds.LEAST_POINTS": 0,
-    "otloss.solvers.exact.clouds.CLUSTERS": 4,
+    "otloss.solvers.exact.clouds.LIMITS": exact_clouds.Limits(
+        min_pairs=0, min_pairs_of_others=0, min_points=0, largest_matrix=4
+    ),
 }
 SWITCHES: dict[str, dict[str, Any]] = {
     "as it is": {},

@@ -1,30 +1,23 @@
 """How kernels run: on threads, in forked processes, until Ctrl-C, and from files that may be damaged."""
 
-import errno
 import logging
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
-from numba.core.event import trigger_event
 
 import otloss
 from otloss import _progress
 from otloss._autograd import eager
-from otloss._numba import cache as _cache
 from otloss._numba import threads as _threads
 from otloss._numba.compile import compiled
-from otloss._numba.notices import compile_together
 from otloss._numba.tasks import next_task
 from otloss._numba.threads import run_on_threads
 from tests.otloss.draws import draw, normal
@@ -138,85 +131,6 @@ def test_kernels_run_in_a_forked_process() -> None:
     assert done.stdout.strip() == "0"
 
 
-DTYPES = (np.float32, np.float64)
-
-
-def doubled(x: np.ndarray) -> float:
-    return x.itemsize * 2 * x[0]
-
-
-def tripled(x: np.ndarray) -> float:
-    return x.itemsize * 3 * x[0]
-
-
-def is_right(kernel: Any, dtypes: Any = DTYPES) -> bool:
-    return all(kernel(np.full(3, 1.5, dtype)) == 3 * np.dtype(dtype).itemsize for dtype in dtypes)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def compilations(folder: Path) -> Callable[[], int]:
-    """Call the kernel as a new process does, for two dtypes; return how often it was compiled."""
-
-    def count() -> int:
-        kernel = compiled()(doubled)
-        assert is_right(kernel)
-        return sum(kernel.stats.cache_misses.values())
-
-    return count
-
-
-def test_damaged_files_and_other_sources_are_compiled_again(folder: Path, compilations: Any, monkeypatch: Any) -> None:
-    assert [compilations(), compilations()] == [2, 0]
-    damages: list[Callable[[bytes], bytes]] = [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + b"?"]
-    for damage in damages:
-        for path in folder.rglob("*.nb?"):
-            path.write_bytes(damage(path.read_bytes()))
-        assert [compilations(), compilations()] == [2, 0]
-    monkeypatch.setattr(_cache, "_digest_of_sources", lambda folder: "another")
-    assert [compilations(), compilations()] == [2, 0]
-
-
-def test_a_full_disk_stops_no_call(folder: Path, compilations: Any, caplog: Any, monkeypatch: Any) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(_cache.KernelCache, "_reported", False)
-    monkeypatch.setattr(os, "replace", fails)
-    assert [compilations(), compilations()] == [2, 2]
-    assert sum("cannot be written to" in line for line in caplog.messages) == 1
-    assert not any(path.is_file() for path in folder.rglob("*"))
-
-
-PROCESSES = """
-import multiprocessing, sys, numba
-from otloss._numba.compile import compiled
-from otloss._numba.notices import compile_together
-from tests.otloss.numba.test_kernel_threads import DTYPES, doubled, is_right
-numba.config.CACHE_DIR, context = sys.argv[1], multiprocessing.get_context("fork")
-start = context.Barrier(8)
-def compile(k):
-    kernel = compiled()(doubled)
-    start.wait()
-    assert is_right(kernel, DTYPES[:: 1 if k % 2 else -1])
-processes = [context.Process(target=compile, args=(k,)) for k in range(8)]
-[process.start() for process in processes]
-[process.join() for process in processes]
-sys.exit(any(process.exitcode for process in processes))
-"""
-
-
-def test_processes_compile_one_kernel_at_once(folder: Path, compilations: Callable[[], int]) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", PROCESSES, str(folder)], env=environment, check=True, timeout=300)
-    assert compilations() == 0
-
-
 # Both would take far longer than the test waits, on any processor.
 SINKHORN = "otloss.sinkhorn(None, None, x, epsilon=1e-3, tolerance=1e-300, max_iterations=10**9)"
 PROGRAM = """
@@ -294,46 +208,3 @@ def test_a_long_call_says_so_each_time_that_it_has_taken_twice_as_long(caplog: A
         "370 s left",
         "330 s left",
     ]
-
-
-def test_time_of_compilation_is_not_time_of_the_call(caplog: Any, monkeypatch: Any, folder: Path) -> None:
-    """Of 26 s of a call 15 go to a kernel, which another thread compiles while the main thread looks at it."""
-    compilation = trigger_event("numba:compile", data={"dispatcher": compiled(seconds=15)(doubled), "args": ()})
-    begin, end = compilation.__enter__, lambda: compilation.__exit__(None, None, None)
-    monkeypatch.setattr(doubled, "__module__", "otloss.tests")
-    seconds = [0.0, 1.0, 16.0, 20.0, 26.0]
-    announced, told = lines_at(caplog, monkeypatch, seconds, begin, 1.0, end, 1.0, 0.1)
-    assert "takes about 15 s, once; kept in" in announced
-    assert told.startswith("solves_slowly runs for 11 s: iterations, error 0.1")
-
-
-def test_kernels_that_are_compiled_together_have_one_line(caplog: Any, monkeypatch: Any, folder: Path) -> None:
-    for function in (doubled, tripled):
-        monkeypatch.setattr(function, "__module__", "otloss.tests")
-    numbers = np.full(3, 1.5, np.float32)
-    for has_file in (False, True):
-        kernels = compiled(seconds=3)(doubled), compiled(seconds=4)(tripled)
-        for _ in range(2):
-            compile_together(*((kernel, (numbers,)) for kernel in kernels))
-        assert [kernel(numbers) for kernel in kernels] == [12.0, 18.0]
-        assert [sum(kernel.stats.cache_misses.values()) for kernel in kernels] == [1 - has_file] * 2
-    (line,) = caplog.messages
-    assert line.startswith(
-        "compiling the CPU kernels otloss.tests.doubled for float32 and otloss.tests.tripled for float32"
-    )
-    assert ": take about 3 s and 4 s, once; kept in" in line
-
-
-# The simplex takes over where paths grow long: in a loop over problems of one shape that may be any step.
-ASSIGNMENTS = """
-import torch, otloss
-for dtype in (torch.float32, torch.float64):
-    otloss.emd(None, None, 1 - torch.eye(5, dtype=dtype))
-from otloss.solvers.exact.simplex_numba import solve_problems
-print(len(solve_problems.overloads))
-"""
-
-
-def test_the_first_assignment_compiles_what_later_ones_may_need() -> None:
-    done = subprocess.run([sys.executable, "-c", ASSIGNMENTS], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout == "2\n"

@@ -140,6 +140,6 @@ def test_solutions_that_are_not_optimal_raise() -> None:
         emd(p, p.flip(0), torch.tensor([[1e150, 2e150], [3e150, 5e150]], dtype=torch.float64))
     weights = [w / w.sum(-1, keepdims=True) for w in np.random.default_rng(0).random((2, 6, 30))]
     matrix = np.random.default_rng(1).random((1, 30, 30))
-    *_, outcome = solve_batch(*weights, matrix, np.zeros(6, np.int64), start=None, most=1)
+    *_, outcome = solve_batch(*weights, matrix, np.zeros(6, np.int64), start=None, max_pivots=1)
     with pytest.raises(RuntimeError, match=r"stopped early on problem \(0, 0\), 30 by 30 bins with mass"):
         check_outcome(outcome, weights, torch.Size([2, 3]))

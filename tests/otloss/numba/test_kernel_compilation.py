@@ -1,0 +1,198 @@
+"""How kernels are announced, compiled and kept on disk, in files that may be damaged or outdated."""
+
+import errno
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numba.core.event import trigger_event
+
+from otloss._numba import cache as _cache
+from otloss._numba.compile import compiled
+from otloss._numba.notices import compile_together
+from tests.otloss.numba.test_kernel_threads import lines_at
+
+DTYPES = (np.float32, np.float64)
+
+
+def doubled(x: np.ndarray) -> float:
+    return x.itemsize * 2 * x[0]
+
+
+def tripled(x: np.ndarray) -> float:
+    return x.itemsize * 3 * x[0]
+
+
+def is_right(kernel: Any, dtypes: Any = DTYPES) -> bool:
+    return all(kernel(np.full(3, 1.5, dtype)) == 3 * np.dtype(dtype).itemsize for dtype in dtypes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def compilations(folder: Path) -> Callable[[], int]:
+    """Call the kernel as a new process does, for two dtypes; return how often it was compiled."""
+
+    def count() -> int:
+        kernel = compiled()(doubled)
+        assert is_right(kernel)
+        return sum(kernel.stats.cache_misses.values())
+
+    return count
+
+
+def test_damaged_files_are_compiled_again(folder: Path, compilations: Any) -> None:
+    assert [compilations(), compilations()] == [2, 0]
+    damages: list[Callable[[bytes], bytes]] = [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + b"?"]
+    for damage in damages:
+        for path in folder.rglob("*.nb?"):
+            path.write_bytes(damage(path.read_bytes()))
+        assert [compilations(), compilations()] == [2, 0]
+
+
+PACKAGE = "otloss_sources_of_a_test"
+SOURCES = {
+    "inner_numba": "from otloss._numba.compile import inner\n@inner()\ndef scaled(x):\n    return {inner} * x\n",
+    "outer_numba": "from otloss._numba.compile import compiled\n"
+    f"from {PACKAGE}.inner_numba import scaled\n@compiled()\ndef kernel(x):\n    return {{outer}} * scaled(x)\n",
+}
+
+
+@pytest.fixture
+def kernel_from_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that writes a kernel and a function that it imports, and reads them as a new process does."""
+    (folder / PACKAGE).mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def kernel(**numbers: int) -> Any:
+        for name, source in SOURCES.items():
+            (folder / PACKAGE / f"{name}.py").write_text(source.format(**numbers))
+            monkeypatch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
+        _cache._digest_of_sources.cache_clear()
+        return importlib.import_module(f"{PACKAGE}.outer_numba").kernel
+
+    return kernel
+
+
+def test_a_kernel_is_compiled_again_where_a_file_that_it_imports_has_changed(kernel_from_files: Any) -> None:
+    """Also where the time and the size of that file stay the same, as in a copy."""
+    for numbers, misses in (((2, 3), 1), ((2, 3), 0), ((2, 5), 1), ((7, 5), 1)):
+        kernel = kernel_from_files(outer=numbers[0], inner=numbers[1])
+        assert kernel(1.0) == numbers[0] * numbers[1]
+        assert sum(kernel.stats.cache_misses.values()) == misses
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_process_that_is_killed_while_it_writes_leaves_no_outdated_kernel(
+    kernel_from_files: Any, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """After so many finished files."""
+    assert kernel_from_files(outer=2, inner=3)(1.0) == 6
+    replace, left = os.replace, [writes]
+
+    def killed(*paths: str) -> None:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with suppress(Killed):
+        kernel_from_files(outer=7, inner=3)(1.0)
+    monkeypatch.setattr(os, "replace", replace)
+    assert kernel_from_files(outer=7, inner=3)(1.0) == 21
+
+
+def test_a_full_disk_stops_no_call(folder: Path, compilations: Any, caplog: Any, monkeypatch: Any) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_cache.KernelCache, "_reported", False)
+    monkeypatch.setattr(os, "replace", fails)
+    assert [compilations(), compilations()] == [2, 2]
+    assert sum("cannot be written to" in line for line in caplog.messages) == 1
+    assert not any(path.is_file() for path in folder.rglob("*"))
+
+
+PROCESSES = """
+import multiprocessing, sys, numba
+from otloss._numba.compile import compiled
+from otloss._numba.notices import compile_together
+from tests.otloss.numba.test_kernel_compilation import DTYPES, doubled, is_right
+numba.config.CACHE_DIR, context = sys.argv[1], multiprocessing.get_context("fork")
+start = context.Barrier(8)
+def compile(k):
+    kernel = compiled()(doubled)
+    start.wait()
+    assert is_right(kernel, DTYPES[:: 1 if k % 2 else -1])
+processes = [context.Process(target=compile, args=(k,)) for k in range(8)]
+[process.start() for process in processes]
+[process.join() for process in processes]
+sys.exit(any(process.exitcode for process in processes))
+"""
+
+
+def test_processes_compile_one_kernel_at_once(folder: Path, compilations: Callable[[], int]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", PROCESSES, str(folder)], env=environment, check=True, timeout=300)
+    assert compilations() == 0
+
+
+def test_time_of_compilation_is_not_time_of_the_call(caplog: Any, monkeypatch: Any, folder: Path) -> None:
+    """Of 26 s of a call 15 go to a kernel, which another thread compiles while the main thread looks at it."""
+    compilation = trigger_event("numba:compile", data={"dispatcher": compiled(seconds=15)(doubled), "args": ()})
+    begin, end = compilation.__enter__, lambda: compilation.__exit__(None, None, None)
+    monkeypatch.setattr(doubled, "__module__", "otloss.tests")
+    seconds = [0.0, 1.0, 16.0, 20.0, 26.0]
+    announced, told = lines_at(caplog, monkeypatch, seconds, begin, 1.0, end, 1.0, 0.1)
+    assert "takes about 15 s, once; kept in" in announced
+    assert told.startswith("solves_slowly runs for 11 s: iterations, error 0.1")
+
+
+def test_kernels_that_are_compiled_together_have_one_line(caplog: Any, monkeypatch: Any, folder: Path) -> None:
+    for function in (doubled, tripled):
+        monkeypatch.setattr(function, "__module__", "otloss.tests")
+    numbers = np.full(3, 1.5, np.float32)
+    for has_file in (False, True):
+        kernels = compiled(seconds=3)(doubled), compiled(seconds=4)(tripled)
+        for _ in range(2):
+            compile_together(*((kernel, (numbers,)) for kernel in kernels))
+        assert [kernel(numbers) for kernel in kernels] == [12.0, 18.0]
+        assert [sum(kernel.stats.cache_misses.values()) for kernel in kernels] == [1 - has_file] * 2
+    (line,) = caplog.messages
+    assert line.startswith(
+        "compiling the CPU kernels otloss.tests.doubled for float32 and otloss.tests.tripled for float32"
+    )
+    assert ": take about 3 s and 4 s, once; kept in" in line
+
+
+# The simplex takes over where paths grow long: in a loop over problems of one shape that may be any step.
+ASSIGNMENTS = """
+import torch, otloss
+for dtype in (torch.float32, torch.float64):
+    otloss.emd(None, None, 1 - torch.eye(5, dtype=dtype))
+from otloss.solvers.exact.simplex_numba import solve_problems
+print(len(solve_problems.overloads))
+"""
+
+
+def test_the_first_assignment_compiles_what_later_ones_may_need() -> None:
+    done = subprocess.run([sys.executable, "-c", ASSIGNMENTS], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout == "2\n"
