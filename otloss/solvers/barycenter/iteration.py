@@ -1,0 +1,201 @@
+"""The plain iteration for barycenters, with extrapolation.
+
+With K = exp(-C / epsilon) the plans are diag(u_k) K diag(v_k), and an iteration is
+
+    v_k = p_k / K^T u_k,   a = d prod_k (K v_k)^w_k,   u_k = a / K v_k,   d = 1, or debiased sqrt(d a / K d)
+
+It runs in products with K, for images axis by axis, as long as its numbers fit float64, and then in logarithms.
+
+Ten iterations are a cycle. Let x_i = (log u_k, log d) be its iterates, and r_i = x_(i+1) - x_i. The next cycle starts
+at the sum of s_i x_(i+1), with the s_i of sum one for which the sum of s_i r_i is least in squares weighted by the
+masses (R. P. Eddy, Extrapolating to the limit of a vector sequence, 1979): exact for a linear iteration with few
+contractions.
+
+The error of a cycle is the larger of the change in its last iteration over one minus the contraction, and of the
+distance to the extrapolation. It is divided by one minus the ratio of the errors of cycles: where they fall slowly,
+each of them misses what the later cycles still change.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss.costs import Cost, GridCost
+from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
+
+
+def iterate(
+    problem: BarycenterProblem, tolerance: float, max_iterations: int, *, patience: float = math.inf
+) -> BarycenterResult:
+    """Iterate until the error of all problems is small, or one of them has more than `patience` iterations left."""
+    start = potentials = problem.first_potentials()
+    errors, iterations = CycleErrors(potentials.log_a.new_full(problem.p.shape[:-2], UNKNOWN)), 0
+    kernel = build_gibbs_kernel(problem.cost, problem.epsilon) if problem.p.dtype == torch.float64 else None
+    step: Step = LogStep(problem, problem.cost.T, problem.p.log()) if kernel is None else ProductStep(problem, kernel)
+    while iterations < max_iterations:
+        history = step.run(start, min(NUMBERS.cycle, max_iterations - iterations))
+        if not history[-1].is_finite:
+            if isinstance(step, LogStep):
+                break
+            step, start = LogStep(problem, problem.cost.T, problem.p.log()), potentials
+            continue
+        iterations, potentials = iterations + len(history) - 1, history[-1]
+        start = extrapolate(problem, history, errors)
+        is_open = ~(errors.current <= tolerance)
+        if not bool(is_open.any()) or bool((is_open & (errors.count_iterations_left(tolerance) > patience)).any()):
+            break
+    tau = torch.full_like(potentials.log_a[..., :1], NUMBERS.gradient_tau)
+    return BarycenterResult(potentials, errors.current, iterations, tau)
+
+
+@dataclass
+class CycleErrors:
+    """The errors of the last cycles."""
+
+    current: Float[Tensor, "*batch"]
+    ratio: Float[Tensor, "*batch"] | None = None  # of the errors of two cycles, at most largest_contraction
+    latest: list[Tensor] = field(default_factory=list)
+
+    def append(self, error: Float[Tensor, "*batch"]) -> None:
+        error = error.nan_to_num(UNKNOWN).clamp(max=UNKNOWN)
+        self.latest = [*self.latest[-NUMBERS.window :], error]
+        self.current = error
+        if (cycles := len(self.latest) - 1) > 0:
+            ratio = (error / self.latest[0]).nan_to_num(0.0) ** (1 / cycles)
+            self.ratio = ratio.clamp(max=NUMBERS.largest_contraction)
+            self.current = (error / (1 - self.ratio)).clamp(max=UNKNOWN)
+
+    def count_iterations_left(self, tolerance: float) -> Float[Tensor, "*batch"]:
+        """Return an estimate, of zero where too few cycles are known."""
+        if self.ratio is None or len(self.latest) <= NUMBERS.window:
+            return torch.zeros_like(self.current)
+        return NUMBERS.cycle * (torch.log(tolerance / self.current) / self.ratio.log())
+
+
+def extrapolate(problem: BarycenterProblem, history: list[Potentials], errors: CycleErrors) -> Potentials:
+    """Return the potentials from which the next cycle starts, and append the error of the cycle."""
+    last = history[-1]
+    if len(history) < 3:
+        return last
+    masses = torch.softmax(last.log_a, -1).unsqueeze(-2)
+    masses = torch.cat([problem.weights.unsqueeze(-1) * masses, masses[..., : int(problem.debiased), :]], -2)
+    x = torch.stack([join(p, debiased=problem.debiased) for p in history], -3)
+    changes = x.diff(dim=-3)
+    sums = (masses.unsqueeze(-3) * changes[..., -2:, :, :].abs()).sum((-2, -1))
+    contraction = (sums[..., 1] / sums[..., 0]).nan_to_num(0.0).clamp(max=NUMBERS.largest_contraction)
+
+    root = masses.sqrt()
+    rows = (changes.diff(dim=-3) * root.unsqueeze(-3)).flatten(-2)
+    scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    rows = rows / scale
+    system = rows @ rows.mT + NUMBERS.ridge * torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
+    right = rows @ (changes[..., -1, :, :] * root).flatten(-2).unsqueeze(-1)
+    share = torch.linalg.solve_ex(system, right).result / scale
+    move = -(share.unsqueeze(-1) * changes[..., 1:, :, :]).sum(-3).nan_to_num(0.0)
+    move = move.clamp(-NUMBERS.largest_extrapolation, NUMBERS.largest_extrapolation)
+
+    errors.append(torch.maximum(sums[..., 1] / (1 - contraction), (masses * move.abs()).sum((-2, -1))))
+    count = last.log_u.shape[-2]
+    log_d = last.log_d + move[..., count, :] if problem.debiased else last.log_d
+    return Potentials(last.log_u + move[..., :count, :], log_d, last.log_a)
+
+
+def join(potentials: Potentials, *, debiased: bool) -> Float[Tensor, "*batch rows n"]:
+    if not debiased:
+        return potentials.log_u
+    return torch.cat([potentials.log_u, potentials.log_d.unsqueeze(-2)], -2)
+
+
+class Step(Protocol):
+    def run(self, potentials: Potentials, iterations: int) -> list[Potentials]:
+        """Return the potentials and those after each iteration."""
+
+
+@dataclass(frozen=True)
+class LogStep:
+    """Iterations of logarithms."""
+
+    problem: BarycenterProblem
+    transposed: Cost
+    log_p: Float[Tensor, "*batch k m"]
+
+    def run(self, potentials: Potentials, iterations: int) -> list[Potentials]:
+        history = [potentials]
+        for _ in range(iterations):
+            history.append(self.update(history[-1]))
+        return history
+
+    def update(self, potentials: Potentials) -> Potentials:
+        cost, epsilon, log_d = self.problem.cost, self.problem.epsilon, potentials.log_d
+        log_v = self.transposed.softmin(epsilon * potentials.log_u, epsilon) / epsilon
+        log_kv = cost.softmin(epsilon * (self.log_p + log_v), epsilon) / -epsilon
+        log_a = log_d + (self.problem.weights.unsqueeze(-1) * log_kv).sum(-2)
+        if self.problem.debiased:
+            log_d = (log_d + log_a + cost.softmin(epsilon * log_d, epsilon) / epsilon) / 2
+        return Potentials(log_a.unsqueeze(-2) - log_kv, log_d, log_a)
+
+
+@dataclass(frozen=True)
+class ProductStep:
+    """Iterations of u, d and a themselves; d and a have the axis of one histogram."""
+
+    problem: BarycenterProblem
+    kernel: GibbsKernel
+
+    def run(self, potentials: Potentials, iterations: int) -> list[Potentials]:
+        p, weights, debiased = self.problem.p, self.problem.weights.unsqueeze(-2), self.problem.debiased
+        u, d = potentials.log_u.exp(), potentials.log_d.exp().unsqueeze(-2)
+        history = [potentials]
+        for _ in range(iterations):
+            log_kv = self.kernel.product(p / self.kernel.transposed_product(u)).log_()
+            log_a, log_d = weights @ log_kv, potentials.log_d
+            if debiased:
+                log_a = log_a.add_(d.log())
+                d = (log_a.exp().mul_(d).div_(self.kernel.product(d))).sqrt_()
+                log_d = d.log().squeeze(-2)
+            log_u = log_a - log_kv
+            u = log_u.exp()
+            history.append(Potentials(log_u, log_d, log_a.squeeze(-2)))
+        return history
+
+
+@dataclass(frozen=True)
+class GibbsKernel:
+    """Products with K = exp(-C / epsilon), as one matrix, or for images as one matrix for each axis."""
+
+    factors: tuple[Tensor, ...]
+    cells: tuple[int, ...]
+
+    def product(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
+        """K v."""
+        if len(self.factors) == 1:
+            return v @ self.factors[0].mT
+        image = v.unflatten(-1, self.cells)
+        for axis, factor in enumerate(self.factors):
+            image = (image.movedim(axis - len(self.cells), -1) @ factor).movedim(-1, axis - len(self.cells))
+        return image.flatten(-len(self.cells))
+
+    def transposed_product(self, u: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:
+        """K^T u; the factors of images are symmetric."""
+        return u @ self.factors[0] if len(self.factors) == 1 else self.product(u)
+
+
+def build_gibbs_kernel(cost: Cost, epsilon: float) -> GibbsKernel | None:
+    """Return None where the matrix is too large to be held."""
+    if isinstance(cost, GridCost):
+        factors = tuple(exponentiate(cost.axis_costs(axis), epsilon) for axis in range(len(cost.cells)))
+        return GibbsKernel(factors, cost.cells)
+    n, m = cost.shape
+    return GibbsKernel((exponentiate(cost.dense(), epsilon),), (m,)) if n * m <= NUMBERS.largest_matrix else None
+
+
+def exponentiate(cost: Tensor, epsilon: float) -> Tensor:
+    """Return exp(-C / epsilon), and 0 below the normal numbers, products with which are slow."""
+    exponent, least = cost.double() / -epsilon, NUMBERS.least_exponent
+    return torch.where(exponent > least, exponent.clamp(min=least).exp(), 0.0)
