@@ -13,8 +13,10 @@ from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 
 
-def ascend(problem: BarycenterProblem, tolerance: float, max_iterations: int, *, with_graph: bool) -> BarycenterResult:
-    """Return the result for problems with one axis of batch.
+def ascend(
+    problem: BarycenterProblem, start: Potentials, tolerance: float, max_iterations: int, *, with_graph: bool
+) -> BarycenterResult:
+    """Return the result for problems with one axis of batch; the kernel has a start of its own.
 
     Without a graph the log u of histograms without weight are 0: only derivatives need them.
     """

@@ -11,8 +11,8 @@ debiased ones at a falling regularisation (`newton`). The derivatives are those 
 
 from __future__ import annotations
 
-import math
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,17 +113,22 @@ def barycenter(
 def find_barycenter(
     problem: BarycenterProblem, tolerance: float, max_iterations: int, *, with_graph: bool
 ) -> BarycenterResult:
-    """Run the plain iteration, and where that is slow Newton's method; return the result of the smaller error."""
-    has_newton = problem.suits_ascent or problem.suits_newton
-    result = iterate(problem, tolerance, max_iterations, patience=NUMBERS.patience if has_newton else math.inf)
-    is_open, iterations = ~(result.error <= tolerance), max_iterations - result.iterations
-    if not has_newton or iterations == 0 or not bool(is_open.any()):
-        return result
-    part = problem.choose(is_open)
-    if problem.debiased:
-        start = result.potentials.choose(is_open)
-        return result.choose_better(is_open, continue_in_tau(part, start, tolerance, iterations))
-    return result.replace(is_open, ascend(part, tolerance, iterations, with_graph=with_graph))
+    """Run the plain iteration, and where that is slow Newton's method; return the result of the smaller error.
+
+    Newton's method fails for some debiased problems, mostly at a small epsilon. The iteration then goes on.
+    """
+    if not (problem.suits_ascent or problem.suits_newton):
+        return iterate(problem, problem.first_potentials(), tolerance, max_iterations)
+    result = iterate(problem, problem.first_potentials(), tolerance, max_iterations, patience=NUMBERS.patience)
+    iterated = result.potentials
+    methods = (continue_in_tau, iterate) if problem.debiased else (partial(ascend, with_graph=with_graph),)
+    for method in methods:
+        is_open, iterations_left = ~(result.error <= tolerance), max_iterations - result.iterations
+        if iterations_left <= 0 or not bool(is_open.any()):
+            break
+        other = method(problem.choose(is_open), iterated.choose(is_open), tolerance, iterations_left)
+        result = result.choose_better(is_open, other)
+    return result
 
 
 def warn_of_convergence(result: BarycenterResult, tolerance: float, max_iterations: int, *, debiased: bool) -> None:

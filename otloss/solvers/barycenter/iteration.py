@@ -31,11 +31,16 @@ from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProble
 
 
 def iterate(
-    problem: BarycenterProblem, tolerance: float, max_iterations: int, *, patience: float = math.inf
+    problem: BarycenterProblem,
+    start: Potentials,
+    tolerance: float,
+    max_iterations: int,
+    *,
+    patience: float = math.inf,
 ) -> BarycenterResult:
     """Iterate until the error of all problems is small, or one of them has more than `patience` iterations left."""
-    start = potentials = problem.first_potentials()
-    errors, iterations = CycleErrors(potentials.log_a.new_full(problem.p.shape[:-2], UNKNOWN)), 0
+    potentials, judged_after = start, NUMBERS.debiased_judged_after if problem.debiased else NUMBERS.window
+    errors, iterations = CycleErrors(torch.full_like(problem.mass, UNKNOWN)), 0
     kernel = build_gibbs_kernel(problem.cost, problem.epsilon) if problem.p.dtype == torch.float64 else None
     step: Step = LogStep(problem, problem.cost.T, problem.p.log()) if kernel is None else ProductStep(problem, kernel)
     while iterations < max_iterations:
@@ -48,7 +53,8 @@ def iterate(
         iterations, potentials = iterations + len(history) - 1, history[-1]
         start = extrapolate(problem, history, errors)
         is_open = ~(errors.current <= tolerance)
-        if not bool(is_open.any()) or bool((is_open & (errors.count_iterations_left(tolerance) > patience)).any()):
+        is_slow = is_open & (errors.count_iterations_left(tolerance) > patience)
+        if not bool(is_open.any()) or len(errors.all) > judged_after and bool(is_slow.any()):
             break
     tau = torch.full_like(potentials.log_a[..., :1], NUMBERS.gradient_tau)
     return BarycenterResult(potentials, errors.current, iterations, tau)
@@ -58,24 +64,20 @@ def iterate(
 class CycleErrors:
     """The errors of the last cycles."""
 
-    current: Float[Tensor, "*batch"]
-    ratio: Float[Tensor, "*batch"] | None = None  # of the errors of two cycles, at most largest_contraction
-    latest: list[Tensor] = field(default_factory=list)
+    current: Float[Tensor, "*batch"]  # an estimate of what is left of the error
+    ratio: Float[Tensor, "*batch"] | float = 0.0  # of the errors of two cycles, over the later half of the cycles
+    all: list[Tensor] = field(default_factory=list)
 
     def append(self, error: Float[Tensor, "*batch"]) -> None:
         error = error.nan_to_num(UNKNOWN).clamp(max=UNKNOWN)
-        self.latest = [*self.latest[-NUMBERS.window :], error]
-        self.current = error
-        if (cycles := len(self.latest) - 1) > 0:
-            ratio = (error / self.latest[0]).nan_to_num(0.0) ** (1 / cycles)
+        self.all.append(error)
+        if span := min(len(self.all) - 1, max(NUMBERS.window, len(self.all) // 2)):
+            ratio = (error / self.all[-1 - span]).nan_to_num(0.0) ** (1 / span)
             self.ratio = ratio.clamp(max=NUMBERS.largest_contraction)
-            self.current = (error / (1 - self.ratio)).clamp(max=UNKNOWN)
+        self.current = (error / (1 - self.ratio)).clamp(max=UNKNOWN)
 
     def count_iterations_left(self, tolerance: float) -> Float[Tensor, "*batch"]:
-        """Return an estimate, of zero where too few cycles are known."""
-        if self.ratio is None or len(self.latest) <= NUMBERS.window:
-            return torch.zeros_like(self.current)
-        return NUMBERS.cycle * (torch.log(tolerance / self.current) / self.ratio.log())
+        return NUMBERS.cycle * (torch.log(tolerance / self.current) / torch.as_tensor(self.ratio).log())
 
 
 def extrapolate(problem: BarycenterProblem, history: list[Potentials], errors: CycleErrors) -> Potentials:

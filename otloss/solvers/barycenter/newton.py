@@ -39,7 +39,7 @@ def continue_in_tau(
         fruitless = torch.where(is_better, 0.0, fruitless + 1)
         is_last = (best.error < NUMBERS.small_change) & (fruitless >= NUMBERS.fruitless_falls)
         # Where rounding makes a tau diverge, smaller ones do too.
-        is_last = is_last | ~is_settled & ~settled.is_stalled & (best.error < NUMBERS.first_error)
+        is_last = is_last | ~is_settled & ~settled.is_stalled
         if bool((is_last | (best.error <= tolerance / 2)).all()):
             break
         tau = tau / NUMBERS.fall_of_tau

@@ -23,9 +23,9 @@ class Numbers:
     largest_extrapolation: float = 2.0  # The logarithm of a bin moves by no more, or a bin may lose its mass for good.
     ridge: float = 1e-12  # It keeps the equations of an extrapolation regular; its coefficients are small numbers.
     largest_contraction: float = 0.999  # of one iteration or cycle: what it adds to an error is measured no better
-    window: int = 3  # cycles, or falls of tau, over which contractions are measured
-    patience: int = 500  # Newton's method follows where more iterations are left than what one of its runs costs,
-    judged_after: int = 20  # but not before so many cycles: extrapolations make the changes of early ones irregular.
+    window: int = 3  # cycles, or falls of tau, over which ratios are measured at least
+    patience: int = 500  # Newton's method follows where more iterations are left than what one of its runs costs.
+    debiased_judged_after: int = 20  # cycles, as extrapolations make the errors of early ones irregular
     largest_matrix: int = 2**24  # entries of exp(-C / epsilon) that are held
     least_exponent: float = -690.0  # exp of it is near the least normal number; products with smaller ones are slow.
     # Newton's method on the dual, for plain barycenters (`ascent`)
