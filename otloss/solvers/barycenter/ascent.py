@@ -28,9 +28,9 @@ def ascend(
     for counted in takes_part.unique(dim=0):  # problems in which the same histograms have a weight
         (same,) = (takes_part == counted).all(-1).nonzero(as_tuple=True)
         part = same.unsqueeze(-1), counted.nonzero().squeeze(-1)
-        result = run_kernel(p[part], weights[part], costs, problem.epsilon, tolerance, steps)
+        result = run_kernel(p[part], weights[part], costs, problem.epsilon, tolerance / NUMBERS.ascent_factor, steps)
         log_u[part], log_a[same], outcome = result
-        error[same] = outcome[:, 0]
+        error[same] = NUMBERS.ascent_factor * outcome[:, 0]
     # A histogram without weight has no part in the barycenter.
     for b, i in (~takes_part).nonzero().tolist() if with_graph else []:
         a, epsilon = log_a[b].exp(), p.new_tensor(problem.epsilon)

@@ -12,6 +12,7 @@ debiased ones at a falling regularisation (`newton`). The derivatives are those 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -121,7 +122,9 @@ def find_barycenter(
         return iterate(problem, problem.first_potentials(), tolerance, max_iterations)
     result = iterate(problem, problem.first_potentials(), tolerance, max_iterations, patience=NUMBERS.patience)
     iterated = result.potentials
-    methods = (continue_in_tau, iterate) if problem.debiased else (partial(ascend, with_graph=with_graph),)
+    methods: tuple[Callable[..., BarycenterResult], ...] = (partial(ascend, with_graph=with_graph),)
+    if problem.debiased:
+        methods = continue_in_tau, partial(iterate, patience=max_iterations - result.iterations)
     for method in methods:
         is_open, iterations_left = ~(result.error <= tolerance), max_iterations - result.iterations
         if iterations_left <= 0 or not bool(is_open.any()):

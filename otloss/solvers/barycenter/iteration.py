@@ -44,20 +44,43 @@ def iterate(
     kernel = build_gibbs_kernel(problem.cost, problem.epsilon) if problem.p.dtype == torch.float64 else None
     step: Step = LogStep(problem, problem.cost.T, problem.p.log()) if kernel is None else ProductStep(problem, kernel)
     while iterations < max_iterations:
-        history = step.run(start, min(NUMBERS.cycle, max_iterations - iterations))
-        if not history[-1].is_finite:
+        cycle = step.run(start, min(NUMBERS.cycle, max_iterations - iterations))
+        if not cycle.last.is_finite:
             if isinstance(step, LogStep):
                 break
             step, start = LogStep(problem, problem.cost.T, problem.p.log()), potentials
             continue
-        iterations, potentials = iterations + len(history) - 1, history[-1]
-        start = extrapolate(problem, history, errors)
+        iterations, potentials = iterations + cycle.count, cycle.last
+        start = extrapolate(problem, cycle, errors)
         is_open = ~(errors.current <= tolerance)
         is_slow = is_open & (errors.count_iterations_left(tolerance) > patience)
         if not bool(is_open.any()) or len(errors.all) > judged_after and bool(is_slow.any()):
             break
     tau = torch.full_like(potentials.log_a[..., :1], NUMBERS.gradient_tau)
     return BarycenterResult(potentials, errors.current, iterations, tau)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The iterates of a cycle.
+
+    Attributes:
+        log_u: (..., count + 1, k, n), with the start.
+        log_d: (..., count + 1, 1, n), or (..., 1, 1, n) of plain barycenters.
+        log_a: (..., n), after the last iteration.
+    """
+
+    log_u: Float[Tensor, "*batch iterates k n"]
+    log_d: Float[Tensor, "*batch iterates 1 n"]
+    log_a: Float[Tensor, "*batch n"]
+
+    @property
+    def count(self) -> int:
+        return self.log_u.shape[-3] - 1
+
+    @property
+    def last(self) -> Potentials:
+        return Potentials(self.log_u[..., -1, :, :], self.log_d[..., -1, 0, :], self.log_a)
 
 
 @dataclass
@@ -80,14 +103,16 @@ class CycleErrors:
         return NUMBERS.cycle * (torch.log(tolerance / self.current) / torch.as_tensor(self.ratio).log())
 
 
-def extrapolate(problem: BarycenterProblem, history: list[Potentials], errors: CycleErrors) -> Potentials:
+def extrapolate(problem: BarycenterProblem, cycle: Cycle, errors: CycleErrors) -> Potentials:
     """Return the potentials from which the next cycle starts, and append the error of the cycle."""
-    last = history[-1]
-    if len(history) < 3:
+    last = cycle.last
+    if cycle.count < 2:
         return last
     masses = torch.softmax(last.log_a, -1).unsqueeze(-2)
-    masses = torch.cat([problem.weights.unsqueeze(-1) * masses, masses[..., : int(problem.debiased), :]], -2)
-    x = torch.stack([join(p, debiased=problem.debiased) for p in history], -3)
+    x, masses_of_u = cycle.log_u, problem.weights.unsqueeze(-1) * masses
+    if problem.debiased:
+        x = torch.cat([x, cycle.log_d], -2)
+    masses = torch.cat([masses_of_u, masses], -2) if problem.debiased else masses_of_u
     changes = x.diff(dim=-3)
     sums = (masses.unsqueeze(-3) * changes[..., -2:, :, :].abs()).sum((-2, -1))
     contraction = (sums[..., 1] / sums[..., 0]).nan_to_num(0.0).clamp(max=NUMBERS.largest_contraction)
@@ -108,15 +133,9 @@ def extrapolate(problem: BarycenterProblem, history: list[Potentials], errors: C
     return Potentials(last.log_u + move[..., :count, :], log_d, last.log_a)
 
 
-def join(potentials: Potentials, *, debiased: bool) -> Float[Tensor, "*batch rows n"]:
-    if not debiased:
-        return potentials.log_u
-    return torch.cat([potentials.log_u, potentials.log_d.unsqueeze(-2)], -2)
-
-
 class Step(Protocol):
-    def run(self, potentials: Potentials, iterations: int) -> list[Potentials]:
-        """Return the potentials and those after each iteration."""
+    def run(self, potentials: Potentials, iterations: int) -> Cycle:
+        """Return the iterates from the potentials on."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +146,12 @@ class LogStep:
     transposed: Cost
     log_p: Float[Tensor, "*batch k m"]
 
-    def run(self, potentials: Potentials, iterations: int) -> list[Potentials]:
+    def run(self, potentials: Potentials, iterations: int) -> Cycle:
         history = [potentials]
         for _ in range(iterations):
             history.append(self.update(history[-1]))
-        return history
+        log_d = torch.stack([p.log_d for p in history], -2).unsqueeze(-2)
+        return Cycle(torch.stack([p.log_u for p in history], -3), log_d, history[-1].log_a)
 
     def update(self, potentials: Potentials) -> Potentials:
         cost, epsilon, log_d = self.problem.cost, self.problem.epsilon, potentials.log_d
@@ -150,21 +170,19 @@ class ProductStep:
     problem: BarycenterProblem
     kernel: GibbsKernel
 
-    def run(self, potentials: Potentials, iterations: int) -> list[Potentials]:
-        p, weights, debiased = self.problem.p, self.problem.weights.unsqueeze(-2), self.problem.debiased
-        u, d = potentials.log_u.exp(), potentials.log_d.exp().unsqueeze(-2)
-        history = [potentials]
+    def run(self, potentials: Potentials, iterations: int) -> Cycle:
+        p, weights = self.problem.p, self.problem.weights.unsqueeze(-2)
+        a = d = potentials.log_d.exp().unsqueeze(-2)
+        us, ds = [potentials.log_u.exp()], [d]
         for _ in range(iterations):
-            log_kv = self.kernel.product(p / self.kernel.transposed_product(u)).log_()
-            log_a, log_d = weights @ log_kv, potentials.log_d
-            if debiased:
-                log_a = log_a.add_(d.log())
-                d = (log_a.exp().mul_(d).div_(self.kernel.product(d))).sqrt_()
-                log_d = d.log().squeeze(-2)
-            log_u = log_a - log_kv
-            u = log_u.exp()
-            history.append(Potentials(log_u, log_d, log_a.squeeze(-2)))
-        return history
+            kv = self.kernel.product(p / self.kernel.transposed_product(us[-1]))
+            a = (weights @ kv.log()).exp_()
+            if self.problem.debiased:
+                a = a.mul_(d)
+                d = self.kernel.product(d).reciprocal_().mul_(d).mul_(a).sqrt_()
+                ds.append(d)
+            us.append(a / kv)
+        return Cycle(torch.stack(us, -3).log_(), torch.stack(ds, -3).log_(), a.log().squeeze(-2))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Numbers:
     # Newton's method on the dual, for plain barycenters (`ascent`)
     ascent_entries: int = 2**24  # of the plans of one problem; each takes 20 bytes on each thread
     ascent_steps: int = 1000
+    ascent_factor: float = 4.0  # The errors of barycenters are at most so many times the errors of the marginals.
     # Newton's method at falling tau, for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.
     newton_entries: int = 2**22  # of the plans of all problems together, which a step holds several times
@@ -91,9 +92,8 @@ class BarycenterResult:
 
     Attributes:
         potentials: the last potentials, or those of the least error.
-        error: (...), an estimate of the sum of the absolute errors of the barycenter, as a share of its mass: what the
-            last step changed, over one minus the contraction of the steps. Newton's method on the dual has none:
-            there it is the sum of the absolute errors of the marginals.
+        error: (...), an estimate of the sum of the absolute errors of the barycenter, as a share of its mass: what
+            the last steps changed, and what steps with their contraction still change.
         iterations: how many iterations or steps were taken.
         tau: (..., 1), at which the potentials solve the equations of `newton`.
     """
