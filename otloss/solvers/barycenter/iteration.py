@@ -11,9 +11,9 @@ at the sum of s_i x_(i+1), with the s_i of sum one for which the sum of s_i r_i 
 masses (R. P. Eddy, Extrapolating to the limit of a vector sequence, 1979): exact for a linear iteration with few
 contractions.
 
-The error of a cycle is the larger of the change in its last iteration over one minus the contraction, and of the
-distance to the extrapolation. It is divided by one minus the ratio of the errors of cycles: where they fall slowly,
-each of them misses what the later cycles still change.
+The error of a cycle is the change in its last iteration over one minus the contraction, and at least the distance to
+the extrapolation. It is divided by one minus the ratio of the errors of cycles: where they fall slowly, each of them
+misses what the later cycles still change.
 """
 
 from __future__ import annotations
@@ -51,10 +51,18 @@ def iterate(
             step, start = LogStep(problem, problem.cost.T, problem.p.log()), potentials
             continue
         iterations, potentials = iterations + cycle.count, cycle.last
-        start = extrapolate(problem, cycle, errors)
+        start, error = potentials, torch.full_like(errors.current, UNKNOWN)
+        if cycle.count > 1:
+            masses, changes = weigh_changes(problem, cycle)
+            error = find_error(masses, changes)
+            # The distance costs as much as a cycle of few bins. Of debiased barycenters slow changes hide in fast ones.
+            if problem.debiased or not bool((error <= tolerance).all()):
+                start, distance = extrapolate(potentials, masses, changes)
+                error = torch.maximum(error, distance)
+        errors.append(error)
         is_open = ~(errors.current <= tolerance)
-        is_slow = is_open & (errors.count_iterations_left(tolerance) > patience)
-        if not bool(is_open.any()) or len(errors.all) > judged_after and bool(is_slow.any()):
+        is_judged = len(errors.all) > judged_after
+        if not bool(is_open.any()) or (is_judged and errors.is_slow(is_open, tolerance, patience)):
             break
     tau = torch.full_like(potentials.log_a[..., :1], NUMBERS.gradient_tau)
     return BarycenterResult(potentials, errors.current, iterations, tau)
@@ -99,24 +107,30 @@ class CycleErrors:
             self.ratio = ratio.clamp(max=NUMBERS.largest_contraction)
         self.current = (error / (1 - self.ratio)).clamp(max=UNKNOWN)
 
-    def count_iterations_left(self, tolerance: float) -> Float[Tensor, "*batch"]:
-        return NUMBERS.cycle * (torch.log(tolerance / self.current) / torch.as_tensor(self.ratio).log())
+    def is_slow(self, is_open: Tensor, tolerance: float, patience: float) -> bool:
+        """Return whether one of the open problems has more than `patience` iterations left."""
+        iterations_left = NUMBERS.cycle * (torch.log(tolerance / self.current) / torch.as_tensor(self.ratio).log())
+        return bool((is_open & (iterations_left > patience)).any())
 
 
-def extrapolate(problem: BarycenterProblem, cycle: Cycle, errors: CycleErrors) -> Potentials:
-    """Return the potentials from which the next cycle starts, and append the error of the cycle."""
-    last = cycle.last
-    if cycle.count < 2:
-        return last
-    masses = torch.softmax(last.log_a, -1).unsqueeze(-2)
-    x, masses_of_u = cycle.log_u, problem.weights.unsqueeze(-1) * masses
-    if problem.debiased:
-        x = torch.cat([x, cycle.log_d], -2)
-    masses = torch.cat([masses_of_u, masses], -2) if problem.debiased else masses_of_u
-    changes = x.diff(dim=-3)
+def weigh_changes(problem: BarycenterProblem, cycle: Cycle) -> tuple[Tensor, Tensor]:
+    """Return the changes of log u_k and log d (..., count, rows, n), and before them the masses that weigh them."""
+    masses = torch.softmax(cycle.log_a, -1).unsqueeze(-2)
+    of_u = problem.weights.unsqueeze(-1) * masses
+    if not problem.debiased:
+        return of_u, cycle.log_u.diff(dim=-3)
+    return torch.cat([of_u, masses], -2), torch.cat([cycle.log_u, cycle.log_d], -2).diff(dim=-3)
+
+
+def find_error(masses: Tensor, changes: Tensor) -> Float[Tensor, "*batch"]:
+    """Return the last change over one minus the contraction."""
     sums = (masses.unsqueeze(-3) * changes[..., -2:, :, :].abs()).sum((-2, -1))
     contraction = (sums[..., 1] / sums[..., 0]).nan_to_num(0.0).clamp(max=NUMBERS.largest_contraction)
+    return sums[..., 1] / (1 - contraction)
 
+
+def extrapolate(last: Potentials, masses: Tensor, changes: Tensor) -> tuple[Potentials, Float[Tensor, "*batch"]]:
+    """Return the potentials from which the next cycle starts, and their distance to the last ones."""
     root = masses.sqrt()
     rows = (changes.diff(dim=-3) * root.unsqueeze(-3)).flatten(-2)
     scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
@@ -126,11 +140,10 @@ def extrapolate(problem: BarycenterProblem, cycle: Cycle, errors: CycleErrors) -
     share = torch.linalg.solve_ex(system, right).result / scale
     move = -(share.unsqueeze(-1) * changes[..., 1:, :, :]).sum(-3).nan_to_num(0.0)
     move = move.clamp(-NUMBERS.largest_extrapolation, NUMBERS.largest_extrapolation)
-
-    errors.append(torch.maximum(sums[..., 1] / (1 - contraction), (masses * move.abs()).sum((-2, -1))))
     count = last.log_u.shape[-2]
-    log_d = last.log_d + move[..., count, :] if problem.debiased else last.log_d
-    return Potentials(last.log_u + move[..., :count, :], log_d, last.log_a)
+    log_d = last.log_d + move[..., count, :] if move.shape[-2] > count else last.log_d
+    start = Potentials(last.log_u + move[..., :count, :], log_d, last.log_a)
+    return start, (masses * move.abs()).sum((-2, -1))
 
 
 class Step(Protocol):
