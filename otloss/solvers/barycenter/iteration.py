@@ -54,9 +54,10 @@ def iterate(
         start, error = potentials, torch.full_like(errors.current, UNKNOWN)
         if cycle.count > 1:
             masses, changes = weigh_changes(problem, cycle)
-            error = find_error(masses, changes)
-            # The distance costs as much as a cycle of few bins. Of debiased barycenters slow changes hide in fast ones.
-            if problem.debiased or not bool((error <= tolerance).all()):
+            error, contraction = find_error(masses, changes)
+            # An extrapolation costs as much as a cycle of few bins, and may spare one. It also shows the slow changes
+            # of debiased barycenters that hide in fast ones.
+            if problem.debiased or bool((error * contraction**NUMBERS.cycle > tolerance).any()):
                 start, distance = extrapolate(potentials, masses, changes)
                 error = torch.maximum(error, distance)
         errors.append(error)
@@ -122,11 +123,11 @@ def weigh_changes(problem: BarycenterProblem, cycle: Cycle) -> tuple[Tensor, Ten
     return torch.cat([of_u, masses], -2), torch.cat([cycle.log_u, cycle.log_d], -2).diff(dim=-3)
 
 
-def find_error(masses: Tensor, changes: Tensor) -> Float[Tensor, "*batch"]:
-    """Return the last change over one minus the contraction."""
+def find_error(masses: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last change over one minus the contraction (...), and the contraction."""
     sums = (masses.unsqueeze(-3) * changes[..., -2:, :, :].abs()).sum((-2, -1))
     contraction = (sums[..., 1] / sums[..., 0]).nan_to_num(0.0).clamp(max=NUMBERS.largest_contraction)
-    return sums[..., 1] / (1 - contraction)
+    return sums[..., 1] / (1 - contraction), contraction
 
 
 def extrapolate(last: Potentials, masses: Tensor, changes: Tensor) -> tuple[Potentials, Float[Tensor, "*batch"]]:

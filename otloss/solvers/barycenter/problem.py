@@ -31,7 +31,8 @@ class Numbers:
     # Newton's method on the dual, for plain barycenters (`ascent`)
     ascent_entries: int = 2**24  # of the plans of one problem; each takes 20 bytes on each thread
     ascent_steps: int = 1000
-    ascent_factor: float = 4.0  # The errors of barycenters are at most so many times the errors of the marginals.
+    # Errors of barycenters over those of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
+    ascent_factor: float = 2.0
     # Newton's method at falling tau, for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.
     newton_entries: int = 2**22  # of the plans of all problems together, which a step holds several times
