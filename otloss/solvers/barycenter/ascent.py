@@ -8,7 +8,7 @@ from torch import Tensor
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import DenseCost
 from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, BarycenterResult, Potentials
-from otloss.solvers.entropic.ladder import find_potentials
+from otloss.solvers.entropic.potentials import find_potentials
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 

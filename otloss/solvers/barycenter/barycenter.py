@@ -120,11 +120,21 @@ def find_barycenter(
     """
     if not (problem.suits_ascent or problem.suits_newton):
         return iterate(problem, problem.first_potentials(), tolerance, max_iterations)
-    result = iterate(problem, problem.first_potentials(), tolerance, max_iterations, patience=NUMBERS.patience)
+    judged_after = NUMBERS.debiased_judged_after if problem.debiased else NUMBERS.window
+    result = iterate(
+        problem,
+        problem.first_potentials(),
+        tolerance,
+        max_iterations,
+        patience=NUMBERS.patience,
+        judged_after=judged_after,
+    )
     iterated = result.potentials
     methods: tuple[Callable[..., BarycenterResult], ...] = (partial(ascend, with_graph=with_graph),)
     if problem.debiased:
-        methods = continue_in_tau, partial(iterate, patience=max_iterations - result.iterations)
+        iterations_left = max_iterations - result.iterations
+        goes_on = partial(iterate, patience=iterations_left, judged_after=NUMBERS.hard_judged_after)
+        methods = continue_in_tau, goes_on
     for method in methods:
         is_open, iterations_left = ~(result.error <= tolerance), max_iterations - result.iterations
         if iterations_left <= 0 or not bool(is_open.any()):

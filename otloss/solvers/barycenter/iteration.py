@@ -37,10 +37,13 @@ def iterate(
     max_iterations: int,
     *,
     patience: float = math.inf,
+    judged_after: int = 0,
 ) -> BarycenterResult:
-    """Iterate until the error of all problems is small, or one of them has more than `patience` iterations left."""
-    potentials, judged_after = start, NUMBERS.debiased_judged_after if problem.debiased else NUMBERS.window
-    errors, iterations = CycleErrors(torch.full_like(problem.mass, UNKNOWN)), 0
+    """Iterate until the error of all problems is small, or one of them has more than `patience` iterations left.
+
+    That is judged after `judged_after` cycles.
+    """
+    potentials, errors, iterations = start, CycleErrors(torch.full_like(problem.mass, UNKNOWN)), 0
     kernel = build_gibbs_kernel(problem.cost, problem.epsilon) if problem.p.dtype == torch.float64 else None
     step: Step = LogStep(problem, problem.cost.T, problem.p.log()) if kernel is None else ProductStep(problem, kernel)
     while iterations < max_iterations:

@@ -25,7 +25,10 @@ class Numbers:
     largest_contraction: float = 0.999  # of one iteration or cycle: what it adds to an error is measured no better
     window: int = 3  # cycles, or falls of tau, over which ratios are measured at least
     patience: int = 500  # Newton's method follows where more iterations are left than what one of its runs costs.
-    debiased_judged_after: int = 20  # cycles, as extrapolations make the errors of early ones irregular
+    # Extrapolations make the errors of debiased barycenters irregular: cycles until that is judged, and after Newton's
+    # method, where the barycenters are hard ones.
+    debiased_judged_after: int = 20
+    hard_judged_after: int = 150
     largest_matrix: int = 2**24  # entries of exp(-C / epsilon) that are held
     least_exponent: float = -690.0  # exp of it is near the least normal number; products with smaller ones are slow.
     # Newton's method on the dual, for plain barycenters (`ascent`)
