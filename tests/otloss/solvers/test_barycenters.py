@@ -123,7 +123,7 @@ def test_debiased_barycenters_that_do_not_converge_say_so_and_keep_the_mass() ->
     gap = draw(2, 30)
     gap[:, 10:20] = 0.0
     below_the_blur = draw(1, 30, seed=1).expand(2, -1)
-    for weights, epsilon, most in ((below_the_blur, 0.1, 10_000), (gap, 1e-3, 300), (gap, 0.01, 40)):
+    for weights, epsilon, most in ((below_the_blur, 0.1, 10_000), (gap, 1e-3, 40), (gap, 0.01, 40)):
         weights = weights / weights.sum(-1, keepdim=True)
         with pytest.warns(ConvergenceWarning, match="did not converge"):
             actual = barycenter(weights, cost, epsilon=epsilon, debiased=True, max_iterations=most)

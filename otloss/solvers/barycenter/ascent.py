@@ -1,0 +1,56 @@
+"""Newton's method on the dual of plain barycenters, by the kernel of `ascent_numba`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otloss._numba.threads import Work, run_on_threads
+from otloss.costs import DenseCost
+from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, BarycenterResult, Potentials
+from otloss.solvers.entropic.potentials import find_potentials
+from otloss.solvers.options import Settings
+from otloss.solvers.problem import Problem
+
+
+def ascend(
+    problem: BarycenterProblem, start: Potentials, tolerance: float, max_iterations: int, *, with_graph: bool
+) -> BarycenterResult:
+    """Return the result for problems with one axis of batch; the kernel has a start of its own.
+
+    Without a graph the log u of histograms without weight are 0: only derivatives need them.
+    """
+    mass, weights = problem.p.sum(-1, keepdim=True).cpu(), problem.weights.cpu()
+    p, costs = problem.p.cpu() / mass, problem.cost.dense().cpu().double().contiguous()
+    (count, k, _), n = p.shape, len(costs)
+    log_u, log_a, error = p.new_zeros(count, k, n), p.new_zeros(count, n), p.new_zeros(count)
+    takes_part, steps = weights > 0, min(max_iterations, NUMBERS.ascent_steps)
+    for counted in takes_part.unique(dim=0):  # problems in which the same histograms have a weight
+        (same,) = (takes_part == counted).all(-1).nonzero(as_tuple=True)
+        part = same.unsqueeze(-1), counted.nonzero().squeeze(-1)
+        result = run_kernel(p[part], weights[part], costs, problem.epsilon, tolerance / NUMBERS.ascent_factor, steps)
+        log_u[part], log_a[same], outcome = result
+        error[same] = NUMBERS.ascent_factor * outcome[:, 0]
+    # A histogram without weight has no part in the barycenter.
+    for b, i in (~takes_part).nonzero().tolist() if with_graph else []:
+        a, epsilon = log_a[b].exp(), p.new_tensor(problem.epsilon)
+        plan = Problem(a, p[b, i] * a.sum(), DenseCost(costs), epsilon, p.dtype)
+        settings = Settings(tolerance=max(tolerance, 2 * float(error[b])), grad="envelope")
+        log_u[b, i] = log_a[b] + find_potentials(plan, settings)[1].f / problem.epsilon
+    log_u, log_a, error = (t.to(problem.p.device) for t in (log_u, log_a + mass[..., 0, :].log(), error))
+    tau = torch.full_like(log_a[..., :1], NUMBERS.gradient_tau)
+    return BarycenterResult(Potentials(log_u, torch.zeros_like(log_a), log_a), error, steps, tau)
+
+
+def run_kernel(
+    p: Tensor, weights: Tensor, costs: Tensor, epsilon: float, tolerance: float, max_iterations: int
+) -> list[Tensor]:
+    """Return log u, log a and the outcome of `barycenter_problems`."""
+    from otloss.solvers.barycenter.ascent_numba import answers, barycenter_problems
+
+    (count, k, m), n = p.shape, len(costs)
+    filled = answers(count, k, n)
+    posed = (*(t.contiguous().numpy() for t in (p, weights, costs.mT)), epsilon)
+    work = Work("Newton's method on the dual of a barycenter", count * k * n * m, tolerance)
+    run_on_threads(barycenter_problems, count, (posed, (tolerance, max_iterations), filled), work=work)
+    return [torch.from_numpy(t) for t in filled]

@@ -1,0 +1,172 @@
+"""What the algorithms for barycenters share: the problem, the potentials, the result and the thresholds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from otloss._checks import needs_torch
+from otloss.costs import Cost
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The thresholds of the algorithms. Errors, changes and masses are shares of the mass of the histograms."""
+
+    # The plain iteration (`iteration`)
+    cycle: int = 10  # iterations between two extrapolations; 5 take twice the iterations, 20 are too long for easy ones
+    largest_extrapolation: float = 2.0  # The logarithm of a bin moves by no more, or a bin may lose its mass for good.
+    ridge: float = 1e-12  # It keeps the equations of an extrapolation regular; its coefficients are small numbers.
+    largest_contraction: float = 0.999  # of one iteration or cycle: what it adds to an error is measured no better
+    window: int = 3  # cycles, or falls of tau, over which ratios are measured at least
+    patience: int = 500  # Newton's method follows where more iterations are left than what one of its runs costs.
+    # Extrapolations make the errors of debiased barycenters irregular: cycles until that is judged, and after Newton's
+    # method, where the barycenters are hard ones.
+    debiased_judged_after: int = 20
+    hard_judged_after: int = 150
+    largest_matrix: int = 2**24  # entries of exp(-C / epsilon) that are held
+    least_exponent: float = -690.0  # exp of it is near the least normal number; products with smaller ones are slow.
+    # Newton's method on the dual, for plain barycenters (`ascent`)
+    ascent_entries: int = 2**24  # of the plans of one problem; each takes 20 bytes on each thread
+    ascent_steps: int = 1000
+    # Errors of barycenters over those of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
+    ascent_factor: float = 2.0
+    # Newton's method at falling tau, for debiased barycenters (`newton`)
+    newton_bins: int = 256  # A step costs k bins^3.
+    newton_entries: int = 2**22  # of the plans of all problems together, which a step holds several times
+    steps: int = 60  # at each tau
+    first_tau: float = 0.25
+    fall_of_tau: float = 32.0  # Smaller falls take more steps, and end at a larger tau, as rounding adds up.
+    least_tau: float = 1e-14
+    first_error: float = 1.0  # Errors at a large tau that are no smaller say nothing.
+    largest_ratio: float = 0.95  # of two movements at falling tau, where the convergence in tau is slow
+    longest_step: float = 2.0  # of the logarithm of a bin with mass; steps twice as long diverge for some problems
+    least_change: float = 1e-12  # Smaller changes are rounding.
+    small_change: float = 1e-3  # Only smaller changes show rounding when they stop to halve.
+    stalled_steps: int = 3  # steps whose change does not halve: rounding stops Newton's method at this tau
+    fruitless_falls: int = 2  # falls of tau without a smaller error
+    empty_bin: float = 80.0  # log of the largest d over the least one that is told from 0
+    # Derivatives (`gradient`)
+    gradient_entries: int = 2**26  # of the plans of all problems together, which the gradient holds
+    largest_condition: float = 1e15  # of the equations; beyond, some derivatives are wrong by more than a thousandth
+    gradient_tau: float = 1e-8  # where the barycenter is not by Newton's method
+    no_mass: float = 1e-12  # the share of the mass below which a bin counts as empty
+
+
+NUMBERS = Numbers()
+UNKNOWN = 2.0  # the error where nothing is known: two histograms of mass one differ by no more
+
+
+def put(t: Tensor, choice: Bool[Tensor, "*batch"], part: Tensor) -> Tensor:
+    """Return a copy of t with the part in the chosen places."""
+    t = t.clone()
+    t[choice] = part
+    return t
+
+
+@dataclass(frozen=True)
+class Potentials:
+    """The logarithms of u (..., k, n), d (..., n) and the barycenter a (..., n)."""
+
+    log_u: Float[Tensor, "*batch k n"]
+    log_d: Float[Tensor, "*batch n"]
+    log_a: Float[Tensor, "*batch n"]
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(t.isfinite().all()) for t in (self.log_u, self.log_d, self.log_a))
+
+    def choose(self, choice: Bool[Tensor, "*batch"]) -> Potentials:
+        return Potentials(self.log_u[choice], self.log_d[choice], self.log_a[choice])
+
+    def replace(self, choice: Bool[Tensor, "*batch"], other: Potentials) -> Potentials:
+        """Return these potentials, with the other ones in the places of the chosen problems."""
+        pairs = ((self.log_u, other.log_u), (self.log_d, other.log_d), (self.log_a, other.log_a))
+        return Potentials(*(put(t, choice, part) for t, part in pairs))
+
+
+@dataclass(frozen=True)
+class BarycenterResult:
+    """What an algorithm returns.
+
+    Attributes:
+        potentials: the last potentials, or those of the least error.
+        error: (...), an estimate of the sum of the absolute errors of the barycenter, as a share of its mass: what
+            the last steps changed, and what steps with their contraction still change.
+        iterations: how many iterations or steps were taken.
+        tau: (..., 1), at which the potentials solve the equations of `newton`.
+    """
+
+    potentials: Potentials
+    error: Float[Tensor, "*batch"]
+    iterations: int
+    tau: Float[Tensor, "*batch 1"]
+
+    def replace(self, choice: Bool[Tensor, "*batch"], other: BarycenterResult) -> BarycenterResult:
+        """Return this result, with the other one in the places of the chosen problems."""
+        return BarycenterResult(
+            self.potentials.replace(choice, other.potentials),
+            put(self.error, choice, other.error),
+            self.iterations + other.iterations,
+            put(self.tau, choice, other.tau),
+        )
+
+    def choose(self, choice: Bool[Tensor, "*batch"]) -> BarycenterResult:
+        return BarycenterResult(self.potentials.choose(choice), self.error[choice], self.iterations, self.tau[choice])
+
+    def choose_better(self, choice: Bool[Tensor, "*batch"], other: BarycenterResult) -> BarycenterResult:
+        """Return this result, with the other one, of the chosen problems, where its error is smaller."""
+        is_better = other.error < self.error[choice]
+        return self.replace(put(choice, choice, is_better), other.choose(is_better))
+
+
+@dataclass(frozen=True)
+class BarycenterProblem:
+    """Histograms p and their weights of one precision and batch shape, and a cost without a batch."""
+
+    p: Float[Tensor, "*batch k m"]
+    cost: Cost
+    weights: Float[Tensor, "*batch k"]
+    epsilon: float
+    debiased: bool
+    dtype: torch.dtype  # of the barycenter
+
+    @property
+    def mass(self) -> Float[Tensor, "*batch"]:
+        return self.p.sum((-2, -1)) / self.p.shape[-2]
+
+    @property
+    def suits_ascent(self) -> bool:
+        """Whether Newton's method on the dual applies."""
+        entries = self.p.shape[-2] * math.prod(self.cost.shape)
+        if self.debiased or entries > NUMBERS.ascent_entries or self.p.dtype != torch.float64:
+            return False
+        return not needs_torch(self.p, self.weights, *self.cost.tensors())
+
+    @property
+    def suits_newton(self) -> bool:
+        """Whether Newton's method at falling tau applies."""
+        n = self.cost.shape[0]
+        is_small = n <= NUMBERS.newton_bins and self.p.numel() * n <= NUMBERS.newton_entries
+        return self.debiased and is_small and self.p.dtype == torch.float64
+
+    def detach(self) -> BarycenterProblem:
+        """Return the problem without a graph and without tangents."""
+        cost = self.cost._replaced({id(t): t.detach() for t in self.cost.tensors()})
+        return dataclasses.replace(self, p=self.p.detach(), weights=self.weights.detach(), cost=cost)
+
+    def choose(self, choice: Bool[Tensor, "*batch"]) -> BarycenterProblem:
+        return dataclasses.replace(self, p=self.p[choice], weights=self.weights[choice])
+
+    def give_mass(self, log_a: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+        """Return a with the mass of the histograms."""
+        return torch.softmax(log_a, -1) * self.mass.unsqueeze(-1)
+
+    def first_potentials(self) -> Potentials:
+        log_u = torch.zeros_like(self.p[..., :1]).expand(*self.p.shape[:-1], self.cost.shape[0])
+        return Potentials(log_u, log_u[..., 0, :], log_u[..., 0, :])
