@@ -24,6 +24,7 @@ from otloss.costs.dense import posed_cost
 # normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
 # float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
+_LOST_SHARE = 1e-4  # of differences of a gradient: more must not be lost to rounding by a constant
 MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed that of a side
 
 
@@ -42,12 +43,15 @@ class HistogramPair:
         q: (..., m), the leading axes broadcast against those of p.
         dtype: the promoted dtype of the inputs.
         has_empty_side: whether a histogram holds no mass.
+        rounding: the rounding unit of the weights in the dtypes that they were given in; float32 for 16 bits, which are
+            too few to tell a difference.
     """
 
     p: Float[Tensor, "*batch n"]
     q: Float[Tensor, "*batch m"]
     dtype: torch.dtype
     has_empty_side: bool = False
+    rounding: float = 0.0
 
     @property
     def mass(self) -> Float[Tensor, "*batch"]:
@@ -69,8 +73,9 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
     (mass_p, mass_q), has_empty_side = _checked_masses(p, q, ("p", "q"), balanced=balanced)
     dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
     arithmetic = torch.promote_types(dtype, torch.float32)
+    rounding = max(torch.finfo(torch.promote_types(w.dtype, torch.float32)).eps for w in (p, q))
     if not balanced:
-        return HistogramPair(p.to(arithmetic), q.to(arithmetic), dtype, has_empty_side)
+        return HistogramPair(p.to(arithmetic), q.to(arithmetic), dtype, has_empty_side, rounding)
     of_p, of_q = (mass_p, mass_q) if mass_p.dim() or mass_q.dim() else (mass_p.item(), mass_q.item())  # as below
     both: Any = (of_p + of_q) / 2
     return HistogramPair(
@@ -78,6 +83,7 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         q=centre_gradient(_rescaled(q, of_q, both, arithmetic, has_empty_side)),
         dtype=dtype,
         has_empty_side=has_empty_side,
+        rounding=rounding,
     )
 
 
@@ -204,12 +210,30 @@ def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*ba
 class _CentreGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (gradient,) = gradients
-        return gradient - gradient.mean(-1, keepdim=True)
+        (weights,) = ctx.saved_tensors
+        return gradients[0] - centre_of(gradients[0], weights)
+
+
+def centre_of(
+    gradient: Float[Tensor, "*batch bins"], weights: Float[Tensor, "*batch bins"]
+) -> Float[Tensor, "*batch 1"]:
+    """Return the constant that centres a gradient: its mean over the bins, or the median over the bins with mass.
+
+    The median where the mean is so large, beside the differences of most bins, that these would lose their digits: a
+    bin without mass that only pairs of a price reach has a derivative of the size of the price.
+    """
+    mean = gradient.mean(-1, keepdim=True)
+    known = gradient.detach().masked_fill(weights.detach() == 0, torch.nan)
+    median = known.nanmedian(-1, keepdim=True).values
+    deviations = (known - median).abs()
+    spread = deviations.masked_fill(deviations == 0, torch.nan).nanmedian(-1, keepdim=True).values
+    rounding = torch.finfo(gradient.dtype).eps * (mean.detach() - median).abs()
+    return torch.where(rounding > _LOST_SHARE * spread, median, mean)  # the mean where all are equal, so NaN
 
 
 def _mass(name: str, weights: Any) -> Tensor:

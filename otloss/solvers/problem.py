@@ -54,6 +54,7 @@ class Problem:
         mass: (...), the amount that is moved, with its graph; None for all.
         start: potentials (f, g) of a similar problem, of the whole batch and without a graph, or None.
         has_empty_side: whether p or q holds no mass in a problem.
+        weight_rounding: the rounding unit of the weights as they were given.
         is_symmetric: whether p equals q and the cost its transpose, which saves iterations.
         impl: the implementation that was asked for.
         dtype: of the answer; the arithmetic is in that of p, q and the cost.
@@ -69,6 +70,7 @@ class Problem:
     mass: Float[Tensor, "*batch"] | None = None
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None
     has_empty_side: bool = False
+    weight_rounding: float = 0.0
     is_symmetric: bool = False
     impl: str = "auto"
 
@@ -122,6 +124,7 @@ def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings:
         mass=moved if moved is None else moved.expand(batch),
         start=start,
         has_empty_side=pair.has_empty_side,
+        weight_rounding=pair.rounding,
         impl=settings.impl,
     )
 

@@ -1,12 +1,14 @@
-"""Exact problems in blocks: bins that only pairs of far larger costs connect, as prices for pairs that must not be.
+"""Problems in blocks: bins that only pairs of far larger costs connect, as prices for pairs that must not be used.
 
-Where the masses of both sides agree in each block, the optimal plan stays within the blocks, and the potentials of the
-blocks may shift against each other: f + c and g - c in a block, with the constraint c_k - c_l <= S_kl, the least
-C_ij - f_i - g_j over rows of block k and columns of block l. But weights carry rounding, so that the masses of a block
-agree up to rounding only. The simplex then sends what is left over at the price, which may cost more than all else, and
-its potentials differ from block to block by the price, beside which the differences within a block lose their digits.
-So what the rounding of a block's own weights explains stays where it is, at no cost, and the shifts are the smallest
-that the constraints allow. Blocks whose masses differ by more count as one block.
+Weights carry rounding, so that the masses of both sides in a block may differ by some roundings. The optimum sends what
+is left over at the price, which may cost more than all else, and its potentials differ from block to block by the
+price, beside which the differences within a block lose their digits. So where rounding explains the difference, the
+weights of q are scaled to the mass of p in the block, and the problem is solved again. That is the exact solution for
+weights that differ from the given ones by their rounding, and it sends mass between blocks where that pays.
+
+The potentials of blocks that exchange nothing may shift against each other: f + c and g - c in a block, with the
+constraint c_k - c_l <= S_kl, the least C_ij - f_i - g_j over rows of block k and columns of block l. They get the
+smallest values that the constraints allow.
 
 Source of the shifts: E. McShane, Extension of range of functions, 1934. For wanted shifts d, min over l of
 d_l + S_kl (S closed under sums along paths) meets the constraints, and is d where d does.
@@ -16,9 +18,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 
@@ -30,17 +32,27 @@ class Limits:
     Attributes:
         price_ratio: of a price to the largest cost that the plan pays.
         roundings: by how many roundings of a block's weights its masses may differ.
-        near_roundings: up to how many roundings a difference is named, because it may be meant as none.
+        near_roundings: up to how many roundings a difference is named, because it may be meant as none; roundings of
+            at least `rounding_of_others`.
         edges_per_bin: up to how many edges for each bin a graph of cheap pairs is searched as a list.
     """
 
     price_ratio: float = 1e3
     roundings: float = 4.0
     near_roundings: float = 100.0
+    rounding_of_others: float = 1e-8
     edges_per_bin: int = 16
 
 
 LIMITS = Limits()
+
+
+class Balanced(NamedTuple):
+    """Weights q (m,), which blocks (count,) differ by more than rounding, and by how much all these differ."""
+
+    q: np.ndarray
+    differs: np.ndarray
+    lacking: float
 
 
 @dataclass(frozen=True)
@@ -60,35 +72,47 @@ class Blocks:
         """Return the masses (count,) of p and of q in each block."""
         return np.bincount(self.rows, p, self.count), np.bincount(self.columns, q, self.count)
 
-    def imbalance(self, p: np.ndarray, q: np.ndarray) -> np.ndarray:
-        """Return (count,) the difference of both masses as a share of the larger one, 0 without mass."""
-        mass_p, mass_q = self.masses(p, q)
-        larger = np.maximum(mass_p, mass_q)
-        return np.abs(mass_p - mass_q) / np.where(larger > 0, larger, 1.0)
+    def balanced(self, p: np.ndarray, q: np.ndarray, rounding: float) -> Balanced:
+        """Return q with the masses of p in each block where rounding explains the difference.
 
-    def of_equal_mass(self, p: np.ndarray, q: np.ndarray, unit: float) -> Blocks | None:
-        """Return the blocks of equal mass; blocks whose masses differ by more than rounding are joined to one.
-
-        The result is None for a single block, and where the joined block is not balanced either: mass has to leave it.
+        A block differs by rounding if its masses differ by a few roundings of themselves. What the other blocks lack or
+        hold too much of comes from these, in proportion to their masses: it is less than their rounding too.
         """
-        tolerance = LIMITS.roundings * unit + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
-        differs = self.imbalance(p, q) > tolerance
-        if not differs.any():
-            return self if self.count > 1 else None
-        numbers, count = np.where(differs, 0, np.cumsum(~differs)), 1 + int((~differs).sum())
-        joined = Blocks(numbers[self.rows], numbers[self.columns], count)
-        return joined if count > 1 and joined.imbalance(p, q)[0] <= tolerance else None
+        mass_p, mass_q = self.masses(p, q)
+        tolerance = LIMITS.roundings * rounding + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
+        differs = np.abs(mass_p - mass_q) > tolerance * np.maximum(mass_p, mass_q)
+        lacking = float((mass_p - mass_q)[differs].sum())
+        total = float(mass_p[~differs].sum())
+        if abs(lacking) > LIMITS.near_roundings * rounding * total:
+            return Balanced(q, np.ones_like(differs), lacking)
+        factor = 1 + (lacking / total if total > 0 else 0.0)
+        scales = np.where(~differs & (mass_q > 0), factor * mass_p / np.where(mass_q > 0, mass_q, 1.0), 1.0)
+        return Balanced(q * scales[self.columns], differs, lacking)
+
+    def merged(self, chosen: np.ndarray) -> Blocks:
+        """Return the blocks with the chosen ones (count,) as a single one."""
+        if not chosen.any():
+            return self
+        numbers = np.where(chosen, 0, np.cumsum(~chosen))
+        return Blocks(numbers[self.rows], numbers[self.columns], 1 + int((~chosen).sum()))
+
+    def joined_by(self, cells: np.ndarray, flows: np.ndarray, differs: np.ndarray) -> Blocks:
+        """Return the blocks that exchange nothing: cells (2, cells) of a tree join blocks by their flows (cells,).
+
+        Blocks that `differ` exchange mass too, even if the solver rounds it to zero.
+        """
+        joins = (flows > 0) | differs[self.rows[cells[0]]] | differs[self.columns[cells[1]]]
+        cells = cells[:, joins]
+        count, parts = _connected_parts(self.rows[cells[0]], self.columns[cells[1]], self.count)
+        return Blocks(parts[self.rows], parts[self.columns], count)
 
     def shift(self, p: np.ndarray, q: np.ndarray, f: np.ndarray, g: np.ndarray, slack: np.ndarray) -> None:
         """Shift potentials in place: f by c_k in block k, g by -c_k, with c_k - c_l <= slack[k, l].
 
-        After that f and g have equal means in each block, over the bins with mass, as far as the slack allows.
+        After that f and g have equal medians in each block, over the bins with mass, as far as the slack allows: where
+        some bins of a block pay a price, most keep potentials of the size of their costs.
         """
-        mean_f, mean_g = (
-            np.bincount(block, values, self.count) / np.maximum(np.bincount(block, values != 0, self.count), 1)
-            for block, values in ((self.rows, np.where(p > 0, f, 0.0)), (self.columns, np.where(q > 0, g, 0.0)))
-        )
-        shifts = (mean_g - mean_f) / 2
+        shifts = (_medians(g, self.columns, q > 0, self.count) - _medians(f, self.rows, p > 0, self.count)) / 2
         for _ in range(self.count):
             closer = np.minimum(shifts, (shifts + np.maximum(slack, 0.0)).min(1))
             if np.array_equal(closer, shifts):
@@ -98,9 +122,16 @@ class Blocks:
         g -= shifts[self.columns]
 
 
-def unit_of(*dtypes: torch.dtype) -> float:
-    """Return the rounding unit of weights of the widest of these dtypes; 16 bits are too few to tell a difference."""
-    return min(max(torch.finfo(dtype).eps for dtype in dtypes), torch.finfo(torch.float32).eps)
+def _medians(values: np.ndarray, blocks: np.ndarray, counts: np.ndarray, count: int) -> np.ndarray:
+    """Return the (lower) median (count,) of the values that count in each block, 0 without any."""
+    values, blocks = values[counts], blocks[counts]
+    order = np.lexsort((values, blocks))
+    sizes = np.bincount(blocks, minlength=count)
+    middle = np.cumsum(sizes) - sizes + (sizes - 1).clip(0) // 2
+    has_values = sizes > 0
+    medians = np.zeros(count)
+    medians[has_values] = values[order][middle[has_values]]
+    return medians
 
 
 def price_of(costs: np.ndarray, flows: np.ndarray, mass: np.ndarray | float, unit: float) -> np.ndarray:
@@ -110,7 +141,8 @@ def price_of(costs: np.ndarray, flows: np.ndarray, mass: np.ndarray | float, uni
         costs, flows: (..., cells), of the cells of plans. Flows that may be rounding do not count.
         mass: (...), of the plans.
     """
-    may_be_rounding = flows <= LIMITS.near_roundings * unit * np.asarray(mass)[..., None]
+    share = LIMITS.near_roundings * max(unit, LIMITS.rounding_of_others)
+    may_be_rounding = flows <= share * np.asarray(mass)[..., None]
     largest = np.where(may_be_rounding, 0.0, costs).max(-1)
     return np.where(largest > 0, LIMITS.price_ratio * largest, np.inf)
 
@@ -140,48 +172,50 @@ def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
 
 def blocks_of_cells(rows: np.ndarray, columns: np.ndarray, n: int, m: int) -> Blocks:
     """Return the connected parts of the graph whose edges are these cells of an n by m matrix."""
+    count, labels = _connected_parts(rows, columns + n, n + m)
+    return Blocks(labels[:n], labels[n:], count)
+
+
+def _connected_parts(first: np.ndarray, second: np.ndarray, nodes: int) -> tuple[int, np.ndarray]:
+    """Return the number of connected parts of a graph with these edges, and the part of each node."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    edges = coo_array((np.ones(len(rows), bool), (rows, columns + n)), (n + m, n + m))
+    edges = coo_array((np.ones(len(first), bool), (first, second)), (nodes, nodes))
     count, labels = connected_components(edges, directed=False)
-    return Blocks(labels[:n], labels[n:], int(count))
+    return int(count), labels
 
 
-def blocks_of_plan(
-    p: np.ndarray, q: np.ndarray, matrix: np.ndarray, cells: np.ndarray, flows: np.ndarray, *, price: float,
-    unit: float, warns: bool,
-) -> Blocks | None:  # fmt: skip
-    """Return the blocks of equal mass that only pairs of at least this price connect; None for one block.
-
-    With `warns`, blocks of nearly equal mass whose difference pays a price are named.
-    """
-    blocks = blocks_of_matrix(matrix < price)
-    equal = blocks.of_equal_mass(p, q, unit)
-    if warns and equal is not blocks:
-        costs, imbalance = matrix[cells[0], cells[1]], blocks.imbalance(p, q)
-        is_near = (imbalance > LIMITS.roundings * unit) & (imbalance <= LIMITS.near_roundings * unit)
-        crossing = (costs >= price) & (is_near[blocks.rows[cells[0]]] | is_near[blocks.columns[cells[1]]])
-        _warn_of_prices(float(flows[crossing].sum()), float(costs[crossing].max(initial=0.0)), price)
-    return equal
-
-
-def _warn_of_prices(mass: float, cost: float, price: float) -> None:
-    if mass == 0:
+def warn_of_prices(
+    blocks: Blocks, p: np.ndarray, q: np.ndarray, flows: np.ndarray, cells: np.ndarray, matrix: np.ndarray, *,
+    price: float, rounding: float,
+) -> None:  # fmt: skip
+    """Warn of mass that pays a price because the masses of a block differ by little, which may be meant as nothing."""
+    mass_p, mass_q = blocks.masses(p, q)
+    difference, mass = np.abs(mass_p - mass_q), np.maximum(mass_p, mass_q)
+    # By a few more roundings, or by those of a whole from which a light block was subtracted; weights in float64 are
+    # often rounded to float32.
+    near = np.maximum(LIMITS.near_roundings * max(rounding, LIMITS.rounding_of_others) * mass, rounding * mass_p.sum())
+    is_near = (difference > LIMITS.roundings * rounding * mass) & (difference <= near) & (mass_p > 0) & (mass_q > 0)
+    costs = matrix[cells[0], cells[1]]
+    crossing = (costs >= price) & (is_near[blocks.rows[cells[0]]] | is_near[blocks.columns[cells[1]]])
+    amounts, moved = flows * costs, float(flows[crossing].sum())
+    if amounts[crossing].sum() <= 1e-3 * amounts[~crossing].sum():
         return
     warnings.warn(
-        f"a mass of {mass:.2g} moves at costs of up to {cost:.3g}, where all but rounding pays at most "
-        f"{price / LIMITS.price_ratio:.3g}: the masses of p and q in a group of bins differ by a few roundings. Scale "
-        "the weights so that they agree, or give +inf for the pairs that must not be used.",
+        f"a mass of {moved:.2g} moves at costs of up to {costs[crossing].max():.3g}, where all but rounding pays at "
+        f"most {price / LIMITS.price_ratio:.3g}: the masses of p and q in a group of bins differ by little. Scale the "
+        "weights so that they agree, or give +inf for the pairs that must not be used.",
         ConvergenceWarning,
         stacklevel=level_of_the_caller(),
     )
 
 
 def with_capped_prices(matrix: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Return the matrix with smaller prices between blocks, which the optimal plan avoids all the same.
+    """Return the matrix with smaller prices between blocks of equal mass, for potentials with more digits.
 
-    A plan that uses such a pair differs from one that does not by a cycle of at most 2 min(n, m) pairs.
+    A plan that uses a pair of more than min(n, m) times the largest cost within blocks costs more than one that stays
+    within blocks, by a cycle of at most 2 min(n, m) pairs. So costs above that are lowered to it, and no others.
     """
     inside = blocks.rows[:, None] == blocks.columns
     price = (min(matrix.shape) + 1) * float(matrix[inside].max(initial=0.0))

@@ -37,7 +37,7 @@ from otloss.costs.order import BLOCK, ROWS, grouped, order_of, tasks
 from otloss.costs.order import METRICS as NUMBERS
 from otloss.solvers.exact.batch import SIMPLEX
 from otloss.solvers.exact.blocks import LIMITS as PRICES
-from otloss.solvers.exact.blocks import blocks_of_cells, price_of, unit_of
+from otloss.solvers.exact.blocks import Blocks, blocks_of_cells, price_of
 from otloss.solvers.exact.simplex import ExactSolution, Optimum, check_outcome, solve_exact
 from otloss.solvers.problem import Problem
 
@@ -154,18 +154,24 @@ def _optimum(problem: Problem) -> Optimum:
     value, scale = float(flows @ costs), float(among.largest() * a.sum())
     dropped = 0.0
     if scale > PRICES.price_ratio * value:
-        unit = unit_of(problem.dtype, problem.p.dtype)
-        inside = basis.shift_blocks(
-            rows, columns, float(price_of(costs.numpy(), flows.numpy(), float(a.sum()), unit)), unit
-        )
-        dropped = value - float((flows * inside) @ costs)
-        value, flows = value - dropped, flows * inside
+        rounding = problem.weight_rounding
+        price = float(price_of(costs.numpy(), flows.numpy(), float(a.sum()), rounding))
+        blocks = basis.blocks(price)
+        balanced, differs, _ = blocks.balanced(a.numpy(), b.numpy(), rounding)
+        if 1 < blocks.count <= LIMITS.max_blocks and not differs.all():
+            b = torch.from_numpy(balanced)
+            basis = _Basis.solved(among, a, b, basis.f, basis.g)
+            rows, columns, flows = basis.plan()
+            dropped, value = value, float(flows @ among.pairs(rows, columns))
+            dropped = abs(dropped - value)  # what the rounding of the weights pays
+            cells = torch.stack([rows, columns]).numpy()
+            basis.shift_blocks(blocks.joined_by(cells, flows.numpy(), differs))
     rows, places, flows = points_x.split(rows, flows)
     columns, places_of_columns, flows = points_y.split(columns[places], flows)
     g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, basis.g[points_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
-    dual = p @ f + q[points_y.members] @ g[points_y.members] * (a.sum() / points_y.masses.sum())
+    dual = p @ f + (q[points_y.members] * (b / points_y.masses)[points_y.groups]) @ g[points_y.members]
     gap = value - float(dual)
     check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
     outcome = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots))
@@ -308,17 +314,16 @@ class _Basis:
         ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
         return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
 
-    def shift_blocks(self, rows: Tensor, columns: Tensor, price: float, unit: float) -> Tensor:
-        """Shift the potentials of blocks of equal mass that only pairs of at least this price connect.
-
-        The least cost between two blocks is bounded by that between the boxes around their points. Returns whether
-        each cell (rows, columns) is within a block.
-        """
+    def blocks(self, price: float) -> Blocks:
+        """Return the blocks of points that only pairs of at least this price connect."""
         cheap = self.costs < price
-        every = blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
-        blocks = every.of_equal_mass(self.p, self.q, unit) if every.count <= LIMITS.max_blocks else None
-        if blocks is None:
-            return torch.ones_like(rows, dtype=torch.bool)
+        return blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
+
+    def shift_blocks(self, blocks: Blocks) -> None:
+        """Shift the potentials of blocks that exchange no mass.
+
+        The least cost between two blocks is bounded by the cost between the boxes around their points.
+        """
         f, g = self.f.numpy(), self.g.numpy()
         (low_x, high_x), (low_y, high_y) = (
             _boxes(*side, blocks.count) for side in ((self.x, blocks.rows), (self.y, blocks.columns))
@@ -328,7 +333,6 @@ class _Basis:
         nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
         slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
         blocks.shift(self.p, self.q, f, g, slack - _largest(g, blocks.columns, blocks.count))
-        return torch.from_numpy(blocks.rows[rows.numpy()] == blocks.columns[columns.numpy()])
 
     def _near(self, own: Tensor | None, other: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the cells of smallest reduced cost, at most `count` for each row, or for each column.

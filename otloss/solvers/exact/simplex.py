@@ -39,14 +39,15 @@ from otloss._checks import broadcast_shape, check_finite, check_potentials
 from otloss.costs import DenseCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.exact.batch import solve_batch
+from otloss.solvers.exact.blocks import LIMITS as PRICES
 from otloss.solvers.exact.blocks import (
-    LIMITS,
-    blocks_of_plan,
+    blocks_of_matrix,
     price_of,
     shift_blocks,
-    unit_of,
+    warn_of_prices,
     with_capped_prices,
 )
+from otloss.solvers.histograms import centre_of
 from otloss.solvers.problem import Problem
 
 FindStart = Callable[[Problem, Tensor], tuple[Tensor, Tensor] | None]  # from the problem and its matrix
@@ -126,7 +127,11 @@ class ExactSolution:
     @property
     def potential_error(self) -> Tensor:
         """The rounding of the potentials in the dtype of the answer, without the constant that may be moved."""
-        sizes = [(w - w.mean(-1, keepdim=True)).abs().amax(-1) for w in (self.optimum.f, self.optimum.g)]
+        sizes = []
+        for potential, weights in ((self.optimum.f, self.problem.p), (self.optimum.g, self.problem.q)):
+            has_mass = (weights.detach() > 0).to(potential.device)
+            deviation = potential - centre_of(potential.to(self.problem.dtype), has_mass).to(potential)
+            sizes.append(deviation.abs().masked_fill(~has_mass, 0.0).amax(-1))
         rounding = torch.finfo(self.problem.dtype).eps * torch.maximum(*sizes)
         return rounding.to(self.problem.p.device)
 
@@ -223,7 +228,7 @@ def solve_exactly(problem: Problem, *, find_start: FindStart | None = None, warn
     if start is None and find_start is not None:
         start = find_start(problem, matrix.detach())
     problem = problem if is_stored else replace(problem, cost=DenseCost.unchecked(matrix))
-    optimum = solve_exact(problem.p, problem.q, matrix, start=start, dtype=problem.dtype, warns=warns)
+    optimum = solve_exact(problem.p, problem.q, matrix, start=start, rounding=problem.weight_rounding, warns=warns)
     cell_costs = None if moving is None else moving.pairs(optimum.rows, optimum.columns)
     return ExactSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
 
@@ -234,7 +239,7 @@ def solve_exact(
     matrix: Float[Tensor, "*batch n m"],
     *,
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None,
-    dtype: torch.dtype | None = None,
+    rounding: float | None = None,
     warns: bool = False,
 ) -> Optimum:
     """Solve checked problems (weights as `histogram_pair` returns them, finite costs), without a graph.
@@ -243,7 +248,8 @@ def solve_exact(
         p, q, matrix: as for `emd`; their leading axes broadcast.
         start: potentials (f, g) of similar problems, with axes that broadcast likewise. They save pivots and change no
             value.
-        dtype: that the weights were given in, whose rounding may leave mass over in a block; that of p by default.
+        rounding: the rounding unit of the weights as they were given, which may leave mass over in a block; that of
+            the dtype of p by default.
         warns: whether mass that may be rounding and pays a price is named.
 
     Raises:
@@ -262,42 +268,50 @@ def solve_exact(
     arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, max_pivots=_MAX_PIVOTS)
     check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
-    _settle_prices(weights, matrices, owners, arrays, unit_of(dtype or p.dtype, p.dtype), warns=warns)
+    unit = torch.finfo(p.dtype).eps if rounding is None else rounding
+    _settle_prices(weights, matrices, owners, arrays, unit, warns=warns)
     pivots = outcome[:, 3].astype(np.int64)
     answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
     return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
 
 
 def _settle_prices(
-    weights: list[np.ndarray], matrices: np.ndarray, owners: np.ndarray, answers: tuple[np.ndarray, ...], unit: float,
-    *, warns: bool,
+    weights: list[np.ndarray], matrices: np.ndarray, owners: np.ndarray, results: tuple[np.ndarray, ...],
+    rounding: float, *, warns: bool,
 ) -> None:  # fmt: skip
-    """Solve problems again whose bins fall into blocks that only priced pairs connect; fill their answers."""
-    f, g, cells, flows, outcome = answers
-    some = np.flatnonzero(outcome[:, 2] > LIMITS.price_ratio * outcome[:, 0])
-    if not some.size:
+    """Solve problems again whose bins fall into blocks that only priced pairs connect; fill their results.
+
+    The second time the masses of both sides agree in each block where rounding explains their difference.
+    """
+    f, g, cells, flows, outcome = results
+    candidates = np.flatnonzero(outcome[:, 2] > PRICES.price_ratio * outcome[:, 0])
+    if not candidates.size:
         return
-    masses = weights[0][some].sum(1)
-    costs = matrices[owners[some][:, None], cells[some, 0], cells[some, 1]]
-    prices = price_of(costs, flows[some], masses, unit)
-    has_prices = outcome[some, 2] >= prices * masses
-    for k, price in zip(some[has_prices], prices[has_prices], strict=True):
+    masses = weights[0][candidates].sum(1)
+    costs = matrices[owners[candidates][:, None], cells[candidates, 0], cells[candidates, 1]]
+    prices = price_of(costs, flows[candidates], masses, rounding)
+    has_prices = outcome[candidates, 2] >= prices * masses
+    for k, price in zip(candidates[has_prices], prices[has_prices], strict=True):
         p, q, matrix = weights[0][k], weights[1][k], matrices[owners[k]]
-        blocks = blocks_of_plan(p, q, matrix, cells[k], flows[k], price=price, unit=unit, warns=warns)
-        if blocks is None:
+        blocks = blocks_of_matrix(matrix < price)
+        balanced, differs, _ = blocks.balanced(p, q, rounding)
+        if warns and differs.any():
+            warn_of_prices(blocks, p, q, flows[k], cells[k], matrix, price=price, rounding=rounding)
+        if blocks.count == 1 or differs.all():
             continue
-        capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)
-        again = solve_batch(p[None], q[None], capped, owner, start=None, max_pivots=_MAX_PIVOTS)
-        for old, new in zip(answers, again, strict=True):
+        capped = matrix if differs.any() else with_capped_prices(matrix, blocks)
+        again = solve_batch(
+            p[None], balanced[None], capped[None], np.zeros(1, np.int64), start=None, max_pivots=_MAX_PIVOTS
+        )
+        check_outcome(again[-1], [p[None], balanced[None]], torch.Size())
+        dropped = outcome[k, 0] - again[-1][0, 0]  # what the rounding of the weights pays
+        for old, new in zip(results, again, strict=True):
             old[k] = new[0]
-        shift_blocks(blocks, p, q, matrix, f=f[k], g=g[k])
-        amounts = flows[k] * matrix[cells[k, 0], cells[k, 1]]
-        crosses = blocks.rows[cells[k, 0]] != blocks.columns[cells[k, 1]]
-        flows[k, crosses] = 0.0
-        outcome[k, 0] = amounts[~crosses].sum()
-        outcome[k, 1] = outcome[k, 0] - (p @ f[k] + q @ g[k])
-        check_outcome(outcome[k][None], [p[None], q[None]], torch.Size())
-        outcome[k, 1] += amounts[crosses].sum()  # the gap counts what was dropped
+        joined = blocks.joined_by(cells[k], flows[k], differs)
+        shift_blocks(joined, p, balanced, matrix, f=f[k], g=g[k])
+        outcome[k, 1] = outcome[k, 0] - (p @ f[k] + balanced @ g[k])
+        check_outcome(outcome[k][None], [p[None], balanced[None]], torch.Size())
+        outcome[k, 1] = max(outcome[k, 1], 0.0) + abs(dropped)
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:

@@ -4,7 +4,7 @@ Where the masses of both sides agree in each block up to rounding, no mass has t
 the optimum sends it at a price that may exceed all other costs, and the search climbs to potentials of the size of the
 price, where the differences within a block lose their digits. So the masses of q are scaled to those of p block by
 block, and costs between blocks are lowered to a price that the plan avoids all the same (`plain_costs` derives it).
-Exact problems are treated after a first solution, which tells what a plan pays (`exact_blocks`).
+Exact problems are treated after a first solution, which tells what a plan pays (`exact.blocks`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
 from otloss.costs import DenseCost
-from otloss.solvers.exact.blocks import Blocks, blocks_of_matrix, unit_of
+from otloss.solvers.exact.blocks import Blocks, blocks_of_matrix
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.reductions.way_back import WayBack
 
 SMALL_EPSILON = 1e-4  # of the largest cost: above it, neither value nor potentials lose digits that count
+NEGLIGIBLE_COST = 1e-3  # epsilons for the mass, which blocks that differ by more than rounding may pay
 EPSILONS_OF_A_PRICE = 1e3  # a pair of this cost exchanges nothing that its rows and columns can do without
 
 
@@ -53,11 +54,16 @@ def _blocks(problem: Problem, cost: DenseCost, p: np.ndarray, q: np.ndarray) -> 
     matrices = cost.matrix.detach().cpu().reshape(-1, n, m).numpy()
     owners = np.broadcast_to(np.arange(len(matrices)).reshape(cost.batch_shape), problem.batch).reshape(-1)
     widths = problem.epsilon.detach().cpu().double().reshape(-1).numpy()
-    unit, known, blocks = unit_of(problem.dtype, problem.p.dtype), {}, []
+    known, blocks = {}, []
     for k, key in enumerate(zip(owners.tolist(), widths.tolist(), strict=True)):
         if key not in known:  # many problems may share a matrix
             known[key] = blocks_of_matrix(matrices[key[0]] < EPSILONS_OF_A_PRICE * key[1])
-        blocks.append(known[key].of_equal_mass(p[k], q[k], unit))
+        _, differs, lacking = known[key].balanced(p[k], q[k], problem.weight_rounding)
+        equal = known[key].merged(differs)
+        pays = abs(lacking) * float(matrices[key[0]].max()) > NEGLIGIBLE_COST * key[1] * p[k].sum()
+        mass_p, mass_q = known[key].masses(p[k], q[k])
+        must_leave = (differs & ((mass_p > 0) != (mass_q > 0))).any()  # the derivative there is a price
+        blocks.append(None if pays or must_leave or equal.count == 1 else equal)
     return blocks
 
 

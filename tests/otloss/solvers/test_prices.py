@@ -13,6 +13,7 @@ import otloss
 from otloss import ConvergenceWarning
 from otloss.costs import PointCost
 from otloss.solvers.exact.clouds import Limits
+from tests.otloss.oracles import linprog_value
 
 
 class Priced(NamedTuple):
@@ -186,3 +187,50 @@ def test_gradients_of_points_in_clusters_far_apart() -> None:
     torch.testing.assert_close(
         gradients[0], gradients[1], rtol=0.0, atol=1e-3 * float(gradients[1].norm(dim=-1).mean())
     )
+
+
+def test_a_chain_of_dear_pairs_within_a_block_costs_more_than_leaving_it() -> None:
+    """Light bins next to no rounding leave their block at 1,000, since three pairs of 900 within it cost more."""
+    light, far = 60, 1e9
+    n = light + 6
+    cost = torch.full((n, n), far)
+    cost.fill_diagonal_(0.0)
+    heavy = torch.arange(light, n)
+    cost[heavy, heavy] = 1.0
+    a, b = heavy[:3], heavy[3:]
+    cost[:light, :light] = far
+    cost[:light, a[0]] = cost[a[0], a[1]] = cost[a[1], a[2]] = cost[a[2], :light] = 900.0
+    cost[:light, b[0]] = cost[b[0], :light] = 1000.0
+    cost[b[0], b[1]] = cost[b[1], b[2]] = cost[b[2], b[0]] = 900.0
+    p = torch.ones(n)
+    p[:light] = 6e-5
+    p /= p.sum()
+    for dear in (far, 2e4):
+        matrix = torch.where(cost == far, dear, cost)
+        right = linprog_value(p.double().numpy(), p.double().numpy(), matrix.double().numpy())
+        assert float(otloss.emd(p, p, matrix)) == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["float32 costs", "float64 costs"])
+@pytest.mark.parametrize("light", [(0.0, 0.0), (1e-12, 1e-12), (1e-30, 3e-30)])
+def test_weights_of_float32_are_balanced_by_block_beside_bins_of_next_to_no_mass(
+    light: tuple[float, float], wide: bool
+) -> None:
+    """Three bins, one that fits only itself, and one that is light, or empty as padding is: as with +inf for 1e9."""
+    cost = torch.full((5, 5), 1e9)
+    cost[:3, :3] = torch.tensor([[3.6, 1.8, 4.2], [3.2, 3.7, 4.1], [4.5, 4.7, 4.2]])
+    cost[3, 3] = cost[4, 4] = 0.0
+    p = torch.tensor([0.31, 0.26, 0.23, 0.2, light[0]], requires_grad=True)
+    q = torch.tensor([0.22, 0.29, 0.29, 0.2, light[1]])
+    answer = otloss.solve(p, q, cost.double() if wide else cost)
+    (gradient,) = torch.autograd.grad(answer.value, p)
+    assert float(answer.value.detach()) == pytest.approx(2.44, rel=1e-5)
+    assert float(gradient[1] - gradient[0]) == pytest.approx(-0.1, abs=1e-3)
+
+
+def test_float64_weights_that_were_rounded_to_float32_are_named() -> None:
+    cost = torch.full((4, 4), 1e9, dtype=torch.float64)
+    cost[:3, :3], cost[3, 3] = torch.tensor([[3.6, 1.8, 4.2], [3.2, 3.7, 4.1], [4.5, 4.7, 4.2]]).double(), 0.0
+    p, q = torch.tensor([0.31, 0.26, 0.23, 0.2]), torch.tensor([0.22, 0.29, 0.29, 0.2])
+    with pytest.warns(ConvergenceWarning, match="Scale the weights so that they agree"):
+        otloss.emd(p.double(), q.double(), cost)
