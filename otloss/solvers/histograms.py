@@ -232,7 +232,7 @@ def centre_of(
     median = known.nanmedian(-1, keepdim=True).values
     deviations = (known - median).abs()
     spread = deviations.masked_fill(deviations == 0, torch.nan).nanmedian(-1, keepdim=True).values
-    rounding = torch.finfo(gradient.dtype).eps * (mean.detach() - median).abs()
+    rounding = torch.finfo(torch.float32).eps * (mean.detach() - median).abs()  # the weights may be float32
     return torch.where(rounding > _LOST_SHARE * spread, median, mean)  # the mean where all are equal, so NaN
 
 
