@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._checks import check_floating
-from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
+from otloss.costs.centroids import between_directions
+from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph, unit_rows
 
 
 class CosineCost(Cost):
@@ -87,6 +88,11 @@ class CosineCost(Cost):
     def largest(self) -> Tensor:
         """Return 2, which no cosine cost exceeds."""
         return torch.full((), 2.0, dtype=self.dtype, device=self.device)
+
+    def centroid_bound(
+        self, p: Float[Tensor, "*batch V"], q: Float[Tensor, "*batch V"], mass: Float[Tensor, "*batch"]
+    ) -> CentroidBound | None:
+        return CentroidBound(between_directions(p, q, mass, self.unit, self.unit), is_smooth=True)
 
     def __repr__(self) -> str:
         zeros = int(self.zero_rows.sum())

@@ -14,7 +14,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -33,9 +33,22 @@ from otloss._checks import (
 )
 from otloss._numba import is_small, may_run_on
 
+if TYPE_CHECKING:
+    from otloss.costs.grid import GridCost
+    from otloss.costs.line import LineCost
+    from otloss.costs.points import PointCost
+
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
 _LEAST_EXPONENT = -80.0
+_ASYMMETRY = 1e-5  # a difference of C[i, j] and C[j, i], relative to the largest cost, that is rounding
+
+
+class CentroidBound(NamedTuple):
+    """A lower bound of exact transport, and whether it is differentiable everywhere in the weights."""
+
+    value: Float[Tensor, "*batch"]
+    is_smooth: bool
 
 
 class Cost(ABC):
@@ -44,6 +57,10 @@ class Cost(ABC):
     A subclass gives `shape`, `rows` and `T`, and holds its floating tensors (float32 or float64, one at least) as
     attributes; docs/contributors/design.md has an example. It is its own transpose, `T` returning `self`, only where it
     is the cost among the bins of one side: symmetric, with zeros on the diagonal.
+
+    What else solvers want to know of a cost they ask, and never look at its class: `largest`, `softmin_work`,
+    `stored_matrix`, `contiguous`, `has_plain_entries`, `is_symmetric`, `costs_within`, `centroid_bound`, `as_points`,
+    `as_grid` and `as_line`. The default answers are right for every cost; others save time.
     """
 
     @property
@@ -202,6 +219,71 @@ class Cost(ABC):
         with torch.no_grad():
             largest = [self.row_block(*block).amax((-2, -1)) for block in self._blocks(self.batch_shape)]
             return torch.stack(largest).amax(0)
+
+    def softmin_work(self) -> int:
+        """Return how many terms a soft minimum sums, n m by default; with fewer, large problems do without a matrix."""
+        return math.prod(self.shape)
+
+    def stored_matrix(self) -> Float[Tensor, "*batch n m"] | None:
+        """Return the matrix, with its graph, if the cost holds one; None if it computes entries in its own dtype.
+
+        `dense` takes no time or memory for a matrix that is held, and float64 makes only computed entries more
+        accurate. A subclass of `DenseCost` returns None until it overrides this.
+        """
+        return None
+
+    def contiguous(self) -> Cost:
+        """Return the same cost for many soft minima: a matrix that is held lies in memory row by row."""
+        return self
+
+    @property
+    def has_plain_entries(self) -> bool:
+        """Whether all entries are finite and at least 0. Solvers see no other cost (`reductions.plain_costs`)."""
+        return True
+
+    def is_symmetric(self) -> bool:
+        """Return whether C[i, j] = C[j, i] up to rounding, as for the costs among the bins of one side."""
+        if self.T is self:
+            return True
+        matrix = self.dense().detach()
+        if matrix.shape[-2] != matrix.shape[-1] or not matrix.numel():
+            return matrix.shape[-2] == matrix.shape[-1]
+        return bool(((matrix - matrix.mT).abs() <= _ASYMMETRY * matrix.abs().amax()).all())
+
+    def costs_within(self) -> tuple[Cost, Cost] | None:
+        """Return the costs among the bins of p and among those of q, which divergences need; None if not known."""
+        return (self, self) if self.T is self else None
+
+    def centroid_bound(
+        self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"], mass: Float[Tensor, "*batch"]
+    ) -> CentroidBound | None:
+        """Return the bound of `otloss.lower_bound` by the means of p and q, for weights of this mass, with its graph.
+
+        It holds for costs that are convex functions of the difference of two positions. None for others.
+        """
+        return None
+
+    def as_points(self) -> PointCost | None:
+        """Return the cost as a `PointCost` of a metric with a name, for methods that work with the points.
+
+        They look at `x`, `y` and `metric`, and take the costs of other points to be those of the metric. So a subclass
+        of `PointCost` returns None until it overrides this.
+        """
+        return None
+
+    def as_grid(self) -> GridCost | None:
+        """Return the cost as a `GridCost`, for methods that work along the axes or with a coarser grid.
+
+        A subclass of `GridCost` returns None until it overrides this.
+        """
+        return None
+
+    def as_line(self) -> LineCost | None:
+        """Return the cost as a `LineCost` of power >= 1, for which exact transport has a closed form.
+
+        A subclass of `LineCost` returns None until it overrides this.
+        """
+        return None
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere: arguments as for `Tensor.to`, dtypes float32 or float64."""

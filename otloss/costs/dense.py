@@ -69,9 +69,7 @@ class DenseCost(Cost):
 
     @property
     def T(self) -> DenseCost:  # noqa: N802
-        transposed = copy.copy(self)
-        transposed.matrix = self.matrix.mT
-        return transposed
+        return self._with(self.matrix.mT)
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
         return self.matrix[self._checked_index(index)]
@@ -130,6 +128,30 @@ class DenseCost(Cost):
     def largest(self) -> Float[Tensor, "*batch"]:
         return self.matrix.detach().amax((-2, -1))
 
+    def stored_matrix(self) -> Float[Tensor, "*batch n m"] | None:
+        return self.matrix if type(self) in (DenseCost, SignedCost) else None
+
+    def contiguous(self) -> DenseCost:
+        return self._with(self.matrix.contiguous())
+
+    def costs_within(self) -> tuple[Cost, Cost] | None:
+        return (self, self) if self._is_within() else None
+
+    def _is_within(self) -> bool:
+        """Whether the matrix is symmetric with zeros on the diagonal, up to rounding."""
+        matrix = self.matrix.detach()
+        if matrix.shape[-2] != matrix.shape[-1] or not matrix.numel():
+            return matrix.shape[-2] == matrix.shape[-1]
+        allowed = 8 * torch.finfo(self.dtype).eps * matrix.amax()
+        # Without the zeros a matrix between other bins, of a single one for example, would pass.
+        return bool((matrix - matrix.mT).abs().amax() <= allowed and self.diagonal().detach().abs().amax() <= allowed)
+
+    def _with(self, matrix: Tensor) -> DenseCost:
+        """The same cost with its valid entries in another tensor."""
+        cost = copy.copy(self)
+        cost.matrix = matrix
+        return cost
+
 
 class SignedCost(DenseCost):
     """A matrix with negative entries, or +inf for pairs that may not exchange mass.
@@ -153,6 +175,10 @@ class SignedCost(DenseCost):
                 "forbid a pair."
             )
         self.matrix = matrix.to(arithmetic_dtype(matrix.dtype))
+
+    @property
+    def has_plain_entries(self) -> bool:
+        return False
 
 
 def posed_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from otloss._checks import check_positive
 from otloss._numba import may_run_on
-from otloss.costs.cost import Cost, block_entries, makes_graph, recomputed, softmin_of
+from otloss.costs.centroids import power_of_drift
+from otloss.costs.cost import CentroidBound, Cost, block_entries, makes_graph, recomputed, softmin_of
 
 # Costs over epsilon up to which exp(-C / eps) is held as a number in float64: along all axes at once, and along one by
 # itself. There both factors of a product are larger by exp(SHIFT), so that sums reach from exp(2 SHIFT) times the
@@ -169,6 +170,38 @@ class GridCost(Cost):
 
     def largest(self) -> Tensor:
         return torch.full((), sum(self._largest_along()), dtype=self.dtype, device=self.device)
+
+    def softmin_work(self) -> int:
+        return self.shape[0] * sum(self.cells)
+
+    def as_grid(self) -> GridCost | None:
+        return self if type(self) is GridCost else None
+
+    def coarser(self, size: int) -> GridCost:
+        """Return the cost between blocks of `size` cells along each axis; blocks at the end may reach beyond it."""
+        cells = [-(-count // size) for count in self.cells]
+        cost = GridCost(cells, power=self.power, spacing=[size * step for step in self.spacing])
+        return cost.to(self.device, self.dtype)
+
+    def centroid_bound(
+        self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"], mass: Float[Tensor, "*batch"]
+    ) -> CentroidBound | None:
+        if self.as_grid() is None or self.power < 1:
+            return None
+        value = power_of_drift(self._drift(p - q), mass.unsqueeze(-1), self.power).sum(-1)
+        return CentroidBound(value, is_smooth=self.power == 2)
+
+    def _drift(self, difference: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch axes"]:
+        """How far the mean moves along each axis, times the mass."""
+        axes = len(self.cells)
+        image = difference.reshape(*difference.shape[:-1], *self.cells)
+        drifts = []
+        for axis, (size, spacing) in enumerate(zip(self.cells, self.spacing, strict=True)):
+            others = [k - axes for k in range(axes) if k != axis]
+            steps = torch.arange(size, dtype=difference.dtype, device=difference.device) - (size - 1) / 2
+            marginal = image.sum(others) if others else image
+            drifts.append((marginal * steps).sum(-1) * spacing)
+        return torch.stack(drifts, dim=-1)
 
     def _along(self, axis: int) -> list[int]:
         return [size if k == axis else 1 for k, size in enumerate(self.cells)]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_positive
 from otloss._numba import may_run_on
-from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph
+from otloss.costs.centroids import drift, power_of_drift
+from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph
 
 
 class LineCost(Cost):
@@ -86,6 +87,18 @@ class LineCost(Cost):
     def largest(self) -> Tensor:
         x = self.x.detach()
         return (x.amax() - x.amin()) ** self.power
+
+    def as_line(self) -> LineCost | None:
+        return self if type(self) is LineCost and self.power >= 1 else None
+
+    def centroid_bound(
+        self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"], mass: Float[Tensor, "*batch"]
+    ) -> CentroidBound | None:
+        if self.as_line() is None:
+            return None
+        x = self.x.unsqueeze(-1)
+        value = power_of_drift(drift(p, q, x, x).squeeze(-1), mass, self.power)
+        return CentroidBound(value, is_smooth=self.power == 2)
 
     def __repr__(self) -> str:
         return super().__repr__()[:-1] + f", power={self.power})"

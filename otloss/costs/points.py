@@ -32,7 +32,8 @@ from otloss._checks import (
     needs_torch,
 )
 from otloss._numba import is_small, may_run_on
-from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
+from otloss.costs.centroids import between_directions, drift, power_of_drift
+from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph, unit_rows
 from otloss.costs.distances import by_problems, distances, suit_products
 from otloss.costs.gaussian_sums import LEAST_PAIRS, MOST_AXES, GaussianSums, in_blocks
 from otloss.costs.order import can_leave_out, order_of
@@ -252,6 +253,28 @@ class PointCost(Cost):
         if self.metric == "l1":
             return width.sum(-1)
         return width.square().sum(-1) if self.metric == "sqeuclidean" else torch.linalg.vector_norm(width, dim=-1)
+
+    def as_points(self) -> PointCost | None:
+        return self if type(self) is PointCost and not callable(self.metric) else None
+
+    def is_symmetric(self) -> bool:
+        return self.x is self.y
+
+    def costs_within(self) -> tuple[Cost, Cost] | None:
+        return self.between(self.x, self.x, self.metric), self.between(self.y, self.y, self.metric)
+
+    def centroid_bound(
+        self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"], mass: Float[Tensor, "*batch"]
+    ) -> CentroidBound | None:
+        if self.as_points() is None:
+            return None
+        if self.metric == "cosine":
+            return CentroidBound(between_directions(p, q, mass, self.x, self.y), is_smooth=True)
+        moved = drift(p, q, self.x, self.y)
+        if self.metric == "sqeuclidean":
+            return CentroidBound(power_of_drift(moved, mass.unsqueeze(-1), 2).sum(-1), is_smooth=True)
+        value = moved.abs().sum(-1) if self.metric == "l1" else torch.linalg.vector_norm(moved, dim=-1)
+        return CentroidBound(value, is_smooth=False)
 
     def _has_kernel(self, *potentials: Tensor) -> bool:
         problems = broadcast_shape(self.batch_shape, *(t.shape[:-1] for t in potentials)).numel()

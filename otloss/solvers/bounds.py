@@ -31,9 +31,9 @@ from torch import Tensor
 
 from otloss._autograd import eager
 from otloss._checks import broadcast_shape
-from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
+from otloss.costs import Cost
+from otloss.costs.centroids import or_one
 from otloss.costs.cost import block_entries
-from otloss.costs.distances import by_problems
 from otloss.solvers.histograms import HistogramPair, pair_and_cost
 
 COUPLINGS = ("independent", "residual", "best")
@@ -133,18 +133,18 @@ def lower_bound(
         tensor(1.5000)
     """
     pair, fitted = pair_and_cost(p, q, cost)
-    centroid = _centroid(pair, fitted)
+    centroid = fitted.centroid_bound(pair.p, pair.q, pair.mass)
     if centroid is None:
         value = _relaxed_marginals(pair, fitted)
-    elif _is_smooth(fitted):
-        value = centroid
+    elif centroid.is_smooth:
+        value = centroid.value
     else:
-        value = torch.maximum(centroid, _relaxed_marginals(pair, fitted))
+        value = torch.maximum(centroid.value, _relaxed_marginals(pair, fitted))
     return value.to(pair.dtype)
 
 
 def _independent(pair: HistogramPair, cost: Cost) -> Tensor:
-    share = pair.p / _or_one(pair.mass).unsqueeze(-1)
+    share = pair.p / or_one(pair.mass).unsqueeze(-1)
     return _not_negative((share * cost.apply(pair.q)).sum(-1))
 
 
@@ -153,97 +153,13 @@ def _residual(pair: HistogramPair, cost: Cost) -> Tensor:
     excess, lack = (pair.p - pair.q).relu(), (pair.q - pair.p).relu()  # a and b
     moved = (excess.sum(-1) + lack.sum(-1)) / 2
     # Divided before the product: a^T C b underflows where p and q nearly agree, and would hide that they differ.
-    share = excess / _or_one(moved).unsqueeze(-1)
+    share = excess / or_one(moved).unsqueeze(-1)
     return _not_negative((share * cost.apply(lack)).sum(-1)) + ((pair.p - excess) * cost.diagonal()).sum(-1)
-
-
-def _is_smooth(cost: Cost) -> bool:
-    """Whether the cost is cosine or squared Euclidean, whose centroid bound is differentiable everywhere."""
-    if isinstance(cost, PointCost):
-        return cost.metric in ("sqeuclidean", "cosine")
-    return isinstance(cost, CosineCost) or (isinstance(cost, LineCost | GridCost) and cost.power == 2)
-
-
-def _centroid(pair: HistogramPair, cost: Cost) -> Tensor | None:
-    """The cost between the centroids, for costs that are convex in the difference of two positions."""
-    if isinstance(cost, CosineCost):
-        return _half_square(pair, cost.unit, cost.unit)
-    if isinstance(cost, PointCost) and isinstance(cost.metric, str):
-        if cost.metric == "cosine":
-            return _half_square(pair, cost.x, cost.y)
-        drift = _drift(pair.p, pair.q, cost.x, cost.y)
-        if cost.metric == "sqeuclidean":
-            return _square(drift, pair.mass.unsqueeze(-1)).sum(-1)
-        return drift.abs().sum(-1) if cost.metric == "l1" else torch.linalg.vector_norm(drift, dim=-1)
-    if isinstance(cost, LineCost) and cost.power >= 1:
-        x = cost.x.unsqueeze(-1)
-        return _power(_drift(pair.p, pair.q, x, x).squeeze(-1), pair.mass, cost.power)
-    if isinstance(cost, GridCost) and cost.power >= 1:
-        return _power(_drift_on_grid(pair.p - pair.q, cost), pair.mass.unsqueeze(-1), cost.power).sum(-1)
-    return None
-
-
-def _power(drift: Tensor, mass: Tensor, power: float) -> Tensor:
-    """M |drift / M|^power."""
-    return _square(drift, mass) if power == 2 else mass * (drift.abs() / _or_one(mass)) ** power
-
-
-def _square(drift: Tensor, mass: Tensor) -> Tensor:
-    """drift^2 / M; divided before the product, which could overflow or underflow where the bound does not."""
-    return drift * (drift / _or_one(mass))
-
-
-def _drift(p: Tensor, q: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """sum_i p_i x_i - sum_j q_j y_j, (..., d)."""
-
-    def centred(x: Tensor, y: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor]:  # p and q (..., 1, n)
-        centre = y.detach().mean(-2, keepdim=True)  # far from the origin the sums would cancel
-        return (p @ (x - centre) - q @ (y - centre),)
-
-    with torch.autocast(x.device.type, enabled=False):
-        if x is y:
-            return _moment(p - q, x - x.detach().mean(-2, keepdim=True))
-        return by_problems(centred, x, y, p.unsqueeze(-2), q.unsqueeze(-2))[0].squeeze(-2)
-
-
-def _moment(weights: Tensor, points: Tensor) -> Tensor:
-    return (weights.unsqueeze(-2) @ points).squeeze(-2)
-
-
-def _half_square(pair: HistogramPair, u: Tensor, v: Tensor) -> Tensor:
-    """|sum_i p_i u_i - sum_j q_j v_j|^2 / 2 M for points of length one, and zero rows on axes of their own.
-
-    A zero row costs 1 to every other point, like one that is orthogonal to all of them.
-    """
-    p, q, mass = pair.p, pair.q, pair.mass.unsqueeze(-1)
-    with torch.autocast(u.device.type, enabled=False):
-        drift = _moment(p - q, u) if u is v else _moment(p, u) - _moment(q, v)
-        square = _square(drift, mass).sum(-1)
-        if u is v:
-            return (square + (_square(p - q, mass) * _is_zero(u)).sum(-1)) / 2
-        return (square + (_square(p, mass) * _is_zero(u)).sum(-1) + (_square(q, mass) * _is_zero(v)).sum(-1)) / 2
-
-
-def _is_zero(points: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(points.detach(), dim=-1) == 0
-
-
-def _drift_on_grid(difference: Tensor, cost: GridCost) -> Tensor:
-    """How far the mean moves along each axis, times the mass: (..., axes)."""
-    axes = len(cost.cells)
-    image = difference.reshape(*difference.shape[:-1], *cost.cells)
-    drifts = []
-    for axis, (size, spacing) in enumerate(zip(cost.cells, cost.spacing, strict=True)):
-        others = [k - axes for k in range(axes) if k != axis]
-        steps = torch.arange(size, dtype=difference.dtype, device=difference.device) - (size - 1) / 2
-        marginal = image.sum(others) if others else image
-        drifts.append((marginal * steps).sum(-1) * spacing)
-    return torch.stack(drifts, dim=-1)
 
 
 def _relaxed_marginals(pair: HistogramPair, cost: Cost) -> Tensor:
     entries = broadcast_shape(pair.p.shape[:-1], pair.q.shape[:-1], cost.batch_shape).numel() * math.prod(cost.shape)
-    if isinstance(cost, DenseCost) or entries <= block_entries():
+    if cost.stored_matrix() is not None or entries <= block_entries():
         matrix = cost.dense()  # one for both sides
         to_q, to_p = _least_entries(matrix, pair.q), _least_entries(matrix.mT, pair.p)
     else:
@@ -264,11 +180,6 @@ def _least(cost: Cost, weights: Tensor) -> Tensor:
     empty = weights.detach() == 0
     least = cost.softmin(torch.zeros_like(weights.detach()).masked_fill(empty, -torch.inf), 0.0)
     return least.masked_fill(empty.all(-1, keepdim=True), 0.0)
-
-
-def _or_one(mass: Tensor) -> Tensor:
-    # Nothing to move costs nothing: dividing by one instead of zero keeps value and gradient finite.
-    return torch.where(mass > 0, mass, 1.0)
 
 
 def _not_negative(value: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged, check_no_transform
 from otloss._checks import broadcast_shape, check_finite, check_potentials
-from otloss.costs import DenseCost, PointCost
+from otloss.costs import DenseCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.exact.batch import solve_batch
 from otloss.solvers.exact.blocks import (
@@ -214,13 +214,15 @@ def solve_exactly(problem: Problem, *, find_start: FindStart | None = None, warn
     price is named.
     """
     cost, start = problem.cost, problem.start
-    moving = cost if isinstance(cost, PointCost) and not callable(cost.metric) and makes_graph(cost.x, cost.y) else None
+    points = cost.as_points()
+    moving = points if points is not None and makes_graph(points.x, points.y) else None
     matrix = cost.dense() if moving is None else moving.without_graph().dense()
-    if not isinstance(cost, DenseCost):
+    is_stored = cost.stored_matrix() is not None
+    if not is_stored:
         check_finite("cost", matrix)
     if start is None and find_start is not None:
         start = find_start(problem, matrix.detach())
-    problem = problem if isinstance(cost, DenseCost) else replace(problem, cost=DenseCost.unchecked(matrix))
+    problem = problem if is_stored else replace(problem, cost=DenseCost.unchecked(matrix))
     optimum = solve_exact(problem.p, problem.q, matrix, start=start, dtype=problem.dtype, warns=warns)
     cell_costs = None if moving is None else moving.pairs(optimum.rows, optimum.columns)
     return ExactSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otloss.costs import CosineCost, Cost, DenseCost, LineCost, as_cost, graph_cost
+from otloss import emd, lower_bound
+from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost, as_cost, graph_cost
+from otloss.costs.dense import SignedCost
 from tests.errors import raising
 from tests.otloss.oracles import as_double, check_questions, cosine_matrix
 from tests.otloss.strategies import square_problems
@@ -35,6 +37,47 @@ def test_every_question_agrees_with_the_matrix(cost: Cost) -> None:
     check_questions(cost, cost.dense())
     assert cost.dense().min() >= 0
     assert cost.shape[0] != cost.shape[1] or cost.diagonal().abs().max() == 0
+
+
+class Half(PointCost):
+    """Costs that are not those of the metric."""
+
+    def row_block(self, start: int, stop: int) -> Tensor:
+        return super().row_block(start, stop) / 2
+
+
+def test_what_solvers_ask() -> None:
+    matrix = torch.rand(4, 4, dtype=torch.float64).fill_diagonal_(0.0)
+    x = torch.rand(4, 2, dtype=torch.float64)
+    points, line, grid = PointCost(x, 2 * x), LineCost(x[:, 0]), GridCost((2, 2)).to(torch.float64)
+    # Each structure is that of one class, whose methods know it, and never that of a subclass.
+    for cost in (points, line, grid, DenseCost(matrix), CosineCost(x), PointCost(x, metric=torch.cdist), Half(x)):
+        assert [known is cost for known in (cost.as_points(), cost.as_line(), cost.as_grid())] == [
+            cost is other for other in (points, line, grid)
+        ]
+        stored, symmetric = cost.stored_matrix(), cost.dense()
+        assert stored is None or (isinstance(cost, DenseCost) and stored is cost.matrix)
+        assert cost.has_plain_entries
+        assert cost.is_symmetric() == torch.allclose(symmetric, symmetric.mT)
+        assert cost.costs_within() is not None or not cost.is_symmetric()
+        assert torch.equal(cost.T.contiguous().dense(), cost.dense().mT)
+    assert LineCost(x[:, 0], power=0.5).as_line() is None
+    assert DenseCost(matrix).T.contiguous().dense().is_contiguous()
+    assert not SignedCost(matrix - 1).has_plain_entries
+    image = GridCost((32, 24), spacing=2.0)
+    assert image.softmin_work() < math.prod(image.shape) == PointCost(torch.rand(768, 2)).softmin_work()
+    blocks = image.coarser(5)
+    assert (blocks.cells, blocks.spacing, blocks.power) == ((7, 5), (10.0, 10.0), 2.0)
+
+
+def test_a_subclass_with_other_costs_is_not_solved_with_its_metric() -> None:
+    x, y = embedding()[:5, :2], embedding()[10:17, :2] + 1
+    p, q = torch.full((5,), 1 / 5, dtype=torch.float64), torch.full((7,), 1 / 7, dtype=torch.float64)
+    points = x.clone().requires_grad_()
+    value, expected = emd(p, q, Half(points, y)), emd(p, q, PointCost(points, y)) / 2
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(v, points)[0] for v in (value, expected)))
+    assert lower_bound(p, q, Half(x, y)) <= value
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,66 @@
+"""Lower bounds of exact transport by the means of both sides: M h(sum_i p_i x_i / M - sum_j q_j y_j / M).
+
+They hold, by Jensen's inequality, for costs h(x_i - y_j) with h convex. The drift is M times the difference of means.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss.costs.distances import by_problems
+
+
+def drift(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    x: Float[Tensor, "*own n d"],
+    y: Float[Tensor, "*own m d"],
+) -> Float[Tensor, "*batch d"]:
+    """Return sum_i p_i x_i - sum_j q_j y_j."""
+
+    def centred(x: Tensor, y: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor]:  # p and q (..., 1, n)
+        centre = y.detach().mean(-2, keepdim=True)  # far from the origin the sums would cancel
+        return (p @ (x - centre) - q @ (y - centre),)
+
+    with torch.autocast(x.device.type, enabled=False):
+        if x is y:
+            return _moment(p - q, x - x.detach().mean(-2, keepdim=True))
+        return by_problems(centred, x, y, p.unsqueeze(-2), q.unsqueeze(-2))[0].squeeze(-2)
+
+
+def power_of_drift(drift: Tensor, mass: Tensor, power: float) -> Tensor:
+    """Return M |drift / M|^power, with quotients before products: these could overflow or underflow."""
+    share = drift / or_one(mass)
+    return drift * share if power == 2 else mass * share.abs() ** power
+
+
+def between_directions(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    mass: Float[Tensor, "*batch"],
+    u: Float[Tensor, "*own n d"],
+    v: Float[Tensor, "*own m d"],
+) -> Float[Tensor, "*batch"]:
+    """Return |sum_i p_i u_i - sum_j q_j v_j|^2 / 2 M, for 1 - cos = |u - v|^2 / 2 between points of length one.
+
+    Each zero row is on an axis of its own: it costs 1 to every other point, like one that is orthogonal to all of them.
+    """
+    mass = mass.unsqueeze(-1)
+    with torch.autocast(u.device.type, enabled=False):
+        moved = _moment(p - q, u) if u is v else _moment(p, u) - _moment(q, v)
+        square = power_of_drift(moved, mass, 2).sum(-1)
+        for weights, points in ((p - q, u),) if u is v else ((p, u), (q, v)):
+            is_zero = torch.linalg.vector_norm(points.detach(), dim=-1) == 0
+            square = square + (power_of_drift(weights, mass, 2) * is_zero).sum(-1)
+        return square / 2
+
+
+def or_one(mass: Tensor) -> Tensor:
+    """Return the mass, or 1 where it is 0: nothing to move costs nothing, and value and gradient stay finite."""
+    return torch.where(mass > 0, mass, 1.0)
+
+
+def _moment(weights: Tensor, points: Tensor) -> Tensor:
+    return (weights.unsqueeze(-2) @ points).squeeze(-2)
