@@ -60,8 +60,21 @@ class Cost(ABC):
 
     What else solvers want to know of a cost they ask, and never look at its class: `largest`, `softmin_work`,
     `stored_matrix`, `contiguous`, `has_plain_entries`, `is_symmetric`, `costs_within`, `centroid_bound`, `as_points`,
-    `as_grid` and `as_line`. The default answers are right for every cost; others save time.
+    `as_grid` and `as_line`. The default answers are right for every cost; others save time. A class that overrides
+    `rows` gets the defaults of what follows from the rows, unless it overrides that too.
     """
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if "rows" not in vars(cls):
+            return
+        # The formulas of its base are those of other costs. T and the costs within a side are of the class itself.
+        follow = (
+            "row_block", "dense", "diagonal", "apply", "softmin", "plan_gradients", "largest", "softmin_work",
+            "stored_matrix", "contiguous", "has_plain_entries", "is_symmetric", "centroid_bound",
+        )  # fmt: skip
+        for name in set(follow).difference(vars(cls)):
+            setattr(cls, name, vars(Cost)[name])
 
     @property
     @abstractmethod

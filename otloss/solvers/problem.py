@@ -35,7 +35,6 @@ from otloss._checks import (
     has_float64,
 )
 from otloss.costs import Cost
-from otloss.costs.dense import SignedCost
 from otloss.solvers.histograms import MASS_ROUNDING, pair_and_cost
 from otloss.solvers.options import DEFAULT_TOLERANCE, Settings, SmallEpsilonError
 
@@ -172,7 +171,7 @@ def _checked_epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
         )
     if settings.epsilon_relative_to is None:
         return width
-    if isinstance(cost, SignedCost):
+    if not cost.has_plain_entries:
         raise ValueError(
             "the cost matrix has negative or infinite entries, and the mean of those is no scale; give epsilon itself "
             "in place of epsilon_relative_to."

@@ -19,7 +19,6 @@ from otloss._autograd import eager
 from otloss._checks import has_float64, needs_torch
 from otloss._foreign import explains_calls, takes_arrays
 from otloss.costs import Cost, LineCost, as_cost, costs_within
-from otloss.costs.within import is_symmetric
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
 from otloss.solvers.entropic.assignment_start import assignment_start
@@ -144,8 +143,9 @@ def emd(
         tensor([ 2.3333, -0.6667, -1.6667])
     """
     problem = pose(p, q, cost, epsilon=None, mass=mass, settings=_DEFAULTS)
-    if type(problem.cost) is LineCost and problem.cost.power >= 1 and mass is None:
-        return _on_line(problem, problem.cost)
+    line = problem.cost.as_line()
+    if line is not None and mass is None:
+        return _on_line(problem, line)
     return answer(problem, _DEFAULTS).value
 
 
@@ -363,7 +363,7 @@ def _among(cost: Cost, cost_p: Cost | Tensor | None, cost_q: Cost | Tensor | Non
         among = as_cost(matrix)
         if among.shape != (size, size):
             raise ValueError(f"{name} has shape {among.shape}, expected {(size, size)}: the costs among those bins.")
-        if not is_symmetric(among):
+        if not among.is_symmetric():
             raise ValueError(
                 f"{name} is not symmetric, expected the costs among the same bins; pass a matrix ({name} + {name}.mT) "
                 "/ 2, or PointCost(x)."

@@ -66,6 +66,10 @@ class EmbeddingCost(CosineCost, VocabularyCost):
 
     near_duplicates: Bool[Tensor, " vocab"]
 
+    # The rows are those of `CosineCost` but for rounding.
+    diagonal, apply = CosineCost.diagonal, CosineCost.apply
+    largest, centroid_bound = CosineCost.largest, CosineCost.centroid_bound
+
     def __init__(
         self,
         embedding: Float[Tensor, "vocab width"],

@@ -22,7 +22,7 @@ Multiscale Strategies for Computing Optimal Transport, 2017.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss._numba.threads import Work, run_on_threads
-from otloss.costs import Cost, PointCost
+from otloss.costs import PointCost
 from otloss.costs.order import BLOCK, ROWS, grouped, order_of, tasks
 from otloss.costs.order import METRICS as NUMBERS
 from otloss.solvers.exact.batch import SIMPLEX
@@ -80,8 +80,8 @@ LIMITS = Limits()
 
 def takes_clouds(problem: Problem) -> bool:
     """Whether this is an exact problem for `solve_between_clouds`."""
-    cost = problem.cost
-    if type(cost) is not PointCost or cost.metric not in NUMBERS or problem.has_empty_side:
+    cost = problem.cost.as_points()
+    if cost is None or cost.metric not in NUMBERS or problem.has_empty_side:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
         return False
@@ -99,12 +99,13 @@ class CloudSolution(ExactSolution):
     @cached_property
     def potentials(self) -> tuple[Tensor, Tensor]:
         f, g = self.optimum.f, self.optimum.g
-        empty, cost = self.problem.q.detach() == 0, self.problem.cost
+        empty = self.problem.q.detach() == 0
         if not bool(empty.any()):
             return f, g
         self._unchanged.check("potentials of bins without mass")
-        assert isinstance(cost, PointCost)
-        return f, torch.where(empty, torch.minimum(g, _in_float64(cost).T.softmin(f, 0.0)), g)
+        with torch.no_grad():
+            lowest = self.problem.cost.to(torch.float64).T.softmin(f, 0.0)
+        return f, torch.where(empty, torch.minimum(g, lowest), g)
 
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         (n, m), batch = self.problem.cost.shape, self.problem.batch
@@ -123,22 +124,16 @@ def solve_between_clouds(problem: Problem) -> CloudSolution:
     Raises:
         RuntimeError: if the optimum is not reached, or not certified by its potentials.
     """
-    cost = problem.cost
-    assert isinstance(cost, PointCost)
+    cost = problem.cost.as_points()
+    assert cost is not None
     with torch.no_grad():
-        optimum = _optimum(replace(problem, cost=_in_float64(cost)))
+        optimum = _optimum(problem, cost.without_graph().to(torch.float64))
     cell_costs = cost.pairs(optimum.rows, optimum.columns)
     return CloudSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
 
 
-def _in_float64(cost: PointCost) -> Cost:
-    """The same cost in float64, without a graph."""
-    return cost.without_graph().to(torch.float64)
-
-
-def _optimum(problem: Problem) -> Optimum:
-    cost = problem.cost
-    assert isinstance(cost, PointCost)
+def _optimum(problem: Problem, cost: PointCost) -> Optimum:
+    """Return the optimum at this cost, which is that of the problem in float64 and without a graph."""
     p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
     points_x, points_y = _Distinct.build(cost.x, p), _Distinct.build(cost.y, q)
     a, b = points_x.masses, points_y.masses * (points_x.masses.sum() / points_y.masses.sum())

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from otloss._checks import check_finite, has_float64
-from otloss.costs import DenseCost, GridCost
+from otloss.costs import DenseCost
 from otloss.solvers.convergence import level_of_the_caller
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
@@ -42,7 +42,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     _warn_where_slow(problem)
     wide = torch.float64 if has_float64(problem.p.device) else problem.p.dtype
     p, q, matrix, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.cost.dense(), problem.epsilon))
-    if not isinstance(problem.cost, DenseCost):
+    if problem.cost.stored_matrix() is None:
         check_finite("cost", matrix)
     stays_p, stays_q = ((w.sum(-1, keepdim=True) - problem.mass.unsqueeze(-1)).clamp(min=0) for w in (p, q))
     largest = matrix.detach().amax((-2, -1)) if matrix.numel() else matrix.new_zeros(matrix.shape[:-2])
@@ -64,12 +64,12 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
 
 def _warn_where_slow(problem: Problem) -> None:
     """Warn of entropic problems between images, which lose the products along the axes here."""
-    cost, (n, m) = problem.cost, problem.cost.shape
+    grid, (n, m) = problem.cost.as_grid(), problem.cost.shape
     entries = n * m * problem.batch.numel()
-    if problem.is_exact or not isinstance(cost, GridCost) or len(cost.cells) < 2 or entries < SLOW_MATRIX:
+    if problem.is_exact or grid is None or len(grid.cells) < 2 or entries < SLOW_MATRIX:
         return
     warnings.warn(
-        f"mass= between {' x '.join(map(str, cost.cells))} cells needs a matrix of {n} x {m} costs: time and memory "
+        f"mass= between {' x '.join(map(str, grid.cells))} cells needs a matrix of {n} x {m} costs: time and memory "
         "grow with the square of the number of cells. Sum blocks of cells to a coarser grid, or use "
         "marginal_penalty=, which keeps the products along the axes.",
         stacklevel=level_of_the_caller(),

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from otloss._checks import has_float64
 from otloss.costs import DenseCost
-from otloss.costs.dense import SignedCost
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
@@ -38,16 +37,16 @@ LEAK_OF_OTHERS = 1e-5
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
-    """Reduce problems whose cost is a `SignedCost`.
+    """Reduce problems whose cost has entries below 0 or +inf.
 
     Raises:
         ValueError: if an entry is negative in an unbalanced problem, or costs are so far apart that they overflow.
     """
     cost, rho = problem.cost, problem.marginal_penalty
-    if not isinstance(cost, SignedCost):
+    if cost.has_plain_entries:
         return None
     wide = torch.float64 if has_float64(cost.device) else cost.dtype
-    matrix = cost.matrix.to(wide)
+    matrix = cost.dense().to(wide)
     forbidden = matrix.detach() == torch.inf
     low = matrix.detach().amin((-2, -1)).clamp(max=0.0)
     if rho is not None and (low < 0).any():

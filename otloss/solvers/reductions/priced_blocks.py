@@ -32,8 +32,8 @@ EPSILONS_OF_A_PRICE = 1e3  # a pair of this cost exchanges nothing that its rows
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
     """Reduce balanced entropic problems with matrices in which blocks of equal mass are found."""
-    cost = problem.cost
-    if problem.is_exact or problem.marginal_penalty is not None or type(cost) is not DenseCost:
+    matrix = problem.cost.stored_matrix()
+    if problem.is_exact or problem.marginal_penalty is not None or matrix is None:
         return None
     highest, epsilon = problem.largest_cost, problem.epsilon.detach()
     if not highest.numel() or not epsilon.numel():
@@ -41,18 +41,17 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     # Two numbers: for a single problem a comparison by torch takes longer.
     if SMALL_EPSILON * highest.amax().item() <= epsilon.amin().item():
         return None
-    if needs_torch(problem.p, problem.q, problem.epsilon, cost.matrix):
+    if needs_torch(problem.p, problem.q, problem.epsilon, matrix):
         return None
     p, q = (w.detach().to("cpu", torch.float64).reshape(-1, w.shape[-1]).numpy() for w in (problem.p, problem.q))
-    blocks = _blocks(problem, cost, p, q)
-    return None if all(each is None for each in blocks) else _reduced(problem, cost, p, q, blocks)
+    blocks = _blocks(problem, matrix, p, q)
+    return None if all(each is None for each in blocks) else _reduced(problem, matrix, p, q, blocks)
 
 
-def _blocks(problem: Problem, cost: DenseCost, p: np.ndarray, q: np.ndarray) -> list[Blocks | None]:
+def _blocks(problem: Problem, matrix: Tensor, p: np.ndarray, q: np.ndarray) -> list[Blocks | None]:
     """Return the blocks of equal mass of each problem, None for a single block."""
-    n, m = cost.shape
-    matrices = cost.matrix.detach().cpu().reshape(-1, n, m).numpy()
-    owners = np.broadcast_to(np.arange(len(matrices)).reshape(cost.batch_shape), problem.batch).reshape(-1)
+    matrices = matrix.detach().cpu().reshape(-1, *matrix.shape[-2:]).numpy()
+    owners = np.broadcast_to(np.arange(len(matrices)).reshape(matrix.shape[:-2]), problem.batch).reshape(-1)
     widths = problem.epsilon.detach().cpu().double().reshape(-1).numpy()
     known, blocks = {}, []
     for k, key in enumerate(zip(owners.tolist(), widths.tolist(), strict=True)):
@@ -68,12 +67,12 @@ def _blocks(problem: Problem, cost: DenseCost, p: np.ndarray, q: np.ndarray) -> 
 
 
 def _reduced(
-    problem: Problem, cost: DenseCost, p: np.ndarray, q: np.ndarray, blocks: list[Blocks | None]
+    problem: Problem, matrix: Tensor, p: np.ndarray, q: np.ndarray, blocks: list[Blocks | None]
 ) -> tuple[Problem, WayBack]:
     """Scale q and cap costs between blocks, in float64: in float32 the scaled masses would differ again."""
-    device, batch, (n, m) = cost.device, problem.batch, cost.shape
-    wide = torch.float64 if has_float64(device) else cost.dtype
-    matrix = cost.matrix.to(wide).expand(*batch, n, m)
+    device, batch, (n, m) = matrix.device, problem.batch, matrix.shape[-2:]
+    wide = torch.float64 if has_float64(device) else matrix.dtype
+    matrix = matrix.to(wide).expand(*batch, n, m)
     flat, widths = matrix.detach().reshape(-1, n, m), problem.epsilon.detach().reshape(-1)
     scales, dropped = np.ones(q.shape), np.zeros(len(q))
     caps = torch.full_like(flat, torch.inf)

@@ -1,5 +1,6 @@
 """Costs against loops in float64: rows, products, soft minima, degenerate rows, dtypes; shortest paths."""
 
+import copy
 import math
 
 import numpy as np
@@ -42,8 +43,8 @@ def test_every_question_agrees_with_the_matrix(cost: Cost) -> None:
 class Half(PointCost):
     """Costs that are not those of the metric."""
 
-    def row_block(self, start: int, stop: int) -> Tensor:
-        return super().row_block(start, stop) / 2
+    def rows(self, index: Tensor) -> Tensor:
+        return super().rows(index) / 2
 
 
 def test_what_solvers_ask() -> None:
@@ -68,6 +69,19 @@ def test_what_solvers_ask() -> None:
     assert image.softmin_work() < math.prod(image.shape) == PointCost(torch.rand(768, 2)).softmin_work()
     blocks = image.coarser(5)
     assert (blocks.cells, blocks.spacing, blocks.power) == ((7, 5), (10.0, 10.0), 2.0)
+
+
+@pytest.mark.parametrize("cost", [*costs(), PointCost(embedding()), GridCost((3, 4)).to(torch.float64)], ids=repr)
+def test_a_subclass_that_overrides_rows_answers_by_them(cost: Cost) -> None:
+    class Other(type(cost)):  # type: ignore[misc]
+        def rows(self, index: Tensor) -> Tensor:
+            rows: Tensor = super().rows(index)
+            return 0.3 * rows
+
+    other = copy.copy(cost)
+    other.__class__ = Other
+    check_questions(other, 0.3 * cost.dense())
+    assert other.stored_matrix() is other.centroid_bound(*torch.rand(3, 1)) is None
 
 
 def test_a_subclass_with_other_costs_is_not_solved_with_its_metric() -> None:
