@@ -119,7 +119,7 @@ def _blocks(array: np.ndarray, size: int, *, overlap: int = 0) -> Iterator[np.nd
 class Part:
     """Rows to train on, or to watch the loss of: places (n,) in a table, their positions (n,) and weights (n,).
 
-    Only `features` copies rows of the table, for training.
+    Only `features` copies rows of the table: of a block, where the library takes blocks.
     """
 
     table: Table
@@ -429,7 +429,7 @@ def _train_lightgbm(
 
     parameters = _lightgbm_parameters(settings)
 
-    class Rows(lightgbm.Sequence):  # type: ignore[misc]
+    class Rows(lightgbm.Sequence):
         """Rows that are copied block by block; single ones, of which LightGBM makes bins, have to be float64."""
 
         batch_size = _FILLED
