@@ -271,7 +271,9 @@ def split_off(
         )
     chosen = np.sort(np.concatenate(parts))
     chosen = chosen if len(chosen) else largest[:1]
-    return np.setdiff1d(np.arange(len(positions)), chosen), chosen
+    kept = np.ones(len(positions), bool)
+    kept[chosen] = False
+    return np.flatnonzero(kept), chosen
 
 
 def dense(X: Any) -> np.ndarray:

@@ -90,13 +90,14 @@ class Table:
         """The number of each row among the distinct rows, in an order that the values decide, and not their dtype."""
         table = self.features
         if any((np.signbit(block) & (block == 0)).any() for block in _blocks(table, _COMPARED)):
-            table = table + 0.0  # -0.0 + 0.0 is 0.0
+            table = np.add(table, 0.0, order="C")  # -0.0 + 0.0 is 0.0
         rows = np.ascontiguousarray(table).view(np.dtype((np.void, table.itemsize * table.shape[1])))[:, 0]
         order = np.argsort(rows)
         is_new = [rows[block[1:]] != rows[block[:-1]] for block in _blocks(order, _COMPARED, overlap=1)]
-        groups = np.zeros(len(rows), np.int64)
-        groups[order[1:]] = np.concatenate(is_new).cumsum()
-        _, first = np.unique(groups, return_index=True)
+        is_first = np.concatenate([[True], *is_new])
+        groups = np.empty(len(rows), np.int64)
+        groups[order] = is_first.cumsum() - 1
+        first = order[is_first]
         place = np.empty(len(first), np.int64)
         place[np.argsort(self._keys()[first], kind="stable")] = np.arange(len(first))
         return place[groups]
@@ -118,7 +119,7 @@ def _blocks(array: np.ndarray, size: int, *, overlap: int = 0) -> Iterator[np.nd
 class Part:
     """Rows to train on, or to watch the loss of: places (n,) in a table, their positions (n,) and weights (n,).
 
-    Only `features` copies rows of the table, for training.
+    Only `features` copies rows of the table: of a block, where the library takes blocks.
     """
 
     table: Table
@@ -428,13 +429,29 @@ def _train_lightgbm(
 
     parameters = _lightgbm_parameters(settings)
 
+    class Rows(lightgbm.Sequence):
+        """Rows that are copied block by block; single ones, of which LightGBM makes bins, have to be float64."""
+
+        batch_size = _FILLED
+
+        def __init__(self, part: Part) -> None:
+            self.part = part
+
+        def __len__(self) -> int:
+            return len(self.part.rows)
+
+        def __getitem__(self, index: Any) -> np.ndarray:
+            rows = self.part[index].features()
+            return rows if rows.ndim == 2 else rows.astype(np.float64)
+
     def data(part: Part, reference: Any = None) -> Any:
         rows = lightgbm.Dataset(
-            part.features(), part.target, weight=part.weight, reference=reference,
-            params={**parameters, "objective": "none"}, categorical_feature=list(settings.categorical),
+            Rows(part), part.target, reference=reference, params={**parameters, "objective": "none"},
+            categorical_feature=list(settings.categorical),
         ).construct()  # fmt: skip
-        # The features are freed here, before more is allocated.
-        return rows.set_init_score(np.tile(start, (len(part.target), 1)))
+        rows.set_init_score(np.tile(start, (len(part.target), 1)))
+        # `weight=` passes over ones, and where the reference has weights, zeros are in their place.
+        return rows.set_field("weight", part.weight)
 
     training = data(rows)
     history: dict[str, Any] = {}

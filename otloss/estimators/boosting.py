@@ -238,12 +238,12 @@ class OrdinalBoostingClassifier(OrdinalBase):
             return
         settings = self._tree_settings(seed=int(random.randint(2**31 - 1)))
         stops = self._stops_early(len(rows.target)) if not watched else self.early_stopping is not False
-        kept = np.arange(len(rows.target))
+        training = rows
         if stops and not watched:
             kept, validation = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
-            watched = [rows[validation]]
+            training, watched = rows[kept], [rows[validation]]
         patience = self.n_iter_no_change if stops else None
-        trees = train_trees(self.booster, replace(settings, patience=patience), rows[kept], watched)
+        trees = train_trees(self.booster, replace(settings, patience=patience), training, watched)
         self.evals_result_ = trees.history
         if trees.booster is not None and not trees.gains(X.shape[1]).any():
             warnings.warn(_CONSTANT, stacklevel=4)
@@ -251,7 +251,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
             warnings.warn(self._unsettled(trees.rounds), ConvergenceWarning, stacklevel=4)
         if stops and trees.booster is not None:
             self.best_iteration_ = trees.rounds
-        if len(kept) < len(rows.target):
+        if training is not rows:
             trees = train_trees(self.booster, replace(settings, rounds=max(trees.rounds, 1)), rows)
         self._trees, self.n_estimators_ = trees, trees.rounds
 
