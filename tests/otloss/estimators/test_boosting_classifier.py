@@ -239,7 +239,7 @@ def test_libraries_older_than_the_range_of_the_tests_are_named(library: str, mon
 
 
 test_evaluation_sets_that_cannot_be_are_named = raising(
-    ({"eval_X": X}, "eval_X are given, expected eval_set, or both"),
+    ({"eval_X": X}, "got eval_X, expected eval_set, or both"),
     ({"eval_X": (X, X), "eval_y": Y}, "expected tuples of as many"),
     ({"eval_X": (X, X), "eval_y": (Y,)}, "expected tuples of as many"),
     call=lambda given: boosted("lightgbm").fit(X, Y, **given),

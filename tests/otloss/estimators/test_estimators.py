@@ -242,7 +242,7 @@ def test_meta_estimators_take_categories_that_are_numbers(make: Any, workers: in
         clone(ours).fit(X, rank * 2)
 
 
-@pytest.mark.filterwarnings("ignore::otloss.estimators.EncodedLabelsWarning")
+@pytest.mark.filterwarnings("ignore::otloss.estimators.EncodedLabelsWarning", "ignore:Number of classes:RuntimeWarning")
 def test_folds_without_a_class_are_read_as_the_whole_is() -> None:
     """The labels 1 to 5, of which 1 and 5 have one row each, so that a fold has the indices 0 to 3 or 1 to 4."""
     X, rank = ordered_rows(150)
