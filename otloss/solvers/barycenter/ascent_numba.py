@@ -18,7 +18,7 @@ columns follow each other, rows hold the masses w_k p_k, and columns should hold
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,38 +26,58 @@ from otloss._numba.compile import compiled, inner
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
 from otloss.solvers.entropic.newton_numba import (
-    AIM,
-    CUT,
-    GAIN,
-    LARGEST_UPDATE,
-    LEAST_RIDGE,
-    PRODUCTS,
-    RELATIVE_ROUNDING,
-    RIDGE,
-    STEPS,
-    UPDATES,
+    NEWTON,
     Cells,
     Factor,
     Side,
     apply_curvature,
     column_error,
+    build_conjugate_gradients,
     derivative_along,
+    elimination_order,
     evaluate,
     factorise,
-    order_of_elimination,
     precondition,
     search_along,
 )
 
-STAGE_FACTOR, FIRST_EPSILON, STAGE_ERROR = 4.0, 0.05, 1e-3  # epsilon of the first stage is a share of the largest cost
-TINY = 1e-300
-MANY = 40  # cells of a row, above which the diagonal serves as the factor
-LEFT_OF_ENERGY = 0.01  # conjugate gradients end at this share of the first square of the residual
-LONGEST = 10.0  # of a change of a potential over epsilon that is a step as it is
-NEAR = 4.0  # cells tell the masses as long as no potential over epsilon has moved by more
+
+class AscentNumbers(NamedTuple):
+    """The numbers of the method, beside those of `NewtonNumbers`.
+
+    Attributes:
+        stage_factor: epsilon of a stage over epsilon of the stage after it.
+        first_epsilon: epsilon of the first stage over the largest cost, at most.
+        tolerance_of_stage: the tolerance of the stages before the last.
+        max_cells_of_row: with more cells in a row, the diagonal of H takes the place of its factor.
+        energy: conjugate gradients end at this share of the first energy of the residual.
+        largest_change: the largest change of a potential over epsilon that is a step as it is.
+        largest_move: the cells tell the masses as long as no potential over epsilon has moved by more.
+        tiny: added to what may be zero.
+    """
+
+    stage_factor: float = 4.0
+    first_epsilon: float = 0.05
+    tolerance_of_stage: float = 1e-3
+    max_cells_of_row: int = 40
+    energy: float = 0.01
+    largest_change: float = 10.0
+    largest_move: float = 4.0
+    tiny: float = 1e-300
 
 
-def answers(problems: int, histograms: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+ASCENT = AscentNumbers()
+
+
+class JointFactor(NamedTuple):
+    """The preconditioner of all H_k, the weights of the histograms, and a vector of scratch."""
+
+    factor: Any
+    weights: Any
+    scratch: Any
+
+
+def build_results(problems: int, histograms: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return log_u, log_a and the outcome for `barycenter_problems`."""
     return np.zeros((problems, histograms, n)), np.zeros((problems, n)), np.zeros((problems, 2))
 
@@ -69,15 +89,15 @@ def update(columns: Any, weights: Any, epsilon: float, log_a: Any) -> None:
     for j in range(n):
         log_a[j] = 0.0
         for k in range(weights.shape[0]):
-            log_a[j] += weights[k] * math.log(max(columns.mass[k * n + j] / weights[k], TINY))
+            log_a[j] += weights[k] * math.log(max(columns.mass[k * n + j] / weights[k], ASCENT.tiny))
         for k in range(weights.shape[0]):
-            change = log_a[j] - math.log(max(columns.mass[k * n + j] / weights[k], TINY))
-            columns.potential[k * n + j] += epsilon * min(max(change, -LARGEST_UPDATE), LARGEST_UPDATE)
+            change = log_a[j] - math.log(max(columns.mass[k * n + j] / weights[k], ASCENT.tiny))
+            columns.potential[k * n + j] += epsilon * min(max(change, -NEWTON.largest_update), NEWTON.largest_update)
     remove_mean(weights, columns.potential)  # of changes that were cut off, and rounding
 
 
 @inner()
-def every_cell(matrix: Any, count: int) -> Cells:
+def all_cells(matrix: Any, count: int) -> Cells:
     m, n = matrix.shape
     places, costs = np.empty((count, m, n), np.int32), np.empty((count, m, n))
     for k in range(count):
@@ -88,50 +108,51 @@ def every_cell(matrix: Any, count: int) -> Cells:
 
 
 @inner()
-def cells_that_count(every: Any, rows: Any, columns: Any, cut: float) -> Cells:
+def cells_that_count(all_pairs: Any, rows: Any, columns: Any, cut: float) -> Cells:
     """Return the cells that hold more than the share `cut` of their row or column."""
-    count, starts = 0, np.zeros_like(every.starts)
-    chosen = np.empty(every.shares.shape[0], np.int32)
+    count, starts = 0, np.zeros_like(all_pairs.starts)
+    chosen = np.empty(all_pairs.shares.shape[0], np.int32)
     for i in range(rows.mass.shape[0]):
         mass = rows.mass[i]
-        for e in range(every.starts[i], every.starts[i + 1]):
+        for e in range(all_pairs.starts[i], all_pairs.starts[i + 1]):
             chosen[count] = e
-            share = every.shares[e]
-            count += mass > 0 and (share > cut or mass * share > cut * columns.weights[every.columns[e]])
+            share = all_pairs.shares[e]
+            count += mass > 0 and (share > cut or mass * share > cut * columns.weights[all_pairs.columns[e]])
         starts[i + 1] = count
     chosen = chosen[:count]
-    return Cells(starts, every.columns[chosen], every.costs[chosen], np.empty(count))
+    return Cells(starts, all_pairs.columns[chosen], all_pairs.costs[chosen], np.empty(count))
 
 
 @inner()
 def joint_factor(cells: Any, rows: Any, diagonal: Any, excess: Any) -> Any:
     """Return an approximate factor of all H_k, or their diagonals, where there are too many cells."""
-    if cells.columns.shape[0] <= MANY * rows.mass.shape[0]:
-        return factorise(cells, rows, 1.0, excess, order_of_elimination(cells, diagonal.shape[0]))
+    if cells.columns.shape[0] <= ASCENT.max_cells_of_row * rows.mass.shape[0]:
+        return factorise(cells, rows, 1.0, excess, elimination_order(cells, diagonal.shape[0]))
     excess[:] = diagonal
     for i in range(rows.mass.shape[0]):
         for e in range(cells.starts[i], cells.starts[i + 1]):
             excess[cells.columns[e]] -= rows.mass[i] * cells.shares[e] * cells.shares[e]
     for j in range(diagonal.shape[0]):
-        excess[j] = max(excess[j], LEAST_RIDGE * diagonal[j])
+        excess[j] = max(excess[j], NEWTON.smallest_ridge * diagonal[j])
     places = np.zeros(diagonal.shape[0] + 1, np.int64)
     return Factor(np.arange(diagonal.shape[0]), excess, places, cells.columns[:0], cells.shares[:0])
 
 
 @inner()
-def precondition_jointly(factor: Any, weights: Any, residual: Any, out: Any, work: Any) -> None:
+def precondition_jointly(joint: Any, residual: Any, out: Any) -> None:
     """Write an approximate solution with sum_k w_k x_k = 0; with the diagonals it is exact."""
+    factor, weights, scratch = joint
     count, n = weights.shape[0], residual.shape[0] // weights.shape[0]
     is_diagonal = factor.columns.shape[0] == 0
     for j in range(n):
-        multiplier, total = 0.0, TINY
+        multiplier, total = 0.0, ASCENT.tiny
         for k in range(count):
             share = weights[k] / factor.pivots[k * n + j] if is_diagonal else 1.0
             multiplier += share * residual[k * n + j]
             total += share * weights[k]
         for k in range(count):
-            work[k * n + j] = residual[k * n + j] - weights[k] * multiplier / total
-    precondition(factor, work, out)
+            scratch[k * n + j] = residual[k * n + j] - weights[k] * multiplier / total
+    precondition(factor, scratch, out)
     if not is_diagonal:
         remove_mean(weights, out)
 
@@ -148,44 +169,26 @@ def remove_mean(weights: Any, x: Any) -> None:
             x[k * n + j] -= mean
 
 
+solve_joint_equations = build_conjugate_gradients(precondition_jointly)
+
+
 @inner()
 def find_joint_step(
     counter: Any, cells: Any, rows: Any, columns: Any, weights: Any, error: float, x: Any
 ) -> None:  # fmt: skip
     """Write the step of all potentials over epsilon, with sum_k w_k x_k = 0."""
     size = x.shape[0]
-    diagonal, residual, excess, work = np.empty(size), np.empty(size), np.empty(size), np.empty(size)
-    product, better = np.empty(size), np.empty(size)
+    diagonal, residual, excess = np.empty(size), np.empty(size), np.empty(size)
     for j in range(size):
         wanted = columns.weights[j]
-        x[j], residual[j] = 0.0, wanted - columns.mass[j]
-        excess[j] = (RIDGE * error + LEAST_RIDGE) * wanted + TINY
+        residual[j] = wanted - columns.mass[j]
+        excess[j] = (NEWTON.ridge * error + NEWTON.smallest_ridge) * wanted + ASCENT.tiny
         diagonal[j] = columns.mass[j] + excess[j]
-    factor = joint_factor(cells, rows, diagonal, excess)
-    precondition_jointly(factor, weights, residual, better, work)
-    direction, before = better.copy(), 0.0
-    for j in range(size):
-        before += residual[j] * direction[j]
-    enough = LEFT_OF_ENERGY * before
-    for _ in range(PRODUCTS):
-        apply_curvature(cells, rows, diagonal, 1.0, direction, product)
-        along, after = 0.0, 0.0
-        for j in range(size):
-            along += direction[j] * product[j]
-        if not (along > 0 and before > enough) or is_stopped(counter, error, np.nan):
-            break
-        for j in range(size):
-            x[j] += before / along * direction[j]
-            residual[j] -= before / along * product[j]
-        precondition_jointly(factor, weights, residual, better, work)
-        for j in range(size):
-            after += better[j] * residual[j]
-        for j in range(size):
-            direction[j] = better[j] + after / before * direction[j]
-        before = after
+    joint = JointFactor(joint_factor(cells, rows, diagonal, excess), weights, np.empty(size))
+    solve_joint_equations(counter, cells, rows, diagonal, 1.0, joint, residual, ASCENT.energy, error, x)
     for j in range(size):  # a linear model of exponentials says nothing of larger changes
-        if abs(x[j]) > LONGEST:
-            x[j] = math.copysign(LONGEST + math.log1p(abs(x[j]) - LONGEST), x[j])
+        if abs(x[j]) > ASCENT.largest_change:
+            x[j] = math.copysign(ASCENT.largest_change + math.log1p(abs(x[j]) - ASCENT.largest_change), x[j])
     remove_mean(weights, x)
 
 
@@ -205,10 +208,10 @@ def find_targets(cells: Any, rows: Any, columns: Any, weights: Any, epsilon: flo
 
 @inner()
 def steps_on_cells(
-    counter: Any, every: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
+    counter: Any, all_pairs: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
     most: int, updates: int, log_a: Any,
 ) -> int:  # fmt: skip
-    """Run Newton's method on the cells; return the number of steps. Searches are over the cells of `every`."""
+    """Run Newton's method on the cells; return the number of steps. Searches are over the cells of `all_pairs`."""
     x, moved, steps = np.empty(columns.mass.shape[0]), 0.0, 0
     while True:
         for _ in range(updates):
@@ -222,15 +225,15 @@ def steps_on_cells(
         if not derivative > 0:
             return steps
         moved += np.abs(x).max()
-        search_along(every, rows, columns, epsilon, 0.0, x, derivative)
+        search_along(all_pairs, rows, columns, epsilon, 0.0, x, derivative)
         steps += 1
-        if moved > NEAR or steps == most:
+        if moved > ASCENT.largest_move or steps == most:
             return steps
 
 
 @inner()
 def settle(
-    counter: Any, every: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float, most: int,
+    counter: Any, all_pairs: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float, most: int,
     log_a: Any,
 ) -> tuple[float, int]:  # fmt: skip
     """Run rounds at one epsilon, then an update; return the error before it and the number of steps.
@@ -241,19 +244,26 @@ def settle(
     size, steps = (rows.mass.shape[0] + columns.mass.shape[0]) // weights.shape[0], 0
     before, value, is_careful = columns.potential.copy(), -np.inf, False
     while True:
-        error = find_targets(every, rows, columns, weights, epsilon)
+        error = find_targets(all_pairs, rows, columns, weights, epsilon)
         now = (rows.mass * rows.potential).sum()
-        if now < value - RELATIVE_ROUNDING * abs(value) and not is_careful:
+        if now < value - NEWTON.relative_rounding * abs(value) and not is_careful:
             columns.potential[:], is_careful = before, True
             continue
         if error <= tolerance or steps >= most or is_stopped(counter, error, np.nan):
             update(columns, weights, epsilon, log_a)
             return error, steps
         before[:], value = columns.potential, now
-        cells = cells_that_count(every, rows, columns, max(tolerance, CUT * GAIN * error) / size)
-        enough, few, searched, updates = max(AIM * tolerance, GAIN * error), min(STEPS, most - steps), cells, UPDATES
+        cells = cells_that_count(
+            all_pairs, rows, columns, max(tolerance, NEWTON.cut * NEWTON.error_reduction * error) / size
+        )
+        enough, few, searched, updates = (
+            max(NEWTON.error_share * tolerance, NEWTON.error_reduction * error),
+            min(NEWTON.max_steps_of_round, most - steps),
+            cells,
+            NEWTON.updates,
+        )
         if is_careful:
-            few, searched, updates = 1, every, 0
+            few, searched, updates = 1, all_pairs, 0
         steps += max(
             1, steps_on_cells(counter, searched, cells, rows, columns, weights, epsilon, enough, few, updates, log_a)
         )
@@ -275,9 +285,9 @@ def barycenter_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> 
     tolerance, most = limits
     log_u, log_a, outcome = answers
     count, m, n = p.shape[1], p.shape[2], matrix.shape[1]
-    every = every_cell(matrix, count)
+    all_pairs = all_cells(matrix, count)
     stages, largest = 0, matrix.max()
-    while epsilon * STAGE_FACTOR ** (stages + 1) <= FIRST_EPSILON * largest:
+    while epsilon * ASCENT.stage_factor ** (stages + 1) <= ASCENT.first_epsilon * largest:
         stages += 1
     while True:
         b = next_task(counter)
@@ -291,12 +301,12 @@ def barycenter_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> 
         columns = Side(np.full(count * n, 1.0 / n), np.zeros(count * n), np.zeros(count * n), np.zeros(count * n))
         before, last, steps = columns.potential.copy(), np.zeros(count * n), 0
         for stage in range(stages, -1, -1):
-            width = epsilon * STAGE_FACTOR**stage
-            if stage < stages - 1:  # two stages are known: at width STAGE_FACTOR**2 and STAGE_FACTOR
+            width = epsilon * ASCENT.stage_factor**stage
+            if stage < stages - 1:  # two stages are known: at width ASCENT.stage_factor**2 and ASCENT.stage_factor
                 for j in range(count * n):
-                    columns.potential[j] += (last[j] - before[j]) / STAGE_FACTOR
+                    columns.potential[j] += (last[j] - before[j]) / ASCENT.stage_factor
             error, more = settle(
-                counter, every, rows, columns, weights, width, STAGE_ERROR if stage > 0 else tolerance, most - steps,
+                counter, all_pairs, rows, columns, weights, width, ASCENT.tolerance_of_stage if stage > 0 else tolerance, most - steps,
                 log_a[b],
             )  # fmt: skip
             steps += more

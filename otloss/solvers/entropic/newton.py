@@ -80,7 +80,7 @@ def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
 def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, budget: Budget) -> SearchResult:
     """Call the kernel, from g with this error and the cells (problems, 2, cells) of the exact plans."""
     from otloss.costs.softmin_numba import as_columns
-    from otloss.solvers.entropic.newton_numba import answers, newton_problems
+    from otloss.solvers.entropic.newton_numba import build_results, newton_problems
 
     rho, cost = problem.marginal_penalty, problem.cost
     p, q = problem.p, problem.q
@@ -98,13 +98,14 @@ def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None
     else:
         costs = cost.dense().reshape(-1, n, m).numpy(), np.empty((0, 0)), np.empty((0, 0)), 0
     owner = np.arange(count) % len(costs[0])
-    filled = answers(n, g[:, by_column].numpy(), error.numpy())
+    results = build_results(n, g[:, by_column].numpy())
     weights = p[:, by_row].contiguous().numpy(), q[:, by_column].contiguous().numpy()
     penalty = math.inf if rho is None else float(rho)
-    posed = (*weights, costs, owner, problem.epsilon.contiguous().numpy(), penalty, cells)
+    has_start = error.isfinite().numpy()
+    problems = (*weights, costs, owner, problem.epsilon.contiguous().numpy(), penalty, has_start, cells)
     limits = (budget.tolerance, budget.largest_change, min(budget.max_iterations, MAX_STEPS))
     work = Work("Newton's method", count * n * m, budget.tolerance)
-    run_on_threads(newton_problems, count, (posed, limits, filled), work=work)
-    f, g, outcome = (torch.from_numpy(array) for array in filled)
+    run_on_threads(newton_problems, count, (problems, limits, results), work=work)
+    f, g, outcome = (torch.from_numpy(array) for array in results)
     f, g = (torch.empty_like(t).index_copy_(1, order, t) for t, order in ((f, by_row), (g, by_column)))
     return SearchResult(f, g, outcome[:, ERROR], outcome[:, ITERATIONS].long())

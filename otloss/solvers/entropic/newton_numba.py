@@ -1,25 +1,37 @@
 """Newton's method on the dual of entropic problems on a CPU, on the few cells of the plan that hold mass.
 
-Let b = g / epsilon, and let f be the exact update from g. The plan is P_ij = r_i S_ij with the row sums r; the shares S
+Let b = g / epsilon, and let f be the exact update from g. The plan is P_ij = r_i S_ij with the row sums r. The shares S
 of each row sum to 1. The columns hold c = P^T 1 and should hold t. In balanced problems t = q and r = p. With a
-marginal penalty rho, s = epsilon / rho and k = 1 / (1 + s), it is t = q exp(-s b); balanced problems have s = 0 and k =
-1. As a function of b the dual has the gradient t - c, and its negative Hessian is
+marginal penalty rho, s = epsilon / rho and k = 1 / (1 + s), the targets are t = q exp(-s b). Balanced problems have
+s = 0 and k = 1. As a function of b the dual has the gradient t - c, and its negative Hessian is
 
     H = diag(c + s t) - k S^T diag(r) S
 
-    round       Exact updates of f over all pairs give the error, and the cells that hold more than a small share of
-                their row or column. Steps on these cells follow.
-    step        Conjugate gradients solve H x = t - c, with an approximate factor of H. A search along x then ends where
-                at most half of the first derivative of the dual is left.
+    round       `select_cells` updates f exactly over all pairs. This gives the error, and the cells that hold more than
+                a small share of their row or column. `steps_on_cells` runs on these cells.
+    step        Conjugate gradients solve H x = t - c, with an approximate factor of H as the preconditioner.
+                `search_along` moves b along x, as far as the derivative of the dual along x asks for.
     factor      H is the Laplacian of a graph, plus a diagonal: row i joins any two of its columns by an edge of weight
-                k r_i S_ij S_il. An exact elimination of a column would join any two of its neighbours likewise. Here a
-                random tree takes the place of these edges, with the same mean: each neighbour, from the lightest on, is
-                joined to one of the heavier ones, with a probability in proportion to their weights.
-    stage       Potentials of the exact problem are a corner of the set of its optimal potentials; those of an entropic
-                problem lie near the centre of this set. From an exact start the rounds therefore begin at a larger
-                epsilon. The cells of the exact plan always take part, so that the problem on the cells has a solution.
+                k r_i S_ij S_il. The exact elimination of a column joins any two of its neighbours in the same way.
+                `add_tree` puts a random tree in the place of these edges, with the same mean: each neighbour, from the
+                lightest to the heaviest, is joined to one of the heavier ones, with a probability in proportion to
+                their weights. Multiples of the golden ratio serve as random numbers.
+    stage       Potentials of the exact problem are a corner of the set of its optimal potentials. Potentials of an
+                entropic problem lie near the centre of this set. From an exact start the rounds therefore begin at a
+                larger epsilon. The cells of the exact plan always take part, so that the problem on the cells has a
+                solution.
 
-Costs are a matrix or belong to points. Of points only the pairs that count are visited (`softmin.select`).
+Invariants, which kernels assert where indices are checked (`make test-bounds`):
+
+    1   After `select_cells` and `evaluate`, f and r, and after `evaluate` S too, belong to the current g and to the
+        same pairs: all pairs, or the cells. So each row of S sums to 1, and r and c have the same sum.
+    2   `update_columns` and `update_far_columns` change g. Then f, r, c and S are outdated until the next `evaluate` or
+        `select_cells`. `column_error`, `largest_change`, `find_step` and `derivative_along` read c.
+    3   `search_along` ends with an `evaluate` at the g that it leaves, so (1) holds after it.
+    4   `steps_on_cells` ends with an update of g, and `solve_stage` with `select_cells`: f is the exact update from g.
+
+`newton_reference` computes the same from the formulas above, with dense matrices. Costs are a matrix or belong to
+points. Of points only the pairs that count are visited (`softmin_numba.select`).
 
 Sources: X. Tang et al., Accelerating Sinkhorn Algorithm with Sparse Newton Iterations, arXiv 2401.12253; R. Kyng,
 S. Sachdeva, Approximate Gaussian Elimination for Laplacians, 2016.
@@ -30,6 +42,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 
 from otloss._numba.compile import bits_of_float64, compiled, exp64, inner, largest, spliced
@@ -38,31 +51,73 @@ from otloss.costs.order import BLOCK, ROWS
 from otloss.costs.softmin_numba import CHUNK, distances_of, select
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
 
-COARSER_STAGES, COARSER = 1, 4.0  # stages before the last; each has COARSER times the epsilon
-TOLERANCE_FROM_EXACT, TOLERANCE_FROM_ZERO = 1e-2, 1e-4  # of these stages
-FIRST_EPSILON = 0.05  # of the marginal penalty, at most, from a start of zeros
-STEPS = 6  # of a round, at most
-UPDATES = 2  # exact updates of both sides on the cells before each step
-GAIN, AIM = 1e-2, 0.3  # a round ends when the error has fallen by GAIN, or to AIM times the tolerance
-CUT = 1e-2  # error of the cells left out in a round, as a share of the error that the round aims at
-RIDGE, LEAST_RIDGE = 0.02, 1e-13  # RIDGE error + LEAST_RIDGE, times q, is added to H; this shortens steps of weak cells
-PRODUCTS, FORCING = 150, 0.3  # conjugate gradients: the most products with H, and the residual that ends them
-DENSE = 0.15  # share of the pairs that are cells of a coarser stage, above which it does not pay
-GOLDEN = 0.6180339887498949  # the fractional parts of its multiples stand for random numbers
-OCTAVES, OF_OCTAVE = 64, 4  # of shares from 1 down, and how many shares of an octave are kept
-INSERTED = 16  # up to so many shares are sorted by insertion, and all kept
-LARGEST_UPDATE = 50.0  # of g / epsilon
-LEFT, DOUBLINGS, SEARCHES = 0.5, 4, 40  # of a search: share of the first derivative that may be left, and most trials
-RELATIVE_ROUNDING = 1e-14  # of potentials
-NO_MASS_LEFT = 1e-17  # share of its weight below which a column counts as empty
-NEGLIGIBLE = 1e-17  # share of a row that may be left out of its sum
+CHECKED = bool(numba.config.BOUNDSCHECK)  # a constant of compiled code: without it the assertions cost nothing
+
+
+class NewtonNumbers(NamedTuple):
+    """The numbers of the method, which kernels read as constants.
+
+    Attributes:
+        stage_factor: epsilon of a stage over epsilon of the stage after it.
+        stages_from_exact: stages before the last, from an exact start.
+        tolerance_from_exact, tolerance_from_zero: the tolerance of these stages, by the start.
+        first_epsilon: from a start of zeros, epsilon of the first stage over the marginal penalty, at most.
+        largest_density: a stage before the last ends if a larger share of the pairs are cells.
+        max_steps_of_round: the largest number of steps on the same cells.
+        updates: exact updates of both sides before each step.
+        error_reduction, error_share: a round ends when its error on the cells is this share of the error at its start,
+            or this share of the tolerance.
+        cut: what the cells that are left out hold, as a share of the error that the round aims at.
+        ridge, smallest_ridge: (ridge error + smallest_ridge) t is added to the diagonal of H, which shortens steps of
+            columns that hardly exchange mass with others.
+        max_products, residual: conjugate gradients end after so many products with H, or at the share
+            residual^2 min(1, error) of the energy.
+        largest_update: the largest change of b by an update. Masses of columns that are farther away underflow.
+        remaining_derivative: the share of the first derivative along a step that a search allows at its end.
+        max_doublings, max_trials: of the length of a step in a search.
+        octaves, shares_of_octave: in rows of many cells, so many shares of each of these octaves enter the factor.
+        max_sorted: rows of at most so many cells enter the factor as they are.
+        golden_ratio: the fractional parts of its multiples stand for random numbers.
+        relative_rounding: the rounding of potentials, relative to the largest.
+        negligible: the share of a row that may be left out of its sum, and the share of its weight below which a
+            column counts as empty.
+    """
+
+    stage_factor: float = 4.0
+    stages_from_exact: int = 1
+    tolerance_from_exact: float = 1e-2
+    tolerance_from_zero: float = 1e-4
+    first_epsilon: float = 0.05
+    largest_density: float = 0.15
+    max_steps_of_round: int = 6
+    updates: int = 2
+    error_reduction: float = 1e-2
+    error_share: float = 0.3
+    cut: float = 1e-2
+    ridge: float = 0.02
+    smallest_ridge: float = 1e-13
+    max_products: int = 150
+    residual: float = 0.3
+    largest_update: float = 50.0
+    remaining_derivative: float = 0.5
+    max_doublings: int = 4
+    max_trials: int = 40
+    octaves: int = 64
+    shares_of_octave: int = 4
+    max_sorted: int = 16
+    golden_ratio: float = 0.6180339887498949
+    relative_rounding: float = 1e-14
+    negligible: float = 1e-17
+
+
+NEWTON = NewtonNumbers()
 
 
 class Pairs(NamedTuple):
     """The costs: of a matrix (n, m), or of points. The other of the two is empty.
 
     x is (n, d), in an order in which neighbours follow each other. y is `as_columns(points, scratch=1)`: d coordinates,
-    the number of the column, and the least mass of its cells, which `cells_of` writes.
+    the number of the column, and the smallest mass of its cells. `select_cells` writes the last.
     """
 
     matrix: Any
@@ -71,8 +126,20 @@ class Pairs(NamedTuple):
     metric: int
 
 
+class Near(NamedTuple):
+    """The columns that count for a block of rows and for a few of its rows, as `softmin_numba.select` copies them.
+
+    The potentials h are g + epsilon log q. `sizes` tells how many columns there are in both.
+    """
+
+    columns: Any
+    h: Any
+    costs: Any
+    sizes: Any
+
+
 class Cells(NamedTuple):
-    """Cells of the plan. Those of row i are starts[i] to starts[i + 1]; `evaluate` writes their shares of the row."""
+    """Cells of the plan: starts[i] to starts[i + 1] are the cells of row i. `evaluate` writes their shares of the row."""
 
     starts: Any
     columns: Any
@@ -90,9 +157,9 @@ class Side(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Edges from columns to columns that are eliminated later. Those of column j are a list that begins at heads[j].
+    """Edges between columns, as lists: the list of column j begins at heads[j] and holds what is eliminated after j.
 
-    The last list is of places that are free.
+    The last list holds the free places.
     """
 
     heads: Any
@@ -102,7 +169,7 @@ class Edges(NamedTuple):
 
 
 class Thinning(NamedTuple):
-    """Scratch: places of shares, the shares, sums of those after each, and the places where octaves begin."""
+    """Scratch of `add_tree`: places of shares, the shares, sums of the shares after each, and where octaves begin."""
 
     places: Any
     kept: Any
@@ -123,13 +190,31 @@ class Factor(NamedTuple):
     shares: Any
 
 
-def answers(n: int, g: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the answers for `newton_problems`, from the start g (B, m) and its error (B,)."""
-    return np.zeros((len(g), n)), g.copy(), np.stack([error, np.zeros(len(g))], 1)
+def build_results(n: int, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the results that `newton_problems` writes, with the start g (B, m)."""
+    return np.zeros((len(g), n)), g.copy(), np.zeros((len(g), 2))
+
+
+# ---- the dual --------------------------------------------------------------------------------------------------------
 
 
 @inner()
-def side_of(weights: Any, potential: Any) -> Side:
+def check_masses(rows: Any, columns: Any) -> None:
+    """Assert that the masses of rows and columns belong to one plan (invariants 1 and 2)."""
+    total = rows.mass.sum()
+    assert abs(columns.mass.sum() - total) <= 1e-9 * total
+
+
+@inner()
+def check_shares(cells: Any) -> None:
+    """Assert that the shares of each row sum to 1 (invariant 1)."""
+    for i in range(cells.starts.shape[0] - 1):
+        shares = cells.shares[cells.starts[i] : cells.starts[i + 1]]
+        assert shares.shape[0] == 0 or abs(shares.sum() - 1) <= 1e-9
+
+
+@inner()
+def build_side(weights: Any, potential: Any) -> Side:
     logs = np.empty(weights.shape[0])
     for j in range(weights.shape[0]):
         logs[j] = math.log(weights[j]) if weights[j] > 0 else -np.inf
@@ -138,7 +223,7 @@ def side_of(weights: Any, potential: Any) -> Side:
 
 @inner()
 def target(side: Any, j: int, epsilon: float, ratio: float) -> float:
-    """Return the mass t that a row or column should hold."""
+    """Return the mass t that a row or column should hold; `ratio` is s."""
     if ratio == 0:
         return side.weights[j]
     return side.weights[j] * math.exp(-ratio * side.potential[j] / epsilon)
@@ -146,7 +231,7 @@ def target(side: Any, j: int, epsilon: float, ratio: float) -> float:
 
 @inner(fastmath={"contract", "nsz", "reassoc"})
 def turn_into_shares(scores: Any, count: int, rows: Any, i: int, epsilon: float, ratio: float) -> None:
-    """Turn the exponents of a row into shares, and write its soft minimum and mass."""
+    """Turn the exponents of a row into shares, and write its potential f_i and mass r_i."""
     top = largest(scores, count)
     total = 0.0
     for j in range(count):
@@ -161,145 +246,178 @@ def turn_into_shares(scores: Any, count: int, rows: Any, i: int, epsilon: float,
 
 @inner()
 def column_error(columns: Any, epsilon: float, ratio: float) -> float:
-    off, total = 0.0, 0.0
+    """Return sum_j |t_j - c_j| / sum_j t_j."""
+    difference, total = 0.0, 0.0
     for j in range(columns.weights.shape[0]):
         wanted = target(columns, j, epsilon, ratio)
-        off += abs(wanted - columns.mass[j])
+        difference += abs(wanted - columns.mass[j])
         total += wanted
-    return off / total
+    return difference / total
 
 
 @inner()
 def change_of_column(columns: Any, j: int, epsilon: float, ratio: float) -> float:
-    """Return what an exact update adds to g / epsilon."""
+    """Return what an exact update adds to b_j = g_j / epsilon."""
     wanted, mass = target(columns, j, epsilon, ratio), columns.mass[j]
     if wanted == 0:
         return 0.0
-    change = math.log(wanted / mass) / (1 + ratio) if mass > 0 else LARGEST_UPDATE
-    return min(max(change, -LARGEST_UPDATE), LARGEST_UPDATE)
+    change = math.log(wanted / mass) / (1 + ratio) if mass > 0 else NEWTON.largest_update
+    return min(max(change, -NEWTON.largest_update), NEWTON.largest_update)
 
 
 @inner()
 def largest_change(columns: Any, epsilon: float, ratio: float) -> float:
-    """That of the exact updates, over columns that keep mass."""
-    farthest = 0.0
+    """Return the largest change of b by exact updates, over the columns that keep mass."""
+    change = 0.0
     for j in range(columns.weights.shape[0]):
-        if target(columns, j, epsilon, ratio) > NO_MASS_LEFT * columns.weights[j]:
-            farthest = max(farthest, abs(change_of_column(columns, j, epsilon, ratio)))
-    return farthest
+        if target(columns, j, epsilon, ratio) > NEWTON.negligible * columns.weights[j]:
+            change = max(change, abs(change_of_column(columns, j, epsilon, ratio)))
+    return change
 
 
 @inner()
 def update_columns(columns: Any, epsilon: float, ratio: float) -> None:
+    """Update g exactly, as far as the masses tell."""
     for j in range(columns.weights.shape[0]):
         columns.potential[j] += epsilon * change_of_column(columns, j, epsilon, ratio)
+    if CHECKED:
+        columns.mass[:] = np.nan
 
 
 @inner()
-def cost_of(pairs: Any, i: int, j: int) -> float:
+def pair_cost(pairs: Any, i: int, j: int) -> float:
     if pairs.x.shape[0] == 0:
         return pairs.matrix[i, j]
     total = 0.0
     for k in range(pairs.x.shape[1]):
-        apart = pairs.x[i, k] - pairs.y[k, j]
-        total += abs(apart) if pairs.metric == 2 else apart * apart
+        difference = pairs.x[i, k] - pairs.y[k, j]
+        total += abs(difference) if pairs.metric == 2 else difference * difference
     return math.sqrt(total) if pairs.metric == 1 else total
 
 
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
 @inner()
-def heavy_of(shares: Any, mass: float, least: Any, cut: float, count: int, places: Any) -> int:
-    """Write the places of shares above `cut` and of masses above `least`; return their number."""
+def find_heavy(shares: Any, mass: float, smallest: Any, cut: float, count: int, places: Any) -> int:
+    """Write the places of shares above `cut` and of masses above `smallest`; return their number."""
     found = 0
     for start in range(0, count, CHUNK):
         stop, hits = min(start + CHUNK, count), np.int32(0)
         for e in range(start, stop):
-            hits += np.int32(shares[e] > cut) | np.int32(mass * shares[e] > least[e])
+            hits += np.int32(shares[e] > cut) | np.int32(mass * shares[e] > smallest[e])
         if hits > 0:
             for e in range(start, stop):
                 places[found] = e
-                found += shares[e] > cut or mass * shares[e] > least[e]
+                found += shares[e] > cut or mass * shares[e] > smallest[e]
     return found
 
 
 @inner()
-def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, cut: float, before: Any) -> Cells:
-    """Update f exactly over all pairs, and write the masses of the columns.
+def find_near(pairs: Any, i: int, h: Any, cutoff: float, near: Any) -> int:
+    """Write the columns that count for point i, and their costs; return their number."""
+    n, sizes, costs = pairs.x.shape[0], near.sizes, near.costs
+    if i % (ROWS * BLOCK) == 0:
+        block = pairs.x[i : min(i + ROWS * BLOCK, n)]
+        sizes[0] = select(
+            block, pairs.y, h, h.shape[0], cutoff, pairs.metric, costs, near.columns[0], near.h[0]
+        )  # fmt: skip
+    if i % ROWS == 0:
+        block = pairs.x[i : min(i + ROWS, n)]
+        sizes[1] = select(
+            block, near.columns[0], near.h[0], sizes[0], cutoff, pairs.metric, costs, near.columns[1], near.h[1]
+        )
+    distances_of(pairs.x[i], near.columns[1], 0, pairs.metric, costs, sizes[1])
+    return sizes[1]
 
-    Returns the cells that hold more than the share `cut` of their row or column, and the cells of `before`.
+
+@inner()
+def grow(columns: Any, costs: Any, size: int) -> tuple[Any, Any]:
+    """Return longer copies of both."""
+    longer_columns, longer_costs = np.empty(size, np.int32), np.empty(size)
+    longer_columns[: columns.shape[0]], longer_costs[: columns.shape[0]] = columns, costs
+    return longer_columns, longer_costs
+
+
+@inner()
+def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, cut: float, previous: Any) -> Cells:
+    """Update f exactly over all pairs, and write the masses of the rows and columns.
+
+    Returns the cells that hold more than the share `cut` of their row or column, and the cells of `previous`. Their
+    shares are not written.
     """
     n, m, d = rows.weights.shape[0], columns.weights.shape[0], pairs.x.shape[1]
-    inverse, with_points = 1 / epsilon, pairs.x.shape[0] > 0
-    h, least, scores, stamp = np.empty(m), np.empty(m), np.empty(m), np.full(m, -1)
-    costs, hits, starts = np.empty(m + CHUNK), np.empty(m + 1, np.int64), np.zeros(n + 1, np.int64)
-    size = 0.0
+    inverse, between_points = 1 / epsilon, pairs.x.shape[0] > 0
+    h, smallest, scores, last_row = np.empty(m), np.empty(m), np.empty(m), np.full(m, -1)
     for j in range(m):
         h[j] = columns.potential[j] + epsilon * columns.logs[j]
-        size = max(size, abs(columns.potential[j]))
-        least[j] = cut * target(columns, j, epsilon, ratio)
+        smallest[j] = cut * target(columns, j, epsilon, ratio)
         columns.mass[j] = 0.0
-    near, near_h = np.empty((2, pairs.y.shape[0], m if with_points else 0)), np.empty((2, m))
-    cutoff, taken, held = 0.0, m, m
-    if with_points:
-        pairs.y[d + 1] = least
-        cutoff = epsilon * math.log(m / NEGLIGIBLE) + RELATIVE_ROUNDING * size
-    space = min(n * m, 16 * (n + m) + m)
-    places, prices = np.empty(space, np.int32), np.empty(space)
+    near = Near(
+        np.empty((2, pairs.y.shape[0], m if between_points else 0)), np.empty((2, m)), np.empty(m + CHUNK),
+        np.zeros(2, np.int64),
+    )  # fmt: skip
+    cutoff = 0.0
+    if between_points:
+        pairs.y[d + 1] = smallest
+        cutoff = epsilon * math.log(m / NEWTON.negligible)
+        cutoff += NEWTON.relative_rounding * np.abs(columns.potential).max()
+    hits, starts, space = np.empty(m + 1, np.int64), np.zeros(n + 1, np.int64), min(n * m, 16 * (n + m) + m)
+    places, costs = np.empty(space, np.int32), np.empty(space)
     for i in range(n):
-        if with_points:
-            if i % (ROWS * BLOCK) == 0:
-                block = pairs.x[i : min(i + ROWS * BLOCK, n)]
-                taken = select(block, pairs.y, h, m, cutoff, pairs.metric, costs, near[0], near_h[0])
-            if i % ROWS == 0:
-                block = pairs.x[i : min(i + ROWS, n)]
-                held = select(block, near[0], near_h[0], taken, cutoff, pairs.metric, costs, near[1], near_h[1])
-            distances_of(pairs.x[i], near[1], 0, pairs.metric, costs, held)
-            row, potential, lightest = costs[:held], near_h[1], near[1, d + 1]
+        if between_points:
+            count = find_near(pairs, i, h, cutoff, near)
+            row, potential, bounds = near.costs[:count], near.h[1], near.columns[1, d + 1]
         else:
-            row, potential, lightest = pairs.matrix[i], h, least
-        for e in range(held):
+            count, row, potential, bounds = m, pairs.matrix[i], h, smallest
+        for e in range(count):
             scores[e] = (potential[e] - row[e]) * inverse
-        turn_into_shares(scores, held, rows, i, epsilon, ratio)
+        turn_into_shares(scores, count, rows, i, epsilon, ratio)
         mass = rows.mass[i]
-        if with_points:
-            for e in range(held):
-                columns.mass[np.int64(near[1, d, e])] += mass * scores[e]
+        if between_points:
+            for e in range(count):
+                columns.mass[np.int64(near.columns[1, d, e])] += mass * scores[e]
         else:
-            for e in range(held):
+            for e in range(count):
                 columns.mass[e] += mass * scores[e]
-        at, old = starts[i], before.columns[before.starts[i] : before.starts[i + 1]]
-        found = heavy_of(scores, mass, lightest, cut, held, hits) if mass > 0 else 0
-        if at + found + old.shape[0] > space:
-            space = max(2 * space, at + found + old.shape[0])
-            more_places, more_prices = np.empty(space, np.int32), np.empty(space)
-            more_places[:at], more_prices[:at] = places[:at], prices[:at]
-            places, prices = more_places, more_prices
+        end, old = starts[i], previous.columns[previous.starts[i] : previous.starts[i + 1]]
+        found = find_heavy(scores, mass, bounds, cut, count, hits) if mass > 0 else 0
+        if end + found + old.shape[0] > places.shape[0]:
+            places, costs = grow(places, costs, max(2 * places.shape[0], end + found + old.shape[0]))
         for e in hits[:found]:
-            places[at], prices[at] = np.int64(near[1, d, e]) if with_points else e, row[e]
-            stamp[places[at]] = i
-            at += 1
+            places[end], costs[end] = np.int64(near.columns[1, d, e]) if between_points else e, row[e]
+            last_row[places[end]] = i
+            end += 1
         for j in old:
-            if stamp[j] != i and mass > 0:
-                places[at], prices[at], stamp[j] = j, cost_of(pairs, i, j), i
-                at += 1
-        starts[i + 1] = at
-    return Cells(starts, places[: starts[n]].copy(), prices[: starts[n]].copy(), np.empty(starts[n]))
+            if last_row[j] != i and mass > 0:
+                places[end], costs[end], last_row[j] = j, pair_cost(pairs, i, j), i
+                end += 1
+        starts[i + 1] = end
+    if CHECKED:
+        check_masses(rows, columns)
+    return Cells(starts, places[: starts[n]].copy(), costs[: starts[n]].copy(), np.full(starts[n], np.nan))
 
 
 @spliced
-def find_lost(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float) -> int:
-    """Update g exactly where columns are so far off that their masses do not tell how far; return their number."""
+def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float) -> int:
+    """Update g exactly from f in the columns whose change exceeds `largest_update`; return their number.
+
+    In these columns the masses have underflowed, so that they do not give the change.
+    """
     count = 0
     for j in range(columns.weights.shape[0]):
-        if abs(change_of_column(columns, j, epsilon, ratio)) < LARGEST_UPDATE:
+        if abs(change_of_column(columns, j, epsilon, ratio)) < NEWTON.largest_update:
             continue
         count += 1
         top, total = -np.inf, 0.0
         for i in range(rows.weights.shape[0]):
-            score = (rows.potential[i] - cost_of(pairs, i, j)) / epsilon + rows.logs[i]
+            score = (rows.potential[i] - pair_cost(pairs, i, j)) / epsilon + rows.logs[i]
             if score > top:
                 total, top = total * math.exp(top - score), score
             total += math.exp(score - top) if score > -np.inf else 0.0
         columns.potential[j] = -epsilon * (top + math.log(total)) / (1 + ratio)
+    if CHECKED and count > 0:
+        columns.mass[:] = np.nan
     return count
 
 
@@ -313,18 +431,23 @@ def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) 
         if count == 0:
             continue
         scores, places = cells.shares[first : first + count], cells.columns[first : first + count]
-        prices = cells.costs[first : first + count]
+        costs = cells.costs[first : first + count]
         for e in range(count):
-            scores[e] = (columns.potential[places[e]] - prices[e]) * inverse + columns.logs[places[e]]
+            scores[e] = (columns.potential[places[e]] - costs[e]) * inverse + columns.logs[places[e]]
         turn_into_shares(scores, count, rows, i, epsilon, ratio)
         mass = rows.mass[i]
         for e in range(count):
             columns.mass[places[e]] += mass * scores[e]
+    if CHECKED:
+        check_masses(rows, columns)
     return column_error(columns, epsilon, ratio)
 
 
+# ---- the approximate factor ------------------------------------------------------------------------------------------
+
+
 @inner()
-def order_of_elimination(cells: Any, m: int) -> Any:
+def elimination_order(cells: Any, m: int) -> Any:
     """Return the columns, those of few cells first."""
     counts = np.zeros(m, np.int64)
     for j in cells.columns:
@@ -333,19 +456,21 @@ def order_of_elimination(cells: Any, m: int) -> Any:
 
 
 @inner()
-def octave_of(share: float) -> int:
-    """Return the binary exponent of a share from 0 to 1, counted from the least one that counts."""
-    return max(0, OCTAVES - 1 - max(0, 1022 - (bits_of_float64(share) >> np.int64(52))))
+def octave(share: float) -> int:
+    """Return the number of the octave of a share from 0 to 1: the last one holds the shares from 1/2 on."""
+    return max(0, NEWTON.octaves - 1 - max(0, 1022 - (bits_of_float64(share) >> np.int64(52))))
 
 
 @inner()
 def next_phase(phase: float) -> float:
-    return phase + GOLDEN if phase + GOLDEN < 1 else phase + GOLDEN - 1
+    """Return the next number in place of a random one, from 0 to 1."""
+    phase += NEWTON.golden_ratio
+    return phase if phase < 1 else phase - 1
 
 
 @inner()
 def sort_shares(shares: Any, work: Any) -> None:
-    """Write the shares, the lightest first, and their places, by insertion."""
+    """Write the shares in ascending order, and their places, by insertion."""
     places, kept = work.places, work.kept
     for a in range(shares.shape[0]):
         b = a
@@ -356,40 +481,53 @@ def sort_shares(shares: Any, work: Any) -> None:
 
 
 @inner()
-def thinning_of(columns: int) -> Thinning:
+def build_thinning(columns: int) -> Thinning:
     """Return scratch for rows of at most so many shares."""
     return Thinning(
-        np.empty(columns, np.int64), np.empty(columns), np.empty(columns), np.empty(OCTAVES + 2, np.int64)
+        np.empty(columns, np.int64), np.empty(columns), np.empty(columns), np.empty(NEWTON.octaves + 2, np.int64)
     )  # fmt: skip
 
 
 @inner()
 def thin_out(shares: Any, work: Any, phase: float) -> int:
-    """Write shares and their places, from light to heavy octaves; OF_OCTAVE of them stand for more in one octave.
+    """Write shares and their places, from light to heavy octaves; return how many there are.
 
-    Returns the number of shares that are left.
+    Where an octave has more than `shares_of_octave`, so many of them stand for all, with equal parts of their sum.
     """
     places, kept, bounds = work.places, work.kept, work.bounds
     bounds[:] = 0
     for a in range(shares.shape[0]):
-        bounds[octave_of(shares[a]) + 2] += 1
-    for b in range(OCTAVES):
+        bounds[octave(shares[a]) + 2] += 1
+    for b in range(NEWTON.octaves):
         bounds[b + 2] += bounds[b + 1]
     for a in range(shares.shape[0]):
-        b = octave_of(shares[a]) + 1
+        b = octave(shares[a]) + 1
         places[bounds[b]] = a
         bounds[b] += 1
     count = 0
-    for b in range(OCTAVES):
+    for b in range(NEWTON.octaves):
         start, stop, total = bounds[b], bounds[b + 1], 0.0
-        chosen, every = min(stop - start, OF_OCTAVE), (stop - start) / OF_OCTAVE
+        chosen, spacing = min(stop - start, NEWTON.shares_of_octave), (stop - start) / NEWTON.shares_of_octave
         for a in range(start, stop):
             total += shares[places[a]]
         for k in range(chosen):
-            place = places[start + k if every <= 1 else min(start + int((k + phase) * every), stop - 1)]
-            places[count], kept[count] = place, shares[place] if every <= 1 else total / chosen
+            place = places[start + k if spacing <= 1 else min(start + int((k + phase) * spacing), stop - 1)]
+            places[count], kept[count] = place, shares[place] if spacing <= 1 else total / chosen
             count += 1
     return count
+
+
+@inner()
+def first_at_most(values: Any, start: int, stop: int, bound: float) -> int:
+    """Return the first place from `start` on whose value is at most the bound; the values fall, the last one does."""
+    low, high = start, stop - 1
+    while low < high:
+        middle = (low + high) // 2
+        if values[middle] <= bound:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 @inner()
@@ -399,7 +537,7 @@ def add_tree(edges: Any, ranks: Any, columns: Any, shares: Any, scale: float, wo
     Returns the next phase, a number in place of a random one.
     """
     count = shares.shape[0]
-    if count <= INSERTED:
+    if count <= NEWTON.max_sorted:
         sort_shares(shares, work)
     else:
         count = thin_out(shares, work, phase)
@@ -412,14 +550,8 @@ def add_tree(edges: Any, ranks: Any, columns: Any, shares: Any, scale: float, wo
         if not weight > 0:
             continue
         phase = next_phase(phase)
-        low, high = a + 1, count - 1
-        while low < high:  # the first b after a with heavier[b] <= phase heavier[a]
-            middle = (low + high) // 2
-            if heavier[middle] <= phase * heavier[a]:
-                high = middle
-            else:
-                low = middle + 1
-        first, second = columns[places[a]], columns[places[low]]
+        b = first_at_most(heavier, a + 1, count, phase * heavier[a])
+        first, second = columns[places[a]], columns[places[b]]
         if ranks[first] > ranks[second]:
             first, second = second, first
         place = edges.heads[-1]
@@ -429,7 +561,27 @@ def add_tree(edges: Any, ranks: Any, columns: Any, shares: Any, scale: float, wo
     return phase
 
 
-@spliced
+@inner()
+def take_neighbours(edges: Any, j: int, places: Any, near: Any, weights: Any) -> int:
+    """Write the neighbours of column j and the sums of their edges, and free these edges; return their number.
+
+    `places` is -1 for all columns, and so again at the end.
+    """
+    count = 0
+    while edges.heads[j] >= 0:
+        e = edges.heads[j]
+        edges.heads[j], edges.nexts[e], edges.heads[-1] = edges.nexts[e], edges.heads[-1], e
+        neighbour = edges.columns[e]
+        if places[neighbour] < 0:
+            places[neighbour], near[count], weights[count] = count, neighbour, 0.0
+            count += 1
+        weights[places[neighbour]] += edges.weights[e]
+    for a in range(count):
+        places[near[a]] = -1
+    return count
+
+
+@inner()
 def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) -> Factor:
     """Return an approximate factor of H. `excess`, the diagonal beside the Laplacian, is overwritten."""
     m, size, phase = order.shape[0], cells.columns.shape[0], 0.5
@@ -437,33 +589,24 @@ def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) ->
     ranks[order] = np.arange(m)
     edges = Edges(np.full(m + 1, -1), np.arange(-1, size - 1), np.empty(size, np.int32), np.empty(size))
     edges.heads[m] = size - 1
-    work = thinning_of(m)
+    work = build_thinning(m)
     for i in range(rows.mass.shape[0]):
         first, stop, scale = cells.starts[i], cells.starts[i + 1], damping * rows.mass[i]
         phase = add_tree(edges, ranks, cells.columns[first:stop], cells.shares[first:stop], scale, work, phase)
     pivots, starts, columns, shares = np.empty(m), np.zeros(m + 1, np.int64), np.empty(size, np.int32), np.empty(size)
-    place, near, weights = np.full(m, -1), np.empty(m, np.int64), np.empty(m)
+    places, near, weights = np.full(m, -1), np.empty(m, np.int64), np.empty(m)
     for k in range(m):
-        j, at, count, total = order[k], starts[k], 0, 0.0
-        while edges.heads[j] >= 0:
-            e = edges.heads[j]
-            edges.heads[j], edges.nexts[e], edges.heads[m] = edges.nexts[e], edges.heads[m], e
-            neighbour = edges.columns[e]
-            if place[neighbour] < 0:
-                place[neighbour], near[count], weights[count] = count, neighbour, 0.0
-                count += 1
-            weights[place[neighbour]] += edges.weights[e]
-            total += edges.weights[e]
-        pivots[k], starts[k + 1] = total + excess[j], at + count
-        if at + count > columns.shape[0]:
-            more_columns, more_shares = np.empty(2 * (at + count), np.int32), np.empty(2 * (at + count))
-            more_columns[:at], more_shares[:at] = columns[:at], shares[:at]
-            columns, shares = more_columns, more_shares
+        j, start = order[k], starts[k]
+        count = take_neighbours(edges, j, places, near, weights)
+        pivots[k], starts[k + 1] = weights[:count].sum() + excess[j], start + count
+        if start + count > columns.shape[0]:
+            columns, shares = grow(columns, shares, 2 * (start + count))
         for a in range(count):
-            columns[at + a], shares[at + a], place[near[a]] = near[a], weights[a] / pivots[k], -1
-            excess[near[a]] += shares[at + a] * excess[j]
+            columns[start + a], shares[start + a] = near[a], weights[a] / pivots[k]
+            excess[near[a]] += shares[start + a] * excess[j]
         if count > 1:
-            phase = add_tree(edges, ranks, near[:count], shares[at : at + count], pivots[k], work, phase)
+            part = shares[start : start + count]
+            phase = add_tree(edges, ranks, near[:count], part, pivots[k], work, phase)
     return Factor(order, pivots, starts, columns, shares)
 
 
@@ -482,8 +625,12 @@ def precondition(factor: Any, residual: Any, out: Any) -> None:
         out[factor.order[k]] = total
 
 
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
 @inner(fastmath={"contract", "nsz", "reassoc"})
 def apply_curvature(cells: Any, rows: Any, diagonal: Any, damping: float, x: Any, out: Any) -> None:
+    """Write H x; `damping` is k, and the diagonal is that of diag(c + s t) with its ridge."""
     for j in range(x.shape[0]):
         out[j] = diagonal[j] * x[j]
     for i in range(rows.mass.shape[0]):
@@ -497,82 +644,103 @@ def apply_curvature(cells: Any, rows: Any, diagonal: Any, damping: float, x: Any
 
 @inner()
 def derivative_along(columns: Any, epsilon: float, ratio: float, x: Any) -> float:
-    """Return the derivative of the dual along a step x of g / epsilon."""
+    """Return the derivative of the dual along a step x of b."""
     total = 0.0
     for j in range(x.shape[0]):
         total += (target(columns, j, epsilon, ratio) - columns.mass[j]) * x[j]
     return total
 
 
+def build_conjugate_gradients(precondition: Any) -> Any:
+    """Return conjugate gradients with the preconditioner M: `precondition(factor, residual, out)` writes M residual.
+
+    It is not an argument of the kernel, since numba does not keep kernels on disk that receive functions.
+    """
+
+    @inner()
+    def conjugate_gradients(
+        counter: Any, cells: Any, rows: Any, diagonal: Any, damping: float, factor: Any, residual: Any, share: float,
+        error: float, x: Any,
+    ) -> None:  # fmt: skip
+        """Write the solution x of H x = residual; the residual is overwritten by what remains of it.
+
+        The iteration ends when at most `share` of the energy residual^T M residual remains. `error` is for messages
+        about the progress.
+        """
+        m = x.shape[0]
+        product, better, energy = np.empty(m), np.empty(m), 0.0
+        precondition(factor, residual, better)
+        direction = better.copy()
+        for j in range(m):
+            x[j] = 0.0
+            energy += residual[j] * direction[j]
+        enough = share * energy
+        for _ in range(NEWTON.max_products):
+            if not energy > enough or is_stopped(counter, error, np.nan):
+                return
+            apply_curvature(cells, rows, diagonal, damping, direction, product)
+            curvature, next_energy = 0.0, 0.0
+            for j in range(m):
+                curvature += direction[j] * product[j]
+            if not curvature > 0:
+                return
+            for j in range(m):
+                x[j] += energy / curvature * direction[j]
+                residual[j] -= energy / curvature * product[j]
+            precondition(factor, residual, better)
+            for j in range(m):
+                next_energy += better[j] * residual[j]
+            for j in range(m):
+                direction[j] = better[j] + next_energy / energy * direction[j]
+            energy = next_energy
+
+    return conjugate_gradients
+
+
+solve_equations = build_conjugate_gradients(precondition)
+
+
 @spliced
 def find_step(
-    cells: Any, rows: Any, columns: Any, order: Any, epsilon: float, ratio: float, error: float, x: Any
-) -> int:  # fmt: skip
-    """Write the step of g / epsilon to x, by conjugate gradients; return the number of products with H."""
+    counter: Any, cells: Any, rows: Any, columns: Any, order: Any, epsilon: float, ratio: float, error: float, x: Any
+) -> None:  # fmt: skip
+    """Write the step x of b: the approximate solution of H x = t - c."""
     m, damping = x.shape[0], 1 / (1 + ratio)
     diagonal, residual, excess = np.empty(m), np.empty(m), np.empty(m)
+    if CHECKED:
+        check_masses(rows, columns)
+        check_shares(cells)
     for j in range(m):
         wanted = target(columns, j, epsilon, ratio)
         residual[j] = wanted - columns.mass[j]
-        excess[j] = ratio * damping * columns.mass[j] + (ratio + RIDGE * error + LEAST_RIDGE) * wanted
+        excess[j] = ratio * damping * columns.mass[j] + (ratio + NEWTON.ridge * error + NEWTON.smallest_ridge) * wanted
         diagonal[j] = excess[j] + damping * columns.mass[j]
     factor = factorise(cells, rows, damping, excess, order)
-    return conjugate_gradients(
-        cells, rows, diagonal, damping, factor, residual, FORCING * min(1.0, math.sqrt(error)), x
-    )
-
-
-@inner()
-def conjugate_gradients(
-    cells: Any, rows: Any, diagonal: Any, damping: float, factor: Any, residual: Any, share: float, x: Any
-) -> int:  # fmt: skip
-    """Write the solution for the right side `residual`, which is overwritten by what is left, at most this share."""
-    m = x.shape[0]
-    product, better, before, size = np.empty(m), np.empty(m), 0.0, 0.0
-    precondition(factor, residual, better)
-    direction = better.copy()
-    for j in range(m):
-        x[j] = 0.0
-        before += residual[j] * direction[j]
-        size += abs(residual[j])
-    enough = share * size
-    for products in range(PRODUCTS):
-        apply_curvature(cells, rows, diagonal, damping, direction, product)
-        along, after, size = 0.0, 0.0, 0.0
-        for j in range(m):
-            along += direction[j] * product[j]
-        if not (along > 0 and before > 0):
-            return products
-        for j in range(m):
-            x[j] += before / along * direction[j]
-            residual[j] -= before / along * product[j]
-            size += abs(residual[j])
-        if size <= enough:
-            return products
-        precondition(factor, residual, better)
-        for j in range(m):
-            after += better[j] * residual[j]
-        for j in range(m):
-            direction[j] = better[j] + after / before * direction[j]
-        before = after
-    return PRODUCTS
+    share = NEWTON.residual**2 * min(1.0, error)
+    solve_equations(counter, cells, rows, diagonal, damping, factor, residual, share, error, x)
 
 
 @spliced
 def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, x: Any, derivative: float) -> None:
-    """Move g along x until at most the share LEFT of the derivative is left."""
+    """Move b along x; masses, f and shares belong to the new b.
+
+    The length doubles while more than the share `remaining_derivative` of the first derivative remains. It becomes
+    shorter while the derivative is below minus this share; then whatever remains is accepted.
+    """
     start = columns.potential.copy()
     low, high, length = 0.0, np.inf, 1.0
-    for _ in range(SEARCHES):
+    for _ in range(NEWTON.max_trials):
         for j in range(x.shape[0]):
             columns.potential[j] = start[j] + epsilon * length * x[j]
         evaluate(cells, rows, columns, epsilon, ratio)
-        after = derivative_along(columns, epsilon, ratio, x)
-        if not after >= -LEFT * derivative:
+        current = derivative_along(columns, epsilon, ratio, x)
+        if not current >= -NEWTON.remaining_derivative * derivative:
             high = length
-            zero_of_secant = derivative / (derivative - after) if after < 0 else 0.0
+            zero_of_secant = derivative / (derivative - current) if current < 0 else 0.0
             length = low + (high - low) * min(max(zero_of_secant, 0.1), 0.5)
-        elif after > LEFT * derivative and high == np.inf and length < 2.0**DOUBLINGS:
+        elif (
+            current > NEWTON.remaining_derivative * derivative and high == np.inf and length < 2.0**NEWTON.max_doublings
+        ):
             low, length = length, 2 * length
         else:
             break
@@ -580,105 +748,125 @@ def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
 
 @spliced
 def steps_on_cells(
-    counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, most: int
+    counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, max_steps: int
 ) -> int:
-    """Run Newton's method on the cells, from g; return the number of steps. The last update of g is exact."""
-    m = columns.weights.shape[0]
-    x, error, enough, steps = np.empty(m), np.inf, tolerance, 0
-    order, is_first = order_of_elimination(cells, m), True
+    """Run Newton's method on the cells, from g; return the number of steps. An exact update of g ends it."""
+    m, steps = columns.weights.shape[0], 0
+    x, order = np.empty(m), elimination_order(cells, m)
+    error = evaluate(cells, rows, columns, epsilon, ratio)
+    goal = max(tolerance, NEWTON.error_reduction * error)
     while True:
-        for update in range(UPDATES + 1):
-            error = evaluate(cells, rows, columns, epsilon, ratio)
-            if is_first:
-                enough, is_first = max(tolerance, GAIN * error), False
-            if update < UPDATES or error <= enough or steps == STEPS:
+        for _ in range(NEWTON.updates):
+            if error > goal:
                 update_columns(columns, epsilon, ratio)
-            if error <= enough:
-                return steps
-        if steps == most or is_stopped(counter, error, np.nan):
-            return steps
-        find_step(cells, rows, columns, order, epsilon, ratio, error, x)
+                error = evaluate(cells, rows, columns, epsilon, ratio)
+        if error <= goal or steps == max_steps or is_stopped(counter, error, np.nan):
+            break
+        find_step(counter, cells, rows, columns, order, epsilon, ratio, error, x)
         derivative = derivative_along(columns, epsilon, ratio, x)
         if not derivative > 0:
-            return steps
+            break
         search_along(cells, rows, columns, epsilon, ratio, x, derivative)
+        error = column_error(columns, epsilon, ratio)
         steps += 1
+    update_columns(columns, epsilon, ratio)
+    return steps
+
+
+# ---- stages ----------------------------------------------------------------------------------------------------------
 
 
 @spliced
-def support_of(places: Any, n: int) -> Cells:
+def build_support(places: Any, n: int) -> Cells:
     """Return the cells (2, count) of an exact plan, sorted by rows, without costs."""
     starts, columns = np.zeros(n + 1, np.int64), np.empty(places.shape[1], np.int32)
     for e in range(places.shape[1]):
         starts[places[0, e] + 1] += 1
     for i in range(n):
         starts[i + 1] += starts[i]
-    at = starts[:n].copy()
+    end = starts[:n].copy()
     for e in range(places.shape[1]):
-        columns[at[places[0, e]]] = places[1, e]
-        at[places[0, e]] += 1
+        columns[end[places[0, e]]] = places[1, e]
+        end[places[0, e]] += 1
     return Cells(starts, columns, np.empty(0), np.empty(0))
 
 
 @spliced
 def solve_stage(
-    counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, settled: float,
-    most: int, support: Any, densest: float,
+    counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float,
+    allowed_change: float, max_steps: int, support: Any, max_density: float,
 ) -> tuple[float, int]:  # fmt: skip
     """Run rounds at one epsilon; return the error and the number of steps. f is then the exact update from g.
 
-    A stage ends at once if more than the share `densest` of the pairs are cells.
+    A stage also ends if more than the share `max_density` of the pairs are cells; the next stage then does its work.
     """
     steps, cells, error = 0, support, 1.0
     n, m = rows.weights.shape[0], columns.weights.shape[0]
     while True:
-        cut = max(tolerance, CUT * GAIN * error) / (n + m)
-        cells = cells_of(pairs, rows, columns, epsilon, ratio, cut, cells)
-        if steps < most and find_lost(pairs, rows, columns, epsilon, ratio) > 0:
-            cells = cells_of(pairs, rows, columns, epsilon, ratio, cut, cells)
+        cut = max(tolerance, NEWTON.cut * NEWTON.error_reduction * error) / (n + m)
+        cells = select_cells(pairs, rows, columns, epsilon, ratio, cut, cells)
+        if steps < max_steps and update_far_columns(pairs, rows, columns, epsilon, ratio) > 0:
+            cells = select_cells(pairs, rows, columns, epsilon, ratio, cut, cells)
         error = column_error(columns, epsilon, ratio)
-        if cells.columns.shape[0] > densest * n * m:
+        is_accurate = allowed_change == np.inf or largest_change(columns, epsilon, ratio) <= allowed_change
+        if cells.columns.shape[0] > max_density * n * m or (error <= tolerance and is_accurate):
             return error, steps
-        is_settled = settled == np.inf or largest_change(columns, epsilon, ratio) <= settled
-        if steps >= most or is_stopped(counter, error, np.nan) or (error <= tolerance and is_settled):
+        if steps >= max_steps or is_stopped(counter, error, np.nan):
             return error, steps
-        more = steps_on_cells(counter, cells, rows, columns, epsilon, ratio, AIM * tolerance, min(STEPS, most - steps))
-        steps += max(1, more)
+        limit = min(NEWTON.max_steps_of_round, max_steps - steps)
+        done = steps_on_cells(
+            counter, cells, rows, columns, epsilon, ratio, NEWTON.error_share * tolerance, limit
+        )  # fmt: skip
+        steps += max(1, done)
+
+
+@spliced
+def solve_problem(
+    counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, rho: float, has_start: bool, support: Any,
+    limits: Any,
+) -> tuple[float, int]:  # fmt: skip
+    """Run the stages of one problem; return the error and the number of steps."""
+    tolerance, allowed_change, max_steps = limits
+    first, coarse_tolerance, max_density = 0, NEWTON.tolerance_from_zero, 1.0
+    if support.columns.shape[0] > 0:
+        first, coarse_tolerance = NEWTON.stages_from_exact, NEWTON.tolerance_from_exact
+        max_density = NEWTON.largest_density
+    if not has_start:
+        while epsilon * NEWTON.stage_factor ** (first + 1) <= NEWTON.first_epsilon * rho < np.inf:
+            first += 1
+    error, steps = np.inf, 0
+    for stage in range(first, -1, -1):
+        width, is_last = epsilon * NEWTON.stage_factor**stage, stage == 0
+        error, done = solve_stage(
+            counter, pairs, rows, columns, width, width / rho, tolerance if is_last else coarse_tolerance,
+            allowed_change if is_last else np.inf, max_steps - steps, support, 1.0 if is_last else max_density,
+        )  # fmt: skip
+        steps += done
+    return error, steps
 
 
 @compiled(seconds=8)
-def newton_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None:
+def newton_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
     """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; write the potentials to f[k] and g[k].
 
-        posed       p (B, n) and q (B, m), weights, or shares of the mass in balanced problems, where rho is infinite;
-                    the fields of `Pairs`, the matrix with a first axis of matrices; owner (B,); epsilon (B,); rho; and
-                    rows and columns of the cells of exact plans whose potentials are in g, (B, 2, cells), or (B, 2, 0)
-        limits      tolerance, settled and the most steps
-        answers     f (B, n); g (B, m); outcome (B, 2), the error of g, infinite without a start, which becomes the
-                    error and the number of steps
+        problems    p (B, n) and q (B, m), weights, or shares of the mass in balanced problems, where rho is infinite;
+                    the fields of `Pairs`, the matrix with a first axis of matrices; owner (B,); epsilon (B,); rho;
+                    has_start (B,), false where g is zeros; and rows and columns of the cells of exact plans whose
+                    potentials are in g, (B, 2, cells), or (B, 2, 0)
+        limits      the tolerance; the largest change of b by an exact update that ends a search, or infinity; the
+                    largest number of steps
+        results     f (B, n); g (B, m); outcome (B, 2), the error of g and the number of steps
 
     All in float64.
     """
-    p, q, costs, owner, epsilon, rho, plans = posed
-    tolerance, settled, most = limits
-    f, g, outcome = answers
+    p, q, costs, owner, epsilon, rho, has_start, plans = problems
+    f, g, outcome = results
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        pairs, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), 0
-        rows, columns, support = side_of(p[k], f[k]), side_of(q[k], g[k]), support_of(plans[k], p.shape[1])
-        first, coarse, densest = 0, TOLERANCE_FROM_ZERO, 1.0
-        if plans.shape[2] > 0:
-            first, coarse, densest = COARSER_STAGES, TOLERANCE_FROM_EXACT, DENSE
-        if not outcome[k, ERROR] < np.inf:  # a start of zeros: potentials are at most of the size of rho
-            while epsilon[k] * COARSER ** (first + 1) <= FIRST_EPSILON * rho < np.inf:
-                first += 1
-        for stage in range(first, -1, -1):
-            width, is_last = epsilon[k] * COARSER**stage, stage == 0
-            outcome[k, ERROR], more = solve_stage(
-                counter, pairs, rows, columns, width, width / rho, tolerance if is_last else coarse,
-                settled if is_last else np.inf, most - steps, support, 1.0 if is_last else densest,
-            )  # fmt: skip
-            steps += more
-        outcome[k, ITERATIONS] = steps
+        pairs = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3])
+        rows, columns, support = build_side(p[k], f[k]), build_side(q[k], g[k]), build_support(plans[k], p.shape[1])
+        outcome[k, ERROR], outcome[k, ITERATIONS] = solve_problem(
+            counter, pairs, rows, columns, epsilon[k], rho, has_start[k], support, limits
+        )

@@ -1,70 +1,525 @@
-"""The approximate factor of Newton's equations, beside the matrix itself."""
+"""The functions of Newton's kernel, run as plain Python, beside the dense reference."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 
-from otloss.solvers.entropic import newton_numba as newton
-from otloss.solvers.entropic.newton_numba import Cells, Side
+from otloss.costs.softmin_numba import as_columns
+from otloss.solvers.entropic.newton_reference import DenseDual, solve_in_stages
+from tests.otloss.uncompiled import import_uncompiled
+
+newton, ascent = import_uncompiled(
+    "otloss.solvers.entropic.newton_numba", "otloss.solvers.barycenter.ascent_numba"
+)  # fmt: skip
+COUNTER = np.zeros(8, np.int64)
+NO_POINTS = np.empty((0, 0)), np.empty((0, 0)), 0
 
 
-@numba.njit
-def inverse_of(starts: Any, columns: Any, shares: Any, mass: Any, damping: float, excess: Any) -> Any:
-    m = excess.shape[0]
-    cells, rows, made = Cells(starts, columns, shares, shares), Side(mass, mass, mass, mass), np.empty((m, m))
-    factor = newton.factorise(cells, rows, damping, excess, newton.order_of_elimination(cells, m))
-    for j in range(m):
-        unit = np.zeros(m)
-        unit[j] = 1
-        newton.precondition(factor, unit, made[j])
-    return made
+def problem(kind: str) -> DenseDual:
+    draw = np.random.default_rng(2)
+    n, m = (1, 6) if kind == "one row" else (9, 7)
+    x, y, p, q = draw.random((n, 2)), draw.random((m, 2)), draw.random(n) + 0.1, draw.random(m) + 0.1
+    if kind == "zeros":
+        p[[0, 4]], q[[1, 6]] = 0, 0
+    if kind == "parts":
+        x[:4], y[:3] = x[:4] + 1.7, y[:3] + 1.7
+    if kind == "duplicates":
+        x[1], y[3], y[4] = x[0], y[2], y[2]
+    rho = {"unbalanced": 0.7, "zeros": 1.3}.get(kind, math.inf)
+    cost = np.square(x[:, None] - y).sum(-1)
+    return DenseDual(p / p.sum(), q / q.sum() * (1 if rho == math.inf else 1.6), cost, 0.05, rho)
 
 
-@numba.njit
-def thinned(shares: Any) -> Any:
-    work = newton.thinning_of(shares.shape[0])
-    count = newton.thin_out(shares, work, 0.5)
-    return work.kept[:count], work.places[:count]
+KINDS = ("balanced", "unbalanced", "zeros", "parts", "duplicates", "one row")
 
 
-def plan(kind: str, n: int, m: int) -> np.ndarray:
+class State:
+    """The arrays of the kernel at a random b."""
+
+    def __init__(self, dual: DenseDual, b: np.ndarray | None = None) -> None:
+        self.dual, (n, m) = dual, dual.cost.shape
+        self.b = np.random.default_rng(3).normal(size=m) if b is None else b
+        self.rows = newton.build_side(dual.p, np.full(n, np.nan))
+        self.columns = newton.build_side(dual.q, self.b * dual.epsilon)
+        self.numbers = dual.epsilon, dual.epsilon / dual.rho
+        self.pairs = newton.Pairs(dual.cost, *NO_POINTS)
+        self.none = newton.Cells(np.zeros(n + 1, np.int64), np.empty(0, np.int32), np.empty(0), np.empty(0))
+
+    def select(self, cut: float, previous: Any = None) -> Any:
+        return newton.select_cells(
+            self.pairs, self.rows, self.columns, *self.numbers, cut, self.none if previous is None else previous
+        )  # fmt: skip
+
+    def all_cells(self) -> Any:
+        """All cells, in a random order within each row."""
+        (n, m), draw = self.dual.cost.shape, np.random.default_rng(4)
+        columns = np.concatenate([draw.permutation(m) for _ in range(n)]).astype(np.int32)
+        costs = self.dual.cost[np.repeat(np.arange(n), m), columns]
+        return newton.Cells(np.arange(0, n * m + 1, m), columns, costs, np.full(n * m, np.nan))
+
+    @property
+    def current(self) -> np.ndarray:
+        return self.columns.potential / self.dual.epsilon
+
+
+def places(cells: Any) -> np.ndarray:
+    return np.repeat(np.arange(len(cells.starts) - 1), np.diff(cells.starts))
+
+
+def as_mask(cells: Any, shape: tuple[int, int]) -> np.ndarray:
+    mask = np.zeros(shape, int)
+    np.add.at(mask, (places(cells), cells.columns), 1)
+    assert mask.max(initial=0) <= 1
+    return mask == 1
+
+
+def close(actual: Any, expected: Any, rtol: float = 1e-10, atol: float = 1e-13) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=atol)
+
+
+@pytest.fixture(params=KINDS)
+def state(request: pytest.FixtureRequest) -> State:
+    return State(problem(request.param))
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_has_the_derivatives_of_the_dual(state: State) -> None:
+    dual, b, h = state.dual, state.b, 1e-5
+    directions = h * np.eye(len(b))
+    gradient = [(dual.value(b + x) - dual.value(b - x)) / (2 * h) for x in directions]
+    close(dual.plan(b).t - dual.plan(b).c, gradient, rtol=1e-5, atol=1e-8)
+    gradients = [dual.plan(b + x) for x in directions], [dual.plan(b - x) for x in directions]
+    ahead, behind = ([plan.t - plan.c for plan in plans] for plans in gradients)
+    close(dual.curvature(b), -(np.array(ahead) - np.array(behind)) / (2 * h), rtol=1e-5, atol=1e-8)
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def test_selected_cells(state: State) -> None:
+    plan, cut = state.dual.plan(state.b), 0.03
+    mass = plan.shares * plan.r[:, None]
+    expected = ((plan.shares > cut) | (mass > cut * plan.t)) & (plan.r > 0)[:, None]
+    assert 0 < expected.sum() < expected.size
+    previous = State(state.dual, np.zeros_like(state.b)).select(0.2)
+    for cells, wanted in (
+        (state.select(cut), expected),
+        (state.select(cut, previous), expected | as_mask(previous, expected.shape)),
+    ):
+        assert (as_mask(cells, expected.shape) == wanted).all()
+        close(cells.costs, state.dual.cost[places(cells), cells.columns])
+    close(state.rows.potential, plan.f)
+    close(state.rows.mass, plan.r)
+    close(state.columns.mass, plan.c)
+    close(newton.column_error(state.columns, *state.numbers), plan.error)
+
+
+@pytest.mark.parametrize("metric", [0, 1, 2])
+def test_selected_cells_between_points(metric: int) -> None:
+    draw = np.random.default_rng(0)
+    x, y, p, q = draw.random((40, 2)), draw.random((30, 2)), draw.random(40), draw.random(30)
+    difference = x[:, None] - y
+    squares = np.square(difference).sum(-1)
+    cost = (squares, np.sqrt(squares), np.abs(difference).sum(-1))[metric]
+    matrix, points = (State(DenseDual(p / p.sum(), q / q.sum(), cost, 0.1, 0.9)) for _ in range(2))
+    points.pairs = newton.Pairs(np.empty((0, 0)), x, as_columns(y, scratch=1), metric)
+    previous = matrix.select(0.3)
+    selected = [side.select(0.02, previous) for side in (matrix, points)]
+    assert (as_mask(selected[0], cost.shape) == as_mask(selected[1], cost.shape)).all()
+    close(selected[1].costs, cost[places(selected[1]), selected[1].columns])
+    close(points.columns.mass, matrix.columns.mass)
+    close(points.rows.potential, matrix.rows.potential)
+
+
+def test_many_cells_outgrow_the_first_space() -> None:
+    draw = np.random.default_rng(0)
+    state = State(DenseDual(np.full(70, 1 / 70), np.full(60, 1 / 60), draw.random((70, 60)), 10.0))
+    assert len(state.select(1e-9).columns) == 70 * 60
+
+
+def test_evaluate(state: State) -> None:
+    cells = state.select(0.05)
+    dual = state.dual.on_cells(as_mask(cells, state.dual.cost.shape) | (state.dual.p == 0)[:, None])
+    plan, alive = dual.plan(state.b), state.dual.p > 0
+    close(newton.evaluate(cells, state.rows, state.columns, *state.numbers), plan.error)
+    close(cells.shares, plan.shares[places(cells), cells.columns])
+    close(state.rows.potential[alive], plan.f[alive])
+    close(state.rows.mass, plan.r)
+    close(state.columns.mass, plan.c)
+
+
+def test_update_of_columns(state: State) -> None:
+    cells, q = state.all_cells(), state.dual.q
+    newton.evaluate(cells, state.rows, state.columns, *state.numbers)
+    expected = state.dual.update(state.b)
+    kept = state.dual.plan(state.b).t > 0
+    largest = newton.largest_change(state.columns, *state.numbers)
+    close(largest, np.abs(expected - state.b)[kept].max())
+    newton.update_columns(state.columns, *state.numbers)
+    close(state.current[q > 0], expected[q > 0])
+    close(state.current[q == 0], state.b[q == 0])
+
+
+def test_far_columns_are_updated_exactly(state: State) -> None:
+    m, far = len(state.b), 2
+    state.columns.potential[far] -= 900 * state.dual.epsilon
+    start = state.current
+    state.select(0.1)
+    assert newton.update_far_columns(state.pairs, state.rows, state.columns, *state.numbers) == 1
+    close(state.current, state.dual.update(start, np.arange(m) == far))
+    state.select(0.1)
+    close(state.columns.mass[far], state.dual.plan(state.current).c[far])
+    assert newton.update_far_columns(state.pairs, state.rows, state.columns, *state.numbers) == 0
+
+
+def test_outdated_masses_are_noticed() -> None:
+    state = State(problem("balanced"))
+    cells, x = state.all_cells(), np.zeros(7)
+    newton.evaluate(cells, state.rows, state.columns, *state.numbers)
+    newton.update_columns(state.columns, *state.numbers)
+    order = newton.elimination_order(cells, 7)
+    with pytest.raises(AssertionError):
+        newton.find_step(COUNTER, cells, state.rows, state.columns, order, *state.numbers, 0.1, x)
+    selected = state.select(0.1)
+    with pytest.raises(AssertionError):  # these cells have no shares yet
+        newton.find_step(COUNTER, selected, state.rows, state.columns, order, *state.numbers, 0.1, x)
+
+
+# ---- the factor ------------------------------------------------------------------------------------------------------
+
+
+def plan_of(kind: str, n: int, m: int) -> np.ndarray:
     """A plan with some zeros: on a line with few cells, dense, or of two parts that hardly exchange mass."""
     draw = np.random.default_rng(1)
     x, y = np.sort(draw.random(n)), np.sort(draw.random(m))
     width = {"line": 0.02, "dense": 0.5, "parts": 0.1}[kind]
-    made = np.exp(-(((x[:, None] - y) / width) ** 2)) * draw.random((n, m))
+    plan = np.exp(-(((x[:, None] - y) / width) ** 2)) * draw.random((n, m))
     if kind == "parts":
-        made *= np.where((x[:, None] < 0.4) == (y < 0.4), 1, 1e-7)
-    made[made < 1e-12] = 0
-    return made / made.sum()
+        plan *= np.where((x[:, None] < 0.4) == (y < 0.4), 1, 1e-7)
+    plan[plan < 1e-12] = 0
+    return plan / plan.sum()
+
+
+def inverse_of_factor(plan: np.ndarray, damping: float, excess: np.ndarray) -> np.ndarray:
+    mass, columns = plan.sum(1), [np.flatnonzero(row) for row in plan]
+    shares = np.concatenate([row[row > 0] / row.sum() for row in plan])
+    cells = newton.Cells(np.cumsum([0, *map(len, columns)]), np.concatenate(columns).astype(np.int32), shares, shares)
+    rows, m = newton.Side(mass, mass, mass, mass), len(excess)
+    factor = newton.factorise(cells, rows, damping, excess.copy(), newton.elimination_order(cells, m))
+    inverse = np.empty((m, m))
+    for j in range(m):
+        newton.precondition(factor, np.eye(m)[j], inverse[j])
+    return inverse
+
+
+def curvature(plan: np.ndarray, damping: float, excess: np.ndarray) -> np.ndarray:
+    return np.diag(excess + damping * plan.sum(0)) - damping * (plan.T / plan.sum(1)) @ plan
 
 
 @pytest.mark.parametrize("damping", [1.0, 0.7])
 @pytest.mark.parametrize("kind", ["line", "dense", "parts"])
 def test_the_factor_is_near_the_matrix(kind: str, damping: float) -> None:
-    n, m = 90, 70
-    p = plan(kind, n, m)
-    mass, columns = p.sum(1), [np.flatnonzero(row) for row in p]
-    starts = np.cumsum([0, *map(len, columns)])
-    shares = np.concatenate([row[row > 0] / row.sum() for row in p])
-    excess = (1 - damping + 1e-9) * p.sum(0)
-    matrix = np.diag(excess + damping * p.sum(0)) - damping * (p.T / mass) @ p
-    inverse = inverse_of(starts, np.concatenate(columns).astype(np.int32), shares, mass, damping, excess)
-    np.testing.assert_allclose(inverse, inverse.T, rtol=1e-6, atol=1e-9 * np.abs(inverse).max())
+    plan = plan_of(kind, 90, 70)
+    excess = (1 - damping + 1e-9) * plan.sum(0)
+    inverse, matrix = inverse_of_factor(plan, damping, excess), curvature(plan, damping, excess)
+    close(inverse, inverse.T, rtol=1e-6, atol=1e-9 * np.abs(inverse).max())
     root = np.linalg.cholesky(matrix)
     eigenvalues = np.linalg.eigvalsh(root.T @ inverse @ root)
     assert eigenvalues[0] > 0.1
     assert eigenvalues[-1] < 10
 
 
+@pytest.mark.parametrize("damping", [1.0, 0.7])
+def test_the_factor_of_a_chain_is_exact(damping: float) -> None:
+    """Rows of two cells join the columns to a chain. No elimination then joins more than two neighbours."""
+    draw = np.random.default_rng(5)
+    plan = np.zeros((8, 9))
+    for i, j in enumerate(draw.permutation(8)):
+        plan[i, [j, j + 1]] = draw.random(2)
+    excess = 0.1 * draw.random(9)
+    close(inverse_of_factor(plan, damping, excess) @ curvature(plan, damping, excess), np.eye(9), atol=1e-10)
+
+
+def test_trees_have_the_laplacian_of_all_edges_as_their_mean() -> None:
+    shares, scale, count = np.array([0.3, 0.05, 0.25, 0.4]), 1.7, 4000
+    columns, ranks = np.array([5, 2, 0, 3], np.int32), np.array([3, 0, 5, 1, 2, 4])
+    total, phase, work = np.zeros((6, 6)), 0.5, newton.build_thinning(6)
+    for _ in range(count):
+        edges = newton.Edges(np.full(7, -1), np.arange(-1, 9), np.empty(10, np.int32), np.empty(10))
+        edges.heads[6] = 9
+        phase = newton.add_tree(edges, ranks, columns, shares, scale, work, phase)
+        assert 0 <= phase < 1
+        for j in range(6):
+            e = edges.heads[j]
+            while e >= 0:
+                assert ranks[j] < ranks[edges.columns[e]]
+                total[j, edges.columns[e]] += edges.weights[e] / count
+                e = edges.nexts[e]
+    expected = np.zeros((6, 6))
+    expected[np.ix_(columns, columns)] = scale * np.outer(shares, shares)
+    np.fill_diagonal(expected, 0)
+    close(total + total.T, expected, rtol=0.02)
+
+
+def test_edges_are_taken_once_and_freed() -> None:
+    edges = newton.Edges(np.full(5, -1), np.arange(-1, 5), np.empty(6, np.int32), np.empty(6))
+    edges.heads[4] = 5
+    work, ranks, columns = newton.build_thinning(4), np.arange(4), np.array([0, 3], np.int32)
+    for weight in (1.0, 2.0, 4.0):
+        newton.add_tree(edges, ranks, columns, np.array([1.0, weight]), 1.0, work, 0.5)
+    seen, near, weights = np.full(4, -1), np.empty(4, np.int64), np.empty(4)
+    assert newton.take_neighbours(edges, 0, seen, near, weights) == 1
+    assert (near[0], weights[0]) == (3, 7.0)
+    assert (seen == -1).all()
+    free, e = 0, edges.heads[4]
+    while e >= 0:
+        free, e = free + 1, edges.nexts[e]
+    assert free == 6
+
+
 def test_few_shares_stand_for_many() -> None:
     """The sum of each octave is kept, and no share where there are few."""
     shares = np.concatenate([np.full(50, 0.01), np.full(3, 0.1), np.full(40, 1e-6), [1e-30]])
     shares /= shares.sum()
-    kept, places = thinned(shares)
-    assert len(set(places)) == len(kept) == 1 + 4 + 4 + 3
-    np.testing.assert_allclose(kept.sum(), 1, rtol=1e-12)
+    work = newton.build_thinning(len(shares))
+    count = newton.thin_out(shares, work, 0.5)
+    kept, kept_places = work.kept[:count], work.places[:count]
+    assert len(set(kept_places)) == count == 1 + 4 + 4 + 3
+    close(kept.sum(), 1)
     assert kept[0] == shares[-1]
-    np.testing.assert_allclose(kept[1:5].sum(), shares[53:93].sum(), rtol=1e-12)
+    close(kept[1:5].sum(), shares[53:93].sum())
+    close(shares[kept_places[5:]], kept[5:], rtol=14)
+
+
+@pytest.mark.parametrize(("share", "number"), [(1.0, 63), (0.6, 63), (0.5, 63), (0.4999, 62), (0.25, 62), (0.0, 0)])
+def test_octaves(share: float, number: int) -> None:
+    assert newton.octave(share) == (number if share != 0.25 else 62)
+    assert newton.octave(2.0**-40) == 63 - 39
+    assert newton.octave(2.0**-90) == 0
+
+
+def test_shares_are_sorted_with_their_places() -> None:
+    shares = np.array([0.3, 0.1, 0.3, 0.05, 0.25])
+    work = newton.build_thinning(5)
+    newton.sort_shares(shares, work)
+    close(work.kept, np.sort(shares))
+    close(shares[work.places], work.kept)
+    assert sorted(work.places) == list(range(5))
+
+
+def test_first_value_at_most_a_bound() -> None:
+    values = np.array([9.0, 5.0, 5.0, 2.0, 0.0])
+    for start in range(5):
+        for bound in (0.0, 1.0, 2.0, 5.0, 7.0, 10.0):
+            expected = next(b for b in range(start, 5) if values[b] <= bound)
+            assert newton.first_at_most(values, start, 5, bound) == expected
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_products_and_derivative(state: State) -> None:
+    cells, (epsilon, ratio) = state.all_cells(), state.numbers
+    newton.evaluate(cells, state.rows, state.columns, epsilon, ratio)
+    plan, x = state.dual.plan(state.b), np.random.default_rng(6).normal(size=len(state.b))
+    out = np.empty_like(x)
+    newton.apply_curvature(cells, state.rows, plan.c + ratio * plan.t, 1 / (1 + ratio), x, out)
+    close(out, state.dual.curvature(state.b) @ x)
+    close(newton.derivative_along(state.columns, epsilon, ratio, x), (plan.t - plan.c) @ x)
+
+
+def preconditioned(matrix: np.ndarray, right: np.ndarray, share: float) -> tuple[np.ndarray, list[float]]:
+    """The iterates of textbook conjugate gradients with the diagonal, and the energies of their residuals."""
+    x, residual, energies, scale = np.zeros_like(right), right.copy(), [], np.diag(matrix)
+    direction = residual / scale
+    while True:
+        energies.append(residual @ (residual / scale))
+        if energies[-1] <= share * energies[0]:
+            return x, energies
+        length = energies[-1] / (direction @ matrix @ direction)
+        x, residual = x + length * direction, residual - length * matrix @ direction
+        direction = residual / scale + residual @ (residual / scale) / energies[-1] * direction
+
+
+@pytest.mark.parametrize("share", [0.3, 1e-2, 1e-22])
+def test_conjugate_gradients(state: State, share: float) -> None:
+    cells, (epsilon, ratio) = state.all_cells(), state.numbers
+    newton.evaluate(cells, state.rows, state.columns, epsilon, ratio)
+    plan, m = state.dual.plan(state.b), len(state.b)
+    ridge = 1e-3 * np.maximum(plan.t, 1e-3)
+    matrix, right, x = state.dual.curvature(state.b) + np.diag(ridge), plan.t - plan.c, np.empty(m)
+    diagonal, none = plan.c + ratio * plan.t + ridge, np.zeros(m + 1, np.int64)
+    factor = newton.Factor(np.arange(m), np.diag(matrix), none, cells.columns[:0], cells.shares[:0])
+    residual = right.copy()
+    newton.solve_equations(
+        COUNTER, cells, state.rows, diagonal, 1 / (1 + ratio), factor, residual, share, 0.1, x
+    )  # fmt: skip
+    expected, energies = preconditioned(matrix, right, share)
+    close(x, expected, rtol=1e-6, atol=1e-9)
+    close(residual, right - matrix @ x, atol=1e-11)
+    assert len(energies) <= newton.NEWTON.max_products
+
+
+def test_a_step_solves_the_equations(state: State) -> None:
+    cells, m = state.all_cells(), len(state.b)
+    error, x = newton.evaluate(cells, state.rows, state.columns, *state.numbers), np.empty(m)
+    order = newton.elimination_order(cells, m)
+    for told, bound in ((error, 0.5), (1e-6, 1e-2)):
+        newton.find_step(COUNTER, cells, state.rows, state.columns, order, *state.numbers, told, x)
+        ridge = newton.NEWTON.ridge * told + newton.NEWTON.smallest_ridge
+        expected, plan = state.dual.step(state.b, ridge), state.dual.plan(state.b)
+        matrix = state.dual.curvature(state.b) + ridge * np.diag(plan.t)
+        difference = x - expected
+        assert difference @ matrix @ difference <= bound**2 * (expected @ matrix @ expected) + 1e-25
+
+
+@pytest.mark.parametrize("length", [1.0, 0.01, 300.0])
+def test_a_search_leaves_half_of_the_derivative(state: State, length: float) -> None:
+    """Or a length of at most ten times as much is too long."""
+    cells, plan = state.all_cells(), state.dual.plan(state.b)
+    newton.evaluate(cells, state.rows, state.columns, *state.numbers)
+    x = length * state.dual.step(state.b, 1e-3)
+    first = (plan.t - plan.c) @ x
+    newton.search_along(cells, state.rows, state.columns, *state.numbers, x, first)
+    moved = state.dual.plan(state.current)
+    ratio = (moved.t - moved.c) @ x / first
+    longer = state.dual.plan(state.b + 10.01 * (state.current - state.b))
+    assert -0.5 - 1e-9 <= ratio
+    taken = (state.current - state.b)[x != 0] / x[x != 0]
+    close(taken, taken[0], rtol=1e-7)
+    is_too_long = (longer.t - longer.c) @ x / first < -0.5
+    assert ratio <= 0.5 + 1e-9 or is_too_long or abs(taken[0] - 2.0**newton.NEWTON.max_doublings) < 1e-6
+    close(state.columns.mass, moved.c)
+    close(state.rows.mass, moved.r)
+    assert state.dual.value(state.current) >= state.dual.value(state.b)
+
+
+def test_steps_on_cells_end_at_the_goal(state: State) -> None:
+    cells, tolerance = state.all_cells(), 1e-9
+    start = state.dual.plan(state.b).error
+    for limit in (0, 1, 60):
+        steps = newton.steps_on_cells(COUNTER, cells, state.rows, state.columns, *state.numbers, tolerance, limit)
+        assert steps <= limit
+        assert np.isnan(state.columns.mass).all()  # g has been updated since
+    assert newton.evaluate(cells, state.rows, state.columns, *state.numbers) <= 1e-2 * start
+    close(state.columns.mass, state.dual.plan(state.current).c)
+
+
+# ---- stages ----------------------------------------------------------------------------------------------------------
+
+
+def test_cells_of_an_exact_plan() -> None:
+    support = newton.build_support(np.array([[2, 0, 2, 3, 0], [1, 4, 0, 2, 3]]), 5)
+    assert list(support.starts) == [0, 2, 2, 4, 5, 5]
+    assert list(support.columns) == [4, 3, 1, 0, 2]
+
+
+def same_potentials(dual: DenseDual, f: np.ndarray, g: np.ndarray, atol: float) -> None:
+    """Compare with the reference; in balanced problems up to a constant."""
+    b = solve_in_stages(dual, 1e-12)
+    plan, kept = dual.plan(b), dual.q > 0
+    shift = (g - b * dual.epsilon)[kept].mean() if dual.rho == math.inf else 0.0
+    close(g[kept], (b * dual.epsilon + shift)[kept], rtol=0, atol=atol)
+    close(f, plan.f - shift, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("allowed_change", [math.inf, 1e-7])
+def test_a_stage(state: State, allowed_change: float) -> None:
+    error, steps = newton.solve_stage(
+        COUNTER, state.pairs, state.rows, state.columns, *state.numbers, 1e-9, allowed_change, 100, state.none, 1.0
+    )
+    plan = state.dual.plan(state.current)
+    assert error <= 1e-9
+    assert 1 <= steps < 30
+    close(error, plan.error, rtol=1e-3, atol=1e-13)
+    close(state.rows.potential, plan.f)
+    if allowed_change < math.inf:
+        change = np.abs(state.dual.update(state.current) - state.current)
+        assert change[state.dual.q > 0].max() <= allowed_change * (1 + 1e-6)
+        same_potentials(state.dual, state.rows.potential, state.columns.potential, 1e-4)
+
+
+def stage(state: State, max_steps: int, density: float) -> tuple[float, int]:
+    return newton.solve_stage(
+        COUNTER, state.pairs, state.rows, state.columns, *state.numbers, 1e-9, math.inf, max_steps, state.none, density
+    )  # fmt: skip
+
+
+def test_a_stage_ends_at_its_limits() -> None:
+    state = State(problem("parts"))
+    error, steps = stage(state, 0, 1.0)
+    assert steps == 0
+    close(error, state.dual.plan(state.b).error)
+    error, steps = stage(state, 3, 0.1)  # too many cells
+    assert steps == 0
+    close(state.current, state.b)
+    error, steps = stage(state, 1, 1.0)
+    assert steps == 1
+    assert error > 1e-9
+    close(error, state.dual.plan(state.current).error)
+
+
+def calls(kind: str) -> Iterator[tuple[bool, np.ndarray, np.ndarray]]:
+    """Whether there is a start, the start, and the cells of an exact plan."""
+    dual = problem(kind)
+    m = dual.cost.shape[1]
+    none = np.empty((1, 2, 0), np.int64)
+    yield True, np.zeros((1, m)), none
+    yield False, np.zeros((1, m)), none
+    if dual.rho == math.inf:
+        nearest = np.stack([np.arange(len(dual.p)), dual.cost.argmin(1)])
+        yield True, np.zeros((1, m)), nearest[None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_problems(kind: str) -> None:
+    dual = problem(kind)
+    for has_start, g, cells in calls(kind):
+        results = newton.build_results(len(dual.p), np.repeat(g, 2, 0))
+        problems = (
+            np.stack([dual.p, dual.p]), np.stack([dual.q, dual.q]), (np.stack([7 + dual.cost, dual.cost]), *NO_POINTS),
+            np.array([1, 0]), np.array([dual.epsilon, 2 * dual.epsilon]), dual.rho, np.array([has_start] * 2),
+            np.repeat(cells, 2, 0),
+        )  # fmt: skip
+        newton.newton_problems(np.zeros(8, np.int64), problems, (1e-10, 1e-7, 100), results)
+        f, g, outcome = results
+        same_potentials(dual, f[0], g[0], 1e-4)
+        other = DenseDual(dual.p, dual.q, 7 + dual.cost, 2 * dual.epsilon, dual.rho)
+        same_potentials(other, f[1], g[1], 1e-4)
+        assert (outcome[:, 0] <= 1e-10).all()
+        assert (outcome[:, 1] <= 30).all()
+        close(dual.plan(g[0] / dual.epsilon).f, f[0])
+
+
+# ---- barycenters -----------------------------------------------------------------------------------------------------
+
+
+def test_conjugate_gradients_of_several_histograms() -> None:
+    """The step of the equations H_k x_k = c - c_k with sum_k w_k x_k = 0, by a dense solve with a multiplier."""
+    draw, count, n = np.random.default_rng(8), 3, 5
+    weights, cost, p = np.array([0.2, 0.5, 0.3]), draw.random((4, n)), draw.random((count, 4)) + 0.1
+    p /= p.sum(1, keepdims=True)
+    rows = newton.Side((p * weights[:, None]).ravel(), np.zeros(count * 4), np.zeros(count * 4), np.zeros(count * 4))
+    size = count * n
+    potential = 0.05 * draw.normal(size=size)
+    columns = newton.Side(np.full(size, 1 / n), np.zeros(size), potential, np.zeros(size))
+    cells, x = ascent.all_cells(cost, count), np.empty(size)
+    error = ascent.find_targets(cells, rows, columns, weights, 0.1)
+    blocks = [DenseDual(weights[k] * p[k], np.ones(n), cost, 0.1) for k in range(count)]
+    system, right = np.zeros((size + n, size + n)), np.zeros(size + n)
+    ridge = newton.NEWTON.ridge * error + newton.NEWTON.smallest_ridge
+    for k, block in enumerate(blocks):
+        place, b = slice(k * n, (k + 1) * n), potential[k * n : (k + 1) * n] / 0.1
+        system[place, place] = block.curvature(b) + ridge * np.diag(columns.weights[place])
+        system[place, size:], system[size:, place] = weights[k] * np.eye(n), weights[k] * np.eye(n)
+        right[place] = columns.weights[place] - block.plan(b).c
+    expected = np.linalg.solve(system, right)[:size]
+    ascent.find_joint_step(COUNTER, cells, rows, columns, weights, error, x)
+    matrix, difference = system[:size, :size], x - expected
+    assert difference @ matrix @ difference <= 0.05 * (expected @ matrix @ expected)
+    close((weights[:, None] * x.reshape(count, n)).sum(0), 0, atol=1e-12)

@@ -1,0 +1,119 @@
+"""The reference implementation of `newton_numba`: Newton's method on the dual, with dense matrices in float64.
+
+The notation is that of the kernel: b = g / epsilon, s = epsilon / rho, k = 1 / (1 + s), and for all i and j
+
+    f_i = -epsilon k log sum_j q_j exp(b_j - C_ij / epsilon)      the exact update from g
+    S_ij = q_j exp(b_j - C_ij / epsilon) / sum_l q_l exp(b_l - C_il / epsilon)
+    r_i = p_i exp(-f_i / rho),  c = S^T r,  t_j = q_j exp(-s b_j)
+    D(b) = sum_i p_i f_i / epsilon + sum_j q_j b_j                balanced: rho infinite, s = 0, k = 1
+    D(b) = -(1 + 1 / s) sum_i r_i - (1 / s) sum_j t_j             unbalanced
+    dD / db = t - c,   -d^2 D / db^2 = H = diag(c + s t) - k S^T diag(r) S
+
+Cells that do not take part have an infinite cost. Nothing but tests calls this file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Plan(NamedTuple):
+    """f, the masses r of the rows and c of the columns, what the columns should hold, and the shares of the rows."""
+
+    f: np.ndarray
+    r: np.ndarray
+    c: np.ndarray
+    t: np.ndarray
+    shares: np.ndarray
+
+    @property
+    def error(self) -> float:
+        return float(np.abs(self.t - self.c).sum() / self.t.sum())
+
+
+@dataclass(frozen=True)
+class DenseDual:
+    """The dual of one problem as a function of b, with the weights p and q and the costs (n, m)."""
+
+    p: np.ndarray
+    q: np.ndarray
+    cost: np.ndarray
+    epsilon: float
+    rho: float = math.inf
+
+    def plan(self, b: np.ndarray) -> Plan:
+        s = self.epsilon / self.rho
+        with np.errstate(divide="ignore"):
+            scores = b - self.cost / self.epsilon + np.log(self.q)
+        top = scores.max(1, keepdims=True)
+        sums = np.exp(scores - top).sum(1)
+        f = -self.epsilon / (1 + s) * (top[:, 0] + np.log(sums))
+        shares, r = np.exp(scores - top) / sums[:, None], self.p * np.exp(-f / self.rho)
+        return Plan(f, r, shares.T @ r, self.q * np.exp(-s * b), shares)
+
+    def value(self, b: np.ndarray) -> float:
+        plan, s = self.plan(b), self.epsilon / self.rho
+        if s == 0:
+            return float(self.p @ plan.f / self.epsilon + self.q @ b)
+        return float(-(1 + 1 / s) * plan.r.sum() - plan.t.sum() / s)
+
+    def curvature(self, b: np.ndarray) -> np.ndarray:
+        plan, s = self.plan(b), self.epsilon / self.rho
+        return np.diag(plan.c + s * plan.t) - (plan.shares.T * plan.r) @ plan.shares / (1 + s)
+
+    def update(self, b: np.ndarray, columns: np.ndarray | None = None) -> np.ndarray:
+        """Return b after an exact update from f, in all columns or in those of a mask."""
+        s, f = self.epsilon / self.rho, self.plan(b).f
+        with np.errstate(divide="ignore"):
+            scores = (f[:, None] - self.cost) / self.epsilon + np.log(self.p)[:, None]
+        top = scores.max(0)
+        exact = -(top + np.log(np.exp(scores - top).sum(0))) / (1 + s)
+        return np.where(self.q > 0 if columns is None else columns, exact, b)
+
+    def on_cells(self, is_cell: np.ndarray) -> DenseDual:
+        return replace(self, cost=np.where(is_cell, self.cost, math.inf))
+
+    def step(self, b: np.ndarray, ridge: float = 1e-13) -> np.ndarray:
+        """Return the solution of (H + ridge diag(t)) x = t - c, of the least size: H has the constants as a null space."""
+        plan = self.plan(b)
+        matrix = self.curvature(b) + ridge * np.diag(plan.t)
+        return np.linalg.lstsq(matrix, plan.t - plan.c, rcond=None)[0]
+
+    def search(self, b: np.ndarray, x: np.ndarray, remaining: float = 0.5) -> np.ndarray:
+        """Return b moved along x until at most this share of the first derivative remains, by bisection."""
+        plan, low, high, length = self.plan(b), 0.0, math.inf, 1.0
+        first = (plan.t - plan.c) @ x
+        for _ in range(60):
+            plan = self.plan(b + length * x)
+            derivative = (plan.t - plan.c) @ x
+            if derivative < -remaining * first:
+                high = length
+            elif derivative > remaining * first and length < 16:
+                low = length
+            else:
+                break
+            length = (low + high) / 2 if high < math.inf else 2 * length
+        return b + length * x
+
+    def solve(self, b: np.ndarray, tolerance: float, max_steps: int = 1000) -> np.ndarray:
+        """Return b with an error of at most the tolerance: updates of both sides, steps and searches."""
+        for _ in range(max_steps):
+            b = self.update(b)
+            if self.plan(b).error <= tolerance:
+                return b
+            b = self.search(b, self.step(b))
+        raise RuntimeError(f"Newton's method has an error of {self.plan(b).error:.1e} after {max_steps} steps")
+
+
+def solve_in_stages(dual: DenseDual, tolerance: float, factor: float = 4.0) -> np.ndarray:
+    """Return b for the tolerance, from zeros and a sequence of epsilons that falls from the largest cost."""
+    stages = max(0, math.ceil(math.log(dual.cost.max() / dual.epsilon, factor)))
+    g = np.zeros_like(dual.q)
+    for stage in range(stages, -1, -1):
+        width = dual.epsilon * factor**stage
+        g = width * replace(dual, epsilon=width).solve(g / width, tolerance if stage == 0 else 1e-2)
+    return g / dual.epsilon
