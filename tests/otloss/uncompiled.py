@@ -24,13 +24,18 @@ def _next_task(counter: np.ndarray) -> int:
     return int(counter[0]) - 1
 
 
-def _select_all(
-    block: np.ndarray, y: np.ndarray, h: np.ndarray, count: int, cutoff: float, metric: int, costs: Any,
+def _select(
+    block: np.ndarray, y: np.ndarray, h: np.ndarray, count: int, cutoff: float, metric: int, costs: np.ndarray,
     near: np.ndarray, near_h: np.ndarray,
 ) -> int:  # fmt: skip
-    """Copy all columns, in the other order: the order is not part of what `select` promises."""
-    near[:, :count], near_h[:count] = y[:, :count][:, ::-1], h[:count][::-1]
-    return count
+    """Copy the columns with a score that is at most `cutoff` below the best of a point, in an order of its own."""
+    scores = np.empty((len(block), count))
+    for row, x in zip(scores, block, strict=True):
+        _distances(x, y, 0, metric, row, count)
+    scores = h[:count] - scores
+    kept = np.flatnonzero((scores >= scores.max(1, keepdims=True) - cutoff).any(0))[::-1]
+    near[:, : len(kept)], near_h[: len(kept)] = y[:, kept], h[kept]
+    return len(kept)
 
 
 def _distances(x: np.ndarray, y: np.ndarray, start: int, metric: int, out: np.ndarray, count: int) -> None:
@@ -47,7 +52,7 @@ REPLACED = {
         "bits_of_float64": lambda value: np.float64(value).view(np.int64),
     },
     tasks: {"next_task": _next_task, "is_stopped": lambda counter, error, share: False},
-    softmin: {"select": _select_all, "distances_of": _distances},
+    softmin: {"select": _select, "distances_of": _distances},
     numba.config: {"BOUNDSCHECK": 1},
 }  # fmt: skip
 

@@ -30,9 +30,8 @@ from otloss.solvers.entropic.newton_numba import (
     Cells,
     Factor,
     Side,
-    apply_curvature,
-    column_error,
     build_conjugate_gradients,
+    column_error,
     derivative_along,
     elimination_order,
     evaluate,
@@ -77,7 +76,7 @@ class JointFactor(NamedTuple):
     scratch: Any
 
 
-def build_results(problems: int, histograms: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def answers(problems: int, histograms: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return log_u, log_a and the outcome for `barycenter_problems`."""
     return np.zeros((problems, histograms, n)), np.zeros((problems, n)), np.zeros((problems, 2))
 
@@ -208,10 +207,10 @@ def find_targets(cells: Any, rows: Any, columns: Any, weights: Any, epsilon: flo
 
 @inner()
 def steps_on_cells(
-    counter: Any, all_pairs: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
-    most: int, updates: int, log_a: Any,
+    counter: Any, searched: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
+    max_steps: int, updates: int, log_a: Any,
 ) -> int:  # fmt: skip
-    """Run Newton's method on the cells; return the number of steps. Searches are over the cells of `all_pairs`."""
+    """Run Newton's method on the cells, with searches over the cells `searched`; return the number of steps."""
     x, moved, steps = np.empty(columns.mass.shape[0]), 0.0, 0
     while True:
         for _ in range(updates):
@@ -225,16 +224,16 @@ def steps_on_cells(
         if not derivative > 0:
             return steps
         moved += np.abs(x).max()
-        search_along(all_pairs, rows, columns, epsilon, 0.0, x, derivative)
+        search_along(searched, rows, columns, epsilon, 0.0, x, derivative)
         steps += 1
-        if moved > ASCENT.largest_move or steps == most:
+        if moved > ASCENT.largest_move or steps == max_steps:
             return steps
 
 
 @inner()
-def settle(
-    counter: Any, all_pairs: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float, most: int,
-    log_a: Any,
+def solve_stage(
+    counter: Any, all_pairs: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
+    max_steps: int, log_a: Any,
 ) -> tuple[float, int]:  # fmt: skip
     """Run rounds at one epsilon, then an update; return the error before it and the number of steps.
 
@@ -242,48 +241,44 @@ def settle(
     with a search over all pairs.
     """
     size, steps = (rows.mass.shape[0] + columns.mass.shape[0]) // weights.shape[0], 0
-    before, value, is_careful = columns.potential.copy(), -np.inf, False
+    previous_potential, previous_dual, is_careful = columns.potential.copy(), -np.inf, False
     while True:
         error = find_targets(all_pairs, rows, columns, weights, epsilon)
-        now = (rows.mass * rows.potential).sum()
-        if now < value - NEWTON.relative_rounding * abs(value) and not is_careful:
-            columns.potential[:], is_careful = before, True
+        dual = (rows.mass * rows.potential).sum()
+        if dual < previous_dual - NEWTON.relative_rounding * abs(previous_dual) and not is_careful:
+            columns.potential[:], is_careful = previous_potential, True
             continue
-        if error <= tolerance or steps >= most or is_stopped(counter, error, np.nan):
+        if error <= tolerance or steps >= max_steps or is_stopped(counter, error, np.nan):
             update(columns, weights, epsilon, log_a)
             return error, steps
-        before[:], value = columns.potential, now
-        cells = cells_that_count(
-            all_pairs, rows, columns, max(tolerance, NEWTON.cut * NEWTON.error_reduction * error) / size
-        )
-        enough, few, searched, updates = (
-            max(NEWTON.error_share * tolerance, NEWTON.error_reduction * error),
-            min(NEWTON.max_steps_of_round, most - steps),
-            cells,
-            NEWTON.updates,
-        )
+        previous_potential[:], previous_dual = columns.potential, dual
+        cut = max(tolerance, NEWTON.cut * NEWTON.error_reduction * error) / size
+        cells = cells_that_count(all_pairs, rows, columns, cut)
+        goal = max(NEWTON.error_share * tolerance, NEWTON.error_reduction * error)
+        searched, limit, updates = cells, min(NEWTON.max_steps_of_round, max_steps - steps), NEWTON.updates
         if is_careful:
-            few, searched, updates = 1, all_pairs, 0
-        steps += max(
-            1, steps_on_cells(counter, searched, cells, rows, columns, weights, epsilon, enough, few, updates, log_a)
-        )
+            searched, limit, updates = all_pairs, 1, 0
+        done = steps_on_cells(
+            counter, searched, cells, rows, columns, weights, epsilon, goal, limit, updates, log_a
+        )  # fmt: skip
+        steps += max(1, done)
         is_careful = False
 
 
 @compiled(seconds=8)
-def barycenter_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> None:
+def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
     """Solve problem k = (p[k], weights[k]) from potentials of zeros.
 
-        posed       p (B, K, m) of mass 1; weights (B, K) above 0; the costs (m, n), whose columns are the bins of
+        problems    p (B, K, m) of mass 1; weights (B, K) above 0; the costs (m, n), whose columns are the bins of
                     the barycenter; epsilon
-        limits      tolerance and the most steps
-        answers     log_u (B, K, n); log_a (B, n); outcome (B, 2), the error and the number of steps
+        limits      the tolerance and the largest number of steps
+        results     log_u (B, K, n); log_a (B, n); outcome (B, 2), the error and the number of steps
 
     All in float64.
     """
-    p, shares, matrix, epsilon = posed
-    tolerance, most = limits
-    log_u, log_a, outcome = answers
+    p, shares, matrix, epsilon = problems
+    tolerance, max_steps = limits
+    log_u, log_a, outcome = results
     count, m, n = p.shape[1], p.shape[2], matrix.shape[1]
     all_pairs = all_cells(matrix, count)
     stages, largest = 0, matrix.max()
@@ -299,19 +294,19 @@ def barycenter_problems(counter: Any, posed: Any, limits: Any, answers: Any) -> 
                 masses[k * m + i] = p[b, k, i] * weights[k]
         rows = Side(masses, np.zeros(count * m), np.zeros(count * m), np.zeros(count * m))
         columns = Side(np.full(count * n, 1.0 / n), np.zeros(count * n), np.zeros(count * n), np.zeros(count * n))
-        before, last, steps = columns.potential.copy(), np.zeros(count * n), 0
+        previous, latest, steps = columns.potential.copy(), np.zeros(count * n), 0
         for stage in range(stages, -1, -1):
             width = epsilon * ASCENT.stage_factor**stage
-            if stage < stages - 1:  # two stages are known: at width ASCENT.stage_factor**2 and ASCENT.stage_factor
+            if stage < stages - 1:  # two stages have ended: the line through them
                 for j in range(count * n):
-                    columns.potential[j] += (last[j] - before[j]) / ASCENT.stage_factor
-            error, more = settle(
-                counter, all_pairs, rows, columns, weights, width, ASCENT.tolerance_of_stage if stage > 0 else tolerance, most - steps,
-                log_a[b],
-            )  # fmt: skip
-            steps += more
-            before[:] = last
-            last[:] = columns.potential
+                    columns.potential[j] += (latest[j] - previous[j]) / ASCENT.stage_factor
+            stage_tolerance = ASCENT.tolerance_of_stage if stage > 0 else tolerance
+            error, done = solve_stage(
+                counter, all_pairs, rows, columns, weights, width, stage_tolerance, max_steps - steps, log_a[b]
+            )
+            steps += done
+            previous[:] = latest
+            latest[:] = columns.potential
         for k in range(count):
             for j in range(n):
                 log_u[b, k, j] = columns.potential[k * n + j] / epsilon

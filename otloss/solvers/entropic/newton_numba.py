@@ -10,7 +10,7 @@ s = 0 and k = 1. As a function of b the dual has the gradient t - c, and its neg
     round       `select_cells` updates f exactly over all pairs. This gives the error, and the cells that hold more than
                 a small share of their row or column. `steps_on_cells` runs on these cells.
     step        Conjugate gradients solve H x = t - c, with an approximate factor of H as the preconditioner.
-                `search_along` moves b along x, as far as the derivative of the dual along x asks for.
+                `search_along` moves b by x, or by a part of x where the dual falls along the rest.
     factor      H is the Laplacian of a graph, plus a diagonal: row i joins any two of its columns by an edge of weight
                 k r_i S_ij S_il. The exact elimination of a column joins any two of its neighbours in the same way.
                 `add_tree` puts a random tree in the place of these edges, with the same mean: each neighbour, from the
@@ -60,9 +60,8 @@ class NewtonNumbers(NamedTuple):
     Attributes:
         stage_factor: epsilon of a stage over epsilon of the stage after it.
         stages_from_exact: stages before the last, from an exact start.
-        tolerance_from_exact, tolerance_from_zero: the tolerance of these stages, by the start.
+        tolerance_of_stage: the tolerance of the stages before the last.
         first_epsilon: from a start of zeros, epsilon of the first stage over the marginal penalty, at most.
-        largest_density: a stage before the last ends if a larger share of the pairs are cells.
         max_steps_of_round: the largest number of steps on the same cells.
         updates: exact updates of both sides before each step.
         error_reduction, error_share: a round ends when its error on the cells is this share of the error at its start,
@@ -73,8 +72,8 @@ class NewtonNumbers(NamedTuple):
         max_products, residual: conjugate gradients end after so many products with H, or at the share
             residual^2 min(1, error) of the energy.
         largest_update: the largest change of b by an update. Masses of columns that are farther away underflow.
-        remaining_derivative: the share of the first derivative along a step that a search allows at its end.
-        max_doublings, max_trials: of the length of a step in a search.
+        remaining_derivative: a search allows a derivative down to minus this share of the first one.
+        max_trials: the largest number of lengths that a search tries.
         octaves, shares_of_octave: in rows of many cells, so many shares of each of these octaves enter the factor.
         max_sorted: rows of at most so many cells enter the factor as they are.
         golden_ratio: the fractional parts of its multiples stand for random numbers.
@@ -85,10 +84,8 @@ class NewtonNumbers(NamedTuple):
 
     stage_factor: float = 4.0
     stages_from_exact: int = 1
-    tolerance_from_exact: float = 1e-2
-    tolerance_from_zero: float = 1e-4
+    tolerance_of_stage: float = 1e-2
     first_epsilon: float = 0.05
-    largest_density: float = 0.15
     max_steps_of_round: int = 6
     updates: int = 2
     error_reduction: float = 1e-2
@@ -100,7 +97,6 @@ class NewtonNumbers(NamedTuple):
     residual: float = 0.3
     largest_update: float = 50.0
     remaining_derivative: float = 0.5
-    max_doublings: int = 4
     max_trials: int = 40
     octaves: int = 64
     shares_of_octave: int = 4
@@ -139,7 +135,7 @@ class Near(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Cells of the plan: starts[i] to starts[i + 1] are the cells of row i. `evaluate` writes their shares of the row."""
+    """Cells of the plan; row i has those from starts[i] to starts[i + 1]. `evaluate` writes their shares of the row."""
 
     starts: Any
     columns: Any
@@ -722,28 +718,21 @@ def find_step(
 
 @spliced
 def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, x: Any, derivative: float) -> None:
-    """Move b along x; masses, f and shares belong to the new b.
+    """Move b along x, or along a part of it; masses, f and shares belong to the new b.
 
-    The length doubles while more than the share `remaining_derivative` of the first derivative remains. It becomes
-    shorter while the derivative is below minus this share; then whatever remains is accepted.
+    The step becomes shorter until the derivative along it is at least minus the share `remaining_derivative` of the
+    first derivative. The dual is concave, and grows.
     """
-    start = columns.potential.copy()
-    low, high, length = 0.0, np.inf, 1.0
+    start, length = columns.potential.copy(), 1.0
     for _ in range(NEWTON.max_trials):
         for j in range(x.shape[0]):
             columns.potential[j] = start[j] + epsilon * length * x[j]
         evaluate(cells, rows, columns, epsilon, ratio)
         current = derivative_along(columns, epsilon, ratio, x)
-        if not current >= -NEWTON.remaining_derivative * derivative:
-            high = length
-            zero_of_secant = derivative / (derivative - current) if current < 0 else 0.0
-            length = low + (high - low) * min(max(zero_of_secant, 0.1), 0.5)
-        elif (
-            current > NEWTON.remaining_derivative * derivative and high == np.inf and length < 2.0**NEWTON.max_doublings
-        ):
-            low, length = length, 2 * length
-        else:
+        if current >= -NEWTON.remaining_derivative * derivative:
             break
+        zero_of_secant = derivative / (derivative - current) if current < 0 else 0.0  # 0 for NaN
+        length *= min(max(zero_of_secant, 0.1), 0.5)
 
 
 @spliced
@@ -794,12 +783,9 @@ def build_support(places: Any, n: int) -> Cells:
 @spliced
 def solve_stage(
     counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float,
-    allowed_change: float, max_steps: int, support: Any, max_density: float,
+    allowed_change: float, max_steps: int, support: Any,
 ) -> tuple[float, int]:  # fmt: skip
-    """Run rounds at one epsilon; return the error and the number of steps. f is then the exact update from g.
-
-    A stage also ends if more than the share `max_density` of the pairs are cells; the next stage then does its work.
-    """
+    """Run rounds at one epsilon; return the error and the number of steps. f is then the exact update from g."""
     steps, cells, error = 0, support, 1.0
     n, m = rows.weights.shape[0], columns.weights.shape[0]
     while True:
@@ -809,9 +795,7 @@ def solve_stage(
             cells = select_cells(pairs, rows, columns, epsilon, ratio, cut, cells)
         error = column_error(columns, epsilon, ratio)
         is_accurate = allowed_change == np.inf or largest_change(columns, epsilon, ratio) <= allowed_change
-        if cells.columns.shape[0] > max_density * n * m or (error <= tolerance and is_accurate):
-            return error, steps
-        if steps >= max_steps or is_stopped(counter, error, np.nan):
+        if (error <= tolerance and is_accurate) or steps >= max_steps or is_stopped(counter, error, np.nan):
             return error, steps
         limit = min(NEWTON.max_steps_of_round, max_steps - steps)
         done = steps_on_cells(
@@ -827,10 +811,7 @@ def solve_problem(
 ) -> tuple[float, int]:  # fmt: skip
     """Run the stages of one problem; return the error and the number of steps."""
     tolerance, allowed_change, max_steps = limits
-    first, coarse_tolerance, max_density = 0, NEWTON.tolerance_from_zero, 1.0
-    if support.columns.shape[0] > 0:
-        first, coarse_tolerance = NEWTON.stages_from_exact, NEWTON.tolerance_from_exact
-        max_density = NEWTON.largest_density
+    first = NEWTON.stages_from_exact if support.columns.shape[0] > 0 else 0
     if not has_start:
         while epsilon * NEWTON.stage_factor ** (first + 1) <= NEWTON.first_epsilon * rho < np.inf:
             first += 1
@@ -838,8 +819,8 @@ def solve_problem(
     for stage in range(first, -1, -1):
         width, is_last = epsilon * NEWTON.stage_factor**stage, stage == 0
         error, done = solve_stage(
-            counter, pairs, rows, columns, width, width / rho, tolerance if is_last else coarse_tolerance,
-            allowed_change if is_last else np.inf, max_steps - steps, support, 1.0 if is_last else max_density,
+            counter, pairs, rows, columns, width, width / rho, tolerance if is_last else NEWTON.tolerance_of_stage,
+            allowed_change if is_last else np.inf, max_steps - steps, support,
         )  # fmt: skip
         steps += done
     return error, steps

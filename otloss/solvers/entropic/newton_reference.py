@@ -78,26 +78,20 @@ class DenseDual:
         return replace(self, cost=np.where(is_cell, self.cost, math.inf))
 
     def step(self, b: np.ndarray, ridge: float = 1e-13) -> np.ndarray:
-        """Return the solution of (H + ridge diag(t)) x = t - c, of the least size: H has the constants as a null space."""
+        """Return the smallest solution of (H + ridge diag(t)) x = t - c; the null space of H holds the constants."""
         plan = self.plan(b)
         matrix = self.curvature(b) + ridge * np.diag(plan.t)
         return np.linalg.lstsq(matrix, plan.t - plan.c, rcond=None)[0]
 
     def search(self, b: np.ndarray, x: np.ndarray, remaining: float = 0.5) -> np.ndarray:
-        """Return b moved along x until at most this share of the first derivative remains, by bisection."""
-        plan, low, high, length = self.plan(b), 0.0, math.inf, 1.0
+        """Return b + x, with x halved while the derivative along it is below minus this share of the first one."""
+        plan, length = self.plan(b), 1.0
         first = (plan.t - plan.c) @ x
-        for _ in range(60):
+        while True:
             plan = self.plan(b + length * x)
-            derivative = (plan.t - plan.c) @ x
-            if derivative < -remaining * first:
-                high = length
-            elif derivative > remaining * first and length < 16:
-                low = length
-            else:
-                break
-            length = (low + high) / 2 if high < math.inf else 2 * length
-        return b + length * x
+            if (plan.t - plan.c) @ x >= -remaining * first:
+                return b + length * x
+            length /= 2
 
     def solve(self, b: np.ndarray, tolerance: float, max_steps: int = 1000) -> np.ndarray:
         """Return b with an error of at most the tolerance: updates of both sides, steps and searches."""
