@@ -24,6 +24,7 @@ from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
 from otloss.solvers.entropic.assignment_start import assignment_start
 from otloss.solvers.entropic.potentials import find_potentials
 from otloss.solvers.entropic.solution import solution_of
+from otloss.solvers.entropic.warnings import warn_of_errors
 from otloss.solvers.exact.clouds import solve_between_clouds, takes_clouds
 from otloss.solvers.exact.simplex import solve_exactly
 from otloss.solvers.histograms import weights_or_uniform
@@ -335,6 +336,8 @@ def _solve(problem: Problem, settings: Settings, accurate: bool | None) -> Solut
         return with_envelope(solve_exactly(problem, find_start=assignment_start))
     problem, potentials = find_potentials(problem, settings, accurate=accurate)
     solution = solution_of(problem, potentials, tolerance_of(problem, settings))
+    if solution.search is not potentials and potentials.is_within(solution.tolerance):
+        warn_of_errors(problem, solution.search, settings)  # no value, though the marginals are within the tolerance
     return with_envelope(solution) if settings.grad == "envelope" else with_implicit_derivatives(solution)
 
 

@@ -13,6 +13,9 @@ The rows of P should sum to t = p exp(log M_p + r log M_q - r phi), and the colu
 No constant s increases the dual more than this shift does. Where factors underflow, the error is infinite and
 `entropic.sinkhorn`, the reference implementation, takes over.
 
+Bins too light for the factors join at the end, by exact updates of all bins. The error includes them. It is infinite,
+too, where these updates do not make it small.
+
 Source: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022.
 """
 
@@ -52,6 +55,8 @@ from otloss.solvers.entropic.sinkhorn_steps_numba import (
 
 SMALLEST_FACTORS = (1e-35, 1e-300)  # in float32 and in float64
 ATTEMPTS = 4  # exact updates of both sides before the iterations, at most: Newton's method needs none
+JOINT_UPDATES = 20  # of light bins and all others, at most: the same
+LARGEST_EXPONENT = 80.0  # of the mass of a column over what it should be, in the error
 
 
 class Sides(NamedTuple):
@@ -187,41 +192,73 @@ def _iterate(
 
 @inner()
 def _write_potentials(
-    p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, masses: Any, negligible: float,
-    f: Any, g: Any,
+    p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, masses: Any, f: Any, g: Any
 ) -> None:  # fmt: skip
-    """Write f and g on all bins; bins that took no part get the exact update from the others."""
+    """Write f and g on all bins; bins without mass, and light rows, get the exact update from the others."""
+    for j in range(g.shape[0]):
+        g[j] = 0.0  # light columns: near the size of a right potential, from which `_join_light` begins
     for i in range(n):
         f[work.rows[i]] = epsilon * work.phi[i]
     for j in range(m):
         g[work.columns[j]] = epsilon * work.gamma[j]
-    least = negligible
-    while True:
-        # `n < 0` and `n >= 0` for False and True: numba would compile `write_other_potentials` once for each literal.
-        write_other_potentials(cost, n < 0, work.rows, n, q, 1 / masses[1], least, g, epsilon, f, work)
-        _damp_others(work.rows, n, sides.damping, epsilon * sides.rows, f)
-        write_other_potentials(cost, n >= 0, work.columns, m, p, 1 / masses[0], least, f, epsilon, g, work)
-        _damp_others(work.columns, m, sides.damping, epsilon * sides.columns, g)
-        if least == 0 or n == count_positive(p) or m == count_positive(q):
-            break
-        # Both sides have light bins. With potentials from heavy bins alone, they would exchange more mass than they
-        # hold.
-        least = 0.0
-    shift_f, shift_g = epsilon * math.log(masses[1]), epsilon * math.log(masses[0])
-    for i in range(f.shape[0]):
-        f[i] -= shift_f
-    for j in range(g.shape[0]):
-        g[j] -= shift_g
+    _update_others(cost, n < 0, work.rows, n, q, 1 / masses[1], g, epsilon, sides.damping, sides.rows, f, work)
+    _update_others(cost, n >= 0, work.columns, m, p, 1 / masses[0], f, epsilon, sides.damping, sides.columns, g, work)
 
 
 @inner()
-def _damp_others(places: Any, count: int, damping: float, offset: float, potential: Any) -> None:
+def _join_light(
+    p: Any, q: Any, cost: Any, work: Any, m: int, epsilon: float, sides: Any, masses: Any, tolerance: float,
+    largest_change: float, f: Any, g: Any,
+) -> tuple[float, float]:  # fmt: skip
+    """Update all bins exactly, light ones too; return the error of all columns, and how far light ones last moved.
+
+    A light bin may count: with wrong potentials it would hold more mass than all others, and heavy bins that are far
+    from each other keep less mass than it does. The error is infinite where too few updates are made.
+    """
+    updated, damping, pull = work.beta, sides.damping, sides.pull / epsilon
+    error, change = np.inf, np.inf
+    for _ in range(JOINT_UPDATES):
+        _update_others(cost, m < 0, work.rows, 0, q, 1 / masses[1], g, epsilon, damping, sides.rows, f, work)
+        for j in range(g.shape[0]):
+            updated[j] = g[j]
+        _update_others(
+            cost, m >= 0, work.columns, 0, p, 1 / masses[0], f, epsilon, damping, sides.columns, updated, work
+        )
+        off, total, change, at = 0.0, 0.0, 0.0, 0
+        for j in range(g.shape[0]):
+            is_light = at >= m or work.columns[at] != j
+            at += not is_light
+            share = q[j] / masses[1]
+            if share > 0:
+                step = (updated[j] - g[j]) / epsilon
+                target = math.exp(math.log(share) + sides.columns - pull * g[j])
+                off += target * abs(math.expm1(min(-step / damping, LARGEST_EXPONENT)))
+                total += target
+                change = max(change, abs(step)) if is_light else change
+            else:
+                g[j] = updated[j]
+        error = off / total
+        if error <= tolerance and change <= largest_change:
+            break
+        for j in range(g.shape[0]):
+            g[j] = updated[j]
+    return error if error <= tolerance else np.inf, change  # written so that NaN fails too
+
+
+@inner()
+def _update_others(
+    cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, potential: Any,
+    epsilon: float, damping: float, offset: float, out: Any, work: Any,
+) -> None:  # fmt: skip
+    """Update the potentials of one side exactly, but for the bins at the first `count` places."""
+    # `count < 0` stands for the literal False: numba would compile `write_other_potentials` once for each literal.
+    write_other_potentials(cost, is_transposed, places, count, weights, inverse, 0.0, potential, epsilon, out, work)
     at = 0
-    for i in range(potential.shape[0]):
+    for i in range(out.shape[0]):
         if at < count and places[at] == i:
             at += 1
         else:
-            potential[i] = damping * (potential[i] + offset)
+            out[i] = damping * (out[i] + epsilon * offset)
 
 
 @spliced
@@ -279,10 +316,28 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
     outcome[ITERATIONS] = iterations
     if not error < np.inf:
         return
-    _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, negligible, f, g)
+    _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, f, g)
+    uncertain = 0.0
+    if n < count_positive(p) or m < count_positive(q):
+        error, change = _join_light(
+            p, q, cost, work, m, epsilon, sides, masses, max(limits.tolerance, error), limits.largest_change, f, g
+        )
+        if not error < np.inf:
+            return
+        # Light bins may exchange mass among themselves: two updates contract the error by damping^2.
+        uncertain = change / (1 - sides.damping * sides.damping) if n < count_positive(p) else change
+    _subtract(epsilon * math.log(masses[1]), f)
+    _subtract(epsilon * math.log(masses[0]), g)
     outcome[ERROR] = error
     if limits.largest_change < np.inf:
         _write_uncertainty(work, n, m, epsilon, residual, sides.damping, outcome)
+        outcome[POTENTIAL_ERROR] = max(outcome[POTENTIAL_ERROR], epsilon * uncertain)
+
+
+@inner()
+def _subtract(shift: float, potential: Any) -> None:
+    for i in range(potential.shape[0]):
+        potential[i] -= shift
 
 
 @inner()
@@ -315,8 +370,8 @@ def _write_uncertainty(
 def unbalanced_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """As `sinkhorn_problems`, with the marginal penalty rho.
 
-    The error is infinite too where a side has no mass or factors underflow. Then `f` and `g` are not written, or not
-    completely.
+    The error is infinite too where a side has no mass, factors underflow, or light bins count. Then `f` and `g` are not
+    written, or not completely.
     """
     p, q, costs, owner, epsilon = problems
     f, g, outcome = results

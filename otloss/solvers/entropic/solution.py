@@ -17,6 +17,7 @@ C. The last two take one product with C.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,7 +94,8 @@ class EntropicSolution:
 
     @cached_property
     def gap(self) -> Tensor:
-        return duality_gap(*self._in_float64) + 2 * self._rounding
+        gap = duality_gap(*self._in_float64) + 2 * self._rounding
+        return gap.masked_fill(gap.isnan() & self.value.detach().isfinite(), torch.inf)  # no bound is known
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -160,9 +162,12 @@ class EntropicSolution:
 
 
 def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> EntropicSolution:
-    """Return the solution, whose value has no graph yet."""
+    """Return the solution, whose value has no graph yet; a problem whose value is not finite has not converged."""
     with torch.no_grad():
-        return EntropicSolution(problem, search, tolerance, dual_value(problem, search.f, search.g))
+        value = dual_value(problem, search.f, search.g)
+        if not bool(value.isfinite().all()):
+            search = dataclasses.replace(search, error=search.error.masked_fill(~value.isfinite(), torch.inf))
+        return EntropicSolution(problem, search, tolerance, value)
 
 
 def _weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float) -> Tensor:
