@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/contributors/tree.md"
-MOST_NAMES = 8
+MOST_NAMES = 4
 HEAD = """# What is where
 
 A folder has one job, and imports go down. Each file is named with the first line of its docstring and what it defines.
