@@ -113,7 +113,8 @@ class CycleErrors:
 
     def is_slow(self, is_open: Tensor, tolerance: float, patience: float) -> bool:
         """Return whether one of the open problems has more than `patience` iterations left."""
-        iterations_left = NUMBERS.cycle * (torch.log(tolerance / self.current) / torch.as_tensor(self.ratio).log())
+        ratio = torch.as_tensor(self.ratio, dtype=self.current.dtype, device=self.current.device)
+        iterations_left = NUMBERS.cycle * (torch.log(tolerance / self.current) / ratio.log())
         return bool((is_open & (iterations_left > patience)).any())
 
 
