@@ -21,8 +21,3 @@ def costs_within(cost: Cost) -> tuple[Cost, Cost]:
             "symmetric with a diagonal of zeros; give them with cost_p= and cost_q=, or use a PointCost."
         )
     return both
-
-
-def is_symmetric(cost: Cost) -> bool:
-    """Return `cost.is_symmetric()`."""
-    return cost.is_symmetric()

@@ -33,7 +33,6 @@ from otloss._checks import (
 from otloss._foreign import explains_calls
 from otloss.costs import Cost, as_cost
 from otloss.costs.cost import makes_graph
-from otloss.costs.within import is_symmetric
 from otloss.solvers.barycenter.ascent import ascend
 from otloss.solvers.barycenter.gradient import attach_gradient
 from otloss.solvers.barycenter.iteration import iterate
@@ -213,7 +212,7 @@ def check_cost(cost: Cost, *, debiased: bool) -> None:
         raise ValueError(f"debiased=True needs the costs among the same bins, but the cost has shape {cost.shape}.")
     if cost.batch_shape:
         raise ValueError(f"the cost has leading axes {tuple(cost.batch_shape)}, expected one matrix (n, m) for all.")
-    if debiased and not is_symmetric(cost):
+    if debiased and not cost.is_symmetric():
         raise ValueError(
             "debiased=True needs the costs among the same bins, but C[i, j] and C[j, i] differ; pass "
             "(cost + cost.mT) / 2, or PointCost(x)."
