@@ -58,7 +58,7 @@ def examine(model: nn.Module, inputs: dict[str, Any], targets: Targets, *, shift
 
 @contextmanager
 def _capacities_kept(model: nn.Module) -> Iterator[None]:
-    """After this context the experts of NLLB-MoE have their capacity again, set in eval mode by the tokens of a batch."""
+    """After this context experts have their capacity again, which NLLB-MoE in eval mode sets to that of a batch."""
     routers: list[Any] = [module for module in model.modules() if hasattr(module, "expert_capacity")]
     capacities = [router.expert_capacity for router in routers]
     try:
@@ -170,7 +170,7 @@ def check_own_loss(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, 
     at = cross_entropy(logits.flatten(0, 1), labels.flatten())
     before = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     experts = auxiliary_loss(own)
-    known = 0.0 if experts is None else auxiliary_weight_of(root, root.config) * experts.float()
+    known = 0.0 if experts is None else auxiliary_weight_of(root) * experts.float()
     tolerance = 1e-5 if loss.dtype == torch.float32 else 2.0**-6
     shifted, aligned = (bool(((loss - known - nll) / nll).abs() <= tolerance) for nll in (before, at))
     if (aligned and (both or shifted_by_user)) or (shifted and not both):
