@@ -414,9 +414,16 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
         *others: Any,
         **settings: Any,
     ) -> None:
-        if data_collator is None:
+        self._takes_tokens = data_collator is None
+        if self._takes_tokens:
             for rows in (train_dataset, eval_dataset):
                 check_rows_tokenised(rows)
             aligned = isinstance(model, nn.Module) and not is_encoder_decoder(model)
             data_collator = functools.partial(collate_tokens, aligned=aligned)
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, *others, **settings)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """As the trainer's, which would only say that no column is one of the model's."""
+        if self._takes_tokens:
+            check_rows_tokenised(dataset)
+        return super()._remove_unused_columns(dataset, description)

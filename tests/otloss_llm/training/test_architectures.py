@@ -50,7 +50,12 @@ _SWITCH = _T5 | {
 CAUSAL: dict[str, dict[str, Any]] = {
     "Llama": _BASE, "GPT2LMHeadModel": _GPT, "OPT": _BASE | {"ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0},
     "Gemma2": _HEADS | {"final_logit_softcapping": 3.0}, "Olmo2": _BASE, "Cohere": _BASE | {"logit_scale": 0.25},
-    "Phi": _BASE, "Qwen3": _HEADS, "Granite": _BASE | {"logits_scaling": 4.0}, "MiniCPM3": TINY["minicpm3"][1],
+    "Phi": _BASE, "Qwen3": _HEADS, "Granite": _BASE | {"logits_scaling": 4.0}, 
+    # Its config has a scale that is applied before the head.
+    "MiniCPM3": _BASE | {
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+        "dim_model_base": 4, "num_key_value_heads": 2,
+    },
     "GPTNeoX": _BASE, "Bloom": {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 2},
     "Mistral": _BASE, "Falcon": _BASE, "BertLMHeadModel": _BASE | _NO_BERT_DROPOUT | {"is_decoder": True},
     "Mamba": _MAMBA, "Rwkv": _MAMBA | {"attention_hidden_size": 16, "context_length": 32},
