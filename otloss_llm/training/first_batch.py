@@ -104,11 +104,7 @@ def decoder_inputs(root: Any, labels: Tensor) -> Tensor:
     if hasattr(root, "prepare_decoder_input_ids_from_labels"):
         made: Tensor = root.prepare_decoder_input_ids_from_labels(labels.clone())  # FSMT writes into its argument
         return made
-    start, pad = (
-        next((x for x in (getattr(root.config, name, None), getattr(root.config.get_text_config(), name, None))
-              if x is not None), None)
-        for name in ("decoder_start_token_id", "pad_token_id")
-    )  # fmt: skip
+    start, pad = _setting(root, "decoder_start_token_id"), _setting(root, "pad_token_id")
     if start is None or pad is None:
         raise ValueError(
             f"the config of {type(root).__name__} has decoder_start_token_id={start} and pad_token_id={pad}, both of "
@@ -116,6 +112,12 @@ def decoder_inputs(root: Any, labels: Tensor) -> Tensor:
         )
     shifted = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
     return shifted.masked_fill(shifted == IGNORE_INDEX, pad)
+
+
+def _setting(root: Any, name: str) -> int | None:
+    """The setting of the model's config, or of that of its text if the former has none."""
+    own: int | None = getattr(root.config, name, None)
+    return own if own is not None else getattr(root.config.get_text_config(), name, None)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def check_own_loss(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, 
 
 def _known_labels(root: Any, labels: Tensor) -> Tensor:
     """The labels without those that are no rows of the head, such as tokens of an image; ones if none is left."""
-    vocab = getattr(root.config.get_text_config(decoder=True), "vocab_size", None)
+    vocab = _setting(root, "vocab_size")
     labels = labels if vocab is None else labels.masked_fill(labels >= vocab, IGNORE_INDEX)
     return labels if (labels != IGNORE_INDEX).any() else torch.ones_like(labels)
 
