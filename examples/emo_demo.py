@@ -24,13 +24,13 @@ from docstring_corpus import docstring_corpus
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from benchmarks.paper.arguments import RunArguments
+from benchmarks.paper.frontier import Difference, at_equal_recall
+from benchmarks.paper.frontier_report import Frontiers, frontiers_of, write_frontiers
+from benchmarks.paper.oracle import Oracle, run_oracle
 from otloss_llm import MLE
-from otloss_llm.cli.arguments import ObjectiveTrainingArguments
 from otloss_llm.data import PackedBlocks, split_documents, train_bpe_tokenizer
 from otloss_llm.evaluation import perplexity
-from otloss_llm.experiments.frontier import Difference, at_equal_recall
-from otloss_llm.experiments.frontier_report import Frontiers, frontiers_of, write_frontiers
-from otloss_llm.experiments.oracle import Oracle, run_oracle
 from otloss_llm.models.loading import load_model
 from otloss_llm.training.runs import train_run
 
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None, packages: tuple[str, ...] = ("scipy
     source = options.output / "source"
     # On the same number of tokens, 4 blocks per step reach half the perplexity of 16.
     steps = scaled(1000)
-    args = ObjectiveTrainingArguments(
+    args = RunArguments(
         output_dir=str(source), max_steps=steps, per_device_train_batch_size=4, learning_rate=3e-3, weight_decay=0.1,
         lr_scheduler_type="cosine", warmup_steps=max(1, steps // 20), adam_beta2=0.98, logging_steps=10, use_cpu=True,
         save_steps=scaled(200), save_total_limit=1, seed=0,

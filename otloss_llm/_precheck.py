@@ -25,13 +25,6 @@ COMMANDS = {
     ),
     "generate": ("UsedModelArguments", "GenerateArguments"),
     "evaluate": ("UsedModelArguments", "EvaluateArguments"),
-    "compare": (
-        "CompareModelArguments",
-        "CompareTextArguments",
-        "CompareArguments",
-        "OracleArguments",
-        "ObjectiveTrainingArguments",
-    ),
 }
 # Options of train that have another name in generate and evaluate.
 _OF_TRAIN = {

@@ -1,6 +1,6 @@
-"""The command line: `python -m otloss_llm train | generate | evaluate | compare` (also installed as `otloss-llm`).
+"""The command line: `python -m otloss_llm train | generate | evaluate` (also installed as `otloss-llm`).
 
-Options are those of the dataclasses in `otloss_llm.cli.arguments` and, for train and compare, of the Hugging Face
+Options are those of the dataclasses in `otloss_llm.cli.arguments` and, for train, of the Hugging Face
 `TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). The same command resumes an interrupted run. The result
 goes to stdout, progress and logs to stderr. An error that the user can fix prints one line and exits with 2.
 
@@ -30,15 +30,13 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
              or an encoder-decoder (T5, BART) on questions
   generate   sample text from a model
   evaluate   perplexity and mean transport cost of a model on text; its answers to questions; its labels of texts
-  compare    several objectives and seeds from one start: a table, a figure, samples; or students of
-             a known source: curves of recall and precision
 
 --version prints the version. With --traceback an error prints its traceback.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 after an error the user can fix, 1 after a failed comparison."""
+    """Run one command; returns the exit code: 0, or 2 after an error the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]

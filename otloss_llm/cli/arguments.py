@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 from otloss.losses.number_line import SCALINGS
 from otloss_llm.evaluation.answer_scores import STYLES
 from otloss_llm.evaluation.in_context import RETRIEVERS, SCORINGS, TEMPLATE
-from otloss_llm.experiments.oracle import Oracle
 from otloss_llm.losses.positions import IMPLEMENTATIONS
 from otloss_llm.objectives.names import EXPECTED
 
@@ -51,13 +50,6 @@ class UsedModelArguments(ModelArguments):
     @property
     def device(self) -> str:
         return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
-
-
-@dataclass
-class CompareModelArguments(ModelArguments):
-    """Which model; none with --source."""
-
-    model_name_or_path: str | None = _option(_MODEL, None)  # type: ignore[assignment]
 
 
 @dataclass
@@ -99,15 +91,6 @@ class TextArguments:
     text_column: str = _option("Column of .jsonl files, and of --dataset_name.", "text")
     block_size: int = _option("Tokens in a training example; longer questions are left out, with a warning.", 256)
     validation_fraction: float = _option("Share cut off for validation; 0 for none.", 0.05)
-
-
-@dataclass
-class CompareTextArguments(TextArguments):
-    """The same, with a test."""
-
-    test_text: str | None = _option("Likewise; default: cut off the end of the training text.", None)
-    test_questions: str | None = _option("Likewise; default: taken from the training questions, evenly spaced.", None)
-    test_fraction: float = _option("Share cut off for the test.", 0.05)
 
 
 @dataclass
@@ -265,68 +248,3 @@ def _check_new_files(*paths: str | None) -> None:
             raise ValueError(f"there is no folder {str(Path(path).parent)!r} to write {path} in; make it first.")
     if len(set(files)) < len(files):
         raise ValueError(f"{files[0]} is named for two outputs; name two files.")
-
-
-@dataclass
-class CompareArguments:
-    """What is compared, and how it is sampled."""
-
-    _argument_group_name = "comparison"
-    objectives: list[str] = field(
-        default_factory=lambda: ["mle", "emo"],
-        metadata={
-            "help": "Arms: objective[/raw | /as-is | /random | /shuffled][/T=temperature], e.g. mle "
-            "mixce:0.8 emo emo/random dft eaft gem:0.7 emo+smoothing:0.1, as for train; "
-            "of numbers also [/absolute | /log | /squash], e.g. number_token/log emo+number, and the controls "
-            "number_token/shuffled number_token/equal emo+number/shuffled-values."
-        },
-    )
-    seeds: list[int] = field(default_factory=lambda: [0, 1], metadata={"help": "Every arm is trained once per seed."})
-    judge: str | None = _option("An independent model that scores the samples.", None)
-    num_prompts: int = _option("Test blocks whose beginnings are continued; questions shown with their answers.", 64)
-    prompt_tokens: int = _option("Length of those beginnings.", 20)
-    samples_per_prompt: int = _option("Continuations of each prompt.", 1)
-    max_new_tokens: int = _option("Longest continuation or answer, in tokens.", 100)
-    answer_style: str | None = _option("Of answers to questions. Default: as for evaluate.", None, choices=STYLES)
-    num_questions: int | None = _option("Ask at most so many test questions, evenly spaced; default: all.", None)
-    metrics: list[str] = field(
-        default_factory=list,
-        metadata={"help": "More about the samples: mauve (from features of the judge), rouge (against the real text)."},
-    )
-    model_sizes: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Compare from each of these models of one tokenizer, in place of --model_name_or_path."},
-    )
-    data_fractions: list[float] = field(
-        default_factory=list, metadata={"help": "Compare on each of these shares of the training text."}
-    )
-    sample_batch_size: int = _option("Continuations made, and blocks scored, at a time.", 32)
-
-
-@dataclass
-class OracleArguments:
-    """A known source in place of a text: students of it are compared by curves of recall and precision."""
-
-    _argument_group_name = "known source"
-    source: str | None = _option(
-        "A model to sample all text from. Smaller students start from one that was trained by maximum likelihood, and "
-        "are compared by their divergences from the source over sampling temperatures. Arms may also name an embedding "
-        "of the source: emo/source, /all-but-the-top, /centred, /whitened, /input, /context, ... Of the other options "
-        "only objectives, seeds and output_dir, and those of the machine, apply.",
-        None,
-    )
-    start: str | None = _option("A model that the students start from, in place of one from random weights.", None)
-    student_texts: int | None = _option("Train on so many texts of the source, in epochs; default: new ones.", None)
-    student_lora_rank: int | None = _option("Train an adapter of this rank in place of the whole student.", None)
-    temperatures: list[float] = field(
-        default_factory=lambda: list(Oracle.temperatures), metadata={"help": "Sampling temperatures."}
-    )
-    text_length: int = _option("Tokens of a text.", Oracle.length)
-    num_texts: int = _option("Texts that each divergence is measured on.", Oracle.texts)
-    student_layers: int = _option("Layers of the students; their other sizes are the source's.", Oracle.student_layers)
-    start_steps: int = _option("Steps of the start, by maximum likelihood.", Oracle.start_steps)
-    start_batch_size: int = _option("Texts in a step of the start.", Oracle.start_batch)
-    start_learning_rate: float = _option("Learning rate of the start.", Oracle.start_learning_rate)
-    student_steps: int = _option("Steps with each objective.", Oracle.steps)
-    student_batch_size: int = _option("Texts in a step with each objective.", Oracle.batch)
-    student_learning_rate: float = _option("Learning rate with each objective.", Oracle.learning_rate)

@@ -39,7 +39,7 @@ attempt("train_bpe_tokenizer(['text'], 300)")
 from otloss_llm.cli import main
 with redirect_stderr(sys.stdout):
     print(main(["train"]))
-    main(["compare", "--objectives", "mle/T=2", "emmo"])  # found before transformers is looked for
+    main(["train", "--objective", "emmo"])  # found before transformers is looked for
 print(main(["--help"]), main(["--version"]))
 """
     )

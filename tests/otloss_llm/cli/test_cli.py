@@ -21,7 +21,7 @@ from otloss_llm.cli.options import OptionParser
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation import perplexity
 from otloss_llm.models.loading import load_model, load_tokenizer
-from tests.otloss_llm.conftest import BLOCK, CONTEXT, Cli, Tiny, compare_options, options, read, train_options
+from tests.otloss_llm.conftest import BLOCK, CONTEXT, Cli, Tiny, options, read, train_options
 
 
 def test_help_version_and_missing_options(cli: Cli, tiny: Tiny) -> None:
@@ -125,7 +125,7 @@ def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tin
     assert cli(*given).out == shown.out
 
 
-# ---- bad input: (options that change a good training or comparison, what the message has to say) ---------------
+# ---- bad input: (options that change a good training, what the message has to say) ---------------
 
 BAD_TRAININGS: list[tuple[dict[str, object], str]] = [
     ({"train_text": ""}, "neither of --train_text and --train_questions"),
@@ -140,29 +140,18 @@ BAD_TRAININGS: list[tuple[dict[str, object], str]] = [
     ({"model_name_or_path": "./no/such/model"}, "./no/such/model"),
     ({"lora_alpha": 8}, "need --lora_r"),
 ]
-BAD_COMPARISONS: list[tuple[dict[str, object], str]] = [
-    ({"objectives": ["emo", "emo:ratio"]}, "emo:ratio.*once"),
-    ({"seeds": [3, 3]}, r"seeds.*\[3, 3\]"),
-    ({"max_new_tokens": 100}, f"max_new_tokens.*{BLOCK}"),
-    ({"judge": "./no/such/judge"}, "no/such/judge"),
-    ({"metrics": ["bleu"]}, "bleu.*rouge"),
-    ({"test_fraction": 0}, "test"),
-]
-BAD = [("train", *case) for case in BAD_TRAININGS] + [("compare", *case) for case in BAD_COMPARISONS]
 
 
-@pytest.mark.parametrize(("command", "changes", "said"), BAD)
+@pytest.mark.parametrize(("changes", "said"), BAD_TRAININGS)
 def test_invalid_options_print_one_line_before_training(
-    cli: Cli, tiny: Tiny, tmp_path: Path, command: str, changes: dict[str, object], said: str
+    cli: Cli, tiny: Tiny, tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
     (tmp_path / "short.txt").write_text("too short", encoding="utf-8")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.md").write_text("mine", encoding="utf-8")
-    asked = train_options if command == "train" else compare_options
     with chdir(tmp_path):
-        assert re.search(said, cli(*asked(tiny, tmp_path / "run", **changes)).error)
-    assert not list(tmp_path.glob("run/[!.]*")) or "judge" in changes
-    assert not list(tmp_path.glob("run/*-seed*"))
+        assert re.search(said, cli(*train_options(tiny, tmp_path / "run", **changes)).error)
+    assert not list(tmp_path.glob("run/[!.]*"))
 
 
 def test_invalid_generations_print_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:

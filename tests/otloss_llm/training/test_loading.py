@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from otloss_llm.cli.arguments import CompareTextArguments
+from benchmarks.paper.arguments import CompareArguments
 from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
 from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels
 from otloss_llm.training.loading import Sources, load_rows, read_sources, split_questions
@@ -21,7 +21,7 @@ def test_parts_are_cut_from_the_training_text_or_read(tmp_path: Path) -> None:
 
     def load(**changes: Any) -> Any:
         base: dict[str, Any] = {"train_text": str(tmp_path / "train.txt"), "block_size": 24}
-        asked = CompareTextArguments(**base | {"validation_fraction": 0.1, "test_fraction": 0.1} | changes)
+        asked = CompareArguments(**base | {"validation_fraction": 0.1, "test_fraction": 0.1} | changes)
         return load_rows(tokenizer, asked, read_sources(asked))
 
     train, validation, test = load()

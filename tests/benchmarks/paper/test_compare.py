@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.paper.compare import Arm, parse_arm
 from otloss_llm.data.blocks import PackedBlocks, split_blocks
 from otloss_llm.evaluation import mauve, rouge, text_features
-from otloss_llm.experiments.compare import Arm, parse_arm
 from otloss_llm.models.loading import load_model, load_tokenizer
+from tests.benchmarks.paper.conftest import compare_options
 from tests.errors import raising
-from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, compare_options, read
+from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, read
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def runs_of(folder: Path, arm: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def compared(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of everything, made once."""
-    from otloss_llm.cli import main
+    from benchmarks.paper.command import main
 
     folder = tmp_path_factory.mktemp("compared")
     arms = ["mle", "mixce:1.0", "emo", "emo/random", "emo/shuffled", "mle/T=0.5"]

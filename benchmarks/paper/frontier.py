@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 
-from otloss_llm.experiments.tables import half_interval
+from benchmarks.paper.tables import half_interval
 
 GRID = 64  # points of the range over which a mean difference is taken
 

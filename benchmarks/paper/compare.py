@@ -1,6 +1,6 @@
 """Compare objectives: every arm is trained from the same start on the same batches, and measured in the same way.
 
-An arm (`otloss_llm.experiments.arms`) is compared on text (`Data`: perplexity, samples, a judge) or on questions
+An arm (`benchmarks.paper.arms`) is compared on text (`Data`: perplexity, samples, a judge) or on questions
 (`QuestionData`: greedy answers).
 
 Arms that differ only in temperature share one training. Every arm and seed has a folder with its results, so an
@@ -19,13 +19,13 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from benchmarks.paper.arms import Arm
+from benchmarks.paper.arms import parse_arm as parse_arm
+from benchmarks.paper.measuring import METRICS, Data, QuestionBench, QuestionData, TextBench
 from otloss_llm.costs.choice import number_cost, number_tokens, settings_of_near_duplicates
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, spread
 from otloss_llm.evaluation.answer_scores import answer_style
-from otloss_llm.experiments.arms import Arm
-from otloss_llm.experiments.arms import parse_arm as parse_arm
-from otloss_llm.experiments.measuring import METRICS, Data, QuestionBench, QuestionData, TextBench
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import parse_objective

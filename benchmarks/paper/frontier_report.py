@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from otloss_llm.experiments.frontier import Difference, Frontier, at_equal_recall, over_range
-from otloss_llm.experiments.tables import markdown_table, mean_cell, runs_by_arm, save_figure
+from benchmarks.paper.frontier import Difference, Frontier, at_equal_recall, over_range
+from benchmarks.paper.tables import markdown_table, mean_cell, runs_by_arm, save_figure
 from otloss_llm.training.folders import write_json, write_text
 
 Frontiers = Mapping[str, Sequence[Frontier]]

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from otloss_llm.experiments.compare import HUMAN, RIGHT, START
-from otloss_llm.experiments.tables import Mean, half_interval, markdown_table, runs_by_arm, save_figure
+from benchmarks.paper.compare import HUMAN, RIGHT, START
+from benchmarks.paper.tables import Mean, half_interval, markdown_table, runs_by_arm, save_figure
 from otloss_llm.training.folders import write_json, write_text
 
 # key, heading, number format, which way is better

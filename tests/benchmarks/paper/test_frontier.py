@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from otloss_llm.experiments.frontier import Frontier, at_equal_recall, over_range
+from benchmarks.paper.frontier import Frontier, at_equal_recall, over_range
 
 
 def _frontier(forward: list[float], reverse: list[float]) -> Frontier:

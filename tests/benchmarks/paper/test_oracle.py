@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.paper.oracle import sample_rows
 from otloss_llm.evaluation import cluster_divergence, neighbour_overlap, rouge, token_divergence
 from otloss_llm.evaluation.mauve import last_hidden_states
-from otloss_llm.experiments.oracle import sample_rows
 from otloss_llm.models.loading import load_model, load_tokenizer
 from tests.otloss_llm.conftest import Cli, Tiny, options, read
 
@@ -18,7 +18,7 @@ def oracle_options(tiny: Tiny, folder: Path, **changed: object) -> list[str]:
     given = {"source": tiny.llama, "output_dir": folder, "objectives": ["mle", "emo/source"], "seeds": [0, 1],
              "temperatures": [1.0, 0.8], "text_length": 8, "num_texts": 20, "student_layers": 1, "start_steps": 3,
              "student_steps": 2, "student_batch_size": 4, "use_cpu": True, "disable_tqdm": True}  # fmt: skip
-    return ["compare", *options(**(given | changed))]
+    return options(**(given | changed))
 
 
 def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:

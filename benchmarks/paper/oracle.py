@@ -3,7 +3,7 @@
 Text is sampled from a source model, so that its true distribution is known. The start is a smaller student that has
 learnt it by maximum likelihood, or a given model that is to be fine-tuned. Each arm trains that start with its own
 objective, on the same rows in the same order for all arms of a seed. Each trained student is then measured at several
-sampling temperatures (`otloss_llm.evaluation.divergences`, `otloss_llm.experiments.frontier`).
+sampling temperatures (`otloss_llm.evaluation.divergences`, `benchmarks.paper.frontier`).
 
 Texts are rows of one length: the source's beginning of text and what it samples after it, an end of text being a token
 like any other. So a source needs no end of text, and divergences are those of the distributions over such rows.
@@ -25,6 +25,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import SchedulerType, TrainingArguments
 
+from benchmarks.paper.arms import parse_arm
+from benchmarks.paper.measuring import once
 from otloss_llm.costs.embedding import all_but_the_top
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
@@ -33,8 +35,6 @@ from otloss_llm.evaluation.mauve import cluster_divergence, last_hidden_states, 
 from otloss_llm.evaluation.neighbours import neighbour_overlap
 from otloss_llm.evaluation.overlap import rouge
 from otloss_llm.evaluation.perplexity import check_temperature, context_length
-from otloss_llm.experiments.arms import parse_arm
-from otloss_llm.experiments.measuring import once
 from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import evaluation_mode, find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer

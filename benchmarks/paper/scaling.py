@@ -1,6 +1,6 @@
 """The comparison of objectives over sizes of the model and shares of the training text: one table, one figure.
 
-Each size and share is a comparison (`otloss_llm.experiments.compare`) in a folder of its own, so that an interrupted
+Each size and share is a comparison (`benchmarks.paper.compare`) in a folder of its own, so that an interrupted
 run continues, and sizes, shares, arms and seeds can be added. All of them have the same test text, prompts and judge. A
 share takes the first blocks of the training text; the test and validation text stay whole.
 """
@@ -15,11 +15,11 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from benchmarks.paper.compare import Comparison, run_comparison
+from benchmarks.paper.measuring import Data
+from benchmarks.paper.report import COLUMNS, cells, columns_of, summarise
+from benchmarks.paper.tables import Mean, markdown_table, save_figure
 from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.experiments.compare import Comparison, run_comparison
-from otloss_llm.experiments.measuring import Data
-from otloss_llm.experiments.report import COLUMNS, cells, columns_of, summarise
-from otloss_llm.experiments.tables import Mean, markdown_table, save_figure
 from otloss_llm.models.loading import load_model, load_tokenizer
 from otloss_llm.training.folders import write_json, write_text
 

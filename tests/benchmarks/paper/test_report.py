@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from otloss_llm.experiments.compare import START
-from otloss_llm.experiments.report import write_report
-from otloss_llm.experiments.tables import Mean, half_interval
+from benchmarks.paper.compare import START
+from benchmarks.paper.report import write_report
+from benchmarks.paper.tables import Mean, half_interval
 
 
 def test_a_mean_leaves_out_the_seeds_without_a_number_and_says_so() -> None:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tests.otloss_llm.conftest import Cli, Tiny, compare_options, read
+from tests.benchmarks.paper.conftest import compare_options
+from tests.otloss_llm.conftest import Cli, Tiny, read
 
 
 def test_each_size_and_share_is_a_comparison_of_its_own(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
