@@ -31,12 +31,12 @@ import torch
 
 from benchmarks.measure import FOLDER, Settings
 from benchmarks.paper.compare import Comparison, parse_arm, run_comparison
+from benchmarks.paper.data.questions import AnsweredQuestions, Question, read_questions, spread
 from benchmarks.paper.measuring import QuestionData
+from benchmarks.paper.runs import train_run
 from benchmarks.runs import Runs
-from otloss_llm.data.blocks import train_bpe_tokenizer
-from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions, spread
+from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.objectives import MLE
-from otloss_llm.training.runs import train_run
 
 NAME = "mathematics"
 CONTROLS = ("", "/shuffled", "/equal")

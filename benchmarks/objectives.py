@@ -38,15 +38,15 @@ from transformers.utils import logging
 from benchmarks.measure import FOLDER, Settings, hardware, say
 from benchmarks.objective_tries import TRIES, add_tries
 from benchmarks.paper.arguments import RunArguments
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.data.text import read_records, read_texts
+from benchmarks.paper.evaluation.divergences import token_divergence
+from benchmarks.paper.folders import read_json, replaced, write_json
 from benchmarks.paper.measuring import once
+from benchmarks.paper.models import load_model, load_tokenizer
 from benchmarks.paper.oracle import Oracle, run_oracle
+from benchmarks.paper.runs import DivergenceError, train_run
 from otloss_llm import MLE
-from otloss_llm.data import PackedBlocks
-from otloss_llm.data.text import read_records, read_texts
-from otloss_llm.evaluation.divergences import token_divergence
-from otloss_llm.models.loading import load_model, load_tokenizer
-from otloss_llm.training.folders import read_json, replaced, write_json
-from otloss_llm.training.runs import DivergenceError, train_run
 
 sys.path.append(str(FOLDER.parent / "examples"))
 from docstring_corpus import docstring_corpus  # type: ignore[import-not-found,unused-ignore]

@@ -41,8 +41,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from benchmarks.paper.data.questions import AnsweredQuestions, Question
 from otloss_llm import NumberCost, NumberSettings, ObjectiveTrainer
-from otloss_llm.data.questions import AnsweredQuestions, Question
 from otloss_llm.evaluation import number_distributions, score_number_distributions
 
 ARMS: dict[str, dict[str, Any]] = {

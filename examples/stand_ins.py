@@ -79,7 +79,8 @@ def small_model(steps: int = 150) -> tuple[Any, Any]:
     """A Llama and its tokenizer, trained on docstrings for some steps of 8 x 128 tokens."""
     from emo_demo import BLOCK, small_llama
 
-    from otloss_llm.data import PackedBlocks, train_bpe_tokenizer
+    from benchmarks.paper.data.blocks import PackedBlocks
+    from otloss_llm.data import train_bpe_tokenizer
 
     texts = list(chain.from_iterable(map(docstring_corpus, PARTS)))
     tokenizer = train_bpe_tokenizer(texts, 1024)

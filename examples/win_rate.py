@@ -32,9 +32,9 @@ import data
 import torch
 from stand_ins import small_model
 
+from benchmarks.paper.evaluation.likelihood import context_length
+from benchmarks.paper.models import load_model_and_tokenizer
 from otloss_llm.evaluation import sample_texts, sequence_nll
-from otloss_llm.evaluation.perplexity import context_length
-from otloss_llm.models.loading import load_model_and_tokenizer
 
 ASKED = """Which answer follows the instruction better?
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from benchmarks.paper.evaluation.answer_scores import STYLES
 from benchmarks.paper.oracle import Oracle
-from otloss_llm.evaluation.answer_scores import STYLES
 
 
 def _option(help_text: str, default: Any = MISSING, *, choices: Sequence[str] | None = None) -> Any:

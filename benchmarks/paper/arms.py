@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.paper.costs import COST_SOURCES
 from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import Sum, parse_objective
-from otloss_llm.training.loading import COST_SOURCES
 
 _DEFAULT_SCALING = NumberSettings().scaling
 _VALUES = {"shuffled-values": "shuffled", "equal": "equal"}  # the names of controls of numbers, and the controls
@@ -77,10 +77,6 @@ def parse_arm(text: str) -> Arm:
 
     Raises ValueError for an unknown objective or modifier, a modifier that does not apply to the objective, or two of
     one sort.
-
-    Example:
-        >>> parse_arm("emo/T=0.8/random").name, parse_arm("number_token/log").scaling
-        ('emo/random/T=0.8', 'log')
     """
     objective, *modifiers = text.strip().split("/")
     total = Sum.of(parse_objective(objective))

@@ -14,14 +14,14 @@ from transformers import HfArgumentParser
 from benchmarks.paper.arguments import CompareArguments, OracleArguments, RunArguments
 from benchmarks.paper.arms import parse_arm
 from benchmarks.paper.compare import Comparison, run_comparison
+from benchmarks.paper.data.sources import load_rows, read_sources
+from benchmarks.paper.folders import check_ours
 from benchmarks.paper.frontier_report import write_frontiers
 from benchmarks.paper.measuring import Data, QuestionData
+from benchmarks.paper.models import load_tokenizer, names_encoder_decoder
 from benchmarks.paper.oracle import Oracle, run_oracle
 from benchmarks.paper.report import write_report
 from benchmarks.paper.scaling import run_scaling, write_scaling
-from otloss_llm.models.loading import load_tokenizer, names_encoder_decoder
-from otloss_llm.training.folders import check_ours
-from otloss_llm.training.loading import load_rows, read_sources
 
 
 def main(argv: Sequence[str] | None = None) -> int:

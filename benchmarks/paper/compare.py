@@ -21,17 +21,18 @@ from transformers import TrainingArguments
 
 from benchmarks.paper.arms import Arm
 from benchmarks.paper.arms import parse_arm as parse_arm
+from benchmarks.paper.costs import load_cost, named_source
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.data.questions import AnsweredQuestions, spread
+from benchmarks.paper.data.sources import number_share
+from benchmarks.paper.evaluation.answer_scores import answer_style
+from benchmarks.paper.folders import full_disk_reported, locked, open_run
 from benchmarks.paper.measuring import METRICS, Data, QuestionBench, QuestionData, TextBench
+from benchmarks.paper.models import fingerprint, load_model, load_tokenizer
+from benchmarks.paper.runs import check_fit, decisive_settings, environment, train_run
 from otloss_llm.costs.choice import number_cost, number_tokens, settings_of_near_duplicates
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.data.questions import AnsweredQuestions, spread
-from otloss_llm.evaluation.answer_scores import answer_style
 from otloss_llm.models.heads import find_head
-from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import parse_objective
-from otloss_llm.training.folders import full_disk_reported, locked, open_run
-from otloss_llm.training.loading import load_cost, named_source, number_share
-from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
 
 HUMAN, START, RIGHT = "text itself", "start model", "right answer"
 
@@ -48,7 +49,7 @@ class Comparison:
         samples_per_prompt, max_new_tokens: number and length of samples; the latter also limits an answer.
         batch_size: of evaluation and sampling.
         dtype: of the weights in training.
-        answer_style: of `otloss_llm.evaluation.answer_scores`; None takes that of the right answers. Questions only.
+        answer_style: of `evaluation.answer_scores`; None takes that of the right answers. Questions only.
         num_questions: asked at most, spread evenly over the test questions; None asks them all. Questions only.
         metrics: of the samples, beside the others: "mauve" (with features of the judge), "rouge". Text only.
     """

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.folders import write_json, write_text
 from benchmarks.paper.frontier import Difference, Frontier, at_equal_recall, over_range
 from benchmarks.paper.tables import markdown_table, mean_cell, runs_by_arm, save_figure
-from otloss_llm.training.folders import write_json, write_text
 
 Frontiers = Mapping[str, Sequence[Frontier]]
 _Label = tuple[float, float, str, str]  # x, y, text, color

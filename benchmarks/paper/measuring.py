@@ -22,25 +22,18 @@ from typing import Any
 
 import torch
 
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.data.questions import AnsweredQuestions, Question, spread
+from benchmarks.paper.evaluation.answer_scores import score_answers
+from benchmarks.paper.evaluation.answering import answer_nll, answer_questions, score_number_labels
+from benchmarks.paper.evaluation.likelihood import score_texts
+from benchmarks.paper.evaluation.mauve import mauve, text_features
+from benchmarks.paper.evaluation.overlap import distinct_n, rouge
+from benchmarks.paper.evaluation.sampling import sample_texts
+from benchmarks.paper.folders import read_json, write_json
+from benchmarks.paper.models import load_model
 from otloss_llm.costs.vocabulary import TokenCost
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.data.questions import AnsweredQuestions, Question, spread
-from otloss_llm.evaluation import (
-    answer_questions,
-    distinct_n,
-    mauve,
-    perplexity,
-    rouge,
-    sample_texts,
-    score_answers,
-    score_number_labels,
-    score_texts,
-    text_features,
-)
-from otloss_llm.evaluation.answering import answer_nll
-from otloss_llm.evaluation.perplexity import context_length
-from otloss_llm.models.loading import load_model
-from otloss_llm.training.folders import read_json, write_json
+from otloss_llm.evaluation.perplexity import context_length, perplexity
 
 METRICS = ("mauve", "rouge")
 
@@ -161,7 +154,8 @@ class TextBench:
 
     def _test(self, model: Any, temperature: float) -> dict[str, Any]:
         settings: dict[str, Any] = {"batch_size": self.batch_size, "temperature": temperature, "progress": False}
-        scores = perplexity(model, self.data.test, cost=self.cost.to(self.device), **settings)
+        cost = self.cost.to(self.device)
+        scores = perplexity(model, self.data.test.ids, cost=cost, batch_size=self.batch_size, temperature=temperature)
         return {
             "test_nll": scores.nll,
             "test_perplexity": scores.perplexity,

@@ -3,7 +3,7 @@
 Text is sampled from a source model, so that its true distribution is known. The start is a smaller student that has
 learnt it by maximum likelihood, or a given model that is to be fine-tuned. Each arm trains that start with its own
 objective, on the same rows in the same order for all arms of a seed. Each trained student is then measured at several
-sampling temperatures (`otloss_llm.evaluation.divergences`, `benchmarks.paper.frontier`).
+sampling temperatures (`benchmarks.paper.evaluation.divergences`, `benchmarks.paper.frontier`).
 
 Texts are rows of one length: the source's beginning of text and what it samples after it, an end of text being a token
 like any other. So a source needs no end of text, and divergences are those of the distributions over such rows.
@@ -26,22 +26,21 @@ from torch import Tensor
 from transformers import SchedulerType, TrainingArguments
 
 from benchmarks.paper.arms import parse_arm
+from benchmarks.paper.costs import load_cost, named_source
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.evaluation.divergences import TokenDivergence, token_divergence
+from benchmarks.paper.evaluation.mauve import cluster_divergence, last_hidden_states, mauve
+from benchmarks.paper.evaluation.neighbours import neighbour_overlap
+from benchmarks.paper.evaluation.overlap import rouge
+from benchmarks.paper.folders import full_disk_reported, locked, open_run, replaced
 from benchmarks.paper.measuring import once
+from benchmarks.paper.models import Lora, add_adapter, fingerprint, load_model, load_tokenizer
+from benchmarks.paper.runs import train_run
 from otloss_llm.costs.embedding import all_but_the_top
 from otloss_llm.costs.vocabulary import TokenCost
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.evaluation.divergences import TokenDivergence, token_divergence
-from otloss_llm.evaluation.mauve import cluster_divergence, last_hidden_states, mauve
-from otloss_llm.evaluation.neighbours import neighbour_overlap
-from otloss_llm.evaluation.overlap import rouge
 from otloss_llm.evaluation.perplexity import check_temperature, context_length
-from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import evaluation_mode, find_head
-from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import MLE, Objective, Sum, parse_objective
-from otloss_llm.training.folders import full_disk_reported, locked, open_run, replaced
-from otloss_llm.training.loading import load_cost, named_source
-from otloss_llm.training.runs import train_run
 
 # Embeddings of the source, by the name of the arm that has them: rows from (the source's head, the source, its texts).
 Embeddings = Mapping[str, Callable[[Tensor, Any, Tensor], Tensor]]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.compare import HUMAN, RIGHT, START
+from benchmarks.paper.folders import write_json, write_text
 from benchmarks.paper.tables import Mean, half_interval, markdown_table, runs_by_arm, save_figure
-from otloss_llm.training.folders import write_json, write_text
 
 # key, heading, number format, which way is better
 COLUMNS = (

@@ -16,12 +16,12 @@ from typing import Any
 from transformers import TrainingArguments
 
 from benchmarks.paper.compare import Comparison, run_comparison
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.folders import write_json, write_text
 from benchmarks.paper.measuring import Data
+from benchmarks.paper.models import load_model, load_tokenizer
 from benchmarks.paper.report import COLUMNS, cells, columns_of, summarise
 from benchmarks.paper.tables import Mean, markdown_table, save_figure
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.models.loading import load_model, load_tokenizer
-from otloss_llm.training.folders import write_json, write_text
 
 NOTES = """\
 - Mean ± standard deviation over {seeds} seeds. The arms of a size and share start from one model, on the same batches.

@@ -6,11 +6,25 @@ from pathlib import Path
 import pytest
 
 from tests.otloss_llm.conftest import BLOCK, Cli, Ended, Tiny, options
-from tests.otloss_llm.conftest import small_blocks as small_blocks
 from tests.otloss_llm.conftest import tiny as tiny
 
 if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # of the extra "llm"
     collect_ignore_glob = ["test_*.py"]
+
+
+# Sizes at which work is split, so small that the problems of tests are split.
+SMALL_BLOCKS = {
+    "data.blocks.DOCUMENTS_PER_CALL": 2,
+    "evaluation.answering.ROWS": 7,
+    "evaluation.neighbours.AT_ONCE": 100,
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split small problems as large ones are."""
+    for name, size in SMALL_BLOCKS.items():
+        monkeypatch.setattr(f"benchmarks.paper.{name}", size)
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks.paper.compare import Arm, parse_arm
-from otloss_llm.data.blocks import PackedBlocks, split_blocks
-from otloss_llm.evaluation import mauve, rouge, text_features
-from otloss_llm.models.loading import load_model, load_tokenizer
+from benchmarks.paper.data.blocks import PackedBlocks, split_blocks
+from benchmarks.paper.evaluation.mauve import mauve, text_features
+from benchmarks.paper.evaluation.overlap import rouge
+from benchmarks.paper.models import load_model, load_tokenizer
 from tests.benchmarks.paper.conftest import compare_options
 from tests.errors import raising
 from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, read

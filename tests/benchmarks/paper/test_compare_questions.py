@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.paper.compare import HUMAN, RIGHT, START
-from otloss_llm.models.loading import load_model, load_tokenizer
+from benchmarks.paper.models import load_model, load_tokenizer
 from tests.otloss_llm.conftest import Cli, Tiny, options, read, save
 from tests.otloss_llm.tiny_models import build
 

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.paper.evaluation.divergences import token_divergence
+from benchmarks.paper.evaluation.mauve import cluster_divergence, last_hidden_states
+from benchmarks.paper.evaluation.neighbours import neighbour_overlap
+from benchmarks.paper.evaluation.overlap import rouge
+from benchmarks.paper.models import load_model, load_tokenizer
 from benchmarks.paper.oracle import sample_rows
-from otloss_llm.evaluation import cluster_divergence, neighbour_overlap, rouge, token_divergence
-from otloss_llm.evaluation.mauve import last_hidden_states
-from otloss_llm.models.loading import load_model, load_tokenizer
 from tests.otloss_llm.conftest import Cli, Tiny, options, read
 
 

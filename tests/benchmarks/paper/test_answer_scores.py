@@ -1,30 +1,18 @@
-"""Numbers in answers, scores of answers, greedy answering, and number tokens under teacher forcing."""
+"""Numbers in answers, scores of answers, and number tokens under teacher forcing."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.data.questions import AnsweredQuestions, Question
+from benchmarks.paper.evaluation.answer_scores import extract_answer, final_number, same_answer, score_answers, style_of
+from benchmarks.paper.evaluation.answering import NumberTokenScores, number_token_scores, score_number_labels
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
-from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
-from otloss_llm.data.questions import AnsweredQuestions, Question
-from otloss_llm.evaluation import (
-    NumberTokenScores,
-    extract_answer,
-    final_number,
-    number_token_scores,
-    same_answer,
-    sample_texts,
-    score_answers,
-    score_number_labels,
-    style_of,
-)
+from otloss_llm.data import train_bpe_tokenizer
 from tests.errors import raising
-from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, options, read
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 
 # ---- what a text answers ---------------------------------------------------------------------------------------------
@@ -213,51 +201,3 @@ test_invalid_number_tokens_raise = raising(
     (torch.full((2, 5), 15), VALUES, "none of the labels of the 2 rows is a number"),
     call=lambda ids, values: number_token_scores(tiny_model("llama"), PackedBlocks(ids), values),
 )
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
-def test_evaluate_prints_the_scores_of_the_answers(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    asked = tmp_path / "sums.jsonl"
-    records = [{"question": q.question, "answer": q.answer, "module": f"m{len(q.answer)}"} for q in QUESTIONS]
-    asked.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    output, predictions = tmp_path / "scores.json", tmp_path / "predictions.jsonl"
-    given = ["evaluate", *options(model_name_or_path=tiny.gpt2, questions=asked, max_new_tokens=6)]
-    ended = cli(*given, *options(output_file=output, predictions_file=predictions))
-    assert ended.code == 0, ended.err
-    lines = [json.loads(line) for line in predictions.read_text("utf-8").split("\n") if line]
-    assert [(line["question"], line["expected"]) for line in lines] == [(q.question, q.answer) for q in QUESTIONS]
-    results = ended.json
-    assert read(output) == results
-    scores = score_answers(
-        [line["predicted"] for line in lines], [line["expected"] for line in lines], style="mathematics",
-        kinds=[f"m{len(question.answer)}" for question in QUESTIONS],
-    )  # fmt: skip
-    assert results["answers"] == vars(scores)
-    assert scores.exact_match == sum(line["correct"] for line in lines) / len(lines)
-    prompts = [question.question + "\n" for question in QUESTIONS]
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
-    samples = sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=6, temperature=0.0)
-    assert [line["predicted"] for line in lines] == [sample.continuation for sample in samples]
-    numbers = number_token_scores(
-        model, AnsweredQuestions.from_questions(QUESTIONS, tokenizer, max_length=64), NumberTokens.of(tokenizer).values
-    )
-    assert numbers.tokens >= len(QUESTIONS)
-    assert results["answer_number_tokens"] == {"questions": len(QUESTIONS)} | vars(numbers)
-
-
-def test_answers_that_cannot_be_given_are_counted(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    """Too long for the limit: they cannot be given. Too long for the context: nor be scored, and the rest are."""
-    answers = {"7?": "Nine.\n#### 9", "2?": "#### 3", "8?": "!" * CONTEXT + "\n#### 9"}
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("\n".join(json.dumps({"question": q, "answer": a}) for q, a in answers.items()))
-    limit = len(transformers.AutoTokenizer.from_pretrained(tiny.gpt2)(answers["7?"])["input_ids"])
-    given = ["evaluate", *options(model_name_or_path=tiny.gpt2, questions=asked)]
-    ended = cli(*given, *options(max_new_tokens=limit))
-    assert (ended.json["cut_short"], ended.json["answer_number_tokens"]["questions"]) == (1, 2)
-    assert f"1 of 3 right answers are longer than max_new_tokens={limit}" in ended.err
-    assert "note: 1 of 3 questions exceed the model's context with their answers, and are left out" in ended.err
-    assert "exists already" in cli(*given, *options(predictions_file=asked)).error
-    assert "--text, --questions or --in_context" in cli(*given[:-2]).error

@@ -5,9 +5,9 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from otloss_llm.evaluation import neighbour_overlap
-from otloss_llm.evaluation import neighbours as module
-from otloss_llm.evaluation.mauve import principal_components
+from benchmarks.paper.evaluation import neighbours as module
+from benchmarks.paper.evaluation.mauve import principal_components
+from benchmarks.paper.evaluation.neighbours import neighbour_overlap
 
 
 def _share(points: np.ndarray, centres: np.ndarray, k: int) -> float:

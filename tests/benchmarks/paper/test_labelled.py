@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from otloss_llm.data.labelled import LabelledText, read_labelled_texts
+from benchmarks.paper.data.labelled import LabelledText, read_labelled_texts
 
 CHOICES = LabelledText("1+1?\nA. 1\nB. 2", "B")
 

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("sklearn")
 
+from benchmarks.paper.data.labelled import LabelledText
+from benchmarks.paper.evaluation.in_context import classify_in_context, retrieve, similarities
 from otloss_llm.data import train_bpe_tokenizer
-from otloss_llm.data.labelled import LabelledText
-from otloss_llm.evaluation.in_context import classify_in_context, retrieve, similarities
 from tests.otloss_llm.tiny_models import tiny_model
 
 TRAIN = [

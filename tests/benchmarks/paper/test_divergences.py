@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from otloss_llm.evaluation.divergences import token_divergence
+from benchmarks.paper.evaluation.divergences import token_divergence
 
 VOCAB, LENGTH = 4, 4
 

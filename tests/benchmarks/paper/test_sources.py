@@ -1,4 +1,4 @@
-"""Parts of text and of questions that a command line names, and the number of labels that are numbers."""
+"""Parts of text and of questions that options name, and the number of labels that are numbers."""
 
 import math
 from pathlib import Path
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from benchmarks.paper.arguments import CompareArguments
-from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
-from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels
-from otloss_llm.training.loading import Sources, load_rows, read_sources, split_questions
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.data.questions import AnsweredQuestions, Question, count_labels
+from benchmarks.paper.data.sources import Sources, load_rows, read_sources, split_questions
+from otloss_llm.data import train_bpe_tokenizer
 
 
 def test_parts_are_cut_from_the_training_text_or_read(tmp_path: Path) -> None:

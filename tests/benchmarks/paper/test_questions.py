@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from otloss_llm.data.blocks import train_bpe_tokenizer
-from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions, prompt_text, read_questions
-from otloss_llm.evaluation import sample_texts
+from benchmarks.paper.data.questions import AnsweredQuestions, Question, pad_questions, prompt_text, read_questions
+from benchmarks.paper.evaluation.sampling import sample_texts
+from otloss_llm.data import train_bpe_tokenizer
 from tests.otloss_llm.tiny_models import tiny_model
 
 SUMS = [Question(f"What is {a} + {b}?", str(a + b), "sums") for a in range(4) for b in (7, 345)]

@@ -9,7 +9,7 @@ from sklearn import config_context
 
 pytest.importorskip("sklearn")
 
-from otloss_llm.evaluation.mauve import SCALE, area_of_shares, cluster_divergence, mauve, principal_components
+from benchmarks.paper.evaluation.mauve import SCALE, area_of_shares, cluster_divergence, mauve, principal_components
 
 
 def test_the_area_of_two_bins_is_its_integral() -> None:

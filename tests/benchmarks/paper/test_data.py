@@ -1,4 +1,4 @@
-"""Documents, the tokenizer and packed blocks."""
+"""Documents and packed blocks."""
 
 import json
 import pickle
@@ -6,14 +6,9 @@ import pickle
 import pytest
 import torch
 
-from otloss_llm.data.blocks import (
-    PackedBlocks,
-    opening_ids,
-    read_texts,
-    split_blocks,
-    split_documents,
-    train_bpe_tokenizer,
-)
+from benchmarks.paper.data.blocks import PackedBlocks, opening_ids, split_blocks
+from benchmarks.paper.data.text import read_texts, split_documents
+from otloss_llm.data import train_bpe_tokenizer
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
 
@@ -85,17 +80,6 @@ def test_split_shares_must_sum_to_one():
             split_documents(["a"], shares)
     with pytest.raises(ValueError, match=r"part '.*' with share .* got none of 1 distinct"):
         split_documents(["a", " a"], {"train": 0.5, "test": 0.5})
-
-
-# train_bpe_tokenizer
-
-
-def test_tokenizer_gives_every_text_back(tokenizer):
-    for text in ["", " ", "a  b\n\n\tc ", "naïve 日本 🙂 \x00\ufffd", "zzz<|endoftext|>"]:
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.eos_token_id == tokenizer.pad_token_id == tokenizer.bos_token_id == 0
-    assert opening_ids(tokenizer) == []
-    assert 257 < len(tokenizer) <= 300
 
 
 # PackedBlocks
