@@ -172,7 +172,11 @@ def _answers(
         settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
         return answer_questions(model, tokenizer, questions, **settings), {}
     distributions = number_distributions(
-        model, tokenizer, questions, longest=min(args.max_new_tokens, LONGEST_NUMBER), batch_size=args.batch_size
+        model,
+        tokenizer,
+        [one.question + "\n" * (not is_encoder_decoder(model)) for one in questions],
+        longest=min(args.max_new_tokens, LONGEST_NUMBER),
+        batch_size=args.batch_size,
     )
     predicted = [np.format_float_positional(one.decode(args.decode), precision=6, trim="-") for one in distributions]
     right = [final_number(question.answer) for question in questions]
