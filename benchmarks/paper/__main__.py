@@ -1,8 +1,8 @@
-"""`python -m benchmarks.paper [options]`, see `benchmarks.paper.command`."""
+"""`python -m benchmarks.paper`, see `benchmarks.paper.experiments`."""
 
 import sys
 
-from benchmarks.paper.command import main
+from benchmarks.paper.experiments import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The options of `python -m benchmarks.paper compare`, read by `transformers.HfArgumentParser`."""
+"""The options of `python -m benchmarks paper compare`, read by `transformers.HfArgumentParser`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.paper`: objectives and seeds from one start, on text or questions, or from a known source."""
+"""`python -m benchmarks paper compare`: arms and seeds from one start, on text or questions, or from a known source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from benchmarks.paper.scaling import run_scaling, write_scaling
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 2 after an error the user can fix, 1 after a failed comparison."""
     parser = HfArgumentParser(
-        [CompareArguments, OracleArguments, RunArguments], prog="python -m benchmarks.paper", description=__doc__,
+        [CompareArguments, OracleArguments, RunArguments], prog="python -m benchmarks paper compare",
+        description=__doc__,
         usage="%(prog)s (--model_name_or_path MODEL | --source MODEL) --output_dir FOLDER [options]",
         allow_abbrev=False,
     )  # fmt: skip

@@ -1,18 +1,19 @@
-"""Classification in context by models whose answers are known."""
+"""The task for lm-evaluation-harness: demonstrations and strings, and a run of it where lm_eval is installed."""
 
-import math
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("sklearn")
+pytest.importorskip("datasets")
 
 from benchmarks.paper.data.labelled import LabelledText
-from benchmarks.paper.evaluation.in_context import classify_in_context, retrieve, similarities
-from otloss_llm.data import train_bpe_tokenizer
-from tests.otloss_llm.tiny_models import tiny_model
+from benchmarks.paper.models import load_model_and_tokenizer
+from benchmarks.paper.tasks import in_context
+from tests.otloss_llm.conftest import Tiny
 
 TRAIN = [
     LabelledText("the film was a joy", "good"), LabelledText("a joy to watch this film", "good"),
@@ -21,75 +22,63 @@ TRAIN = [
 TEST = [LabelledText("what a joy of a film", "good"), LabelledText("dull dull and slow", "bad")]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_bpe_tokenizer([item.text for item in TRAIN] + ["Text: Label: good bad"] * 9, 300)
+def write(path: Path, texts: list[LabelledText]) -> str:
+    path.write_text("".join(json.dumps(vars(text)) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
 
 
-def _model(positions: int = 256) -> Any:
-    return tiny_model("gpt2", vocab_size=300, n_positions=positions).eval()
+def test_demonstrations_that_are_the_test_text_are_left_out() -> None:
+    first, second = in_context.nearest([TRAIN[0].text.upper(), TEST[1].text], TRAIN, 2)
+    assert 0 not in first
+    assert len(first) == len(second) == 2
+    assert second[-1] in (2, 3)  # the nearest is shown last
 
 
-def test_scores_are_the_mean_nll_of_each_prompt(tokenizer: Any) -> None:
-    model = _model()
-    actual = classify_in_context(model, tokenizer, TEST, TRAIN, demonstrations=1, progress=False)
-
-    def nll(text: str) -> float:
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        with torch.no_grad():
-            return float(model(input_ids=ids, labels=ids).loss)
-
-    for item, given in zip(TEST, actual.predictions, strict=True):
-        before = _shown(item.text)
-        scores = {label: nll(f"{before}\n\nText: {item.text}\nLabel: {label}") for label in ("bad", "good")}
-        assert given == min(scores, key=scores.__getitem__)
-    assert (actual.chance, actual.majority, actual.removed, actual.shortened) == (0.5, 0.5, 0, 0)
-
-
-def _shown(text: str) -> str:
-    ((position,),), _ = retrieve([text], TRAIN, 1, "tfidf")
-    return f"Text: {TRAIN[position].text}\nLabel: {TRAIN[position].label}"
-
-
-def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> None:
-    nearest, removed = retrieve([TRAIN[0].text.upper(), TEST[1].text], TRAIN, 2, "tfidf")
-    assert removed == 1
-    assert all(0 not in row or i == 1 for i, row in enumerate(nearest))
-    assert [len(row) for row in nearest] == [2, 2]
-    fixed, removed = retrieve([TRAIN[0].text, "x", "y"], TRAIN, 2, "none")
-    assert (removed, fixed[1], fixed[1] == fixed[2], 0 in fixed[0], len(fixed[0])) == (1, [2, 0], True, False, 2)
-
-
-def test_bm25_is_its_formula() -> None:
-    texts = ["aa bb bb cc", "bb dd", "cc cc cc dd ee"]
-    actual = similarities(["bb cc"], texts, "bm25")[0]
-    words = [t.split() for t in texts]
-    mean = np.mean([len(w) for w in words])
-    for row, document in zip(actual, words, strict=True):
-        score = 0.0
-        for word in ("bb", "cc"):
-            held, tf = sum(word in w for w in words), document.count(word)
-            inverse = math.log(1 + (3 - held + 0.5) / (held + 0.5))
-            score += inverse * tf * 2.5 / (tf + 1.5 * (0.25 + 0.75 * len(document) / mean))
-        assert row == pytest.approx(score)
-
-
-def test_long_prompts_lose_demonstrations(tokenizer: Any) -> None:
-    actual = classify_in_context(_model(32), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
-    assert actual.shortened == 2
+def test_long_prompts_lose_demonstrations(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The context has 64 tokens, which are bytes for most of these words."""
     long = LabelledText("dull " * 40, "bad")
-    without = classify_in_context(_model(32), tokenizer, [TEST[0], long, TEST[1]], TRAIN, demonstrations=4)
-    assert (without.predictions[1], without.left_out, without.shortened) == (None, 1, 2)
-    assert (without.accuracy, without.majority) == (actual.accuracy, actual.majority)
-    with pytest.raises(ValueError, match=r"each of the 2 texts has more tokens .* context of 8"):
-        classify_in_context(_model(8), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
+    settings = {"pretrained": str(tiny.gpt2), "train": write(tmp_path / "train.jsonl", TRAIN)}
+    docs = in_context.load(texts=write(tmp_path / "test.jsonl", [TEST[0], long]), demonstrations=4, **settings)["test"]
+    assert len(docs) == 1
+    assert "1 of 2 texts exceed the context and are left out, 1 have fewer demonstrations" in caplog.text
+    assert max(docs[0]["tokens"]) < 64
+    with pytest.raises(ValueError, match="each of the 1 texts has more tokens than the context of 64"):
+        in_context.load(texts=write(tmp_path / "long.jsonl", [long]), **settings)
+    with pytest.raises(ValueError, match=r"0 texts with the labels \[\] can be shown"):
+        in_context.load(pretrained=str(tiny.gpt2), texts=settings["train"], num_texts=4)
 
 
-def test_calibration_takes_out_what_a_label_has_without_the_text(tokenizer: Any) -> None:
-    model, settings = _model(), {"demonstrations": 1, "progress": False}
-    plain = classify_in_context(model, tokenizer, TEST, TRAIN, scoring="calibrated", **settings)
-    good = torch.nn.functional.one_hot(torch.tensor(tokenizer(" good")["input_ids"][0]), 300)
-    model.lm_head.register_forward_hook(lambda _, given, logits: logits + 50 * good)
-    for scoring, expected in (("label", ("good", "good")), ("calibrated", plain.predictions)):
-        actual = classify_in_context(model, tokenizer, TEST, TRAIN, scoring=scoring, **settings)
-        assert actual.predictions == expected
+def by_hand(model: Any, tokenizer: Any, text: str, stem: str) -> tuple[float, float]:
+    """The mean nll of the tokens of a text after the token that begins it, and of those after the stem."""
+    ids = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
+    with torch.no_grad():
+        log_q = model(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    nll = -log_q[range(len(ids) - 1), ids[1:]]
+    return float(nll.mean()), float(nll[len(tokenizer(stem)["input_ids"]) :].mean())
+
+
+def test_the_harness_gives_the_labels_of_each_comparison(tiny: Tiny, tmp_path: Path) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    texts = [
+        LabelledText(f"{word} {i}", "ab"[i % 2]) for i, word in enumerate(["fox", "dog", "café", "12", "is", "it"])
+    ]
+    metadata = {"pretrained": str(tiny.gpt2), "texts": write(tmp_path / "test.jsonl", texts[:4]), "demonstrations": 1,
+                "train": write(tmp_path / "train.jsonl", texts[4:])}  # fmt: skip
+    tasks = pytest.importorskip("lm_eval.tasks").TaskManager(
+        include_path=str(Path(in_context.__file__).parent), include_defaults=False, metadata=metadata
+    )
+    out = lm_eval.simple_evaluate(
+        "hf", model_args={"pretrained": str(tiny.gpt2), "dtype": "float32"}, tasks=["in_context"], task_manager=tasks,
+        device="cpu", batch_size=4,
+    )  # fmt: skip
+    model, tokenizer = load_model_and_tokenizer(str(tiny.gpt2))
+    expected: dict[str, list[bool]] = {"prompt": [], "label": [], "calibrated": []}
+    for doc in in_context.load(**metadata)["test"]:
+        stems = doc["choices"][2], doc["choices"][5]
+        scores = np.array([by_hand(model, tokenizer, doc["choices"][i], stems[i // 3]) for i in (0, 1, 3, 4)])
+        for name, values in (("prompt", scores[:2, 0]), ("label", scores[:2, 1]),
+                             ("calibrated", scores[:2, 1] - scores[2:, 1])):  # fmt: skip
+            expected[name].append(doc["labels"][values.argmin()] == doc["label"])
+    for name, right in expected.items():
+        assert out["results"]["in_context"][f"{name},none"] == np.mean(right)
+    assert out["results"]["in_context"]["majority,none"] == out["results"]["in_context"]["chance,none"] == 0.5
