@@ -219,18 +219,18 @@ class Experiment(NamedTuple):
 
 
 EXPERIMENTS = {
-    "corpora": Experiment("Table 1: fine-tuning on four corpora", "TIME", (STORIES, NOVEL, "text", "math"), corpora),
-    "known_source": Experiment("Table 2, Figure 2: students of a known source", "TIME", (STORIES,), known_source),
-    "sizes": Experiment("Figure 1: sizes of the model and of the text", "TIME", (STORIES, NOVEL, "text"), sizes),
-    "in_context": Experiment("Table 3: classification in context (extra paper)", "TIME", (STORIES, "nlu"), in_context),
-    "win_rates": Experiment("Appendix C: answers in pairs, judged by a model", "TIME", (STORIES,), win_rates),
-    "demo": Experiment("make demo: EMO and likelihood, a known source", "TIME", (), demo),
-    "objectives": Experiment("evidence.md: ten objectives, each at its own rate", "TIME", (), _benchmark("objectives")),
+    "corpora": Experiment("Table 1: fine-tuning on four corpora", "20 min", (STORIES, NOVEL, "text", "math"), corpora),
+    "known_source": Experiment("Table 2, Figure 2: students of a known source", "30 min", (STORIES,), known_source),
+    "sizes": Experiment("Figure 1: sizes of the model and of the text", "5 min", (STORIES, NOVEL, "text"), sizes),
+    "in_context": Experiment("Table 3: classification in context, by lm_eval", "3 min", (STORIES, "nlu"), in_context),
+    "win_rates": Experiment("Appendix C: answers in pairs, judged by a model", "1 min", (STORIES,), win_rates),
+    "demo": Experiment("make demo: EMO and likelihood, a known source", "5 min", (), demo),
+    "objectives": Experiment("evidence.md: ten objectives, each at its own rate", "3 h", (), _benchmark("objectives")),
     **{
         name: Experiment(f"number_experiments.md: {what}", time, (), _benchmark(name))
         for name, what, time in (
-            ("number_regression", "a number of one token", "TIME"), ("ratings", "ratings", "TIME"),
-            ("place_values", "three digits", "TIME"), ("mathematics", "exact answers", "TIME"),
+            ("number_regression", "a number of one token", "10 min"), ("ratings", "ratings", "10 min"),
+            ("place_values", "three digits", "10 min"), ("mathematics", "exact answers", "1 h"),
         )
     },
 }  # fmt: skip
@@ -265,4 +265,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _lines() -> Iterator[str]:
     for name, experiment in EXPERIMENTS.items():
-        yield f"{name:18} {experiment.time:>11}  {experiment.what}"
+        yield f"{name:18} {experiment.time:>7}  {experiment.what}"
