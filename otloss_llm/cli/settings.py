@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -132,5 +133,9 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:
         raise ValueError(f"{message} (see {command} --help).")
 
     parser.error = fail  # argparse's own prints the names of all options
-    script, args, model, mixture, objective, *others = parser.parse_args_and_config(list(arguments))
+    *parsed, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
+    if unknown:
+        near = get_close_matches(unknown[0], parser._option_string_actions, n=1)
+        fail(f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''}")
+    script, args, model, mixture, objective, *others = parsed
     return Asked(script, args, model, mixture, objective, tuple(others))

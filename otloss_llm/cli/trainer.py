@@ -7,10 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoProcessor
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
+from otloss_llm.cli.rows import HUB_NAME
 from otloss_llm.cli.settings import Asked
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.training.loading import load_cost
@@ -59,12 +60,18 @@ def load_model(asked: Asked) -> tuple[Any, Any]:
         settings["quantization_config"] = quantization
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         settings["device_map"] = None
-    path = str(Path(model_args.model_name_or_path).expanduser())
+    name = model_args.model_name_or_path
+    path = str(Path(name).expanduser())
+    if not (Path(path).is_dir() or HUB_NAME.fullmatch(name)):
+        raise FileNotFoundError(f"there is no model folder {name!r} in {Path.cwd()}; check the path.")
     adapter = (Path(path) / "adapter_config.json").is_file()
-    model = create_model_from_path(path, AutoModelForCausalLM if adapter else None, **settings)
-    return model, AutoTokenizer.from_pretrained(
-        path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
-    )
+    try:
+        model = create_model_from_path(path, AutoModelForCausalLM if adapter else None, **settings)
+        return model, AutoProcessor.from_pretrained(
+            path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the model {name!r} cannot be loaded from a folder or the hub: {error}") from error
 
 
 def build_trainer(asked: Asked, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:
