@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import otloss as _otloss
 
-if not hasattr(_otloss, "wasserstein_1d"):  # the package of that name on package indexes, before ours or written over it
+if not hasattr(_otloss, "wasserstein_1d"):  # the package of that name on package indexes
     raise ImportError(
         f"import otloss finds another project at {_otloss.__file__}: pip uninstall otloss, then pip install "
         "--force-reinstall --no-deps torch-otloss."

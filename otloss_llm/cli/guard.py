@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import TrainerCallback
 
 SETTINGS_FILE = "run.json"
@@ -27,10 +30,27 @@ def open_folder(folder: Path, settings: dict[str, Any]) -> None:
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         keys = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
         if keys:
-            changes = "; ".join(f"{key}: {before.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:5])
-            raise ValueError(f"{folder} holds another run ({changes}); choose another --output_dir, or delete that one.")
+            pairs = [f"{key}: {before.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:5]]
+            raise ValueError(
+                f"{folder} holds another run ({'; '.join(pairs)}); choose another --output_dir, or delete that one."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a short hash of names, shapes and up to 2,000 entries of each tensor; it changes with any training.
+
+    >>> import torch
+    >>> fingerprint([("w", torch.zeros(3))]) == fingerprint([("w", torch.ones(3))])
+    False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        flat = tensor.detach().flatten()
+        picked = flat[:: max(1, flat.numel() // 1024)].float().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}\0".encode() + picked.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def last_checkpoint(folder: Path) -> str | None:

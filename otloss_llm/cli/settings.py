@@ -12,16 +12,19 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, T
 
 from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
+from otloss_llm.costs.named import COST_SOURCES
 from otloss_llm.losses.positions import IMPLEMENTATIONS
 from otloss_llm.objectives import Objective, Sum, parse_objective
 from otloss_llm.objectives.names import EXPECTED
-from otloss_llm.training.loading import COST_SOURCES
 
 
 @dataclass
 class RunConfig(SFTConfig):
     """TRL's `SFTConfig` with other defaults: float32 on a CPU, no checkpointing of gradients, two checkpoints kept."""
 
+    bf16: bool | None = field(
+        default=None, metadata={"help": "Compute in bfloat16. Default: true on a GPU, unless fp16 is."}
+    )
     gradient_checkpointing: bool | None = field(
         default=None, metadata={"help": "Recompute activations in the backward pass: less memory, more time."}
     )

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from otloss_llm.cli.guard import FinishedError, RunGuard, diverged, last_checkpoint, open_folder
+from otloss_llm.cli.guard import FinishedError, RunGuard, diverged, fingerprint, last_checkpoint, open_folder
+from otloss_llm.cli.numbers import report_numbers
 from otloss_llm.cli.rows import checked_split, digest, load_splits
 from otloss_llm.cli.settings import Asked, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
-from otloss_llm.models.loading import fingerprint
 
 
 def asked_for(arguments: Sequence[str]) -> Asked:
@@ -27,13 +27,14 @@ def run(asked: Asked) -> str:
     rows = checked_split(splits, script.dataset_train_split, "name one with --dataset_train_split", **given)
     evaluation = None
     if args.eval_strategy != "no":
-        fix = "name one with --dataset_test_split, cut one off with --test_split_size 0.05, or leave --eval_strategy out"
+        fix = "name one with --dataset_test_split, or cut one off with --test_split_size 0.05"
         evaluation = checked_split(splits, script.dataset_test_split, fix, **given)
     if args.assistant_only_loss is None:
         args.assistant_only_loss = "messages" in next(iter(rows))
     model, tokenizer = load_model(asked)
     settings = asked.settings() | {"rows": digest(rows), "model": fingerprint(model.named_parameters())}
     trainer = build_trainer(asked, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
+    report_numbers(trainer, asked.objective.objective)
     folder = Path(args.output_dir)
     with args.main_process_first(desc="open the output folder"):
         if args.process_index == 0:
@@ -61,7 +62,7 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
 
 def _results(trainer: Any) -> dict[str, Any]:
     """The last log of the training, and the evaluation where there are rows for it."""
-    last = next((entry for entry in reversed(trainer.state.log_history) if "nll" in entry), {})
+    last: dict[str, Any] = next((entry for entry in reversed(trainer.state.log_history) if "nll" in entry), {})
     results = {name: last[name] for name in ("loss", "nll", "transport_cost") if name in last}
     results |= trainer.evaluate() if trainer.eval_dataset is not None else {}
     return {"steps": trainer.state.global_step} | results

@@ -13,8 +13,8 @@ from trl.trainer.utils import create_model_from_path
 
 from otloss_llm.cli.rows import HUB_NAME
 from otloss_llm.cli.settings import Asked
+from otloss_llm.costs.named import load_cost
 from otloss_llm.evaluation.perplexity import context_length
-from otloss_llm.training.loading import load_cost
 from otloss_llm.training.trainer import ObjectiveMixin
 
 logger = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ def load_splits(name: str, config: str | None = None) -> dict[str, Dataset]:
         import datasets
     except ImportError as error:
         package = missing_package(error, "datasets")
-        raise ImportError(f"a dataset by name needs {package}: {install_hint('data')}") from error
+        raise ImportError(f"a dataset by name needs {package}: {install_hint('llm')}") from error
     path = Path(name).expanduser()
     local = path.exists()
     if local and config is not None and path.is_file():

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import otloss_llm
 from otloss_llm import MLE, EmbeddingCost, token_loss
+from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read
 
 trl = pytest.importorskip("trl")
@@ -27,7 +28,8 @@ TEMPLATE = (
     "{% if tools %}T:{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}"
     "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.role }}:{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    "{% endgeneration %}{% else %}{{ m.role }}:{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
 )
 
 
@@ -171,7 +173,8 @@ def test_conversations_are_trained_on_by_their_answers(cli: Cli, model: Path, tm
     turns = [{"conversations": [{"from": "user", "value": f"{n} " * 3}, {"from": "assistant", "value": f"{n}"}]}
              for n in range(9)]  # fmt: skip
     first = {}
-    for name, rows, changes in (("answers", said, {}), ("turns", turns, {}), ("all", said, {"assistant_only_loss": False})):
+    kinds = (("answers", said, {}), ("turns", turns, {}), ("all", said, {"assistant_only_loss": False}))
+    for name, rows, changes in kinds:
         data = write(tmp_path / f"{name}.jsonl", rows)
         cli(*asked("train", model, data, output_dir=tmp_path / name, max_steps=1, objective="mle", **changes))
         first[name] = read(tmp_path / name / "trainer_state.json")["log_history"][0]["loss"]
@@ -306,6 +309,22 @@ def test_two_processes_are_one_with_twice_the_batch(model: Path, sums: Path, tmp
     torch.testing.assert_close(dict(two.named_parameters()), dict(one.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
+def test_train_on_numbers_says_what_is_a_number(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    given = asked("train", model, sums, output_dir=tmp_path / "run", objective="number_token", number_scaling="log")
+    ended = cli(*given)
+    assert ended.code == 0, ended.err
+    assert ended.json["transport_cost"] > 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert str(NumberTokens.of(tokenizer, vocab_size=len(tokenizer)).coverage()) in ended.err
+    ids = [tokenizer(row["completion"])["input_ids"] for row in SUMS]
+    numbers = sum(tokenizer.decode([token]).strip().isdigit() for row in ids for token in row)
+    labels = sum(len(row) + 1 for row in ids)
+    assert f"{numbers} of the {labels} tokens that are trained on are numbers" in ended.err
+    words = write(tmp_path / "words.jsonl", [{"prompt": "1 + 1", "completion": " two"}] * 3)
+    given = asked("train", model, words, output_dir=tmp_path / "words", objective="emo+number", cost_embedding="random")
+    assert re.search("none of the .* is a number, so emo.number would equal emo", cli(*given).error)
+
+
 # ---- evaluate -------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +364,7 @@ def test_mauve_of_continuations(cli: Cli, model: Path, sums: Path, tmp_path: Pat
     assert 0 < cli(*asked("evaluate", model, sums, mauve_model=judge)).json["mauve"] <= 1
 
 
-# ---- wrong input: (options that change a good training, what the message has to say) ----------------------------------
+# ---- wrong input: (options that change a good training, what the message has to say) --------------------------------
 
 BAD: list[tuple[dict[str, object], str]] = [
     ({"max_step_s": 3}, "--max_step_s.*--max_steps"),
