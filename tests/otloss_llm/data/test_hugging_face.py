@@ -1,6 +1,5 @@
 """Datasets of the library datasets: splits, columns, rows; on the command line and in the trainer."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import transformers
 from otloss_llm import MLE, ObjectiveTrainer
 from otloss_llm.data.hugging_face import load_splits, read_examples, tokenised
 from otloss_llm.data.questions import AnsweredQuestions, Question
-from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, options, tiny_text
+from tests.otloss_llm.conftest import Tiny, tiny_text
 from tests.otloss_llm.training.trainer_cases import arguments, by_hand
 
 datasets = pytest.importorskip("datasets")
@@ -85,39 +84,6 @@ def test_columns_decide_what_an_example_is() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             read(row)
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
-def trained(cli: Cli, tiny: Tiny, folder: Path, model: Path | None = None, **changes: Any) -> Any:
-    common = {"model_name_or_path": model or tiny.llama, "output_dir": folder, "objective": "mle", "block_size": BLOCK,
-              "max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none"}  # fmt: skip
-    return cli("train", *options(**common | changes))
-
-
-def test_train_reads_the_same_text_from_a_dataset_as_from_a_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    rows = [{"text": text} for text in TEXTS]
-    saved(tmp_path / "data", train=rows[:50], validation=rows[50:])
-    for name, part in (("train", rows[:50]), ("validation", rows[50:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-    files = {f"{name}_text": tmp_path / f"{name}.jsonl" for name in ("train", "validation")}
-    results = [
-        trained(cli, tiny, tmp_path / "a", dataset_name=tmp_path / "data").json,
-        trained(cli, tiny, tmp_path / "b", **files).json,
-    ]
-    assert results[0]["train_nll"] == results[1]["train_nll"]
-    assert results[0]["eval_nll"] == results[1]["eval_nll"]
-
-
-def test_wrong_options_are_found_before_a_model_is_loaded(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    data = saved(tmp_path / "data", train=[{"text": "a"}])
-    for changes, said in (
-        ({"train_text": tiny.text}, "got both of --train_text and --dataset_name;"),
-        ({"validation_text": tiny.text}, "--validation_text cannot be combined with --dataset_name"),
-        ({"train_on_question": True}, "--train_on_question is for questions"),
-    ):
-        assert said in trained(cli, tiny, tmp_path / "run", dataset_name=data, **changes).error
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
