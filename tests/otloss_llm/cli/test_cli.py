@@ -379,7 +379,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "torn.jsonl"}, "torn.jsonl"),
     ({"dataset_name": "asked.jsonl"}, r"columns \['answer', 'question'\].*rename"),
     ({"dataset_train_split": "other", "dataset_name": "folder"}, "splits .*'train'.* and no 'other'"),
-    ({"eval_strategy": "steps"}, "no 'test'; name one with --dataset_test_split, cut one off"),
+    ({"eval_strategy": "steps"}, "no 'test'; name one with --dataset_test_split, or cut one off"),
     ({"model_name_or_path": "./no/such/model"}, "no model folder './no/such/model'"),
     ({"model_name_or_path": "folder"}, "'folder' cannot be loaded"),
     ({"config": "none.yaml"}, "none.yaml"),
