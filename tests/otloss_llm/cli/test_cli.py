@@ -58,8 +58,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny Llama, longer ones of which have a chat template."""
+    """A folder with the tiny GPT-2, without dropout, and a chat template."""
     folder = Path(shutil.copytree(tiny.gpt2, tmp_path_factory.mktemp("cli") / "model"))
+    config = read(folder / "config.json") | {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -303,7 +305,8 @@ def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(
 def test_two_processes_are_one_with_twice_the_batch(model: Path, sums: Path, tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone"]
     for processes, batch in ((1, 8), (2, 4)):
-        given = asked("train", model, sums, output_dir=tmp_path / str(processes), per_device_train_batch_size=batch)
+        changes = {"per_device_train_batch_size": batch, "optim": "sgd", "learning_rate": 0.1}
+        given = asked("train", model, sums, output_dir=tmp_path / str(processes), **changes)
         launch(*torchrun, f"--nproc-per-node={processes}", "-m", "otloss_llm", *given)
     one, two = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("1", "2"))
     torch.testing.assert_close(dict(two.named_parameters()), dict(one.named_parameters()), rtol=1e-5, atol=1e-6)
