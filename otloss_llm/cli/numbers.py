@@ -9,6 +9,7 @@ import torch
 
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.objectives import Sum
+from otloss_llm.training.batches import label_counts
 
 
 def report_numbers(trainer: Any, objective: str) -> None:
@@ -20,9 +21,9 @@ def report_numbers(trainer: Any, objective: str) -> None:
     cost = getattr(trainer.transport_cost, "numbers", trainer.transport_cost)
     if kind == "embedding":
         return
-    if kind == "rating":
+    if trainer.is_world_process_zero() and kind == "rating":
         print(repr(cost), file=sys.stderr)
-    else:
+    elif trainer.is_world_process_zero():
         cost.coverage(file=sys.stderr)
     vocab = trainer.transport_cost.shape[0]
     counts = label_counts(trainer.train_dataset, vocab, shifted=True)
@@ -36,15 +37,6 @@ def report_numbers(trainer: Any, objective: str) -> None:
             f"none of the {labels} tokens that are trained on is a number, so {objective} would equal {same}; use rows "
             f"with numbers in what is trained on, or take {same}."
         )
-    print(f"{numbers} of the {labels} tokens that are trained on are numbers ({numbers / labels:.1%})", file=sys.stderr)
-
-
-def label_counts(rows: Any, vocab: int, *, shifted: bool) -> torch.Tensor | None:
-    """How often each token is a predicted label; None for a stream."""
-    if not hasattr(rows, "__len__"):
-        return None
-    counts = torch.zeros(vocab, dtype=torch.int64)
-    for chunk in rows.with_format("numpy", columns=["labels"]).iter(1000):
-        labels = torch.cat([torch.as_tensor(row)[int(shifted) :] for row in chunk["labels"]])
-        counts += torch.bincount(labels[labels >= 0], minlength=vocab)
-    return counts
+    if trainer.is_world_process_zero():
+        share = f"{numbers} of the {labels} tokens that are trained on are numbers ({numbers / labels:.1%})"
+        print(share, file=sys.stderr)

@@ -45,6 +45,7 @@ def run(asked: Asked) -> str:
     results = _results(trainer)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
+    trainer.end()  # trackers, and the group of processes
     print(f"the model is in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
 
@@ -54,6 +55,8 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
         trainer.train(resume_from_checkpoint=checkpoint)
     except FinishedError:
         trainer.is_in_train = False
+        if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            trainer._load_best_model()
     except ValueError as error:
         if trainer.state.global_step > 0 and "NaN" in str(error):  # of a kernel
             raise diverged(trainer.state.global_step, str(error)) from error

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from otloss_llm import NumberToken, all_but_the_top
 from otloss_llm.costs.choice import NumberSettings
-from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions
+from otloss_llm.data.questions import AnsweredQuestions, Question
 from otloss_llm.evaluation import perplexity
 from tests.otloss.oracles import cosine_matrix
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
@@ -148,5 +148,3 @@ def test_questions_need_no_collator(tmp_path: Path) -> None:
     by_hand = one_step(tmp_path, copy.deepcopy(model), train_dataset=data, **given)
     ours = one_step(tmp_path, model, train_dataset=rows, data_collator=None, **given)
     torch.testing.assert_close(ours, by_hand, rtol=1e-4, atol=1e-7)
-    evaluated = {"train_dataset": None, "eval_dataset": {"named": rows}, "data_collator": None, "objective": "mle"}
-    assert trainer(tmp_path, model, **evaluated).data_collator is pad_questions
