@@ -1,4 +1,4 @@
-"""The script of win rates: verdicts in both orders, ties, and files of `generate`."""
+"""The script of win rates: verdicts in both orders, and ties."""
 
 import runpy
 from pathlib import Path

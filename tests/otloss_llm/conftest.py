@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # of the extra "llm"
-    collect_ignore = ["cli", "data", "evaluation", "experiments", "models", "training"]
+    collect_ignore = ["cli", "data", "evaluation", "models", "training"]
 BLOCK, CONTEXT, VOCABULARY = 24, 64, 290
 # Sizes at which work is split, so small that the problems of tests are split.
 SMALL_BLOCKS = {
@@ -103,10 +103,10 @@ class Ended:
         """The one line that says what is wrong."""
         assert self.code == 2, self.err
         assert self.out == ""
-        lines = [line for line in self.err.splitlines() if "otloss-llm: error: " in line]
+        lines = [line for line in self.err.splitlines() if ": error: " in line]
         assert len(lines) == 1, self.err
         assert self.err.endswith(lines[0] + "\n"), self.err
-        return lines[0].partition("otloss-llm: error: ")[2]
+        return lines[0].partition(": error: ")[2]
 
 
 Cli = Callable[..., Ended]
@@ -142,27 +142,6 @@ def options(**values: object) -> list[str]:
     for name, value in values.items():
         given += [f"--{name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return given
-
-
-def train_options(tiny: Tiny, folder: Path, **changes: object) -> list[str]:
-    """A training of 12 steps with a checkpoint every 4 and a log every 5."""
-    base: dict[str, object] = {
-        "model_name_or_path": tiny.llama, "train_text": tiny.text, "output_dir": folder, "block_size": BLOCK,
-        "max_steps": 12, "save_steps": 4, "logging_steps": 5, "learning_rate": 3e-3, "use_cpu": True,
-        "per_device_train_batch_size": 4, "disable_tqdm": True,
-    }  # fmt: skip
-    return ["train", *options(**base | changes)]
-
-
-def compare_options(tiny: Tiny, folder: Path, **changes: object) -> list[str]:
-    """Two objectives, two seeds, 6 steps."""
-    base: dict[str, object] = {
-        "model_name_or_path": tiny.llama, "judge": tiny.gpt2, "train_text": tiny.text, "output_dir": folder,
-        "block_size": BLOCK, "max_steps": 6, "save_steps": 2, "logging_steps": 3, "learning_rate": 3e-3,
-        "use_cpu": True, "per_device_train_batch_size": 4, "disable_tqdm": True, "prompt_tokens": 8,
-        "max_new_tokens": 12, "num_prompts": 5, "objectives": ["mle", "emo"], "seeds": [0, 1],
-    }  # fmt: skip
-    return ["compare", *options(**base | changes)]
 
 
 WALL_TIMES = ("seconds_per_step", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
