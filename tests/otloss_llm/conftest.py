@@ -144,16 +144,6 @@ def options(**values: object) -> list[str]:
     return given
 
 
-def train_options(tiny: Tiny, folder: Path, **changes: object) -> list[str]:
-    """A training of 12 steps with a checkpoint every 4 and a log every 5."""
-    base: dict[str, object] = {
-        "model_name_or_path": tiny.llama, "train_text": tiny.text, "output_dir": folder, "block_size": BLOCK,
-        "max_steps": 12, "save_steps": 4, "logging_steps": 5, "learning_rate": 3e-3, "use_cpu": True,
-        "per_device_train_batch_size": 4, "disable_tqdm": True,
-    }  # fmt: skip
-    return ["train", *options(**base | changes)]
-
-
 WALL_TIMES = ("seconds_per_step", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 

@@ -89,6 +89,20 @@ def test_settings_of_another_loss_raise(tmp_path: Path) -> None:
             ObjectiveTrainer(model=tiny_model("llama"), args=args, **data, **given)
 
 
+@pytest.mark.parametrize("name", ["DPO", "KTO", "GRPO", "RLOO", "Reward"])
+def test_trainers_with_a_loss_of_their_own_are_named(name: str) -> None:
+    trl = pytest.importorskip("trl")
+    with pytest.raises(TypeError, match=f"{name}Trainer has a loss of its own .*which an objective would replace"):
+        type("Mixed", (ObjectiveMixin, getattr(trl, f"{name}Trainer")), {})
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own, of its experiments
+def test_a_subclass_of_sft_with_a_loss_of_its_own_is_named() -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    with pytest.raises(TypeError, match="GKDTrainer has a loss of its own"):
+        type("Mixed", (ObjectiveMixin, gkd.GKDTrainer), {})
+
+
 # ---- TRL itself -----------------------------------------------------------------------------------------------------
 
 
