@@ -198,6 +198,18 @@ def test_rows_that_are_too_long_are_dropped_with_a_count(
     assert cli(*given, *options(packing=True, packing_strategy="wrapped", max_length=16)).code == 0
 
 
+def test_the_share_that_is_cut_off_is_the_same_each_time(sums: Path) -> None:
+    """Of a file, and of a mixture, which TRL cuts with a global generator: processes and resumed runs have one."""
+    from otloss_llm.cli.rows import load_splits
+
+    mixture = trl.DatasetMixtureConfig([{"path": "json", "data_files": str(sums)}], test_split_size=0.2)
+    for named in ({"dataset_name": str(sums)}, {}):
+        given = trl.DatasetMixtureConfig(test_split_size=0.2) if named else mixture
+        first, second = (load_splits(trl.ScriptArguments(**named), given, seed=3)["test"]["prompt"] for _ in range(2))
+        assert list(first) == list(second)
+        assert len(first) == len(SUMS) // 5
+
+
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
