@@ -5,7 +5,7 @@ The network simplex needs few of the n m cells of the plan if it is given the ri
 1. Each cloud is grouped into a quarter as many clusters, of equally many points, so that they are small where points
    are dense. The exact problem between the centres of the clusters is solved in the same way, down to one small enough
    for a matrix, and c-transforms extend its potentials to the points.
-2. With these potentials, the first cells are chosen: for each point the `CELLS` of least reduced cost C_ij - f_i - g_j.
+2. With these potentials, the first cells are chosen: for each point the 16 of least reduced cost C_ij - f_i - g_j.
 3. The simplex solves the problem on these cells (`clouds_numba`). Its first plan ships along the edges of a
    spanning tree of least reduced costs, leaves first, which is the optimum if the potentials are optimal.
 4. All n m pairs are searched for cells of negative reduced cost. The worst of each point are added and the simplex
@@ -32,38 +32,61 @@ from torch import Tensor
 from otloss._numba import may_run_on
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
-from otloss.costs.order import BLOCK, ROWS, grouped, order_of, tasks
-from otloss.costs.order import METRICS as NUMBERS
+from otloss.costs.order import BLOCK, METRICS, ROWS, grouped, order_of, tasks
 from otloss.solvers.exact.batch import SIMPLEX
 from otloss.solvers.exact.blocks import PRICE_RATIO, blocks_of_cells, price_of, unit_of
 from otloss.solvers.exact.simplex import ExactSolution, Optimum, check_outcome, solve_exact
 from otloss.solvers.problem import Problem
 
-METRICS = ("sqeuclidean", "euclidean", "l1")
-# With fewer pairs a matrix takes less time. In more dimensions, and with few points on one side, it always does: there
-# only its memory counts.
-LEAST_PAIRS, LEAST_POINTS, FEW_DIMENSIONS, LEAST_PAIRS_OF_OTHERS = 2**21, 256, 3, 2**25
-LARGEST_COST = 1e100  # beyond, numbers may overflow; the solver of matrices then raises
-CLUSTERS, POINTS_OF_CLUSTER = 1000, 4  # the most for a matrix, and of a cluster at least, on average
-CELLS, MORE_CELLS = 16, 4  # of a point to begin with, and of those that are added at a time
-ROUNDING = 4e-15  # reduced costs above this, relative to the numbers they are the difference of, count as zero
-MOST_PIVOTS = 1000  # per point
-MOST_BLOCKS = 64  # whose potentials are shifted against each other
-PLAN_BLOCK = 2**24  # cells of the dense plan made at a time
+
+@dataclass(frozen=True)
+class CloudSimplex:
+    """The limits of this solver.
+
+    Attributes:
+        min_pairs, min_points, max_axes: with fewer pairs a matrix takes less time. In more dimensions, and with fewer
+            points on one side, it always does.
+        min_pairs_otherwise: for such clouds; there only the memory of the matrix counts.
+        largest_cost: beyond, numbers may overflow; the solver of matrices then raises.
+        clusters_of_matrix: the most clusters between which a matrix is solved.
+        points_of_cluster: the mean number at least.
+        cells, added_cells: of a point to begin with, and at most at a time later.
+        rounding: a reduced cost above this, relative to the numbers it is the difference of, counts as zero.
+        pivots_of_point: at most, times the number of points.
+        max_blocks: whose potentials are shifted against each other.
+        plan_entries: of the dense plan, made at a time.
+    """
+
+    min_pairs: int = 2**21
+    min_points: int = 256
+    max_axes: int = 3
+    min_pairs_otherwise: int = 2**25
+    largest_cost: float = 1e100
+    clusters_of_matrix: int = 1000
+    points_of_cluster: int = 4
+    cells: int = 16
+    added_cells: int = 4
+    rounding: float = 4e-15
+    pivots_of_point: int = 1000
+    max_blocks: int = 64
+    plan_entries: int = 2**24
+
+
+LIMITS = CloudSimplex()
 
 
 def takes_clouds(problem: Problem) -> bool:
-    """Whether this is an exact problem for `solve_between_clouds`."""
+    """Return whether `solve_between_clouds` solves this exact problem."""
     cost = problem.cost.as_points()
     if cost is None or cost.metric not in METRICS or problem.has_empty_side:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
         return False
-    suits = cost.x.shape[-1] <= FEW_DIMENSIONS and min(cost.shape) >= LEAST_POINTS
-    least = LEAST_PAIRS if suits else LEAST_PAIRS_OF_OTHERS
-    if cost.shape[0] * cost.shape[1] < least or not may_run_on(cost.x, cost.y, problem.p, problem.q):
+    suits = cost.x.shape[-1] <= LIMITS.max_axes and min(cost.shape) >= LIMITS.min_points
+    min_pairs = LIMITS.min_pairs if suits else LIMITS.min_pairs_otherwise
+    if cost.shape[0] * cost.shape[1] < min_pairs or not may_run_on(cost.x, cost.y, problem.p, problem.q):
         return False  # derivatives in forward mode are those of the matrix
-    return float(cost.largest()) < LARGEST_COST
+    return float(cost.largest()) < LIMITS.largest_cost
 
 
 @dataclass(frozen=True)
@@ -84,7 +107,7 @@ class CloudSolution(ExactSolution):
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         (n, m), batch = self.problem.cost.shape, self.problem.batch
         rows, columns, flows = (t.reshape(-1) for t in (self.optimum.rows, self.optimum.columns, self.optimum.flows))
-        step = max(1, PLAN_BLOCK // m)
+        step = max(1, LIMITS.plan_entries // m)
         for first in range(0, n, step):
             inside = (rows >= first) & (rows < first + step)
             block = flows.new_zeros(min(step, n - first), m)
@@ -109,7 +132,7 @@ def solve_between_clouds(problem: Problem) -> CloudSolution:
 def _optimum(problem: Problem, cost: PointCost) -> Optimum:
     """Return the optimum at this cost, which is that of the problem in float64 and without a graph."""
     p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
-    of_x, of_y = _Distinct.of(cost.x, p), _Distinct.of(cost.y, q)
+    of_x, of_y = _Distinct.build(cost.x, p), _Distinct.build(cost.y, q)
     a, b = of_x.masses, of_y.masses * (of_x.masses.sum() / of_y.masses.sum())
     among = PointCost(of_x.points, of_y.points, metric=cost.metric)
     if problem.start is None:
@@ -117,7 +140,7 @@ def _optimum(problem: Problem, cost: PointCost) -> Optimum:
     else:
         g = a.new_empty(len(b)).index_copy_(0, of_y.groups, problem.start[1].double().reshape(-1)[of_y.members])
         f = among.softmin(g, 0.0)
-    basis = _Basis.solved(among, a, b, f, g)
+    basis = _Basis.solve(among, a, b, f, g)
     rows, columns, flows = basis.plan()
     costs = among.pairs(rows, columns)
     value, scale = float(flows @ costs), float(among.largest() * a.sum())
@@ -137,9 +160,9 @@ def _optimum(problem: Problem, cost: PointCost) -> Optimum:
     dual = p @ f + q[of_y.members] @ g[of_y.members] * (a.sum() / of_y.masses.sum())
     gap = value - float(dual)
     check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
-    answer = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots), f, g)
+    results = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots), f, g)
     cells = (rows[places_of_columns], columns, flows)
-    return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in (*answer, *cells)))
+    return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in (*results, *cells)))
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,7 @@ class _Distinct:
     weights: Float[Tensor, " all"]
 
     @staticmethod
-    def of(points: Tensor, weights: Tensor) -> _Distinct:
+    def build(points: Tensor, weights: Tensor) -> _Distinct:
 
         members = weights.nonzero().squeeze(-1)
         distinct, which = torch.unique(points[members], dim=0, return_inverse=True)
@@ -182,15 +205,15 @@ class _Distinct:
 
 def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return potentials (f, g) near the optimal ones: those of an exact problem between clusters."""
-    count = max(2, min(len(p), len(q)) // POINTS_OF_CLUSTER)
+    count = max(2, min(len(p), len(q)) // LIMITS.points_of_cluster)
     _, _, centres_x, few_p, _ = grouped(cost.x, p, count)
     _, _, centres_y, few_q, _ = grouped(cost.y, q, count)
     few_q = few_q * (few_p.sum() / few_q.sum())
     among = PointCost(centres_x, centres_y, metric=cost.metric)
-    if max(among.shape) <= CLUSTERS:
+    if max(among.shape) <= LIMITS.clusters_of_matrix:
         potential = solve_exact(few_p, few_q, among.dense()).f
     else:
-        potential = _Basis.solved(among, few_p, few_q, *_first_potentials(among, few_p, few_q)).f
+        potential = _Basis.solve(among, few_p, few_q, *_first_potentials(among, few_p, few_q)).f
     g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, 0.0)
     return cost.softmin(g, 0.0), g
 
@@ -204,10 +227,12 @@ class _Basis:
     def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> None:
         from otloss.solvers.exact.clouds_numba import first_tree
 
-        self.cost, self.metric = cost, NUMBERS[str(cost.metric)]
+        self.cost, self.metric = cost, METRICS[str(cost.metric)]
         self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
         n, m = cost.shape
-        pairs = [self._near(None, price, by_rows=by_rows, count=CELLS) for price, by_rows in ((g, True), (f, False))]
+        pairs = [
+            self._near(None, price, by_rows=by_rows, count=LIMITS.cells) for price, by_rows in ((g, True), (f, False))
+        ]
         keys = np.unique(np.concatenate([rows * m + columns for rows, columns in pairs]))
         self.rows, self.columns = keys // m, keys % m
         self.costs = self._costs(self.rows, self.columns)
@@ -220,7 +245,7 @@ class _Basis:
         self.search()
 
     @classmethod
-    def solved(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
+    def solve(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
         """The optimum, or what is reached in so many pivots; from potentials (f, g)."""
         basis = cls(cost, p, q, f, g)
         while basis.pivots >= 0 and basis.add_cells():
@@ -242,7 +267,7 @@ class _Basis:
         n = len(self.p)
         arguments = (
             self.rows, self.columns + n, self.costs, self.tree, self.flow, self.edges, self.potential, n, self.root,
-            MOST_PIVOTS * len(self.potential) - self.pivots,
+            LIMITS.pivots_of_point * len(self.potential) - self.pivots,
         )  # fmt: skip
         made = run_on_threads(search_cells, 1, arguments, work=Work(SIMPLEX, len(self.rows) ** 2))[0]
         self.pivots = self.pivots + made if made >= 0 else -1
@@ -253,10 +278,10 @@ class _Basis:
         Calls search for the worst cells of each row and of each column in turn.
         """
         prices = (self.f, self.g) if self.by_rows else (self.g, self.f)
-        rows, columns = self._near(*prices, by_rows=self.by_rows, count=MORE_CELLS)
+        rows, columns = self._near(*prices, by_rows=self.by_rows, count=LIMITS.added_cells)
         self.by_rows = not self.by_rows
         costs, f, g = self._costs(rows, columns), self.f.numpy()[rows], self.g.numpy()[columns]
-        missing = costs - f - g < -ROUNDING * (costs + np.abs(f) + np.abs(g))
+        missing = costs - f - g < -LIMITS.rounding * (costs + np.abs(f) + np.abs(g))
         old, new = (self.rows, self.columns, self.costs), (rows, columns, costs)
         cells = (np.concatenate([listed, more[missing]]) for listed, more in zip(old, new, strict=True))
         self.rows, self.columns, self.costs = cells
@@ -280,7 +305,7 @@ class _Basis:
         """
         cheap = self.costs < price
         every = blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
-        blocks = every.of_equal_mass(self.p, self.q, unit) if every.count <= MOST_BLOCKS else None
+        blocks = every.of_equal_mass(self.p, self.q, unit) if every.count <= LIMITS.max_blocks else None
         if blocks is None:
             return torch.ones_like(rows, dtype=torch.bool)
         f, g = self.f.numpy(), self.g.numpy()

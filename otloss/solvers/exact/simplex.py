@@ -264,16 +264,16 @@ def solve_exact(
     f, g, cells, flows, outcome = arrays
     _settle_prices(weights, matrices, owners, arrays, unit_of(dtype or p.dtype, p.dtype), warns=warns)
     pivots = outcome[:, 3].astype(np.int64)
-    answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
-    return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
+    results = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
+    return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in results))
 
 
 def _settle_prices(
-    weights: list[np.ndarray], matrices: np.ndarray, owners: np.ndarray, answers: tuple[np.ndarray, ...], unit: float,
+    weights: list[np.ndarray], matrices: np.ndarray, owners: np.ndarray, results: tuple[np.ndarray, ...], unit: float,
     *, warns: bool,
 ) -> None:  # fmt: skip
-    """Solve problems again whose bins fall into blocks that only priced pairs connect; fill their answers."""
-    f, g, cells, flows, outcome = answers
+    """Solve problems again whose bins fall into blocks that only priced pairs connect; write into `results`."""
+    f, g, cells, flows, outcome = results
     some = np.flatnonzero(outcome[:, 2] > PRICE_RATIO * outcome[:, 0])
     if not some.size:
         return
@@ -288,7 +288,7 @@ def _settle_prices(
             continue
         capped, owner = with_capped_prices(matrix, blocks)[None], np.zeros(1, np.int64)
         again = solve_batch(p[None], q[None], capped, owner, start=None, most=_MAX_PIVOTS)
-        for old, new in zip(answers, again, strict=True):
+        for old, new in zip(results, again, strict=True):
             old[k] = new[0]
         shift_blocks(blocks, p, q, matrix, f=f[k], g=g[k])
         amounts = flows[k] * matrix[cells[k, 0], cells[k, 1]]

@@ -12,6 +12,7 @@ from torch import Tensor
 import otloss
 from otloss import ConvergenceWarning
 from otloss.costs import PointCost
+from otloss.solvers.exact.clouds import CloudSimplex
 
 
 class Priced(NamedTuple):
@@ -147,7 +148,7 @@ def test_weights_of_16_bits_are_as_they_are() -> None:
 
 
 def test_one_far_and_light_point_of_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otloss.solvers.exact.clouds.LEAST_PAIRS", 2**15)
+    monkeypatch.setattr("otloss.solvers.exact.clouds.LIMITS", CloudSimplex(min_pairs=2**15))
     x, y = torch.randn(2, 300, 2, generator=torch.Generator().manual_seed(0))
     x[0], weights = 1e4, torch.ones(300)
     weights[0] = 1e-4
@@ -160,7 +161,7 @@ def test_one_far_and_light_point_of_a_cloud(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clouds_far_apart_keep_small_potentials(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a matrix: nothing is exchanged between two clusters, so that any constant between them is optimal."""
-    monkeypatch.setattr("otloss.solvers.exact.clouds.LEAST_PAIRS", 2**15)
+    monkeypatch.setattr("otloss.solvers.exact.clouds.LIMITS", CloudSimplex(min_pairs=2**15))
     x, y = torch.randn(2, 300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[:150], y[:150] = x[:150] + 1e4, y[:150] + 1e4
     cost = PointCost(x.to(dtype), y.to(dtype))
