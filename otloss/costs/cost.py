@@ -65,7 +65,7 @@ class Cost(ABC):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        if "rows" not in vars(cls):
+        if not {"rows", "row_block"}.intersection(vars(cls)):
             return
         # The formulas of its base are those of other costs. T and the costs within a side are of the class itself.
         follow = (
