@@ -10,12 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import (
-    check_broadcast,
-    check_finite,
-    check_floating,
-    needs_torch,
-)
+from otloss._checks import check_broadcast, check_finite, check_floating, needs_torch
 from otloss.costs import Cost, as_cost, cost_between
 from otloss.costs.dense import posed_cost
 
@@ -24,11 +19,11 @@ from otloss.costs.dense import posed_cost
 # normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
 # float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
-MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed that of a side
+MASS_ROUNDING = 1e-5  # relative: the mass to be moved may exceed the mass of a side by so much
 
 
 def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
-    """Return q for masses that agreed up to the rounding of a narrower dtype."""
+    """Return q with the mass of p, from which it differs by the rounding of a narrower dtype."""
     mass_p, mass_q = (w.detach().sum(-1, keepdim=True) for w in (p, q))
     return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
 

@@ -33,7 +33,7 @@ from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
 
-ROUNDINGS = 10.0  # of the arithmetic, of terms of the size of epsilon, which cancel in a divergence
+ROUNDINGS = 10.0  # so many roundings of terms of the size of epsilon, which cancel in a divergence, count as error
 _DEFAULTS = Settings()
 
 

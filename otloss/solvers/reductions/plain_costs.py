@@ -30,7 +30,7 @@ from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
-EPSILONS_PER_PAIR = 40.0  # of the price, per pair of a cycle: exp(-40) of the mass
+EPSILONS_PER_PAIR = 40.0  # the price holds so many for each pair of a cycle, which leaves exp(-40) of the mass
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:

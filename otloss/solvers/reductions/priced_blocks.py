@@ -25,7 +25,7 @@ from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.reductions.way_back import WayBack
 
-SMALL_EPSILON = 1e-4  # of the largest cost: above it, neither value nor potentials lose digits that count
+SMALL_EPSILON = 1e-4  # above this share of the largest cost, neither value nor potentials lose digits that count
 EPSILONS_OF_A_PRICE = 1e3  # a pair of this cost exchanges nothing that its rows and columns can do without
 
 
