@@ -286,9 +286,9 @@ class _Equations:
 
     def solve(self, system: Tensor, right: Tensor) -> Tensor:
         try:
-            answer: Tensor = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
+            solution: Tensor = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
         except torch.linalg.LinAlgError:
             raise no_implicit_answer() from None
-        if not bool(torch.isfinite(answer).all()):
+        if not bool(torch.isfinite(solution).all()):
             raise no_implicit_answer()
-        return answer
+        return solution

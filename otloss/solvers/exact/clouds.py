@@ -33,8 +33,7 @@ from torch import Tensor
 from otloss._numba import may_run_on
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
-from otloss.costs.order import BLOCK, ROWS, grouped, order_of, tasks
-from otloss.costs.order import METRICS as NUMBERS
+from otloss.costs.order import BLOCK, METRICS, ROWS, grouped, order_of, tasks
 from otloss.solvers.exact.batch import SIMPLEX
 from otloss.solvers.exact.blocks import LIMITS as PRICES
 from otloss.solvers.exact.blocks import Blocks, blocks_of_cells, price_of
@@ -79,9 +78,9 @@ LIMITS = Limits()
 
 
 def takes_clouds(problem: Problem) -> bool:
-    """Whether this is an exact problem for `solve_between_clouds`."""
+    """Return whether `solve_between_clouds` solves this exact problem."""
     cost = problem.cost.as_points()
-    if cost is None or cost.metric not in NUMBERS or problem.has_empty_side:
+    if cost is None or cost.metric not in METRICS or problem.has_empty_side:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
         return False
@@ -143,7 +142,7 @@ def _optimum(problem: Problem, cost: PointCost) -> Optimum:
     else:
         g = a.new_empty(len(b)).index_copy_(0, points_y.groups, problem.start[1].double().reshape(-1)[points_y.members])
         f = among.softmin(g, 0.0)
-    basis = _Basis.solved(among, a, b, f, g)
+    basis = _Basis.solve(among, a, b, f, g)
     rows, columns, flows = basis.plan()
     costs = among.pairs(rows, columns)
     value, scale = float(flows @ costs), float(among.largest() * a.sum())
@@ -155,7 +154,7 @@ def _optimum(problem: Problem, cost: PointCost) -> Optimum:
         balanced, differs, _ = blocks.balanced(a.numpy(), b.numpy(), rounding)
         if 1 < blocks.count <= LIMITS.max_blocks and not differs.all():
             b = torch.from_numpy(balanced)
-            basis = _Basis.solved(among, a, b, basis.f, basis.g)
+            basis = _Basis.solve(among, a, b, basis.f, basis.g)
             rows, columns, flows = basis.plan()
             dropped, value = value, float(flows @ among.pairs(rows, columns))
             dropped = abs(dropped - value)  # what the rounding of the weights pays
@@ -222,7 +221,7 @@ def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Te
     if max(among.shape) <= LIMITS.largest_matrix:
         potential = solve_exact(p_of_clusters, q_of_clusters, among.dense()).f
     else:
-        potential = _Basis.solved(
+        potential = _Basis.solve(
             among, p_of_clusters, q_of_clusters, *_first_potentials(among, p_of_clusters, q_of_clusters)
         ).f
     g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, 0.0)
@@ -238,7 +237,7 @@ class _Basis:
     def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> None:
         from otloss.solvers.exact.clouds_numba import first_tree
 
-        self.cost, self.metric = cost, NUMBERS[str(cost.metric)]
+        self.cost, self.metric = cost, METRICS[str(cost.metric)]
         self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
         n, m = cost.shape
         pairs = [
@@ -257,7 +256,7 @@ class _Basis:
         self.search()
 
     @classmethod
-    def solved(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
+    def solve(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
         """Return the optimal basis, or the one that is reached in so many pivots, from potentials (f, g)."""
         basis = cls(cost, p, q, f, g)
         while basis.pivots >= 0 and basis.add_cells():

@@ -271,8 +271,8 @@ def solve_exact(
     unit = torch.finfo(p.dtype).eps if rounding is None else rounding
     _settle_prices(weights, matrices, owners, arrays, unit, warns=warns)
     pivots = outcome[:, 3].astype(np.int64)
-    answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
-    return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
+    results = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
+    return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in results))
 
 
 def _settle_prices(
