@@ -290,7 +290,7 @@ class _Equations:
     def solve(self, system: Tensor, right: Tensor, q: Tensor) -> Tensor:
         """Return the solution: first for the bins with mass, which those without mass do not change.
 
-        A joint elimination would leave a rounding error of derivatives between two bins without mass, which may be 1e40.
+        A joint elimination would leave rounding of derivatives between two bins without mass, which may be 1e40.
         """
         has_mass, identity = q.detach() > 0, torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
         among = torch.where(has_mass.unsqueeze(-1), system, identity)
