@@ -36,7 +36,7 @@ from otloss.costs import PointCost
 from otloss.costs.order import BLOCK, METRICS, ROWS, grouped, order_of, tasks
 from otloss.solvers.exact.batch import SIMPLEX
 from otloss.solvers.exact.blocks import LIMITS as PRICES
-from otloss.solvers.exact.blocks import Blocks, blocks_of_cells, price_of
+from otloss.solvers.exact.blocks import Blocks, blocks_of_cells, price_of, rounding_of_flows
 from otloss.solvers.exact.simplex import ExactSolution, Optimum, check_outcome, solve_exact
 from otloss.solvers.problem import Problem
 
@@ -143,34 +143,99 @@ def _optimum(problem: Problem, cost: PointCost) -> Optimum:
         g = a.new_empty(len(b)).index_copy_(0, points_y.groups, problem.start[1].double().reshape(-1)[points_y.members])
         f = among.softmin(g, 0.0)
     basis = _Basis.solve(among, a, b, f, g)
-    rows, columns, flows = basis.plan()
-    costs = among.pairs(rows, columns)
-    value, scale = float(flows @ costs), float(among.largest() * a.sum())
-    dropped = 0.0
+    plan = _Plan.of_basis(basis)
+    largest = plan.largest_potential
+    costs = among.pairs(plan.rows, plan.columns)
+    value, highest = float(plan.flows @ costs), float(among.largest())
+    scale, payment = highest * float(a.sum()), 0.0
     if scale > PRICES.price_ratio * value:
         rounding = problem.weight_rounding
-        price = float(price_of(costs.numpy(), flows.numpy(), float(a.sum()), rounding))
+        price = float(price_of(costs.numpy(), plan.flows.numpy(), float(a.sum()), rounding))
         blocks = basis.blocks(price)
         balanced, differs, _ = blocks.balanced(a.numpy(), b.numpy(), rounding)
         if 1 < blocks.count <= LIMITS.max_blocks and not differs.all():
+            payment = 0.0 if differs.any() else blocks.payment(a.numpy(), b.numpy(), highest)
             b = torch.from_numpy(balanced)
-            basis = _Basis.solve(among, a, b, basis.f, basis.g)
-            rows, columns, flows = basis.plan()
-            dropped, value = value, float(flows @ among.pairs(rows, columns))
-            dropped = abs(dropped - value)  # what the rounding of the weights pays
-            cells = torch.stack([rows, columns]).numpy()
-            basis.shift_blocks(blocks.joined_by(cells, flows.numpy(), differs))
-    rows, places, flows = points_x.split(rows, flows)
-    columns, places_of_columns, flows = points_y.split(columns[places], flows)
-    g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, basis.g[points_y.groups])
+            if differs.any():
+                plan = _Plan.of_basis(_Basis.solve(among, a, b, plan.f, plan.g))
+            else:
+                plan = _solve_blocks(among, a, b, plan, blocks)
+            largest = plan.largest_potential
+            cells = torch.stack([plan.rows, plan.columns]).numpy()
+            joined = blocks.joined_by(cells, plan.flows.numpy(), differs, rounding_of_flows(a.numpy(), balanced))
+            _shift_blocks(among, a, b, plan, joined)
+            paid, value = value, float(plan.flows @ among.pairs(plan.rows, plan.columns))
+            payment += abs(paid - value)
+        payment += highest * rounding_of_flows(a.numpy(), b.numpy())
+    rows, places, flows = points_x.split(plan.rows, plan.flows)
+    columns, places_of_columns, flows = points_y.split(plan.columns[places], flows)
+    g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, plan.g[points_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
     dual = p @ f + (q[points_y.members] * (b / points_y.masses)[points_y.groups]) @ g[points_y.members]
     gap = value - float(dual)
-    check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
-    outcome = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots))
-    fields = (*outcome, f, g, rows[places_of_columns], columns, flows)
+    check_outcome(np.array([[value, gap, scale, plan.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
+    outcome = (a.new_tensor(value), a.new_tensor(gap), a.new_tensor(payment), torch.tensor(plan.pivots))
+    fields = (*outcome, f, g, rows[places_of_columns], columns, flows, a.new_tensor(largest))
     return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in fields))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The cells of a plan between distinct points, the mass there, potentials, and the number of pivots.
+
+    The number is -1 if too many were needed.
+    """
+
+    rows: Int[Tensor, " cells"]
+    columns: Int[Tensor, " cells"]
+    flows: Float[Tensor, " cells"]
+    f: Float[Tensor, " n"]
+    g: Float[Tensor, " m"]
+    pivots: int
+
+    @staticmethod
+    def of_basis(basis: _Basis) -> _Plan:
+        return _Plan(*basis.plan(), basis.f, basis.g, basis.pivots)
+
+    @property
+    def largest_potential(self) -> float:
+        return max(float(self.f.abs().max()), float(self.g.abs().max()))
+
+
+def _solve_blocks(cost: PointCost, p: Tensor, q: Tensor, start: _Plan, blocks: Blocks) -> _Plan:
+    """Return the plan of blocks of equal mass that exchange nothing.
+
+    Each is a problem of its own: in one problem, potentials of the size of the costs between blocks would round those
+    of the size of the costs within.
+    """
+    f, g, cells, pivots = torch.empty_like(p), torch.empty_like(q), [], 0
+    for k in range(blocks.count):
+        rows, columns = (torch.from_numpy(np.flatnonzero(side == k)) for side in (blocks.rows, blocks.columns))
+        among = PointCost(cost.x[rows], cost.y[columns], metric=cost.metric)
+        part = _Plan.of_basis(_Basis.solve(among, p[rows], q[columns], start.f[rows], start.g[columns]))
+        f[rows], g[columns] = part.f, part.g
+        cells.append((rows[part.rows], columns[part.columns], part.flows))
+        pivots = pivots + part.pivots if min(pivots, part.pivots) >= 0 else -1
+    rows, columns, flows = (torch.cat(arrays) for arrays in zip(*cells, strict=True))
+    return _Plan(rows, columns, flows, f, g, pivots)
+
+
+def _shift_blocks(cost: PointCost, p: Tensor, q: Tensor, plan: _Plan, blocks: Blocks) -> None:
+    """Shift the potentials of blocks that exchange no mass.
+
+    The least cost between two blocks is bounded by the cost between the boxes around their points.
+    """
+    f, g = plan.f.numpy(), plan.g.numpy()
+    (low_x, high_x), (low_y, high_y) = (
+        _boxes(points.numpy(), labels, blocks.count)
+        for points, labels in ((cost.x, blocks.rows), (cost.y, blocks.columns))
+    )
+    apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
+    apart[np.isinf(apart).any(-1)] = 0.0  # a block without points of one side has no mass
+    nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=cost.metric)
+    slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
+    blocks.shift(p.numpy(), q.numpy(), f, g, slack - _largest(g, blocks.columns, blocks.count))
 
 
 @dataclass(frozen=True)
@@ -312,21 +377,6 @@ class _Basis:
         """Return the blocks of points that only pairs of at least this price connect."""
         cheap = self.costs < price
         return blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
-
-    def shift_blocks(self, blocks: Blocks) -> None:
-        """Shift the potentials of blocks that exchange no mass.
-
-        The least cost between two blocks is bounded by the cost between the boxes around their points.
-        """
-        f, g = self.f.numpy(), self.g.numpy()
-        (low_x, high_x), (low_y, high_y) = (
-            _boxes(*side, blocks.count) for side in ((self.x, blocks.rows), (self.y, blocks.columns))
-        )
-        apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
-        apart[np.isinf(apart).any(-1)] = 0.0  # a block without points of one side has no mass
-        nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
-        slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
-        blocks.shift(self.p, self.q, f, g, slack - _largest(g, blocks.columns, blocks.count))
 
     def _near(self, own: Tensor | None, other: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the cells of smallest reduced cost, at most `count` for each row, or for each column.
