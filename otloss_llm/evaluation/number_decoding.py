@@ -170,7 +170,7 @@ def number_distributions(
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from otloss_llm.data.blocks import train_bpe_tokenizer
+        >>> from otloss_llm.data import train_bpe_tokenizer
         >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
         >>> _ = torch.manual_seed(0)
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))

@@ -34,7 +34,7 @@ def attempt(code):
     except ImportError as error:
         print(error)
 attempt("from otloss_llm import ObjectiveTrainer")
-from otloss_llm.data.blocks import train_bpe_tokenizer
+from otloss_llm.data import train_bpe_tokenizer
 attempt("train_bpe_tokenizer(['text'], 300)")
 from otloss_llm.cli import main
 with redirect_stderr(sys.stdout):

@@ -138,6 +138,7 @@ def test_a_failed_arm_is_reported_and_the_others_continue(cli: Cli, tiny: Tiny, 
     assert "failed" not in again.out
 
 
+@pytest.mark.slow
 def test_another_judge_under_the_same_path_raises(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     judge = shutil.copytree(tiny.gpt2, tmp_path / "judge")
     asked = compare_options(tiny, tmp_path / "run", judge=judge, objectives=["mle"], seeds=[0])

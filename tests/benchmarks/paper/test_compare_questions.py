@@ -164,6 +164,7 @@ def test_questions_may_come_from_the_training_file(cli: Cli, tiny: Tiny, tmp_pat
 # ---- encoder-decoders --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_t5_is_compared_by_its_decoder(cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path) -> None:
     """The encoder reads the question and the labels are the answer: likelihood and greedy answers by other means."""
     tokenizer, task = load_tokenizer(str(tiny.llama)), "ForConditionalGeneration"

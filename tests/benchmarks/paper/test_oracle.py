@@ -82,6 +82,7 @@ def test_rows_are_sampled_at_the_temperature(tiny: Tiny) -> None:
     assert float((actual - expected).abs().max()) < 4 * (float(expected.max()) / 4000) ** 0.5
 
 
+@pytest.mark.slow
 def test_students_may_start_from_a_given_model(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     """Its own rows without their leading directions are the cost; few texts are trained on in epochs."""
     given = {"start": tiny.llama, "student_texts": 6, "objectives": ["mle", "emo", "emo/raw"], "seeds": [0],

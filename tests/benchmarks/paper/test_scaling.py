@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.paper.conftest import compare_options
 from tests.otloss_llm.conftest import Cli, Tiny, read
 
 
+@pytest.mark.slow
 def test_each_size_and_share_is_a_comparison_of_its_own(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     sizes = {"model_sizes": [tiny.gpt2], "data_fractions": [0.25, 1], "seeds": [0], "max_steps": 2}
     ended = cli(*compare_options(tiny, tmp_path, **sizes))

@@ -10,8 +10,6 @@ import transformers
 from torch import Tensor, nn
 
 from otloss_llm import NumberToken, all_but_the_top
-from otloss_llm.costs.choice import NumberSettings
-from otloss_llm.data.questions import AnsweredQuestions, Question
 from otloss_llm.evaluation import perplexity
 from tests.otloss.oracles import cosine_matrix
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
@@ -109,7 +107,7 @@ def test_evaluation_reports_the_transport_cost(tmp_path: Path, arm: str) -> None
     ids = [[1, *of_characters()(text)["input_ids"]] for text in ("12+7=19", "a=b ab?", "90-8=82")]
     with torch.no_grad():
         expected = by_hand(model, [{"input_ids": row, "labels": row} for row in ids], plain.transport_cost, weight)
-    scores = perplexity(model, torch.tensor(ids), batch_size=2, cost=plain.transport_cost, progress=False)
+    scores = perplexity(model, torch.tensor(ids), batch_size=2, cost=plain.transport_cost)
     assert (scores.nll, scores.transport_cost) == pytest.approx(
         (float(expected["nll"]), float(expected["transport_cost"])), rel=1e-5
     )
@@ -134,17 +132,4 @@ def test_a_batch_without_a_number(tmp_path: Path) -> None:
     assert not logs(run, "eval_transport_cost")
     assert logs(run, "eval_loss") == pytest.approx(logs(run, "eval_nll"), rel=1e-6)
     blocks = torch.tensor([[1, *run.processing_class("ab?")["input_ids"]]])
-    assert perplexity(run.model, blocks, cost=run.transport_cost, progress=False).transport_cost is None
-
-
-def test_questions_need_no_collator(tmp_path: Path) -> None:
-    """Answers alone are scored, and padding is not."""
-    tokenizer = of_characters()
-    questions = [Question(f"{a}+{b}", str(a + b)) for a in (3, 12) for b in (4, 99)]
-    rows = AnsweredQuestions.from_questions(questions, tokenizer, max_length=24)
-    model = tiny_model("llama")
-    data = [{key: rows[i][key].tolist() for key in ("input_ids", "labels")} for i in range(len(rows))]
-    given = {"objective": "number_token", "processing_class": tokenizer, "numbers": NumberSettings(scaling="log")}
-    by_hand = one_step(tmp_path, copy.deepcopy(model), train_dataset=data, **given)
-    ours = one_step(tmp_path, model, train_dataset=rows, data_collator=None, **given)
-    torch.testing.assert_close(ours, by_hand, rtol=1e-4, atol=1e-7)
+    assert perplexity(run.model, blocks, cost=run.transport_cost).transport_cost is None

@@ -111,7 +111,7 @@ def sft(path: Path, model: Any, objective: str, data: Any, **settings: Any) -> A
     trl = pytest.importorskip("trl")
     from datasets import Dataset, IterableDataset
 
-    from otloss_llm.data.blocks import train_bpe_tokenizer
+    from otloss_llm.data import train_bpe_tokenizer
 
     class WithObjective(ObjectiveMixin, trl.SFTTrainer):
         pass
