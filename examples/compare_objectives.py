@@ -6,8 +6,8 @@
 An arm is an objective and options of its own; what this script does not know is an option of `python -m otloss_llm
 train`, which runs every arm and seed in a folder of its own. A run that was killed is resumed by the same command.
 
-All are measured on the same rows: nats per token (nll), transport cost, and the share of tokens that are the most
-probable ones. The interval is over seeds (95 %, Student's t), of the difference from the first arm with the same seed.
+The arms of a seed are measured on the same rows: nats per token (nll), transport cost, and the share of tokens that are
+the most probable ones. The interval is over seeds (95 %, Student's t), of the difference from the first arm.
 Give each objective a learning rate of its own before you say that one is better, and keep the control: what random rows
 gain as well is not the meaning of the tokens.
 """

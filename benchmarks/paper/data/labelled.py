@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.paper.data.text import check_is_text, read_records
+from benchmarks.paper.data.text import read_records
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -91,7 +91,7 @@ def _of_pair(path: Path) -> Iterator[tuple[str, str, str]]:
     names, mapping = {}, path.with_name("mapping.txt")
     if mapping.is_file():
         names = dict(line.split("\t", 1) for _, line in _lines(mapping.read_bytes(), mapping))
-    texts, labels = (_decoded(file.read_bytes(), file).split("\n") for file in (path, other))
+    texts, labels = (_decoded(file.read_bytes()).split("\n") for file in (path, other))
     if len(texts) != len(labels):
         raise ValueError(f"{path} has {len(texts)} lines and {other.name} {len(labels)}, expected one label a text.")
     for number, (text, label) in enumerate(zip(texts, labels, strict=True), 1):
@@ -100,7 +100,7 @@ def _of_pair(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_csv(path: Path) -> Iterator[tuple[str, str, str]]:
-    rows = csv.reader(_decoded(path.read_bytes(), path).splitlines(keepends=True))
+    rows = csv.reader(_decoded(path.read_bytes()).splitlines(keepends=True))
     for number, row in enumerate(rows, 1):
         if number == 1 and row and row[-1] == "answer":
             continue
@@ -136,13 +136,12 @@ def _choice(place: str, question: object, choices: object, answer: object) -> tu
 
 def _lines(content: bytes, path: Path) -> Iterator[tuple[str, str]]:
     """Return place and content of each line that is not blank."""
-    for number, line in enumerate(_decoded(content, path).split("\n"), 1):
+    for number, line in enumerate(_decoded(content).split("\n"), 1):
         if line.strip():
             yield f"{str(path)!r}, line {number}", line
 
 
-def _decoded(content: bytes, path: Path) -> str:
-    check_is_text(content, path)
+def _decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:

@@ -46,30 +46,7 @@ def _read_file(path: Path, text_column: str) -> list[str]:
         raise ValueError(f"{str(path)!r} ends in {path.suffix!r}, expected one of {TEXT_SUFFIXES}; rename or convert.")
     if path.suffix == ".jsonl":
         return [column_text(record, text_column, place) for place, record in read_records(path)]
-    return [_decoded(path)]
-
-
-def check_is_text(content: bytes, path: Path) -> None:
-    """Raise ValueError for what is no text of bytes: UTF-16, and NUL bytes, as a lost disk leaves them."""
-    marked, zeros = content[:2] in (b"\xff\xfe", b"\xfe\xff"), content.count(0)
-    if marked or 0.25 < zeros / max(1, len(content)) <= 0.75:
-        code = "utf-32" if content[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or zeros > len(content) / 2 else "utf-16"
-        raise ValueError(f"{str(path)!r} looks like {code}; convert it, for example with: iconv -f {code} -t utf-8.")
-    if zeros:
-        raise ValueError(f"{str(path)!r} has {zeros} NUL bytes, which no text has; name another file, or remove them.")
-
-
-def _decoded(path: Path) -> str:
-    content = path.read_bytes()
-    check_is_text(content, path)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(path)!r} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; "
-            "convert it from what it is, for example with: iconv -f latin1 -t utf-8."
-        ) from error
-    return text.replace("\r\n", "\n")
+    return [path.read_text(encoding="utf-8-sig")]
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -78,7 +55,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises ValueError if the file is not UTF-8 or a line is not a JSON object.
     """
     # str.splitlines would also cut at U+2028, which is allowed inside a JSON string.
-    for number, line in enumerate(_decoded(path).split("\n"), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         place = f"{str(path)!r}, line {number}"

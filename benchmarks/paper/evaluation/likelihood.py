@@ -64,11 +64,6 @@ class TextScores:
         return _exp(self.nats_per_token)
 
     @property
-    def nats_per_character(self) -> float:
-        """Comparable between judges with different tokenizers."""
-        return self.nll / self.characters
-
-    @property
     def bits_per_byte(self) -> float:
         """Comparable between judges with different tokenizers; bytes of UTF-8."""
         return self.nll / log(2) / self.bytes
