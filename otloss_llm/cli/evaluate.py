@@ -48,7 +48,7 @@ def run(asked: Asked) -> str:
         args.assistant_only_loss = "messages" in next(iter(rows))
     model, tokenizer = load_model(asked)
     with TemporaryDirectory() as folder:
-        args.output_dir, args.eval_strategy = folder, "no"
+        args.output_dir, args.eval_strategy, args.max_steps = folder, "no", 1  # a stream needs a number of steps
         trainer = build_trainer(
             asked, model, tokenizer, rows, None, compute_metrics=calibration, preprocess_logits_for_metrics=confidences
         )

@@ -375,7 +375,9 @@ def test_evaluate_prints_what_the_logits_say(cli: Cli, model: Path, sums: Path, 
         "nll": np.mean(nll), "transport_cost": np.mean(transport), "perplexity": np.exp(np.mean(nll)),
         "accuracy": np.mean(correct), "calibration_error": sum(gaps) / len(nll),
     }  # fmt: skip
-    assert {key: ended.json[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    streamed = cli(*asked("evaluate", model, sums, dataset_streaming=True))
+    for measures in (ended.json, streamed.json):
+        assert {key: measures[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert not (tmp_path / "trainer_output").exists()
 
 
