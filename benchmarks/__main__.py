@@ -3,12 +3,13 @@ single_problems, gradients, boosting, first_calls, or all.
 
 hard_clouds (with options of its own), ordinal and ordinal_loss (with packages of the extra "peers"), mathematics,
 number_regression, objectives, place_values, ratings and scaling_clouds run only by name: objectives, ordinal and
-mathematics train for an hour and more.
+mathematics train for an hour and more. `python -m benchmarks paper --list` names the experiments, each with its time.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -26,6 +27,9 @@ BY_NAME = (
 
 
 def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["paper"]:
+        sys.exit(import_module("benchmarks.paper.experiments").main(arguments[1:]))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all of the first line")
     parser.add_argument("--rounds", type=int, help="interleaved repetitions (default: see ROUNDS of each benchmark)")

@@ -20,11 +20,11 @@ from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
 
 from benchmarks.measure import FOLDER
+from benchmarks.paper.tables import half_interval
 from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
 from otloss.estimators.decode import decode
 from otloss.losses import decode_classes
 from otloss.nn import OrdinalLoss
-from otloss_llm.experiments.tables import half_interval
 
 GRADES, HOLDOUTS = 5, 20
 

@@ -2,8 +2,8 @@
 
 Questions of DeepMind mathematics (docs/reports/data.md), of some kinds, that are short and whose answer is a whole
 number; the test has others of the same kinds. A T5 with two layers in each half is trained from scratch by maximum
-likelihood, a start for each seed and tokenizer. `otloss_llm compare` continues it with each arm, with equal steps and
-batches:
+likelihood, a start for each seed and tokenizer. `benchmarks.paper.compare` continues it with each arm, with equal steps
+and batches:
 
     mle
     number_token:W                   plus W sum_i q_i |x_i - x_y|, NTL-WAS, over the number positions
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 
 from benchmarks.measure import FOLDER, Settings
+from benchmarks.paper.compare import Comparison, parse_arm, run_comparison
+from benchmarks.paper.data.questions import AnsweredQuestions, Question, read_questions, spread
+from benchmarks.paper.measuring import QuestionData
+from benchmarks.paper.runs import train_run
 from benchmarks.runs import Runs
-from otloss_llm.data.blocks import train_bpe_tokenizer
-from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions, spread
-from otloss_llm.experiments.compare import Comparison, parse_arm, run_comparison
-from otloss_llm.experiments.measuring import QuestionData
+from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.objectives import MLE
-from otloss_llm.training.runs import train_run
 
 NAME = "mathematics"
 CONTROLS = ("", "/shuffled", "/equal")

@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import Settings, hardware, say, table
+from benchmarks.paper.arms import parse_arm
+from benchmarks.paper.tables import half_interval
 from otloss import number_token_loss
 from otloss_llm import NumberCost, parse_objective, token_loss
-from otloss_llm.experiments.arms import parse_arm
-from otloss_llm.experiments.tables import half_interval
 
 NAME = "number_regression"
 NUMBERS = 100  # the tokens "0" to "99"

@@ -2,7 +2,7 @@
 
     python -m benchmarks objectives      # about 3 hours of one core; it resumes, and two processes share the work
 
-Text is sampled from a source model, so that divergences from it are known (`otloss_llm.experiments.oracle`). Trainings
+Text is sampled from a source model, so that divergences from it are known (`benchmarks.paper.oracle`). Trainings
 are kept in runs/objectives, and their measures in benchmarks/objectives.csv, a row for each experiment, objective,
 learning rate and seed. The most useful runs come first, so that an interrupted benchmark has a balanced table:
 
@@ -37,16 +37,16 @@ from transformers.utils import logging
 
 from benchmarks.measure import FOLDER, Settings, hardware, say
 from benchmarks.objective_tries import TRIES, add_tries
+from benchmarks.paper.arguments import RunArguments
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.data.text import read_records, read_texts
+from benchmarks.paper.evaluation.divergences import token_divergence
+from benchmarks.paper.folders import read_json, replaced, write_json
+from benchmarks.paper.measuring import once
+from benchmarks.paper.models import load_model, load_tokenizer
+from benchmarks.paper.oracle import Oracle, run_oracle
+from benchmarks.paper.runs import DivergenceError, train_run
 from otloss_llm import MLE
-from otloss_llm.cli.arguments import ObjectiveTrainingArguments
-from otloss_llm.data import PackedBlocks
-from otloss_llm.data.text import read_records, read_texts
-from otloss_llm.evaluation.divergences import token_divergence
-from otloss_llm.experiments.measuring import once
-from otloss_llm.experiments.oracle import Oracle, run_oracle
-from otloss_llm.models.loading import load_model, load_tokenizer
-from otloss_llm.training.folders import read_json, replaced, write_json
-from otloss_llm.training.runs import DivergenceError, train_run
 
 sys.path.append(str(FOLDER.parent / "examples"))
 from docstring_corpus import docstring_corpus  # type: ignore[import-not-found,unused-ignore]
@@ -173,8 +173,8 @@ class Bench:
         arm = job.oracle_arm.replace("/", "-").replace(":", "-")
         return self.home(job.experiment, job.rate) / f"{arm}-seed{job.seed}"
 
-    def arguments(self, folder: Path) -> ObjectiveTrainingArguments:
-        return ObjectiveTrainingArguments(
+    def arguments(self, folder: Path) -> RunArguments:
+        return RunArguments(
             output_dir=str(folder), use_cpu=True, disable_tqdm=True, save_strategy="no", report_to=[], seed=0
         )
 

@@ -27,9 +27,9 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import Settings
 from benchmarks.number_regression import WEIGHT, Rows, fit, measures, rows_of, small_llama
+from benchmarks.paper.arms import parse_arm
 from benchmarks.runs import Runs
 from otloss_llm import NumberCost, parse_objective, token_loss
-from otloss_llm.experiments.arms import parse_arm
 
 NAME = "place_values"
 DIGITS, SIZE = 3, 1000

@@ -36,10 +36,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.measure import Settings, say
 from benchmarks.number_regression import WIDTH, fit, small_llama
+from benchmarks.paper.models import load_model_and_tokenizer
 from benchmarks.runs import Runs
 from otloss import ordinal_loss
 from otloss_llm import NumberCost, RatingCost, parse_objective, token_loss
-from otloss_llm.models.loading import load_model_and_tokenizer
 
 NAME = "ratings"
 SCALE, LOWEST = 9, -4  # ratings, and the first of them

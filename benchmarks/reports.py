@@ -19,8 +19,8 @@ from scipy import stats
 
 from benchmarks.charts import panels, save
 from benchmarks.measure import FOLDER, Row
-from otloss_llm.experiments.frontier import Difference, Frontier, at_equal_recall
-from otloss_llm.experiments.tables import half_interval
+from benchmarks.paper.frontier import Difference, Frontier, at_equal_recall
+from benchmarks.paper.tables import half_interval
 
 REPORTS = FOLDER.parent / "docs/reports"
 SEEDS = 3  # of a cell that is complete

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks.measure import Settings, hardware, say, table
-from otloss_llm.experiments.tables import Mean, half_interval
+from benchmarks.paper.tables import Mean, half_interval
 
 KEYS, MACHINE = ("case", "arm", "seed"), ("hardware", "torch")
 

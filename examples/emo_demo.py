@@ -24,15 +24,17 @@ from docstring_corpus import docstring_corpus
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from benchmarks.paper.arguments import RunArguments
+from benchmarks.paper.data.blocks import PackedBlocks
+from benchmarks.paper.data.text import split_documents
+from benchmarks.paper.frontier import Difference, at_equal_recall
+from benchmarks.paper.frontier_report import Frontiers, frontiers_of, write_frontiers
+from benchmarks.paper.models import load_model
+from benchmarks.paper.oracle import Oracle, run_oracle
+from benchmarks.paper.runs import train_run
 from otloss_llm import MLE
-from otloss_llm.cli.arguments import ObjectiveTrainingArguments
-from otloss_llm.data import PackedBlocks, split_documents, train_bpe_tokenizer
+from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.evaluation import perplexity
-from otloss_llm.experiments.frontier import Difference, at_equal_recall
-from otloss_llm.experiments.frontier_report import Frontiers, frontiers_of, write_frontiers
-from otloss_llm.experiments.oracle import Oracle, run_oracle
-from otloss_llm.models.loading import load_model
-from otloss_llm.training.runs import train_run
 
 BLOCK, VOCABULARY = 128, 1024
 MLE_ARM, DEFAULT, RAW, RANDOM = "mle", "emo/all-but-the-top", "emo/source", "emo/random"
@@ -92,7 +94,7 @@ def main(arguments: list[str] | None = None, packages: tuple[str, ...] = ("scipy
     source = options.output / "source"
     # On the same number of tokens, 4 blocks per step reach half the perplexity of 16.
     steps = scaled(1000)
-    args = ObjectiveTrainingArguments(
+    args = RunArguments(
         output_dir=str(source), max_steps=steps, per_device_train_batch_size=4, learning_rate=3e-3, weight_decay=0.1,
         lr_scheduler_type="cosine", warmup_steps=max(1, steps // 20), adam_beta2=0.98, logging_steps=10, use_cpu=True,
         save_steps=scaled(200), save_total_limit=1, seed=0,
@@ -100,7 +102,7 @@ def main(arguments: list[str] | None = None, packages: tuple[str, ...] = ("scipy
     settings: dict[str, Any] = {"blocks": train.fingerprint}
     train_run(small_llama(len(tokenizer)), tokenizer, train, args=args, objective=MLE(), cost=None, settings=settings,
               bar="source")  # fmt: skip
-    score = perplexity(load_model(str(source)), test)
+    score = perplexity(load_model(str(source)), test.ids)
     print(f"Its perplexity on docstrings it has not seen is {score.perplexity:.1f}.", flush=True)
 
     print("Students of the source, with each objective from one start.", flush=True)

@@ -42,7 +42,6 @@ from transformers import (
 from transformers.utils import logging
 
 from otloss_llm import NumberCost, NumberSettings, ObjectiveTrainer
-from otloss_llm.data.questions import AnsweredQuestions, Question
 from otloss_llm.evaluation import number_distributions, score_number_distributions
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -61,11 +60,12 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="end", pad_token="end", unk_token="end")
 
 
-def rows(count: int, seed: int) -> list[Question]:
+def rows(count: int, seed: int) -> list[tuple[str, str]]:
+    """Return prompts and their answers."""
     random = np.random.default_rng(seed)
     x = random.integers(0, 100, (count, 3))
     y = (x[:, :2].mean(axis=1) + 5 * random.standard_normal(count)).round().clip(0, 99).astype(int)
-    return [Question(f"x {a} y {b} z {c} ?", str(answer)) for (a, b, c), answer in zip(x, y, strict=True)]
+    return [(f"x {a} y {b} z {c} ?", str(answer)) for (a, b, c), answer in zip(x, y, strict=True)]
 
 
 def small_llama(vocab: int, seed: int) -> LlamaForCausalLM:
@@ -76,9 +76,14 @@ def small_llama(vocab: int, seed: int) -> LlamaForCausalLM:
     ))  # fmt: skip
 
 
-def trained(train: list[Question], tokenizer: Any, arm: dict[str, Any], *, steps: int, seed: int) -> LlamaForCausalLM:
+def trained(
+    train: list[tuple[str, str]], tokenizer: Any, arm: dict[str, Any], *, steps: int, seed: int
+) -> LlamaForCausalLM:
     model = small_llama(len(tokenizer), seed)
-    data = AnsweredQuestions.from_questions(train, tokenizer, max_length=32)
+    data = []
+    for prompt, answer in train:
+        ids, labels = tokenizer(prompt)["input_ids"], tokenizer(f"{answer} end")["input_ids"]
+        data.append({"input_ids": ids + labels, "labels": [-100] * len(ids) + labels})
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=32, learning_rate=2e-3, warmup_steps=20,
@@ -91,10 +96,11 @@ def trained(train: list[Question], tokenizer: Any, arm: dict[str, Any], *, steps
     return model
 
 
-def scores(model: LlamaForCausalLM, tokenizer: Any, test: list[Question]) -> list[float]:
+def scores(model: LlamaForCausalLM, tokenizer: Any, test: list[tuple[str, str]]) -> list[float]:
     """Return the mean absolute errors of three decisions, and the CRPS; every number is one token."""
-    predicted = number_distributions(model, tokenizer, test, longest=1)
-    right = [float(question.answer) for question in test]
+    prompts, answers = zip(*test, strict=True)
+    predicted = number_distributions(model, tokenizer, prompts, longest=1)
+    right = list(map(float, answers))
     greedy = [float(one.values[one.probabilities.argmax()]) for one in predicted]
     by = [score_number_distributions(predicted, right, by=decision) for decision in ("mean", "median")]
     errors = [score.mean_absolute_error for score in by]

@@ -79,16 +79,17 @@ def small_model(steps: int = 150) -> tuple[Any, Any]:
     """A Llama and its tokenizer, trained on docstrings for some steps of 8 x 128 tokens."""
     from emo_demo import BLOCK, small_llama
 
-    from otloss_llm.data import PackedBlocks, train_bpe_tokenizer
+    from otloss_llm.data import train_bpe_tokenizer
 
     texts = list(chain.from_iterable(map(docstring_corpus, PARTS)))
     tokenizer = train_bpe_tokenizer(texts, 1024)
     model, generator = small_llama(len(tokenizer)), torch.Generator().manual_seed(0)
-    blocks = PackedBlocks.from_texts(texts, tokenizer, BLOCK, progress=False)
+    ids_of_texts = tokenizer(texts, verbose=False)["input_ids"]
+    stream = [token for ids in ids_of_texts for token in (*ids, tokenizer.eos_token_id)]
+    blocks = torch.tensor(stream[: len(stream) // BLOCK * BLOCK]).view(-1, BLOCK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
-        rows = torch.randint(len(blocks), (8,), generator=generator).tolist()
-        ids = torch.stack([torch.as_tensor(blocks[row]["input_ids"]) for row in rows])
+        ids = blocks[torch.randint(len(blocks), (8,), generator=generator)]
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()

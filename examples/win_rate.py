@@ -8,9 +8,7 @@ orders wins, otherwise the pair is a tie. With w wins, t ties and n pairs
 
 A judge that only prefers a position gives ties, and the share of verdicts for A shows it.
 
-    python -m otloss_llm generate --model_name_or_path runs/mle --prompts_file asked.txt --output_file mle.jsonl
-    python -m otloss_llm generate --model_name_or_path runs/emo --prompts_file asked.txt --output_file emo.jsonl
-    python examples/win_rate.py --judge JUDGE --first emo.jsonl --second mle.jsonl
+    python examples/win_rate.py --judge JUDGE --first runs/emo --second runs/mle --prompts asked.txt
     python examples/win_rate.py                       # of samples of stories260K at three temperatures
 
 Result: samples of stories260K at temperature 0.7 against 1.5, which it judges itself: 19 wins, 81 ties, no loss of 100
@@ -21,7 +19,6 @@ trained on docstrings for a minute.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -32,9 +29,10 @@ import data
 import torch
 from stand_ins import small_model
 
-from otloss_llm.evaluation import sample_texts, sequence_nll
+from benchmarks.paper.evaluation.likelihood import sequence_nll
+from benchmarks.paper.evaluation.sampling import sample_texts
+from benchmarks.paper.models import load_model_and_tokenizer
 from otloss_llm.evaluation.perplexity import context_length
-from otloss_llm.models.loading import load_model_and_tokenizer
 
 ASKED = """Which answer follows the instruction better?
 
@@ -101,12 +99,6 @@ def _rows(tokenizer: Any, text: str) -> tuple[list[list[int]], int]:
     return rows, next(i for i, (a, b) in enumerate(zip(*rows, strict=False)) if a != b)
 
 
-def _read(path: str) -> tuple[list[str], list[str]]:
-    """Prompts and continuations, as `generate --output_file` writes them."""
-    records = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [record["prompt"] for record in records], [record["continuation"] for record in records]
-
-
 def story_model(chosen: Path | None, quick: bool) -> tuple[Any, Any]:
     try:
         return load_model_and_tokenizer(str(data.folder(STORIES, chosen=chosen) / STORIES))
@@ -118,27 +110,29 @@ def story_model(chosen: Path | None, quick: bool) -> tuple[Any, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--judge", help="folder or name of a causal language model")
-    parser.add_argument("--first", help="JSON lines with prompt and continuation")
-    parser.add_argument("--second", help="the same, with answers to the same prompts in the same order")
+    parser.add_argument("--first", help="folder or name of the model whose answers are judged")
+    parser.add_argument("--second", help="that of the model they are compared with")
+    parser.add_argument("--prompts", type=Path, help="a text file with a prompt on each line")
     data.add_argument(parser)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     args = parser.parse_args(argv)
-    if args.first or args.second:
-        if not (args.judge and args.first and args.second):
-            parser.error("give all of --judge, --first and --second")
-        (prompts, first), (same, second) = _read(args.first), _read(args.second)
-        if prompts != same:
-            parser.error(f"{args.first} and {args.second} have other prompts; make both from one --prompts_file")
-        model, tokenizer = load_model_and_tokenizer(args.judge)
-        texts = [(Path(args.first).stem, first), (Path(args.second).stem, second)]
+    given = (args.first, args.second, args.prompts)
+    if any(given) and not (args.judge and all(given)):
+        parser.error("give all of --judge, --first, --second and --prompts")
+    model, tokenizer = load_model_and_tokenizer(args.judge) if args.judge else story_model(args.data, args.quick)
+    if args.prompts:
+        prompts = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        writers = [(Path(path).name, *load_model_and_tokenizer(path), 1.0, 0, 200) for path in given[:2]]
     else:
-        model, tokenizer = load_model_and_tokenizer(args.judge) if args.judge else story_model(args.data, args.quick)
-        prompts, texts = [opening for opening in OPENINGS for _ in range(1 if args.quick else 20)], []
-        settings = {"prompts": prompts, "max_new_tokens": 40, "progress": False}
-        for t in (0.7, 1.0, 1.5):
-            samples = sample_texts(model, tokenizer, temperature=t, seed=int(10 * t), **settings)
-            texts.append((f"T = {t}", [sample.continuation for sample in samples]))
+        prompts = [opening for opening in OPENINGS for _ in range(1 if args.quick else 20)]
+        writers = [(f"T = {t}", model, tokenizer, t, int(10 * t), 40) for t in (0.7, 1.0, 1.5)]
+    texts = []
+    for name, writer, its_tokenizer, t, seed, length in writers:
+        samples = sample_texts(
+            writer, its_tokenizer, prompts=prompts, temperature=t, seed=seed, max_new_tokens=length, progress=False
+        )
+        texts.append((name, [sample.continuation for sample in samples]))
     print(HEADING)
     for (name, one), (other_name, other) in combinations(texts, 2):
         result = judge_pairs(model, tokenizer, prompts, one, other, args.batch_size)

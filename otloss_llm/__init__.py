@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from otloss_llm import _start as _start  # before torch, for Ctrl-C while that is imported
+import otloss as _otloss
+
+if not hasattr(_otloss, "wasserstein_1d"):  # the package of that name on package indexes
+    raise ImportError(
+        f"import otloss finds another project at {_otloss.__file__}: pip uninstall otloss, then pip install "
+        "--force-reinstall --no-deps torch-otloss."
+    )
 
 # isort: split
 from otloss import __version__ as __version__

@@ -93,7 +93,14 @@ CALIBRATION = {"recalibration.py", "test_recalibration.py"}  # the slope of a ca
 PATTERN = re.compile(rf"(?<![a-zA-Z])(?:{'|'.join(WORDS)})(?![a-z])")
 TEXTS = [
     path
-    for pattern in ("otloss/**/*.py", "otloss_llm/**/*.py", "examples/*.py", "benchmarks/*.py", "tests/**/*.py", "*.md")
+    for pattern in (
+        "otloss/**/*.py",
+        "otloss_llm/**/*.py",
+        "examples/*.py",
+        "benchmarks/**/*.py",
+        "tests/**/*.py",
+        "*.md",
+    )
     for path in sorted(ROOT.glob(pattern))
     if path.name not in {Path(__file__).name, "CONTRIBUTING.md"}
 ] + sorted((ROOT / "docs").rglob("*.md"))

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCKS = BLOCK.findall(README)
+COMMAND = re.compile(r"^    python -m (otloss_llm|lm_eval) (.*)$", re.MULTILINE)
+TASK = re.compile(r"`(\w+\.yaml)`:\n\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)  # a file that a page names
 LINKS = re.findall(r"\]\(([^)\s]+)\)", README)
 # Pages whose blocks are parts of programs that this machine cannot run, and why.
 FRAGMENTS = {"guide/devices.md": "Megatron and torchtitan"}
@@ -63,11 +66,26 @@ def test_a_block_of_the_readme_runs_by_itself(
 @pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in FRAGMENTS], ids=name_of)
 def test_the_blocks_of_a_page_run_in_order(page: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert FRAGMENTS.keys() <= set(map(name_of, PAGES))
-    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    blocks = BLOCK.findall(text)
     need_packages_of("\n".join(blocks))
     names: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks, start=1):
         run(block, f"{name_of(page)}, block {number}", names, capsys)
+    for name, content in TASK.findall(text):
+        (empty_folder / name).write_text(content, encoding="utf-8")
+    for module, given in COMMAND.findall(text):
+        run_command(module, given)
+
+
+def run_command(module: str, given: str) -> None:
+    """A command of a page as it is printed, after the blocks of the page; of lm_eval where it is installed."""
+    if module == "otloss_llm":
+        from otloss_llm.cli import main
+
+        assert main(shlex.split(given)) == 0
+    elif find_spec(module) is not None:
+        subprocess.run([sys.executable, "-m", module, *shlex.split(given)], check=True, timeout=300)
 
 
 KERNELS = """

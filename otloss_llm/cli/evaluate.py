@@ -1,208 +1,125 @@
-"""`evaluate`: perplexity and transport cost of a model on text, its answers to questions, its labels of texts."""
+"""`evaluate`: perplexity, transport cost and calibration of a model on rows, and MAUVE of what it writes."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from otloss_llm.cli.arguments import EvaluateArguments, UsedModelArguments
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.data.labelled import LabelledText, read_labelled_texts
-from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions, spread, token_counts
-from otloss_llm.data.text import read_texts
-from otloss_llm.evaluation import (
-    answer_questions,
-    classify_in_context,
-    final_number,
-    number_distributions,
-    perplexity,
-    same_answer,
-    score_answers,
-    score_number_distributions,
-    score_number_labels,
-)
-from otloss_llm.evaluation.answer_scores import answer_style
-from otloss_llm.evaluation.number_decoding import check_decision
-from otloss_llm.evaluation.perplexity import context_length
-from otloss_llm.models.heads import is_encoder_decoder
-from otloss_llm.models.loading import load_model_and_tokenizer
-from otloss_llm.training.folders import write_text
-from otloss_llm.training.loading import load_cost, named_source
+from otloss_llm.cli.rows import checked_split, load_splits
+from otloss_llm.cli.settings import Asked, parse
+from otloss_llm.cli.trainer import build_trainer, load_model
+from otloss_llm.losses.positions import IGNORE_INDEX
 
-LONGEST_NUMBER = 12  # tokens of a number that --decode reads
+BINS = 15  # of confidence
+MEASURES = ("loss", "nll", "perplexity", "transport_cost", "entropy", "accuracy", "calibration_error", "aux_loss")
 
 
-def run(model_args: UsedModelArguments, args: EvaluateArguments) -> tuple[str, int]:
-    """Returns what goes to stdout, and the exit code."""
-    # Files are read, and answers checked, before a model is loaded.
-    texts = read_texts(args.text, text_column=args.text_column) if args.text else []
-    questions = read_questions(args.questions) if args.questions else []
-    style = answer_style([question.answer for question in questions], args.answer_style) if questions else ""
-    _check_decode(args.decode, style)
-    if args.num_questions is not None and questions:
-        questions = spread(questions, args.num_questions)
-    task = _read_task(args) if args.in_context else None
-    model, tokenizer = load_model_and_tokenizer(
-        model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
-    )
-    model = model.to(model_args.device)
-    results: dict[str, Any] = {"model": model_args.model_name_or_path}
-    if texts:
-        results |= _score_text(model, tokenizer, PackedBlocks.from_texts(texts, tokenizer, args.block_size), args)
-    if questions:
-        results |= _score_questions(model, tokenizer, questions, style, args)
-    if task is not None:
-        results |= _score_task(model, tokenizer, *task, args)
-    text = json.dumps(results, indent=2)
-    if args.output_file:
-        write_text(Path(args.output_file), text + "\n")
-    return text, 0
+@dataclass
+class EvaluateArguments:
+    """What is measured beside the loss."""
+
+    mauve_model: str | None = field(
+        default=None,
+        metadata={"help": "Also print MAUVE of sampled continuations, with features of this GPT-2 or BERT (gpt2-large "
+                  "in the literature), by the package mauve-text."},
+    )  # fmt: skip
+    mauve_rows: int = field(default=1000, metadata={"help": "Rows that are continued for MAUVE, the first ones."})
 
 
-def _check_decode(decode: str, style: str) -> None:
-    if decode == "greedy":
-        return
-    check_decision(decode)
-    if style != "mathematics":
-        raise ValueError(
-            f"--decode {decode} reads numbers that begin an answer, and answers of the style {style or 'none'} "
-            "begin with a solution, or there are no --questions; leave it out."
+def asked_for(arguments: Sequence[str]) -> Asked:
+    return parse("evaluate", arguments, EvaluateArguments)
+
+
+def run(asked: Asked) -> str:
+    """Return the measures as JSON: of the test split, or of the only one."""
+    args, script, (wanted,) = asked.args, asked.script, asked.others
+    mauve = None if wanted.mauve_model is None else _import_mauve()
+    splits = load_splits(script, asked.mixture, seed=args.seed)
+    name = next(iter(splits)) if len(splits) == 1 else script.dataset_test_split
+    rows = checked_split(splits, name, "name one with --dataset_test_split", text_field=args.dataset_text_field)
+    if args.assistant_only_loss is None:
+        args.assistant_only_loss = "messages" in next(iter(rows))
+    model, tokenizer = load_model(asked)
+    with TemporaryDirectory() as folder:
+        args.output_dir, args.eval_strategy = folder, "no"
+        trainer = build_trainer(
+            asked, model, tokenizer, rows, None, compute_metrics=calibration, preprocess_logits_for_metrics=confidences
         )
+        trainer.eval_dataset = trainer.train_dataset  # tokenised once
+        evaluated = trainer.evaluate()
+    measures = {name: evaluated[f"eval_{name}"] for name in MEASURES if f"eval_{name}" in evaluated}
+    if mauve is not None:
+        texts, references = continuations(trainer, wanted.mauve_rows)
+        device = torch.cuda.current_device() if trainer.args.device.type == "cuda" else -1
+        measures["mauve"] = float(mauve.compute_mauve(
+            p_text=references, q_text=texts, featurize_model_name=wanted.mauve_model, device_id=device
+        ).mauve)  # fmt: skip
+    return json.dumps(measures, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
 
 
-def _read_task(args: EvaluateArguments) -> tuple[list[LabelledText], list[LabelledText], list[str]]:
-    """Return texts to classify, texts to show, and candidates."""
-    named = {written: name or written for written, _, name in (label.partition("=") for label in args.labels)} or None
-    source = args.in_context_train or args.in_context
-    assert args.in_context is not None
-    assert source is not None
-    train = read_labelled_texts(source, labels=named)
-    candidates = list(named.values()) if named else sorted({item.label for item in train})
-    if args.in_context_train:
-        test = read_labelled_texts(args.in_context, labels=named or dict(zip(candidates, candidates, strict=True)))
-        return spread(test, args.num_questions or len(test)), train, candidates
-    chosen = set(spread(range(len(train)), args.num_questions or len(train)))
-    test = [item for i, item in enumerate(train) if i in chosen]
-    train = [item for i, item in enumerate(train) if i not in chosen]
-    if args.demonstrations and not train:
-        raise ValueError(
-            f"all {len(test)} texts of {args.in_context!r} are classified, so none is left to show; give "
-            "--in_context_train, fewer --num_questions, or --demonstrations 0."
-        )
-    return test, train, candidates
+def _import_mauve() -> Any:
+    try:
+        import mauve
+    except ImportError as error:
+        raise ImportError("--mauve_model needs the package mauve-text: pip install mauve-text") from error
+    return mauve
 
 
-def _score_task(
-    model: Any, tokenizer: Any, test: list[LabelledText], train: list[LabelledText], candidates: list[str],
-    args: EvaluateArguments,
-) -> dict[str, Any]:  # fmt: skip
-    settings: dict[str, Any] = {
-        "demonstrations": args.demonstrations,
-        "retriever": args.retriever,
-        "scoring": args.scoring,
-    }
-    template = args.template.replace("\\n", "\n")
-    scores = dataclasses.asdict(
-        classify_in_context(
-            model, tokenizer, test, train, labels=candidates, template=template, batch_size=args.batch_size, **settings
-        )
-    )
-    lines = [
-        {"text": item.text, "expected": item.label, "predicted": prediction, "correct": prediction == item.label}
-        for item, prediction in zip(test, scores.pop("predictions"), strict=True)
-    ]
-    if args.predictions_file:
-        write_text(Path(args.predictions_file), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    sizes = {"texts": len(test), "shown_from": len(train), "labels": candidates, "template": template}
-    return {"in_context": {"task": args.in_context} | settings | sizes | scores}
+def confidences(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return of each position the largest probability and its token: what calibration needs of the logits."""
+    return torch.stack(logits.float().softmax(-1).max(-1), dim=-1)
 
 
-def _score_text(model: Any, tokenizer: Any, blocks: PackedBlocks, args: EvaluateArguments) -> dict[str, Any]:
-    source = named_source(args.cost_embedding)
-    cost = load_cost(source, model).to(model.device)
-    scores = perplexity(model, blocks, batch_size=args.batch_size, cost=cost)
-    settings = {
-        "text": args.text,
-        "blocks": blocks.fingerprint,
-        "cost_embedding": source,
-    }
-    results = settings | dataclasses.asdict(scores) | {"perplexity": scores.perplexity}
-    numbers = score_number_labels(model, tokenizer, blocks, batch_size=args.batch_size)
-    return results if numbers is None else results | {"number_tokens": dataclasses.asdict(numbers)}
+def calibration(evaluated: Any) -> dict[str, float]:
+    """Return the accuracy of the most probable tokens, and their expected calibration error.
+
+    The error is the mean over tokens of |accuracy - mean confidence| in bins of equal width of the confidence.
+    """
+    labels = evaluated.label_ids[:, 1:]
+    valid = labels != IGNORE_INDEX
+    confidence, token = np.moveaxis(evaluated.predictions[:, :-1][valid], -1, 0)
+    correct = token == labels[valid]
+    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    errors = np.bincount(bins, weights=correct - confidence.astype(np.float64), minlength=BINS)
+    return {"accuracy": float(correct.mean()), "calibration_error": float(np.abs(errors).sum() / len(bins))}
 
 
-def _score_questions(
-    model: Any, tokenizer: Any, questions: list[Question], style: str, args: EvaluateArguments
-) -> dict[str, Any]:
-    lengths = token_counts(questions, tokenizer, encoder_decoder=is_encoder_decoder(model))
-    longest = max(answer for _, answer in lengths)
-    cut_short = sum(answer > args.max_new_tokens for _, answer in lengths)
-    if cut_short:
-        print(
-            f"note: {cut_short} of {len(questions)} right answers are longer than max_new_tokens={args.max_new_tokens} "
-            f"(the longest has {longest}), and cannot be given; raise --max_new_tokens",
-            file=sys.stderr,
-        )
-    # Scored before anything is answered, so that an error there loses no answers.
-    numbers = _score_answer_tokens(model, tokenizer, questions, lengths, args.batch_size)
-    predicted, decoded = _answers(model, tokenizer, questions, args)
-    expected = [question.answer for question in questions]
-    if args.predictions_file:
-        lines = [
-            {"question": question.question, "expected": question.answer, "predicted": answer,
-             "correct": same_answer(answer, question.answer, style)}
-            for question, answer in zip(questions, predicted, strict=True)
-        ]  # fmt: skip
-        write_text(Path(args.predictions_file), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    scores = score_answers(predicted, expected, style=style, kinds=[question.kind for question in questions])
-    settings = {"questions": args.questions, "answer_style": style, "max_new_tokens": args.max_new_tokens}
-    return settings | {"cut_short": cut_short, "answers": dataclasses.asdict(scores)} | numbers | decoded
+def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
+    """Sample from the model's distribution what follows the prompts of rows, or the first half of text.
+
+    Returns the samples, as long as what follows in the data or shorter, and what follows in the data.
+    """
+    tokenizer, texts, references = trainer.processing_class, [], []
+    tokenizer.padding_side = "left"
+    torch.manual_seed(trainer.args.seed)
+    for batch in _batches(trainer.train_dataset, count, trainer.args.per_device_eval_batch_size):
+        starts = [_start(row) for row in batch]
+        prompts = [row["input_ids"][:start] for row, start in zip(batch, starts, strict=True)]
+        rests = [row["input_ids"][start:] for row, start in zip(batch, starts, strict=True)]
+        inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(trainer.model.device)
+        out = trainer.model.generate(
+            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(map(len, rests)),
+            pad_token_id=tokenizer.pad_token_id,
+        )[:, inputs["input_ids"].shape[1] :]  # fmt: skip
+        cut = [ids[: len(rest)] for ids, rest in zip(out.tolist(), rests, strict=True)]
+        texts += tokenizer.batch_decode(cut, skip_special_tokens=True)
+        references += tokenizer.batch_decode(rests, skip_special_tokens=True)
+    return texts, references
 
 
-def _answers(
-    model: Any, tokenizer: Any, questions: list[Question], args: EvaluateArguments
-) -> tuple[list[str], dict[str, Any]]:
-    """Return the answers, and what is to be said of the distributions that they were decoded from."""
-    if args.decode == "greedy":
-        settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
-        return answer_questions(model, tokenizer, questions, **settings), {}
-    distributions = number_distributions(
-        model, tokenizer, questions, longest=min(args.max_new_tokens, LONGEST_NUMBER), batch_size=args.batch_size
-    )
-    predicted = [np.format_float_positional(one.decode(args.decode), precision=6, trim="-") for one in distributions]
-    right = [final_number(question.answer) for question in questions]
-    pairs = [(one, y) for one, y in zip(distributions, right, strict=True) if y is not None]
-    said: dict[str, Any] = {"decode": args.decode}
-    if pairs:
-        scores = score_number_distributions(*zip(*pairs, strict=True), by=args.decode)
-        said["number_distributions"] = dataclasses.asdict(scores)
-    return predicted, said
+def _batches(rows: Any, count: int, size: int) -> Iterator[list[dict[str, list[int]]]]:
+    taken = list(rows.take(count))
+    return (taken[i : i + size] for i in range(0, len(taken), size))
 
 
-def _score_answer_tokens(
-    model: Any, tokenizer: Any, questions: list[Question], lengths: list[tuple[int, int]], batch_size: int
-) -> dict[str, Any]:
-    """Return scores of the number tokens in right answers, given the true tokens before them; {} if there are none."""
-    if tokenizer.eos_token_id is None:  # rows of answers end with EOS
-        print("note: the tokenizer has no EOS, so answer_number_tokens is left out", file=sys.stderr)
-        return {}
-    context = context_length(model) or sys.maxsize
-    both = is_encoder_decoder(model)
-    together = max if both else sum
-    rows = [question for question, length in zip(questions, lengths, strict=True) if together(length) < context]
-    if len(rows) < len(questions):
-        print(
-            f"note: {len(questions) - len(rows)} of {len(questions)} questions exceed the model's context with their "
-            "answers, and are left out of answer_number_tokens",
-            file=sys.stderr,
-        )
-    if not rows:
-        return {}
-    data = AnsweredQuestions.from_questions(rows, tokenizer, max_length=context, encoder_decoder=both)
-    scores = score_number_labels(model, tokenizer, data, batch_size=batch_size)
-    return {} if scores is None else {"answer_number_tokens": {"questions": len(rows)} | dataclasses.asdict(scores)}
+def _start(row: dict[str, list[int]]) -> int:
+    """Where the completion begins: the first label, or half of a row that has labels from its beginning."""
+    first = next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)
+    return first or max(1, len(row["input_ids"]) // 2)

@@ -86,7 +86,7 @@ def token_texts(tokenizer: Any) -> list[str | None]:
         TypeError: not a tokenizer.
 
     Example:
-        >>> from otloss_llm.data.blocks import train_bpe_tokenizer
+        >>> from otloss_llm.data import train_bpe_tokenizer
         >>> tokenizer = train_bpe_tokenizer(["7 7 7 7"], 258)
         >>> tokenizer.convert_ids_to_tokens([0, 23, 257]), [token_texts(tokenizer)[i] for i in (0, 23, 257)]
         (['<|endoftext|>', '7', 'Ġ7'], [None, '7', ' 7'])
@@ -147,7 +147,7 @@ class NumberTokens:
                 tokenizer without number tokens.
 
         Example:
-            >>> from otloss_llm.data.blocks import train_bpe_tokenizer
+            >>> from otloss_llm.data import train_bpe_tokenizer
             >>> print(NumberTokens.of(train_bpe_tokenizer(["7 7 7 7"], 258), vocab_size=264).coverage())
             11 of 264 tokens are numbers: 10 values from 0 to 9
             by count of digits: 1: 11

@@ -26,7 +26,6 @@ from torch import Tensor
 from otloss.losses import crps
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import read_number
-from otloss_llm.data.questions import SEPARATOR, Question, prompt_ids
 from otloss_llm.evaluation.perplexity import check_batch_size, check_fit
 from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder
 
@@ -123,61 +122,59 @@ def check_decision(by: str | float) -> float | None:
 def decode_numbers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[Question],
+    prompts: Sequence[str],
     *,
     by: str | float = "median",
     longest: int = 8,
     beam: int = 128,
     batch_size: int = 32,
-    separator: str = SEPARATOR,
 ) -> list[float]:
-    """Return the mean, the median or a quantile of the model's distribution over numbers, for each question.
+    """Return the mean, the median or a quantile of the model's distribution over numbers, for each prompt.
 
     Args:
         by: "mean", "median" or the level of a quantile.
-        longest, beam, batch_size, separator: as in `number_distributions`, which keeps the distributions.
+        prompts, longest, beam, batch_size: as in `number_distributions`, which keeps the distributions.
 
     Raises:
         ValueError: as `number_distributions`, or for another decision.
     """
     check_decision(by)
-    results = number_distributions(
-        model, tokenizer, questions, longest=longest, beam=beam, batch_size=batch_size, separator=separator
-    )
+    results = number_distributions(model, tokenizer, prompts, longest=longest, beam=beam, batch_size=batch_size)
     return [distribution.decode(by) for distribution in results]
 
 
 def number_distributions(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[Question],
+    prompts: Sequence[str],
     *,
     longest: int = 8,
     beam: int = 128,
     batch_size: int = 32,
-    separator: str = SEPARATOR,
 ) -> list[NumberDistribution]:
-    """Return the model's distribution over numbers right after each prompt, in the order of the questions.
+    """Return the model's distribution over numbers right after each prompt, in the order of the prompts.
 
-    The prompts are those of `answer_questions`. Answers that begin with other text, as solutions do, have little mass.
-    The model runs in eval mode, and its mode is restored.
+    Answers that begin with other text, as solutions do, have little mass. The model runs in eval mode, and its mode is
+    restored.
 
     Args:
+        prompts: as the model was trained on them, with a line break or blank at their end where there was one. The
+            encoder of an encoder-decoder reads them.
         longest: tokens of a number at most. With 1 a number is one token, whatever follows: one pass of the model.
-        beam: beginnings of numbers that are kept for each question after each token, the most probable ones.
+        beam: beginnings of numbers that are kept for each prompt after each token, the most probable ones.
         batch_size: sequences that the model is given at a time.
 
     Raises:
-        ValueError: no question, a setting below 1, a tokenizer without number tokens, a prompt that with `longest`
+        ValueError: no prompt, a setting below 1, a tokenizer without number tokens, a prompt that with `longest`
             tokens exceeds the context, or no number among the beginnings that were kept.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from otloss_llm.data.blocks import train_bpe_tokenizer
+        >>> from otloss_llm.data import train_bpe_tokenizer
         >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
         >>> _ = torch.manual_seed(0)
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
-        >>> answer = number_distributions(model, tokenizer, [Question("1 + 1", "2")], longest=1)[0]
+        >>> answer = number_distributions(model, tokenizer, ["1 + 1 = "], longest=1)[0]
         >>> answer.values.tolist(), 4 < answer.decode("mean") < 5
         ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], True)
     """
@@ -185,19 +182,20 @@ def number_distributions(
     for name, setting in (("longest", longest), ("beam", beam)):
         if setting < 1:
             raise ValueError(f"{name} is {setting}, expected 1 or more.")
-    if not questions:
-        raise ValueError("questions is an empty list; give at least one question.")
+    if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        raise ValueError(
+            f"prompts is {prompts!r}, expected a list of texts; give at least one, and none that is empty."
+        )
     rows = find_head(model).weight.shape[0]
     tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
     parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
     both = is_encoder_decoder(model)
-    prompts = prompt_ids(questions, tokenizer, separator=separator, encoder_decoder=both)
     results = []
     with evaluation_mode(model):
-        for question, prompt in zip(questions, prompts, strict=True):
-            check_fit(model, len(prompt) + longest - 1, min(prompt), max(prompt))
-            ended = _numbers_after(model, prompt, parts, longest=longest, beam=beam, batch_size=batch_size)
-            results.append(_distribution(ended, question, longest))
+        for prompt, ids in zip(prompts, _prompt_ids(tokenizer, prompts, encoder_decoder=both), strict=True):
+            check_fit(model, len(ids) + longest - 1, min(ids), max(ids))
+            ended = _numbers_after(model, ids, parts, longest=longest, beam=beam, batch_size=batch_size)
+            results.append(_distribution(ended, prompt, longest))
     return results
 
 
@@ -277,6 +275,15 @@ class _Unfinished(NamedTuple):
         return read_number(self.text.rstrip("."))
 
 
+def _prompt_ids(tokenizer: Any, prompts: Sequence[str], *, encoder_decoder: bool) -> list[list[int]]:
+    """Return the ids that a model reads before it answers: with BOS, where texts begin with it, and without EOS."""
+    settings = {"add_special_tokens": encoder_decoder, "truncation": False, "padding": False, "verbose": False}
+    rows = tokenizer(list(prompts), **settings)["input_ids"]
+    bos = tokenizer.bos_token_id
+    begins = not encoder_decoder and bos is not None and bos in tokenizer("")["input_ids"]
+    return [[bos, *ids] for ids in rows] if begins else rows
+
+
 def _numbers_after(
     model: Any, prompt: list[int], parts: _Parts, *, longest: int, beam: int, batch_size: int
 ) -> dict[float, float]:
@@ -324,10 +331,10 @@ def _add(ended: dict[float, float], value: float, log_p: float) -> None:
     ended[value] = float(terms.logsumexp(0))
 
 
-def _distribution(ended: dict[float, float], question: Question, longest: int) -> NumberDistribution:
+def _distribution(ended: dict[float, float], prompt: str, longest: int) -> NumberDistribution:
     if not ended:
         raise ValueError(
-            f"no number of at most {longest} tokens is among the likely answers to {question.question!r}; expected "
+            f"no number of at most {longest} tokens is among the likely answers to {prompt!r}; expected "
             "answers that begin with one: raise longest or beam, or decode this model greedily."
         )
     values = torch.tensor(sorted(ended), dtype=torch.float64)

@@ -14,7 +14,6 @@ A head is a linear layer of torch, or one of these:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,6 +156,11 @@ def _linear(module: Any, model_name: str) -> nn.Module:
     layer: nn.Module = getattr(module, "token_adapter", module)  # PEFT trains some rows of the head
     if hasattr(layer, "get_merged_weights"):
         return layer
+    if isinstance(layer, nn.Embedding):  # FSMT names that of its input
+        raise TypeError(
+            f"{model_name} names an embedding as its output layer, not the linear layer that makes its logits, so its "
+            "loss cannot be fused; use token_loss on the model's own logits, or another model (Marian)."
+        )
     if hasattr(layer, "lora_A") or hasattr(layer, "base_layer"):
         raise TypeError(
             f"the head of {model_name} is wrapped in {type_name(layer)}, whose logits are more than one linear map; "
@@ -291,13 +295,6 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def few_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Return ids (2, 4) that differ in their last token only, to observe what a model or its decoder does."""
-    device = next((weight.device for weight in model.parameters() if not weight.is_meta), "cpu")
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=device)
-    return {"input_ids": ids[[0, 0]], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
-
-
 def label_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the labels of a batch of rows with answers, and the logits of the positions that predict them."""
     inputs, labels = {key: batch[key] for key in ("input_ids", "attention_mask")}, batch["labels"]
@@ -313,40 +310,4 @@ def check_decoder_only(model: nn.Module, what: str) -> None:
         raise ValueError(
             f"{what} need a causal language model, got the encoder-decoder {type(model).__name__}; it takes questions "
             "with answers."
-        )
-
-
-def shifts_labels(model: nn.Module) -> bool:
-    """Return whether the model's own loss scores label t at position t - 1, as those of causal language models do.
-
-    The decoders of BART, Pegasus, TrOCR, Whisper and others score it at t, which nothing in their configs says, so the
-    model is run with the first label alone: a loss that shifts does not score it. True where the model has no loss of
-    its own.
-    """
-    if "labels" not in inspect.signature(model.forward).parameters:
-        return True
-    inputs = few_inputs(model)
-    labels = torch.full_like(inputs["input_ids"], -100)
-    labels[:, 0] = 1
-    try:
-        with evaluation_mode(model):
-            loss = model(**inputs, labels=labels)["loss"]
-    except Exception:  # A model without such a loss, or one that fails here, gives no information.
-        return True
-    return not bool(loss > 0)  # NaN or 0 where no label is scored
-
-
-def check_causal(model: nn.Module) -> None:
-    """Raise ValueError if the model sees tokens to the right of the position that predicts them.
-
-    An encoder such as BERT or a permutation model such as XLNet can be loaded as a causal LM; it reads the tokens that
-    it has to predict, and reaches perplexity 1. No field of a config identifies them reliably, so the model is run.
-    """
-    with evaluation_mode(model):
-        outputs = model(**few_inputs(model))
-    first, second = outputs["logits"][:, :3].float()
-    if (first - second).abs().max() > 1e-5 * first.abs().max():
-        raise ValueError(
-            f"the model ({type(model).__name__}) sees the tokens to its right, so it is not a causal language model; "
-            "use a decoder, or one trained with is_decoder=true."
         )

@@ -1,19 +1,16 @@
-"""Batches as the trainers of transformers make and hand them over: labels and their weights, collators, text."""
+"""Batches as the trainers of transformers make and hand them over: labels and their weights, padding, counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
-from torch.utils.data import Subset
 from transformers import default_data_collator
 
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.data.hugging_face import is_untokenised, tokenised
-from otloss_llm.data.questions import AnsweredQuestions, pad_questions
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 TOKEN_WEIGHT = "token_weight"  # a column of the data set
@@ -110,43 +107,60 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
     return {key: padded(key) for key in masked[0]}
 
 
-def collator_for(train: Any, evaluation: Any) -> Any:
-    """The collator of `PackedBlocks`, `AnsweredQuestions` or a `Subset` of them; None for other datasets."""
-    rows = train if train is not None else evaluation
-    if isinstance(rows, dict):  # several to evaluate on, by name
-        rows = next(iter(rows.values()), None)
-    while isinstance(rows, Subset):
-        rows = rows.dataset
-    if isinstance(rows, PackedBlocks):
-        return default_data_collator  # blocks are of one length: nothing to pad
-    return pad_questions if isinstance(rows, AnsweredQuestions) else None
+def collate_tokens(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Any]:
+    """`pad_rows` for rows of token ids, transformers' default for others with labels (of images or sound).
 
-
-def collator_of_ids(train: Any, evaluation: Any, *, aligned: bool) -> Any:
-    """`pad_rows` for rows of token ids and labels, which the default of transformers cannot pad; None for others."""
-    rows = train if train is not None else evaluation
-    return partial(pad_rows, aligned=aligned) if {"input_ids", "labels"} <= set(columns_of(rows)) else None
-
-
-def tokenised_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
-    """The rows; a `datasets.Dataset` of text is tokenised, also among several by name.
-
-    Raises ValueError for a list of strings, which says nothing about where rows end.
+    Raises ValueError for rows that are not tokenised.
     """
-    if isinstance(rows, dict):
-        return {name: tokenised_rows(part, tokenizer, max_length) for name, part in rows.items()}
-    if isinstance(rows, list | tuple) and rows and isinstance(rows[0], str):
+    columns = items[0] if isinstance(items[0], Mapping) else ()
+    check_tokenised(columns, items[0])
+    batch: dict[str, Any] = pad_rows(items, aligned=aligned) if "input_ids" in columns else default_data_collator(items)
+    return batch
+
+
+def check_rows_tokenised(rows: Any) -> None:
+    """Raise ValueError for a data set, or one among several by name, whose columns are known and not tokenised."""
+    for part in rows.values() if isinstance(rows, dict) else [rows]:
+        columns = columns_of(part)
+        text = isinstance(part, list) and bool(part) and isinstance(part[0], str)
+        if columns or text:
+            check_tokenised(columns, part[0] if text else columns)
+
+
+def check_tokenised(columns: Iterable[str], shown: Any) -> None:
+    """Raise ValueError unless there are token ids or labels among the columns; `shown` is for the message."""
+    if not {"input_ids", "labels"} & set(columns):
+        what = f"columns {sorted(columns)}" if columns else f"no columns, but are {str(shown)[:40]!r}"
         raise ValueError(
-            "the rows are strings; give PackedBlocks.from_texts(texts, tokenizer, block_size) for packed text, or "
-            'datasets.Dataset.from_dict({"text": texts}) for a row of each.'
+            f"the rows have {what}, and this trainer takes tokenised ones (input_ids and labels), as transformers' "
+            "Trainer does. Text, prompts with completions and conversations are prepared by TRL's trainer: class "
+            "EMOTrainer(ObjectiveMixin, SFTTrainer). Rows of another kind need a data_collator."
         )
-    if not is_untokenised(rows):
-        return rows
-    if has_weights(rows):
-        raise ValueError(
-            f"the dataset is text and has a column {TOKEN_WEIGHT}, whose tokens are not known; tokenise it "
-            "(input_ids, labels) with a weight for each token, and give a data_collator that pads all three."
-        )
-    if tokenizer is None:
-        raise ValueError("the dataset is text, and there is no tokenizer; give processing_class=tokenizer.")
-    return tokenised(rows, tokenizer, max_length=max_length)
+
+
+# ---- counts of labels -----------------------------------------------------------------------------------------------
+
+COUNTED_LABELS = 2**24  # more are not read: they are counted for a line in the log
+
+
+def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab"] | None:
+    """How often each token is a predicted label among the first 2^24, of a column of labels; None without one.
+
+    Args:
+        rows: a `datasets.Dataset` or a list of rows.
+        shifted: whether the first label of each row is not predicted.
+    """
+    if "labels" not in columns_of(rows) or not hasattr(rows, "__len__"):
+        return None
+    if hasattr(rows, "with_format"):
+        rows = rows.with_format("numpy", columns=["labels"])  # no lists of Python's numbers
+    counts, read = torch.zeros(vocab, dtype=torch.int64), 0
+    for start in range(0, len(rows), 1000):
+        chunk = rows[start : start + 1000]
+        columns = chunk["labels"] if isinstance(chunk, Mapping) else [row["labels"] for row in chunk]
+        labels = torch.from_numpy(np.concatenate([np.asarray(column)[int(shifted) :].ravel() for column in columns]))
+        counts += torch.bincount(labels[(labels >= 0) & (labels < vocab)].long(), minlength=vocab)
+        read += len(labels)
+        if read >= COUNTED_LABELS:
+            break
+    return counts

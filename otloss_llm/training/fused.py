@@ -53,7 +53,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def fused_loss(
-    model: nn.Module, transform: LogitTransform, score: Callable[[Tensor, ScoredHead], TokenLoss]
+    model: nn.Module,
+    transform: LogitTransform,
+    score: Callable[[Tensor, ScoredHead], TokenLoss],
+    *,
+    keep_output: bool = False,
 ) -> Iterator[None]:
     """Within this context a call of `model` returns `{"loss", "nll", "cost", ..., "aux_loss"}`.
 
@@ -64,6 +68,7 @@ def fused_loss(
         model: a causal LM of transformers, possibly wrapped (DDP, FSDP2, PEFT).
         transform: of the logits, as `measure_transform` returned it.
         score: called once with the head's input `(batch, length, d)` and the head.
+        keep_output: whether "output" is what the model returns beside its logits, such as hidden states.
 
     Raises:
         TypeError: the head is not supported.
@@ -78,10 +83,12 @@ def fused_loss(
         made["result"] = score(hidden, ScoredHead(weight, bias, *transform))
         return weight
 
-    def root_output(probe: Probe, output: Any) -> dict[str, Tensor]:
+    def root_output(probe: Probe, output: Any) -> dict[str, Any]:
         probe.check(transform)
         result: TokenLoss = made["result"]
         returned = {"loss": result.loss, **result.statistics()._asdict(), "aux_loss": auxiliary_loss(output)}
+        if keep_output and isinstance(output, dict):
+            returned["output"] = type(output)(**{k: v for k, v in output.items() if k not in ("loss", "logits")})
         return {name: tensor for name, tensor in returned.items() if tensor is not None}
 
     with _probed(root, head, scored, root_output):

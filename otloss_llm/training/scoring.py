@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import IGNORE_INDEX
@@ -20,11 +21,11 @@ from otloss_llm.training.predictions import TRAINING_TOKENS, logit_sums, predict
 
 
 class Scored(NamedTuple):
-    """The objective, the loss that balances experts if the model returns one, and logits if they were wanted."""
+    """The objective, the loss that balances experts if the model returns one, and the model's output if asked for."""
 
     result: TokenLoss
     auxiliary: Tensor | None
-    logits: Tensor | None = None
+    output: Any = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,13 @@ class Scoring:
     log_predictions: Callable[[Tensor], None] | None = None
 
     def from_hidden(
-        self, model: nn.Module, inputs: dict[str, Any], targets: Targets, transform: LogitTransform
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        targets: Targets,
+        transform: LogitTransform,
+        *,
+        keep_output: bool = False,
     ) -> Scored:
         """Inside the forward pass of the model, which forms no logits."""
 
@@ -53,8 +60,7 @@ class Scoring:
             if hidden.shape[:-1] != targets.labels.shape:
                 raise ValueError(
                     f"the head sees hidden states of shape {tuple(hidden.shape)}, labels have "
-                    f"{tuple(targets.labels.shape)}; models that add or drop positions (prompt tuning) are not "
-                    "supported."
+                    f"{tuple(targets.labels.shape)}; models that add or drop positions are not supported."
                 )
             labels = targets.labels.to(hidden.device)
             if self.log_predictions is not None and not hasattr(head.weight, "placements"):
@@ -65,20 +71,22 @@ class Scoring:
                 **head._asdict(), **self._settings(hidden.device, targets),
             )  # fmt: skip
 
-        with fused_loss(model, transform, score):
+        with fused_loss(model, transform, score, keep_output=keep_output):
             outputs = model(**inputs)
         result = TokenLoss(outputs["loss"], **{name: outputs.get(name) for name in Statistics._fields})
-        return _scored(result, outputs, targets)
+        return _scored(result, outputs, targets)._replace(output=outputs.get("output"))
 
     def from_logits(self, model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Scored:
-        """From the model's own logits, which are returned."""
+        """From the model's own logits, which are part of its output."""
         outputs = model(**inputs)
+        if not isinstance(outputs, dict):  # return_dict=False
+            outputs = CausalLMOutput(logits=outputs[0])
         logits = outputs["logits"]
         labels = targets.labels.to(logits.device)
         if self.log_predictions is not None:
             self.log_predictions(logit_sums(logits, labels))
         result = token_loss(logits, labels, **self._settings(logits.device, targets))
-        return _scored(result, outputs, targets)._replace(logits=logits)
+        return _scored(result, outputs, targets)._replace(output=outputs)
 
     def _settings(self, device: torch.device, targets: Targets) -> dict[str, Any]:
         items, weight = self.num_items, targets.token_weight

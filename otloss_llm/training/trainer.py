@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import math
 from typing import Any
@@ -13,35 +15,29 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.costs.vocabulary import TokenCost
-from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.losses.positions import check_kernel, cost_positions
-from otloss_llm.models.heads import (
-    check_causal,
-    few_inputs,
-    find_head,
-    is_encoder_decoder,
-    shifts_labels,
-    weights_kept,
-)
+from otloss_llm.models.heads import find_head, is_encoder_decoder, weights_kept
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
     Targets,
+    check_rows_tokenised,
     check_weights_kept,
-    collator_for,
-    collator_of_ids,
+    collate_tokens,
     has_weights,
     targets_of,
-    tokenised_rows,
 )
+from otloss_llm.training.first_batch import examine, with_decoder_inputs
 from otloss_llm.training.fused import measure_transform, unwrap
 from otloss_llm.training.scoring import Scored, Scoring
 from otloss_llm.training.token_means import LOGGED, ScoredBatch, example_sums, token_means, tokens_in
-from otloss_llm.training.trainer_cost import check_numbers, cost_for, log_labels
+from otloss_llm.training.trainer_cost import check_numbers, check_sample, cost_for, log_labels, save_sample
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
+    check_loss_is_replaceable,
     check_loss_settings,
+    check_no_virtual_tokens,
     check_sequence_parallelism,
     set_best_metric,
     with_terms,
@@ -53,10 +49,13 @@ logger = logging.getLogger(__name__)
 class ObjectiveMixin:
     """Give a `transformers.Trainer` (or a subclass of it) an objective of `(nll, transport cost)`.
 
-    Mix it in before the trainer: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`. The loss is computed from hidden
-    states inside the model's own forward pass, so the logits are never formed; labels are shifted here, once. Those of
-    an encoder-decoder (T5, BART) are its decoder's, and are not shifted. A decoder whose own loss does not shift
-    (`TrOCRForCausalLM`, `BartForCausalLM`) needs batches with `shift_labels`, unless the rows are of this package.
+    Mix it in before the trainer: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`, and call it as that trainer. The
+    loss is computed from hidden states inside the model's own forward pass, so the logits are never formed; labels are
+    shifted here, once. Those of an encoder-decoder (T5, BART, Whisper) are its decoder's, and are not shifted. A
+    decoder whose own loss does not shift (`TrOCRForCausalLM`, `BartForCausalLM`) needs batches with `shift_labels`.
+
+    The model is examined on its first batch: it must not see the tokens that it has to predict, and its own loss must
+    be the cross-entropy and, in a mixture of experts, the loss that balances them.
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number",
@@ -66,12 +65,16 @@ class ObjectiveMixin:
             the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "rating"
             takes the digits of that tokenizer for ratings (`RatingCost`); "auto" the one of them that the objective is
             meant for; or any vocabulary cost; or None. It is used by objectives that need it, and reported by
-            `evaluate()`.
-            It is in no checkpoint: to resume a run, give the trainer the model that the run started from.
+            `evaluate()`. With `model_init` a named cost is made again for each model. A checkpoint holds a few costs
+            of an embedding: a run that resumes with another model than it began with raises ValueError.
         numbers: settings of the costs "number" and "mixed".
         z_loss: weight of Z^2 in the loss, Z the logsumexp of a token's logits (`ZLoss`); 0 for none.
         impl, chunk_size: as in `linear_token_loss`.
         *args, **kwargs: of the trainer.
+
+    A subclass may override `compute_loss` and call `super().compute_loss(..., return_outputs=True)`: the outputs are
+    the model's own, with logits, and with hidden states if the model was asked for them (`output_hidden_states=True`
+    in the inputs). With `skip_logits=True` in the inputs they have no logits, which are then not formed.
 
     `label_smoothing_factor` of the arguments acts on any objective (`LabelSmoothing`). A column `token_weight` of the
     data set, shaped like the labels and shifted with them, weighs the tokens (`token_weight` of `linear_token_loss`): a
@@ -84,19 +87,20 @@ class ObjectiveMixin:
 
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
     since the last log, and `aux_loss`, that of the experts without its weight. If the cost has near-duplicate rows
-    (see `EmbeddingCost`) and the training set is a `PackedBlocks` or `AnsweredQuestions`, a log line says how many
-    labels are such tokens. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
-    `eval_transport_cost` (less is better for each of them as `metric_for_best_model`), and `eval_aux_loss`. The
-    transport cost of a cost of numbers is the mean over number positions, and is left out where there are none; that of
-    a `RatingCost` is signed, how much too high the expected rating is;
+    (see `EmbeddingCost`) and the training set has a column `labels`, a log line says how many labels are such tokens.
+    `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and `eval_transport_cost` (less is
+    better for each of them as `metric_for_best_model`), and `eval_aux_loss`. The transport cost of a cost of numbers is
+    the mean over number positions, and is left out where there are none; that of a `RatingCost` is signed, how much too
+    high the expected rating is;
     `NumberToken(weight)` adds `weight` times this mean to that of nll, in training over the tokens of one optimizer
     step. Logs of TRL's `SFTTrainer` have its `entropy` and `mean_token_accuracy` (not `num_tokens`), in training over
     at most 512 tokens of each batch, unless torch has sharded the rows of the head over processes.
 
     Raises:
-        TypeError, ValueError: the head of the model is not supported, the cost has another vocabulary, the objective is
-            unknown, or a setting would change the trainer's own loss (`loss_type`, `compute_loss_func`,
-            `use_liger_kernel`, sequence parallelism).
+        TypeError, ValueError: the trainer has a loss of its own (DPO, KTO, GRPO, GKD, rewards), the head of the model
+            is not supported, the cost has another vocabulary, the objective is unknown, or a setting would change the
+            trainer's own loss (`loss_type`, `compute_loss_func`, `use_liger_kernel`, sequence parallelism). On the
+            first batch: the model sees later tokens, or its loss has a term that an objective would leave out.
     """
 
     # Of the trainer beside it in the class.
@@ -106,18 +110,19 @@ class ObjectiveMixin:
     compute_loss_func: Any
     processing_class: Any
     train_dataset: Any
-    eval_dataset: Any
     _signature_columns: Any
     current_gradient_accumulation_steps: int
     loss_is_scaled_for_ga: bool | None
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
     is_world_process_zero: Any
     get_cp_size: Any
     get_sp_size: Any
     get_tp_size: Any
     _prepare_inputs: Any
     _metrics: Any  # of TRL's trainers
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        check_loss_is_replaceable(cls, ObjectiveMixin, Trainer)
 
     def __init__(
         self,
@@ -130,10 +135,8 @@ class ObjectiveMixin:
         z_loss: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        collator = collator_for(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
-        if collator is not None and kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = collator
-        weighted = has_weights(kwargs.get("train_dataset"))  # TRL may drop the column
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        weighted = has_weights(given.get("train_dataset"))  # TRL may drop the column
         super().__init__(*args, **kwargs)
         self._weighted = weighted or has_weights(self.train_dataset)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
@@ -142,33 +145,34 @@ class ObjectiveMixin:
         check_sequence_parallelism(self.get_sp_size())
         check_kernel(impl, chunk_size)
         _ = self._total  # raises for settings that are not valid
-        self._read_model(rows_of_ours=collator is not None)
-        head = find_head(unwrap(self.model))
-        self.transport_cost = cost_for(
-            self.objective, cost, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
-            tokenizer=self.processing_class, numbers=numbers, seed=self.args.seed,
-        )  # fmt: skip
-        set_best_metric(self.args, self.transport_cost)
-        self._logits_wanted = self._warned_unlabelled = False
+        self._make_cost = functools.partial(cost_for, cost=cost, numbers=numbers, seed=self.args.seed)
+        self._begin(self.model)
+        self._outputs_unused = self._warned_unlabelled = False
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
         if self._total.needs_cost and self.is_world_process_zero():
-            log_labels(self.transport_cost, getattr(self, "train_dataset", None))
+            log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
 
-    def _read_model(self, *, rows_of_ours: bool) -> None:
-        """What has to be known of the model: whether its labels are shifted, and the transform of its logits."""
-        root = unwrap(self.model)
-        find_head(root)
+    def _begin(self, model: nn.Module) -> None:
+        """Check a model, and make the cost of a training that starts from it."""
+        check_no_virtual_tokens(model)
+        root = unwrap(model)
+        head = find_head(root)
         self._encoder_decoder = is_encoder_decoder(root)
-        self._transform: LogitTransform | None = None
-        self._labels_unclear = False
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # no single process can run such a model here
-        if not sharded and not any(parameter.is_meta for parameter in self.model.parameters()):
-            check_causal(self.model)
-            # Rows of ours are not shifted, whatever the model expects.
-            self._labels_unclear = not rows_of_ours and not self._encoder_decoder and not shifts_labels(self.model)
-            self._transform = measure_transform(self.model, few_inputs(self.model))
+        self._transform: LogitTransform | None = None  # until the first batch
+        self.transport_cost = self._make_cost(
+            self.objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
+            tokenizer=self.processing_class,
+        )  # fmt: skip
+        set_best_metric(self.args, self.transport_cost)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the trainer's, with a cost for the new model."""
+        model: nn.Module = super().call_model_init(trial)  # type: ignore[misc]  # of the Trainer
+        if hasattr(self, "_make_cost"):  # else it is the first one, in the trainer's constructor
+            self._begin(model)
+        return model
 
     def _broadcast(self, weight: Tensor) -> Tensor:
         """The first process's weight: DDP starts from it; with FSDP's cpu_ram_efficient_loading only it has one."""
@@ -198,35 +202,37 @@ class ObjectiveMixin:
         inputs, training = dict(inputs), model.training
         if training and self._weighted:
             check_weights_kept(inputs)
-        targets = self._targets(inputs)
-        self._complete(inputs, targets)
+        # "skip_logits" is set by the trainer for Liger's cross-entropy
+        keep_output = return_outputs and not self._outputs_unused
+        form_logits = not inputs.pop("skip_logits", False) and keep_output
+        shifted_by_user = "shift_labels" in inputs
+        targets = targets_of(inputs, shift=not self._encoder_decoder)
+        if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
+            inputs["output_router_logits"] = True
+        if self._transform is None:
+            self._transform = self._examined(model, inputs, targets, shifted_by_user)
+        inputs = with_decoder_inputs(model, inputs, targets.labels)
         check_numbers(self.objective, self.transport_cost)
         num_items = self._positive(num_items_in_batch) if training else None
         # The trainer divides by the number of accumulated batches if this is false.
         self.loss_is_scaled_for_ga = num_items is not None
-        scored = self._score(model, inputs, targets, num_items)
+        scoring = self._scoring(targets, num_items, training)
+        if form_logits:
+            scored = scoring.from_logits(model, inputs, targets)
+        else:
+            scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
         self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
-        return (loss, CausalLMOutput(loss=loss, logits=scored.logits)) if return_outputs else loss
+        if not return_outputs:
+            return loss
+        outputs = CausalLMOutput() if scored.output is None else scored.output
+        outputs["loss"] = loss
+        return loss, outputs
 
-    def _targets(self, inputs: dict[str, Any]) -> Targets:
-        """Take labels and weights out of a batch."""
-        if self._labels_unclear and "shift_labels" not in inputs:
-            raise ValueError(
-                f"the loss of {type(unwrap(self.model)).__name__} scores label t at position t, those of other causal "
-                "language models at t - 1, so it is unclear what the labels are. Name them shift_labels, with the "
-                "token that position t predicts at t (and set remove_unused_columns=False)."
-            )
-        return targets_of(inputs, shift=not self._encoder_decoder)
-
-    def _complete(self, inputs: dict[str, Any], targets: Targets) -> None:
-        """Add to a batch what the model or TRL's trainer would make of its labels and settings."""
-        if self._encoder_decoder and "decoder_input_ids" not in inputs:  # as the model makes them from labels
-            root: Any = unwrap(self.model)
-            inputs["decoder_input_ids"] = root.prepare_decoder_input_ids_from_labels(targets.labels)
-        inputs.pop("skip_logits", None)  # set by the trainer for Liger's cross-entropy
-        if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
-            inputs["output_router_logits"] = True
+    def _examined(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted: bool) -> LogitTransform:
+        if self.get_cp_size() > 1:  # a process has a part of each sequence, and its own order of tokens
+            return measure_transform(model, with_decoder_inputs(model, inputs, targets.labels))
+        return examine(model, inputs, targets, shifted_by_user=shifted)
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
@@ -237,19 +243,13 @@ class ObjectiveMixin:
             logger.warning("no token of this step is labelled (all labels are -100, or weigh 0): its loss is 0")
         return 1
 
-    def _score(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, num_items: Any) -> Scored:
-        training = model.training
+    def _scoring(self, targets: Targets, num_items: Any, training: bool) -> Scoring:
         objective = self._objective_of_step(targets, num_items) if training else self._total
         wanted = objective.needs_cost or not training
         log = (lambda sums: self._log_predictions(sums, training)) if self._logs_predictions() else None
-        scoring = Scoring(
+        return Scoring(
             objective, num_items, self._cost_on if wanted else lambda device: None, self.impl, self.chunk_size, log
         )
-        if self._logits_wanted:
-            return scoring.from_logits(model, inputs, targets)
-        if self._transform is None:
-            self._transform = measure_transform(model, inputs)
-        return scoring.from_hidden(model, inputs, targets, self._transform)
 
     def _objective_of_step(self, targets: Targets, num_items: Any) -> Sum:
         """The objective of this step; with numbers the weight that makes of their share of all tokens a mean."""
@@ -297,7 +297,8 @@ class ObjectiveMixin:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
-        counts = torch.stack([self._counts(self._targets(dict(batch))) for batch in batches]).sum(0).to(device)
+        targets = (targets_of(dict(batch), shift=not self._encoder_decoder) for batch in batches)
+        counts = torch.stack([self._counts(some) for some in targets]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
         if self._ranks_per_batch() > 1:
@@ -313,17 +314,29 @@ class ObjectiveMixin:
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """As the trainer's; logits are formed only if they are used (`compute_metrics`, `predict`)."""
-        self._logits_wanted = not prediction_loss_only
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
-        if getattr(self.args, "predict_with_generate", False) and self._logits_wanted:  # a Seq2SeqTrainer's own loss
-            self._logits_wanted = False
-            with torch.no_grad():
+        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
+            with torch.no_grad():  # a Seq2SeqTrainer then takes the model's own loss
                 self.compute_loss(model, self._prepare_inputs(inputs))
+        # A compute_loss of a subclass may use what the trainer does not.
+        self._outputs_unused = prediction_loss_only and type(self).compute_loss is ObjectiveMixin.compute_loss
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # of the Trainer
         finally:
-            self._logits_wanted = False
+            self._outputs_unused = False
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # of the Trainer
+        if self.args.should_save:
+            save_sample(self.transport_cost, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            check_sample(self.transport_cost, checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # of the Trainer
 
     # ---- logs and metrics -------------------------------------------------------------------------------------------
 
@@ -387,22 +400,31 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
 
     See `ObjectiveMixin` for the arguments it adds, and the Hugging Face documentation for the rest.
 
-    `train_dataset` and `eval_dataset` may be a `datasets.Dataset` with the columns text, prompt and completion,
-    question and answer, or messages, as for TRL's `SFTTrainer`. It is tokenised with `processing_class` unless a
-    `data_collator` is given: texts are cut at `max_length` tokens (and at the model's context), and longer prompts,
-    questions and conversations are dropped with a warning. Labels are on completions and answers alone (also in
-    conversations, which is TRL's `assistant_only_loss=True`). For packed text give `PackedBlocks`. Rows of `input_ids`
-    and `labels` are padded, `token_weight` beside them too.
+    Rows are tokenised: `input_ids` and `labels`, which are padded, `token_weight` beside them too; or a `data_collator`
+    makes batches of them. Text, prompts with completions and conversations are for TRL's `SFTTrainer`:
+    `class EMOTrainer(ObjectiveMixin, SFTTrainer): ...`.
     """
 
-    def __init__(self, *args: Any, max_length: int = 1024, **kwargs: Any) -> None:
-        if kwargs.get("data_collator") is None:
-            model = args[0] if args else kwargs.get("model")
-            context = None if model is None else context_length(model)
-            longest = max_length if context is None else min(max_length, context)
-            for name in ("train_dataset", "eval_dataset"):
-                kwargs[name] = tokenised_rows(kwargs.get(name), kwargs.get("processing_class"), longest)
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *others: Any,
+        **settings: Any,
+    ) -> None:
+        self._takes_tokens = data_collator is None
+        if self._takes_tokens:
+            for rows in (train_dataset, eval_dataset):
+                check_rows_tokenised(rows)
             aligned = isinstance(model, nn.Module) and not is_encoder_decoder(model)
-            rows = kwargs["train_dataset"], kwargs["eval_dataset"]
-            kwargs["data_collator"] = collator_of_ids(*rows, aligned=aligned)
-        super().__init__(*args, **kwargs)
+            data_collator = functools.partial(collate_tokens, aligned=aligned)
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, *others, **settings)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """As the trainer's, which would only say that no column is one of the model's."""
+        if self._takes_tokens:
+            check_rows_tokenised(dataset)
+        return super()._remove_unused_columns(dataset, description)

@@ -1,12 +1,14 @@
-"""The transport cost of a trainer: chosen for its objective, checked, and what it says of the training set."""
+"""The transport cost of a trainer: chosen, checked, compared with that of a checkpoint, and what it says of labels."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from otloss.costs import CosineCost
@@ -15,10 +17,9 @@ from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.hubs import hub_share
 from otloss_llm.costs.number_cost import MixedCost
 from otloss_llm.costs.vocabulary import TokenCost
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.data.questions import AnsweredQuestions, label_counts
 from otloss_llm.losses.positions import check_objective
 from otloss_llm.objectives import NumberDistance, Objective, Sum
+from otloss_llm.training.batches import label_counts
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,60 @@ def check_numbers(objective: Objective, cost: TokenCost | None) -> None:
         )
 
 
-def log_labels(cost: TokenCost | None, rows: Any) -> None:
-    """Log what the cost says of the labels of rows of ours: near-duplicates among them, and hubs beside them."""
+def _embedding_in(cost: TokenCost | None) -> EmbeddingCost | None:
     embedding = cost.other if isinstance(cost, MixedCost) else cost
-    if not isinstance(embedding, EmbeddingCost) or not isinstance(rows, PackedBlocks | AnsweredQuestions):
+    return embedding if isinstance(embedding, EmbeddingCost) else None
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+SAMPLE_FILE = "transport_cost_sample.pt"
+SAMPLED_TOKENS, SAME_COSTS = 64, 1e-3  # rows in bfloat16 and in float32 differ by less
+
+
+def save_sample(cost: TokenCost | None, folder: str | Path) -> None:
+    """Write the costs between some tokens beside a checkpoint, if they come from an embedding."""
+    embedding = _embedding_in(cost)
+    if embedding is not None:
+        torch.save(_sample(embedding), Path(folder) / SAMPLE_FILE)
+
+
+def check_sample(cost: TokenCost | None, folder: str | Path) -> None:
+    """Raise ValueError if the run of a checkpoint had the costs of another embedding; without a sample do nothing."""
+    embedding, file = _embedding_in(cost), Path(folder) / SAMPLE_FILE
+    if embedding is None or not file.is_file():
         return
-    counts, duplicates = label_counts(rows, len(embedding.unit)), near_duplicates_in(embedding)
+    here, there = _sample(embedding), torch.load(file, weights_only=True)
+    difference = float((here - there).abs().max()) if here.shape == there.shape else float("inf")
+    if not difference <= SAME_COSTS:
+        raise ValueError(
+            f"the transport cost differs by {difference:.2g} from that of the run that wrote {str(folder)!r}: it comes "
+            "from the model that the trainer was given. Give it the model that the run began with (resuming loads the "
+            "weights of the checkpoint), or the cost of that model as cost=."
+        )
+
+
+def _sample(embedding: EmbeddingCost) -> Tensor:
+    vocab = embedding.shape[0]
+    ids = torch.linspace(0, vocab - 1, min(SAMPLED_TOKENS, vocab)).long().to(embedding.device)
+    return embedding.rows(ids)[:, ids].float().cpu()
+
+
+# ---- what the cost says of the training set -------------------------------------------------------------------------
+
+
+def log_labels(cost: TokenCost | None, rows: Any, *, shifted: bool) -> None:
+    """Log what the cost says of the labels of rows: near-duplicates among them, and hubs beside them.
+
+    Args:
+        rows: a data set with a column of labels; nothing is said of others.
+        shifted: whether the first label of each row is not predicted.
+    """
+    embedding = _embedding_in(cost)
+    counts = None if embedding is None else label_counts(rows, embedding.shape[0], shifted=shifted)
+    if embedding is None or counts is None:
+        return
+    duplicates = near_duplicates_in(embedding)
     if duplicates is not None:
         _log_duplicates_once(int(counts[duplicates.cpu()].sum()), int(counts.sum()))
     share = hub_share(embedding.unit, counts)
@@ -80,8 +129,8 @@ def log_labels(cost: TokenCost | None, rows: Any) -> None:
 @functools.cache  # once for all arms and seeds of a comparison
 def _log_duplicates_once(duplicates: int, labels: int) -> None:
     logger.warning(
-        "%d of the %d labels of the training set (%.2f %%) are tokens of near-duplicate rows of the embedding, which "
-        "cost 1 to every other token", duplicates, labels, 100 * duplicates / max(labels, 1),
+        "%d of the first %d labels of the training set (%.2f %%) are tokens of near-duplicate rows of the embedding, "
+        "which cost 1 to every other token", duplicates, labels, 100 * duplicates / max(labels, 1),
     )  # fmt: skip
 
 

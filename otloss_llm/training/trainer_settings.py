@@ -71,10 +71,14 @@ def set_best_metric(args: Any, cost: TokenCost | None) -> None:
 
 def auxiliary_weight(trainer: Any, model: nn.Module) -> float:
     """The weight of the loss that balances experts: TRL's setting, else the one that the model itself uses."""
-    root: Any = unwrap(model)
-    root = root.get_base_model() if hasattr(root, "get_base_model") else root
-    config = root.config.get_text_config()
-    for owner in (trainer, trainer.args, root, config):  # up to TRL 1.10 the setting is in the arguments only
+    # up to TRL 1.10 the setting is in the arguments only
+    return auxiliary_weight_of(unwrap(model), trainer, trainer.args)
+
+
+def auxiliary_weight_of(model: Any, *before: Any) -> float:
+    """The weight of the loss that balances experts in a model, unless one of the objects `before` it has one."""
+    root: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for owner in (*before, root, root.config.get_text_config()):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             weight = getattr(owner, name, None)
             if weight is not None:
@@ -83,3 +87,36 @@ def auxiliary_weight(trainer: Any, model: nn.Module) -> float:
         f"{type(root).__name__} returns an auxiliary loss (mixture of experts) and no router_aux_loss_coef to "
         "weight it with; set it in the model's config, or output_router_logits=False to train without that loss."
     )
+
+
+def check_loss_is_replaceable(cls: type, mixin: type, trainer: type) -> None:
+    """Raise TypeError if a class beside the mixin has a loss of its own, which the mixin would replace."""
+    order = cls.__mro__
+    if trainer not in order or mixin not in order:
+        return
+    if order.index(trainer) < order.index(mixin):
+        raise TypeError(
+            f"{cls.__name__} has {mixin.__name__} behind its trainer, where it has no effect; put it first: "
+            f"class {cls.__name__}({mixin.__name__}, {cls.__mro__[1].__name__})."
+        )
+    for base in order[order.index(mixin) + 1 : order.index(trainer)]:
+        own = vars(base).keys() & {"compute_loss", "_compute_loss"}
+        own |= {"training_step"} & vars(base).keys() if base.__module__.startswith("trl.") else set()
+        # Its loss is the cross-entropy, in the versions of other libraries too.
+        if own and not base.__name__.endswith("SFTTrainer"):
+            raise TypeError(
+                f"{base.__name__} has a loss of its own ({', '.join(sorted(own))}), which an objective would replace; "
+                f"{mixin.__name__} goes with Trainer, Seq2SeqTrainer and SFTTrainer, which take the model's loss. "
+                f"A compute_loss of yours belongs into {cls.__name__} itself, where it can call super()."
+            )
+
+
+def check_no_virtual_tokens(model: Any) -> None:
+    """Raise ValueError for PEFT's prompt tuning and its relatives; prefix tuning adds no hidden states."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False) and config.peft_type != "PREFIX_TUNING":
+        raise ValueError(
+            f"the model is adapted by PEFT's {type(config).__name__.removesuffix('Config')}, which puts virtual tokens "
+            "before the text, so hidden states and labels differ in length; an objective does not work with it. Use "
+            "LoRA, or another method that adapts weights."
+        )

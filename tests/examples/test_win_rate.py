@@ -1,4 +1,4 @@
-"""The script of win rates: verdicts in both orders, ties, and files of `generate`."""
+"""The script of win rates: verdicts in both orders, and ties."""
 
 import runpy
 from pathlib import Path
@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from otloss_llm.data.blocks import train_bpe_tokenizer
+from otloss_llm.data import train_bpe_tokenizer
 from tests.otloss_llm.conftest import Tiny, tiny  # noqa: F401  # a fixture
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples/win_rate.py"))

@@ -34,16 +34,15 @@ def attempt(code):
     except ImportError as error:
         print(error)
 attempt("from otloss_llm import ObjectiveTrainer")
-from otloss_llm.data.blocks import train_bpe_tokenizer
+from otloss_llm.data import train_bpe_tokenizer
 attempt("train_bpe_tokenizer(['text'], 300)")
 from otloss_llm.cli import main
 with redirect_stderr(sys.stdout):
     print(main(["train"]))
-    main(["compare", "--objectives", "mle/T=2", "emmo"])  # found before transformers is looked for
+    main(["train", "--objective", "emmo"])  # found before transformers is looked for
 print(main(["--help"]), main(["--version"]))
 """
     )
-    assert "objective is 'emmo'" in lines.pop(5)
     assert lines[:5] == [
         "True",
         'ObjectiveTrainer needs transformers: pip install "torch-otloss[llm]"',
@@ -52,6 +51,19 @@ print(main(["--help"]), main(["--version"]))
         "2",
     ]
     assert lines[-1] == "0 0"
+
+
+def test_another_package_of_the_name_is_found_at_import() -> None:
+    code = """
+import sys, types
+sys.modules["otloss"] = types.ModuleType("otloss")
+sys.modules["otloss"].__file__ = "elsewhere/otloss/__init__.py"
+try:
+    import otloss_llm
+except ImportError as error:
+    print(error)
+"""
+    assert run(code)[0].startswith("import otloss finds another project at elsewhere/otloss/__init__.py: pip uninstall")
 
 
 def test_an_import_error_of_another_cause_is_not_a_missing_extra() -> None:

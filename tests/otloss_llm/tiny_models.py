@@ -30,11 +30,6 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", _LLAMA | {"logit_scale": 0.25}),
     "phi": ("Phi", _LLAMA),  # its head has a bias
     "llama-tied": ("Llama", _LLAMA | {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", _LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
-    "granite": ("Granite", _LLAMA | {"logits_scaling": 4.0}),
-    # Its config has a `logits_scaling` that is applied before the head.
-    "minicpm3": ("MiniCPM3", _COMMON | {"intermediate_size": 24, "q_lora_rank": 8, "kv_lora_rank": 8,
-                 "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "dim_model_base": 4}),
 }  # fmt: skip
 ONE_OF_EACH_KIND = list(TINY)[:6]
 

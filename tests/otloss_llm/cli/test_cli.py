@@ -1,235 +1,428 @@
-"""The four commands: their output on stdout, stderr and in files, and their messages for wrong input."""
+"""The command line: rows as TRL makes them, runs that resume, what is measured, and one line for wrong input."""
 
 import json
 import re
 import shutil
-import subprocess
-import sys
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import otloss_llm
-from otloss_llm import EmbeddingCost
-from otloss_llm._precheck import COMMANDS, fields_of, first_error
-from otloss_llm.cli import arguments
-from otloss_llm.cli.options import OptionParser
-from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.evaluation import perplexity
-from otloss_llm.models.loading import load_model, load_tokenizer
-from tests.otloss_llm.conftest import BLOCK, CONTEXT, Cli, Tiny, compare_options, options, read, train_options
+from otloss_llm import MLE, EmbeddingCost, token_loss
+from otloss_llm.costs.tokenizer_numbers import NumberTokens
+from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
+
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries among themselves
+
+SUMS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(8) for b in range(5)]
+TEMPLATE = (
+    "{% if tools %}T:{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.role }}:{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
 
 
-def test_help_version_and_missing_options(cli: Cli, tiny: Tiny) -> None:
-    for command in COMMANDS:
+def chats() -> list[dict[str, Any]]:
+    """Conversations in which the model calls a tool."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}?"},
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "name": "add", "content": str(n)},
+                {"role": "assistant", "content": f"it is {n}"},
+            ],
+            "tools": [tool],
+        }
+        for n in range(12)
+    ]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny GPT-2, without dropout, and a chat template."""
+    folder = Path(shutil.copytree(tiny.gpt2, tmp_path_factory.mktemp("cli") / "model"))
+    config = read(folder / "config.json") | {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("data") / "sums.jsonl", SUMS)
+
+
+def asked(command: str, model: Path, data: Path, **changes: object) -> list[str]:
+    """Options of a run of 6 steps with a checkpoint every 2, or of an evaluation."""
+    base: dict[str, object] = {
+        "model_name_or_path": model, "dataset_name": data, "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    if command == "train":
+        base |= {"max_steps": 6, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4,
+                 "learning_rate": 3e-3}  # fmt: skip
+    return [command, *options(**base | changes)]
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+# ---- a command ------------------------------------------------------------------------------------------------------
+
+
+def test_help_version_and_missing_options(cli: Cli, model: Path) -> None:
+    for command in ("train", "evaluate"):
         ended = cli(command, "--help")
-        assert (ended.code, ended.err) == (0, "")
-        assert "--model_name_or_path" in ended.out
-        assert "--ddp_backend" not in ended.out, "the less common training arguments are hidden"
-    ended = cli("--version")
-    assert (ended.code, ended.out, ended.err) == (0, f"otloss-llm {otloss_llm.__version__}\n", "")
+        assert (ended.code, "--objective" in ended.out, "--use_peft" in ended.out) == (0, True, True)
+    assert cli("--version").out == f"otloss-llm {otloss_llm.__version__}\n"
     nothing = cli()
     assert (nothing.code, nothing.out, nothing.err[:6]) == (2, "", "usage:")
-    assert "--model_name_or_path" in cli("train").error
-    assert "output_dir" in cli("train", *options(model_name_or_path=tiny.llama, train_text=tiny.text)).error
     assert "nonsense" in cli("nonsense").error
+    assert "--model_name_or_path is missing" in cli("train").error
+    assert "--dataset_name is missing" in cli("train", *options(model_name_or_path=model)).error
 
 
-@pytest.mark.parametrize("objective", ["gem:0.7+smoothing:0.05", "emo"])
-def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, tiny: Tiny, tmp_path: Path, objective: str) -> None:
-    ended = cli(*train_options(tiny, tmp_path / "run", objective=objective, max_steps=25))
-    results = ended.json  # stdout holds nothing else
-    log = read(tmp_path / "run/log.json")
-    assert ended.code == 0
-    assert results == read(tmp_path / "run/results.json")
-    assert results["steps"] == 25
-    assert results["eval_nll"] < log[0]["nll"] - 0.5
-    assert "'nll'" in ended.err, "the trainer's log goes to stderr"
-    steps = [entry for entry in log if "loss" in entry]  # one for every 5 steps, and before the last checkpoint
-    assert [entry["step"] for entry in steps] == [4, 5, 8, 10, 12, 15, 16, 20, 24, 25]
-    for key in ("loss", "nll", "transport_cost"):
-        if key in steps[0]:
-            expected = np.average([entry[key] for entry in steps], weights=np.diff([0, *(e["step"] for e in steps)]))
-            assert results[f"train_{key}"] == pytest.approx(expected, rel=1e-5)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
-    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run")) <= model.config.vocab_size
-
-
-def test_evaluate_prints_what_the_library_computes(
-    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "scores.json"
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: True)
-        scored = options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=BLOCK, output_file=output)
-        ended = cli("evaluate", "--use_cpu", *scored)
-    model, tokenizer = load_model(str(tiny.gpt2)), load_tokenizer(str(tiny.gpt2))
-    blocks = PackedBlocks.from_texts([tiny.text.read_text(encoding="utf-8")], tokenizer, BLOCK)
-    scores = perplexity(model, blocks, cost=EmbeddingCost.from_model(model, directions=None))
-    assert ended.json["perplexity"] == pytest.approx(scores.perplexity)
-    assert ended.json["transport_cost"] == pytest.approx(scores.transport_cost)
-    assert ended.json["tokens"] == len(blocks) * (BLOCK - 1)
-    assert read(output) == ended.json
-
-
-@pytest.mark.parametrize(("written", "meant"), [
-    (["--bf16"], "--dtype bfloat16?"), (["--per_device_eval_batch_size", "4"], "--batch_size?"),
-    (["--validation_text", "x.txt"], "--text?"), (["--max_tokens", "4"], "--max_new_tokens?"),
-])  # fmt: skip
-def test_an_option_of_train_names_that_of_evaluate(cli: Cli, tiny: Tiny, written: list[str], meant: str) -> None:
-    arguments = ["evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text), *written]
-    assert f"did you mean {meant}" in str(first_error(arguments))
-    assert f"did you mean {meant}" in cli(*arguments).error
-
-
-@pytest.mark.parametrize(("written", "meant"), [
-    ("--objective", None), ("--dataset_name", None), ("--device", "--use_cpu"), ("--outputfile", "--output_file"),
-])  # fmt: skip
-def test_no_option_of_another_meaning_is_suggested(written: str, meant: str | None) -> None:
-    error = str(first_error(["evaluate", written, "x"]))
-    assert error.startswith(f"evaluate has no option '{written}'" + (f", did you mean {meant}?" if meant else " (see"))
-
-
-def test_texts_are_classified_in_context(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    (tmp_path / "task.txt").write_text("".join(f"{i % 2} The fox {i}\n" for i in range(9)), encoding="utf-8")
-    given = options(model_name_or_path=tiny.llama, in_context=tmp_path / "task.txt", demonstrations=4)
+def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    """Options of a file, and of the command line, which come first."""
+    (tmp_path / "run.yaml").write_text("objective: gem:0.7+smoothing:0.05\nlogging_steps: 7\n", encoding="utf-8")
     ended = cli(
-        "evaluate", *given,
-        *options(num_questions=6, predictions_file=tmp_path / "labels.jsonl", template="{text}\\n{label}"),
-        *options(labels=["0=bad", "1=good"], retriever="bm25", scoring="label"),
+        *asked("train", model, sums, output_dir=tmp_path / "run", config=tmp_path / "run.yaml", max_steps=20),
+        *options(eval_strategy="steps", eval_steps=10, test_split_size=0.1),
+    )
+    assert ended.code == 0, ended.err
+    log = read(tmp_path / "run/trainer_state.json")["log_history"]
+    assert ended.json["steps"] == 20
+    assert ended.json["nll"] == [entry["nll"] for entry in log if "nll" in entry][-1]
+    assert ended.json["eval_nll"] < log[0]["nll"] - 0.5
+    assert read(tmp_path / "run/run.json")["objective"] == "gem:0.7+smoothing:0.05"
+    assert "'nll'" in ended.err, "the trainer's log goes to stderr"
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run")) <= trained.config.vocab_size
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "completions": {}, "text": {"packing": True, "packing_strategy": "wrapped", "max_length": 16},
+    "fitted": {"packing": True, "max_length": 32}, "tools": {"assistant_only_loss": True, "max_length": 512},
+    "stream": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_are_those_of_trl(kind: str, model: Path, sums: Path, tmp_path: Path) -> None:
+    """Token by token, with the labels; answers alone in conversations, where tool calls are answers."""
+    from datasets import load_dataset
+
+    from otloss_llm.cli.rows import checked_split, load_splits
+    from otloss_llm.cli.settings import parse
+    from otloss_llm.cli.trainer import build_trainer
+
+    data = {
+        "tools": lambda: write(tmp_path / "chat.jsonl", chats()),
+        "text": lambda: write(tmp_path / "text.jsonl", [{"text": f"{row['prompt']} and so on"} for row in SUMS]),
+    }.get(kind, lambda: sums)()
+    settings = ROWS[kind] | {"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1}
+    given = asked("train", model, data, **settings, dataset_streaming=kind == "stream")[1:]
+    wanted = parse("train", given)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    start = transformers.AutoModelForCausalLM.from_pretrained(model)
+    start.config.max_position_embeddings = 512  # nothing is run
+    rows = checked_split(load_splits(wanted.script, wanted.mixture, seed=0), "train", "", text_field="text")
+    ours = build_trainer(wanted, start, tokenizer, rows, None)
+    theirs = trl.SFTTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(model),
+        trl.SFTConfig(**settings, bf16=False, gradient_checkpointing=False), processing_class=tokenizer,
+        train_dataset=load_dataset("json", data_files=str(data), split="train"),
     )  # fmt: skip
-    actual = ended.json["in_context"]
-    lines = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
-    assert (actual["texts"], actual["shown_from"], actual["labels"]) == (6, 3, ["bad", "good"])
-    assert actual["accuracy"] == sum(line["correct"] for line in lines) / 6
-    assert actual["template"] == "{text}\n{label}"
-    assert "none is left to show" in cli("evaluate", *given).error
+    keys = ("input_ids", "labels")
+    mine, expected = ([[row[key] for key in keys] for row in made.train_dataset] for made in (ours, theirs))
+    assert mine == expected
+    text = tokenizer.decode([token for token in mine[0][1] if token >= 0])
+    if kind == "tools":
+        assert text == tokenizer.decode(tokenizer(json.dumps(chats()[0]["messages"][1]["tool_calls"]))["input_ids"]) + (
+            f"{tokenizer.eos_token}it is 0{tokenizer.eos_token}"
+        )
+    elif kind in ("completions", "stream"):
+        assert text == f" 0{tokenizer.eos_token}"
 
 
-def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("A dog\n\nThe fox\n", encoding="utf-8")
-    given = ["generate", *options(model_name_or_path=tiny.llama, prompts_file=prompts, max_new_tokens=6, num_samples=2)]
-    shown = cli(*given)
-    output = tmp_path / "samples.jsonl"
-    written = cli(*given, *options(output_file=output))
-    records = [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
-    assert written.out == ""
-    assert [record["prompt"] for record in records] == ["A dog", "A dog", "The fox", "The fox"]
-    expected = "".join(f"--- {n}\n{r['prompt']}{r['continuation']}\n" for n, r in enumerate(records, 1))
-    assert shown.out == expected
-    assert cli(*given).out == shown.out
+def test_conversations_are_trained_on_by_their_answers(cli: Cli, model: Path, tmp_path: Path) -> None:
+    said = [{"messages": [{"role": "user", "content": f"{n} " * 3}, {"role": "assistant", "content": f"{n}"}]}
+            for n in range(9)]  # fmt: skip
+    turns = [{"conversations": [{"from": "user", "value": f"{n} " * 3}, {"from": "assistant", "value": f"{n}"}]}
+             for n in range(9)]  # fmt: skip
+    first = {}
+    kinds = (("answers", said, {}), ("turns", turns, {}), ("all", said, {"assistant_only_loss": False}))
+    for name, rows, changes in kinds:
+        data = write(tmp_path / f"{name}.jsonl", rows)
+        cli(*asked("train", model, data, output_dir=tmp_path / name, max_steps=1, objective="mle", **changes))
+        first[name] = read(tmp_path / name / "trainer_state.json")["log_history"][0]["loss"]
+    assert first["turns"] == first["answers"]
+    assert abs(first["all"] - first["answers"]) > 1e-3
 
 
-# ---- bad input: (options that change a good training or comparison, what the message has to say) ---------------
-
-BAD_TRAININGS: list[tuple[dict[str, object], str]] = [
-    ({"train_text": ""}, "neither of --train_text and --train_questions"),
-    ({"train_text": "short.txt"}, f"block.*{BLOCK}"),
-    ({"objective": "mlee"}, "mlee.*mixce"),
-    ({"max_step_s": 3}, "--max_step_s.*--max_steps"),
-    ({"max_steps": 0}, "max_steps.*0"),
-    ({"resume_from_checkpoint": "x"}, "resume_from_checkpoint.*same command"),
-    ({"block_size": CONTEXT + 1}, f"block_size.*{CONTEXT + 1}.*{CONTEXT}"),
-    ({"cost_embedding": "none.npy"}, "none.npy"),
-    ({"output_dir": "other"}, "other.*no run of ours"),
-    ({"model_name_or_path": "./no/such/model"}, "./no/such/model"),
-    ({"lora_alpha": 8}, "need --lora_r"),
-]
-BAD_COMPARISONS: list[tuple[dict[str, object], str]] = [
-    ({"objectives": ["emo", "emo:ratio"]}, "emo:ratio.*once"),
-    ({"seeds": [3, 3]}, r"seeds.*\[3, 3\]"),
-    ({"max_new_tokens": 100}, f"max_new_tokens.*{BLOCK}"),
-    ({"judge": "./no/such/judge"}, "no/such/judge"),
-    ({"metrics": ["bleu"]}, "bleu.*rouge"),
-    ({"test_fraction": 0}, "test"),
-]
-BAD = [("train", *case) for case in BAD_TRAININGS] + [("compare", *case) for case in BAD_COMPARISONS]
-
-
-@pytest.mark.parametrize(("command", "changes", "said"), BAD)
-def test_invalid_options_print_one_line_before_training(
-    cli: Cli, tiny: Tiny, tmp_path: Path, command: str, changes: dict[str, object], said: str
+def test_rows_that_are_too_long_are_dropped_with_a_count(
+    cli: Cli, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "short.txt").write_text("too short", encoding="utf-8")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/notes.md").write_text("mine", encoding="utf-8")
-    asked = train_options if command == "train" else compare_options
-    with chdir(tmp_path):
-        assert re.search(said, cli(*asked(tiny, tmp_path / "run", **changes)).error)
-    assert not list(tmp_path.glob("run/[!.]*")) or "judge" in changes
-    assert not list(tmp_path.glob("run/*-seed*"))
+    data = write(tmp_path / "long.jsonl", [*SUMS, {"prompt": "x " * CONTEXT, "completion": " y"}])
+    ended = cli(*asked("train", model, data, output_dir=tmp_path / "run", max_steps=1))
+    assert ended.code == 0, ended.err
+    assert f"1 of {len(SUMS) + 1} rows are longer than --max_length {CONTEXT}" in caplog.text
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four " * 50, encoding="utf-8")
+    given = asked("train", model, text, output_dir=tmp_path / "text", max_steps=1)
+    assert "1 of 1 rows are longer" in cli(*given).error
+    assert cli(*given, *options(packing=True, packing_strategy="wrapped", max_length=16)).code == 0
 
 
-def test_invalid_generations_print_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    given = ["generate", *options(model_name_or_path=tiny.gpt2)]
-    assert "context" in cli(*given, *options(max_new_tokens=CONTEXT + 1)).error
-    (tmp_path / "there.jsonl").write_text("mine", encoding="utf-8")
-    evaluate = ["evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=BLOCK)]
-    for command in (given, evaluate):
-        assert "there.jsonl" in cli(*command, *options(output_file=tmp_path / "there.jsonl")).error
-    assert (tmp_path / "there.jsonl").read_text(encoding="utf-8") == "mine"
-    assert "context" in cli(*evaluate, *options(block_size=CONTEXT + 1)).error
+def test_the_share_that_is_cut_off_is_the_same_each_time(sums: Path) -> None:
+    """Of a file, and of a mixture, which TRL cuts with a global generator: processes and resumed runs have one."""
+    from otloss_llm.cli.rows import load_splits
+
+    mixture = trl.DatasetMixtureConfig([{"path": "json", "data_files": str(sums)}], test_split_size=0.2)
+    for named in ({"dataset_name": str(sums)}, {}):
+        given = trl.DatasetMixtureConfig(test_split_size=0.2) if named else mixture
+        first, second = (load_splits(trl.ScriptArguments(**named), given, seed=3)["test"]["prompt"] for _ in range(2))
+        assert list(first) == list(second)
+        assert len(first) == len(SUMS) // 5
 
 
-def test_divergence_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    error = cli(*train_options(tiny, tmp_path / "run", learning_rate=1e30, max_grad_norm=0)).error
-    assert "diverged" in error
-    assert "learning rate" in error
-    assert not (tmp_path / "run/results.json").exists()
+# ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_options_and_files_are_found_without_torch(tiny: Tiny, tmp_path: Path) -> None:
-    for changes, said in (
-        ({"max_step_s": 3}, "no option '--max_step_s', did you mean --max_steps?"),
-        ({"max_steps": "x"}, "argument --max_steps: invalid int value: 'x'"),
-        ({"cost_embedding": "none.npy"}, "no embedding file 'none.npy'"),
-    ):
-        assert said in str(first_error(train_options(tiny, tmp_path / "run", **changes)))
-    assert first_error(train_options(tiny, tmp_path / "run")) is None
-    given = train_options(tiny, tmp_path / "run", train_text="none.txt")
-    command = [sys.executable, "-X", "importtime", "-m", "otloss_llm", *given]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "otloss-llm: error: there is no file or folder 'none.txt'" in done.stderr
-    assert "torch" not in done.stderr
+@contextmanager
+def interrupted_at(step: int) -> Iterator[None]:
+    """Ctrl-C in the middle of an optimizer's step, the first of which is 1."""
+    steps = iter(range(1, step + 1))
+
+    def stop(*_: Any) -> None:
+        if next(steps) == step:
+            raise KeyboardInterrupt
+
+    hook = register_optimizer_step_pre_hook(stop)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_options_known_without_torch_are_those_of_the_parser(command: str) -> None:
-    parser = OptionParser([getattr(arguments, kind) for kind in COMMANDS[command]], prog=command)
-    actions = [action for action in parser._actions if action.dest not in ("help", "")]
-    fields = fields_of(command)
-    for action in actions:
-        for written in action.option_strings:
-            name = written.removeprefix("--").replace("-", "_")
-            assert {name, name.removeprefix("no_")} & fields.keys(), written
-    assert {name for name, field in fields.items() if field.required} == {a.dest for a in actions if a.required}
-    for name, field in fields.items():
-        if field.annotation.removesuffix(" | None") in ("int", "float"):
-            (kind,) = {action.type.__name__ for action in actions if action.dest == name}
-            assert kind == field.annotation.removesuffix(" | None"), name
+@pytest.mark.parametrize("torn", [False, True])
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(
+    cli: Cli, tiny: Tiny, sums: Path, tmp_path: Path, torn: bool
+) -> None:
+    """With dropout, and EMO, whose cost is that of the start model though the weights are a checkpoint's."""
+    uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
+    assert cli(*asked("train", tiny.llama, sums, output_dir=uninterrupted)).code == 0
+    with interrupted_at(5):
+        ended = cli(*asked("train", tiny.llama, sums, output_dir=broken))
+    assert (ended.code, "interrupted" in ended.err) == (130, True)
+    if torn:  # killed while it was written
+        (broken / "checkpoint-4/trainer_state.json").unlink()
+    assert cli(*asked("train", tiny.llama, sums, output_dir=broken)).code == 0
+    assert weights_of(uninterrupted) == weights_of(broken)
+    first, second = (read(run / "trainer_state.json")["log_history"][:6] for run in (uninterrupted, broken))
+    assert first == second
 
 
-def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_finished_run_takes_no_step(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    given = asked("train", model, sums, output_dir=tmp_path / "run", lr_scheduler_type="constant")
+    first = cli(*given)
+    before = weights_of(tmp_path / "run")
+    (tmp_path / "run/model.safetensors").unlink()
+    assert cli(*given).json == first.json
+    assert weights_of(tmp_path / "run") == before
+
+
+def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    start = Path(shutil.copytree(model, tmp_path / "start"))
+    folder = tmp_path / "run"
+    assert "mlee" in cli(*asked("train", start, sums, output_dir=folder, objective="mlee")).error
+    cli(*asked("train", start, sums, output_dir=folder, max_steps=2))
+    more = write(tmp_path / "more.jsonl", [*SUMS, SUMS[0]])
+    changes: dict[str, object] = {"objective": "mle", "learning_rate": 1e-3, "dataset_name": more, "use_peft": True}
+    error = cli(*asked("train", start, sums, output_dir=folder, **changes)).error
+    assert "objective: 'emo' there, 'mle' asked for" in error
+    assert all(f"{name}: " in error for name in ("learning_rate", "rows", "use_peft"))
+    assert "cost_embedding: None there, 'raw'" in cli(
+        *asked("train", start, sums, output_dir=folder, cost_embedding="raw")
+    ).error  # fmt: skip
+    changed = transformers.AutoModelForCausalLM.from_pretrained(start)
+    with torch.no_grad():
+        changed.get_output_embeddings().weight[5] += 1e-3
+    changed.save_pretrained(start)
+    assert "model: " in cli(*asked("train", start, sums, output_dir=folder, max_steps=2)).error
+    (folder / "run.json").unlink()
+    assert "holds another run" in cli(*asked("train", model, sums, output_dir=folder, max_steps=2)).error
+
+
+def test_divergence_ends_a_run_and_leaves_no_diverged_checkpoint(
+    cli: Cli, model: Path, sums: Path, tmp_path: Path
+) -> None:
+    """The loss of the next step shows it, or the weights before they are saved."""
+    given = asked("train", model, sums, output_dir=tmp_path / "run", learning_rate=1e30, max_grad_norm=0, save_steps=6)
+    assert re.search("diverged by step 1: .*NaN.*learning rate", cli(*given).error)
+    given = asked("train", model, sums, output_dir=tmp_path / "run", save_steps=1)
+
+    def spoil(optimizer: Any, *_: Any) -> None:
+        optimizer.param_groups[0]["params"][0].data.fill_(torch.inf)
+
+    hook = register_optimizer_step_pre_hook(spoil)
+    try:
+        assert re.search("diverged by step 1: weights are NaN or infinite", cli(*given).error)
+    finally:
+        hook.remove()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(
+    cli: Cli, tiny: Tiny, sums: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
-    given = {"lora_r": 2, "lora_target_modules": ["q_proj", "v_proj"], "objective": "mle"}
     run = tmp_path / "run"
-    first = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given))
-    assert first.code == 0, first.err
-    for name in ("results.json", "adapter_model.safetensors"):
-        (run / name).unlink()
-    shutil.rmtree(run / "checkpoint-4")
-    resumed = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given))
-    assert resumed.json["eval_nll"] == pytest.approx(first.json["eval_nll"], rel=1e-6)
+    assert cli(*asked("train", tiny.llama, sums, output_dir=run, use_peft=True, lora_r=2, max_steps=20)).code == 0
+    config = read(run / "adapter_config.json")
+    layers = {name.rpartition(".")[2] for name in config["target_modules"]}
+    assert layers == {*(f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down"))}
+    assert config["lora_dropout"] == 0
+    before, after = (cli(*asked("evaluate", path, sums)).json["nll"] for path in (tiny.llama, run))
+    assert after < before - 1e-3
     assert not (run / "model.safetensors").exists()
-    scored = {"text": tiny.text, "block_size": BLOCK}
-    before = cli("evaluate", *options(model_name_or_path=tiny.llama, **scored)).json["nll"]
-    after = cli("evaluate", *options(model_name_or_path=run, **scored)).json["nll"]
-    assert after < before - 1e-3, "the adapter is loaded with its model"
-    other = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given | {"lora_r": 3})).error
-    assert "lora" in other
+    assert "merge_and_unload" in cli(*asked("train", run, sums, output_dir=tmp_path / "again")).error
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_are_one_with_twice_the_batch(model: Path, sums: Path, tmp_path: Path) -> None:
+    torchrun = ["torch.distributed.run", "--standalone"]
+    for processes, batch in ((1, 8), (2, 4)):
+        changes = {"per_device_train_batch_size": batch, "optim": "sgd", "learning_rate": 0.1}
+        given = asked("train", model, sums, output_dir=tmp_path / str(processes), **changes)
+        launch(*torchrun, f"--nproc-per-node={processes}", "-m", "otloss_llm", *given)
+    one, two = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("1", "2"))
+    torch.testing.assert_close(dict(two.named_parameters()), dict(one.named_parameters()), rtol=1e-5, atol=1e-6)
+
+
+def test_train_on_numbers_says_what_is_a_number(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    given = asked("train", model, sums, output_dir=tmp_path / "run", objective="number_token", number_scaling="log")
+    ended = cli(*given)
+    assert ended.code == 0, ended.err
+    assert ended.json["transport_cost"] > 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert str(NumberTokens.of(tokenizer, vocab_size=len(tokenizer)).coverage()) in ended.err
+    ids = [tokenizer(row["completion"])["input_ids"] for row in SUMS]
+    numbers = sum(tokenizer.decode([token]).strip().isdigit() for row in ids for token in row)
+    labels = sum(len(row) + 1 for row in ids)
+    assert f"{numbers} of the {labels} tokens that are trained on are numbers" in ended.err
+    words = write(tmp_path / "words.jsonl", [{"prompt": "1 + 1", "completion": " two"}] * 3)
+    given = asked("train", model, words, output_dir=tmp_path / "words", objective="emo+number", cost_embedding="random")
+    assert re.search("none of the .* is a number, so emo.number would equal emo", cli(*given).error)
+
+
+def test_an_encoder_decoder_is_named(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    save(t5, transformers.AutoTokenizer.from_pretrained(model), tmp_path / "t5")
+    assert "Seq2SeqTrainer" in cli(*asked("train", tmp_path / "t5", sums, output_dir=tmp_path / "run")).error
+
+
+# ---- evaluate -------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_prints_what_the_logits_say(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    """Against each row by itself, in float64."""
+    ended = cli(*asked("evaluate", model, sums, per_device_eval_batch_size=7))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    cost = EmbeddingCost.from_model(loaded, directions=None)
+    nll, transport, confidence, correct = [], [], [], []
+    for row in SUMS:
+        start = len(tokenizer(row["prompt"])["input_ids"])
+        ids = torch.tensor([tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logits = loaded(ids).logits[0, start - 1 : -1].double()
+        out = token_loss(logits, ids[0, start:], objective=MLE(), cost=cost, reduction="none")
+        nll += out.nll.tolist()
+        transport += out.cost.tolist()
+        top = logits.softmax(-1).max(-1)
+        confidence += top.values.tolist()
+        correct += (top.indices == ids[0, start:]).tolist()
+    bins = np.minimum((np.array(confidence) * 15).astype(int), 14)
+    gaps = [abs(np.sum((np.array(correct) - np.array(confidence))[bins == b])) for b in range(15)]
+    expected = {
+        "nll": np.mean(nll), "transport_cost": np.mean(transport), "perplexity": np.exp(np.mean(nll)),
+        "accuracy": np.mean(correct), "calibration_error": sum(gaps) / len(nll),
+    }  # fmt: skip
+    assert {key: ended.json[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert not (tmp_path / "trainer_output").exists()
+
+
+def test_mauve_of_continuations(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    if find_spec("mauve") is None:
+        assert "pip install mauve-text" in cli(*asked("evaluate", model, sums, mauve_model="gpt2")).error
+        return
+    judge = shutil.copytree(model, tmp_path / "gpt2")
+    assert 0 < cli(*asked("evaluate", model, sums, mauve_model=judge)).json["mauve"] <= 1
+
+
+# ---- wrong input: (options that change a good training, what the message has to say) --------------------------------
+
+BAD: list[tuple[dict[str, object], str]] = [
+    ({"max_step_s": 3}, "--max_step_s.*--max_steps"),
+    ({"max_steps": "x"}, "--max_steps.*invalid int value: 'x'"),
+    ({"objective": "mlee"}, "mlee.*mixce"),
+    ({"objective": "number_token", "cost_embedding": "raw"}, "number_token reads no embedding"),
+    ({"cost_embedding": "none.npy"}, "none.npy"),
+    ({"loss_type": "dft"}, "loss_type"),
+    ({"dataset_name": "none.jsonl"}, "no file or folder 'none.jsonl'"),
+    ({"dataset_name": "notes.md"}, "'.md', expected one of .jsonl"),
+    ({"dataset_name": "empty.jsonl"}, "empty.jsonl"),
+    ({"dataset_name": "torn.jsonl"}, "torn.jsonl"),
+    ({"dataset_name": "asked.jsonl"}, r"columns \['answer', 'question'\].*rename"),
+    ({"dataset_train_split": "other", "dataset_name": "folder"}, "splits .*'train'.* and no 'other'"),
+    ({"eval_strategy": "steps"}, "no 'test'; name one with --dataset_test_split, or cut one off"),
+    ({"model_name_or_path": "./no/such/model"}, "no model folder './no/such/model'"),
+    ({"model_name_or_path": "folder"}, "'folder' cannot be loaded"),
+    ({"config": "none.yaml"}, "none.yaml"),
+    ({"config": "keys.yaml"}, "no option '--objectiv', did you mean --objective"),
+    ({"dataset_name": "chat.jsonl", "chat_template_path": "plain.jinja"}, "template"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD, ids=[said for _, said in BAD])
+def test_invalid_options_print_one_line_before_training(
+    cli: Cli, model: Path, sums: Path, tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    write(tmp_path / "asked.jsonl", [{"question": "1 + 1", "answer": "2"}])
+    write(tmp_path / "chat.jsonl", chats())
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder/train.jsonl", SUMS)
+    files = {"notes.md": "x", "empty.jsonl": "", "torn.jsonl": '{"prompt": "a', "keys.yaml": "objectiv: mle\n",
+             "plain.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}"}  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with chdir(tmp_path):
+        assert re.search(said, cli(*asked("train", model, sums, output_dir=tmp_path / "run", **changes)).error)
+    assert not list(tmp_path.glob("run/*"))

@@ -10,7 +10,7 @@ import torch
 
 from otloss_llm import EmbeddingCost, MixedCost, NumberCost
 from otloss_llm.costs.choice import NumberSettings, choose_cost, number_cost, number_values
-from otloss_llm.data.blocks import train_bpe_tokenizer
+from otloss_llm.data import train_bpe_tokenizer
 from tests.errors import raising
 
 

@@ -49,7 +49,7 @@ test_signed_costs_go_with_objectives_that_say_so = raising(
 def test_by_name_the_ratings_are_the_digits_of_the_tokenizer() -> None:
     pytest.importorskip("transformers")
     from otloss_llm.costs.choice import choose_cost
-    from otloss_llm.data.blocks import train_bpe_tokenizer
+    from otloss_llm.data import train_bpe_tokenizer
 
     tokenizer = train_bpe_tokenizer(["12 12 12"], 259)
     cost = choose_cost("rating", embedding=pytest.fail, tokenizer=tokenizer, vocab_size=len(tokenizer))

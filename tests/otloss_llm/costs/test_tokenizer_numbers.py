@@ -16,7 +16,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
 
 from otloss_llm.costs.tokenizer_numbers import NumberTokens, read_number, token_texts  # noqa: E402
-from otloss_llm.data.blocks import train_bpe_tokenizer  # noqa: E402
+from otloss_llm.data import train_bpe_tokenizer  # noqa: E402
 from tests.errors import raising  # noqa: E402
 
 TEXT = "12 + 7 = 19, so a7 is 207 and 7 is 42.50"

@@ -1,7 +1,6 @@
-"""Training with numbers: the trainer against losses written out by hand, and the command line."""
+"""Training with numbers: the trainer against losses written out by hand."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,8 @@ import transformers
 from torch import Tensor, nn
 
 from otloss_llm import NumberToken, all_but_the_top
-from otloss_llm.costs.choice import NumberSettings
-from otloss_llm.costs.tokenizer_numbers import NumberTokens
-from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions
 from otloss_llm.evaluation import perplexity
-from otloss_llm.models.loading import load_model, load_tokenizer
 from tests.otloss.oracles import cosine_matrix
-from tests.otloss_llm.conftest import Cli, Tiny, read, train_options
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 from tests.otloss_llm.training import trainer_cases
 from tests.otloss_llm.training.trainer_cases import Row, logs, one_step, weights
@@ -113,7 +107,7 @@ def test_evaluation_reports_the_transport_cost(tmp_path: Path, arm: str) -> None
     ids = [[1, *of_characters()(text)["input_ids"]] for text in ("12+7=19", "a=b ab?", "90-8=82")]
     with torch.no_grad():
         expected = by_hand(model, [{"input_ids": row, "labels": row} for row in ids], plain.transport_cost, weight)
-    scores = perplexity(model, torch.tensor(ids), batch_size=2, cost=plain.transport_cost, progress=False)
+    scores = perplexity(model, torch.tensor(ids), batch_size=2, cost=plain.transport_cost)
     assert (scores.nll, scores.transport_cost) == pytest.approx(
         (float(expected["nll"]), float(expected["transport_cost"])), rel=1e-5
     )
@@ -138,69 +132,4 @@ def test_a_batch_without_a_number(tmp_path: Path) -> None:
     assert not logs(run, "eval_transport_cost")
     assert logs(run, "eval_loss") == pytest.approx(logs(run, "eval_nll"), rel=1e-6)
     blocks = torch.tensor([[1, *run.processing_class("ab?")["input_ids"]]])
-    assert perplexity(run.model, blocks, cost=run.transport_cost, progress=False).transport_cost is None
-
-
-def test_questions_need_no_collator(tmp_path: Path) -> None:
-    """Answers alone are scored, and padding is not."""
-    tokenizer = of_characters()
-    questions = [Question(f"{a}+{b}", str(a + b)) for a in (3, 12) for b in (4, 99)]
-    rows = AnsweredQuestions.from_questions(questions, tokenizer, max_length=24)
-    model = tiny_model("llama")
-    data = [{key: rows[i][key].tolist() for key in ("input_ids", "labels")} for i in range(len(rows))]
-    given = {"objective": "number_token", "processing_class": tokenizer, "numbers": NumberSettings(scaling="log")}
-    by_hand = one_step(tmp_path, copy.deepcopy(model), train_dataset=data, **given)
-    ours = one_step(tmp_path, model, train_dataset=rows, data_collator=None, **given)
-    torch.testing.assert_close(ours, by_hand, rtol=1e-4, atol=1e-7)
-    evaluated = {"train_dataset": None, "eval_dataset": {"named": rows}, "data_collator": None, "objective": "mle"}
-    assert trainer(tmp_path, model, **evaluated).data_collator is pad_questions
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("questions") / "sums.jsonl"
-    lines = [{"question": f"{a} + {b}", "answer": str(a + b)} for a in range(7) for b in (5, 40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
-
-
-def on_questions(tiny: Tiny, folder: Path, questions: object, **changes: object) -> list[str]:
-    """`train_options` on questions: three steps, numbers."""
-    options = train_options(
-        tiny, folder, **{"max_steps": 3, "train_questions": questions, "objective": "number_token"} | changes
-    )
-    at = options.index("--train_text")
-    return options[:at] + options[at + 2 :]
-
-
-def test_train_on_numbers(cli: Cli, tiny: Tiny, questions: Path, tmp_path: Path) -> None:
-    given = on_questions(tiny, tmp_path / "run", questions, number_scaling="log")
-    ended = cli(*given)
-    assert ended.code == 0, ended.err
-    assert ended.json["train_transport_cost"] > 0
-    assert ended.json["eval_transport_cost"] > 0
-    values = NumberTokens.of(load_tokenizer(str(tiny.llama)), vocab_size=load_model(str(tiny.llama)).config.vocab_size)
-    assert str(values.coverage()) in ended.err
-    assert "numbers=12, text=2.32561, scaling='log')" in read(tmp_path / "run/run.json")["numbers"]
-    assert cli(*given).json == ended.json, "finished: nothing is trained again"
-    other = cli(*on_questions(tiny, tmp_path / "run", questions, number_scaling="squash"))
-    assert "holds another run (numbers: " in other.error
-    mixed = {"objective": "emo+number", "cost_embedding": "random", "train_on_question": True}
-    assert cli(*on_questions(tiny, tmp_path / "mixed", questions, **mixed)).json["eval_transport_cost"] > 0
-
-
-def test_invalid_trainings_on_numbers_print_one_line(cli: Cli, tiny: Tiny, questions: Path, tmp_path: Path) -> None:
-    lines = [json.dumps({"question": question, "answer": "a"}) for question in ("b", "c", "d", "e")]
-    (tmp_path / "words.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    words: dict[str, object] = {"train_questions": tmp_path / "words.jsonl"}
-    for changes, said in (
-        ({"validation_text": tiny.text}, "--validation_text cannot be combined with --train_questions"),
-        ({"cost_embedding": "random"}, "--cost_embedding random"),
-        (words, "none of the 6 tokens"),  # it would equal MLE
-        (words | {"train_on_question": True, "objective": "emo+number"}, "none of the 9 tokens"),
-    ):
-        assert said in cli(*on_questions(tiny, tmp_path / "run", questions, **changes)).error
-        assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+    assert perplexity(run.model, blocks, cost=run.transport_cost).transport_cost is None

@@ -11,11 +11,10 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveTrainer, TaiLr, token_loss
-from otloss_llm.models.heads import shifts_labels
+from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveMixin, ObjectiveTrainer, TaiLr, token_loss
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import pad_rows
-from tests.otloss_llm.tiny_models import ONE_OF_EACH_KIND, TINY, VOCAB, build, lora, tiny_model
+from tests.otloss_llm.tiny_models import TINY, VOCAB, build, lora, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     Row,
     arguments,
@@ -229,6 +228,137 @@ def test_shifted_labels_in_the_batch(tmp_path: Path, keep_labels: bool) -> None:
     assert_same_weights(first, second)
 
 
+# ---- subclasses, several models, checkpoints ------------------------------------------------------------------------
+
+
+class WithHiddenStates(ObjectiveMixin, transformers.Trainer):
+    """Adds a penalty of the last hidden states, and keeps what it was given."""
+
+    skip_logits = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = inputs | {"output_hidden_states": True, "skip_logits": self.skip_logits}
+        loss, self.outputs = super().compute_loss(
+            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        loss = loss + 0.1 * self.outputs.hidden_states[-1].square().mean()
+        return (loss, self.outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_a_subclass_gets_the_outputs_that_it_asks_for(tmp_path: Path, skip_logits: bool) -> None:
+    """By position, as the trainer beside it: with logits unless they are left out, hidden states with their graph."""
+    model, data = tiny_model("llama"), rows(4)
+    batch = pad_rows(data)
+    run = WithHiddenStates(model, arguments(tmp_path), pad_rows, data, data, objective="emo")
+    run.skip_logits = skip_logits
+    own = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
+    scored = token_loss(own.logits[:, :-1], batch["labels"][:, 1:], objective=EMO(), cost=run.transport_cost)
+    expected = scored.loss + 0.1 * own.hidden_states[-1].square().mean()
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss, outputs = run.compute_loss(model, dict(batch), return_outputs=True)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-6)
+    assert type(outputs) is type(own)
+    torch.testing.assert_close(outputs.hidden_states[-1], own.hidden_states[-1])
+    assert (outputs.logits is None) == skip_logits
+    run.outputs = None
+    run.evaluate()  # where the trainer itself would use the loss alone
+    assert (run.outputs.logits is None) == skip_logits
+    assert run.outputs.hidden_states is not None
+
+
+def test_trainers_that_cannot_have_an_objective_raise_where_they_are_written() -> None:
+    class Penalised(transformers.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs) + 1
+
+    with pytest.raises(TypeError, match=r"Penalised has a loss of its own \(compute_loss\).*belongs into Mixed itself"):
+        type("Mixed", (ObjectiveMixin, Penalised), {})
+    with pytest.raises(TypeError, match=r"put it first: class Mixed\(ObjectiveMixin, Trainer\)"):
+        type("Mixed", (transformers.Trainer, ObjectiveMixin), {})
+
+
+def test_each_model_of_model_init_has_its_own_cost(tmp_path: Path) -> None:
+    """The transform of its logits too."""
+    caps = iter([3.0, 2.0])
+    seeds = iter([1, 2])
+    run = ObjectiveTrainer(
+        None, arguments(tmp_path), pad_rows, rows(8), rows(4), None,
+        lambda: tiny_model("gemma2", seed=next(seeds), final_logit_softcapping=next(caps)), objective="emo",
+    )  # fmt: skip
+    for seed in (1, 2):
+        first = tiny_model("gemma2", seed=seed)
+        expected = EmbeddingCost.from_model(first, directions=None).rows(torch.arange(VOCAB))
+        assert isinstance(run.transport_cost, EmbeddingCost)
+        torch.testing.assert_close(run.transport_cost.rows(torch.arange(VOCAB)), expected)
+        assert run.evaluate()["eval_transport_cost"] > 0
+        if seed == 1:
+            run.train()
+
+
+def test_a_run_resumes_with_the_cost_that_it_began_with(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"objective": "emo", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer(tmp_path, tiny_model("llama"), **settings)
+    whole.train()
+    half = tmp_path / "checkpoint-2"
+    from_start = trainer(tmp_path, tiny_model("llama"), **settings)
+    from_start.train(resume_from_checkpoint=str(half))
+    assert_same_weights(from_start.model, whole.model)
+    from_checkpoint = transformers.LlamaForCausalLM.from_pretrained(half)
+    resumed = trainer(tmp_path, from_checkpoint, **settings)
+    with pytest.raises(
+        ValueError, match=r"cost differs by 0\..*checkpoint-2.*Give it the model that the run began with"
+    ):
+        resumed.train(resume_from_checkpoint=str(half))
+    given = trainer(tmp_path, from_checkpoint, cost=whole.transport_cost, **settings)
+    given.train(resume_from_checkpoint=str(half))
+    assert_same_weights(given.model, whole.model)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_not_tokenised_raise(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    model, args = tiny_model("llama"), arguments(tmp_path)
+    text = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    said = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
+    takes = r"takes tokenised ones .*class EMOTrainer\(ObjectiveMixin, SFTTrainer\)"
+    for given in (text, said, ["a", "b"], {"named": said}):
+        with pytest.raises(ValueError, match=f"the rows have .*{takes}"):
+            ObjectiveTrainer(model, args, None, None, given)
+    streamed = datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
+    run = ObjectiveTrainer(model, args, None, streamed)
+    for data in (text, streamed, ["a", "b"]):  # known with the first batch alone
+        with pytest.raises(ValueError, match=takes):
+            run.evaluate(data)
+    with pytest.raises(ValueError, match=takes):
+        run.train()
+
+
+@pytest.mark.parametrize("kind", ["list", "dataset"])
+def test_the_log_counts_labels_that_are_near_duplicates(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5] = model.lm_head.weight[4]  # type: ignore[index, union-attr, operator]
+    count = 2 if kind == "list" else 3  # the same numbers are logged once
+    data: Any = [{"input_ids": [5, 4, 6, 7], "labels": [5, 4, -100, 7]}] * count  # nothing predicts the first
+    if kind == "dataset":
+        data = pytest.importorskip("datasets").Dataset.from_list(data).select([2, 1, 0])
+    with pytest.warns(UserWarning, match="near-duplicate"):
+        trainer(tmp_path, model, objective="emo", train_dataset=data, cost=EmbeddingCost.from_model(model))
+    assert f"{count} of the first {2 * count} labels of the training set (50.00 %)" in caplog.text
+
+
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +372,7 @@ def test_unsupported_trainers_and_models_raise(tmp_path: Path) -> None:
     llama = tiny_model("llama")
     ignored = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 3
     for call, message in (
-        (lambda: trainer(tmp_path, bert), "BertLMHeadModel"),
+        (lambda: trainer(tmp_path, bert).evaluate(), r"BertLMHeadModel\) sees the tokens to its right"),
         (lambda: trainer(tmp_path, llama, kind=Ulysses), r"sp_size=2, and an objective does not work with"),
         (lambda: trainer(tmp_path, llama, impl="fast"), "impl is 'fast'"),
         (lambda: trainer(tmp_path, llama, label_smoothing_factor=1.1), "epsilon is 1.1, expected a number in"),
@@ -256,12 +386,6 @@ _DECODER: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24,
     "max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
 }  # fmt: skip
-UNSHIFTED = ("TrOCR", "Bart", "Pegasus")
-
-
-@pytest.mark.parametrize("name", [*UNSHIFTED, *ONE_OF_EACH_KIND])
-def test_a_loss_that_shifts_its_labels_is_known(name: str) -> None:
-    assert shifts_labels(build(name, _DECODER) if name in UNSHIFTED else tiny_model(name)) == (name not in UNSHIFTED)
 
 
 def test_shifted_labels_are_scored_as_by_the_model_itself(tmp_path: Path) -> None:

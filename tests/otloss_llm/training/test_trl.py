@@ -89,6 +89,20 @@ def test_settings_of_another_loss_raise(tmp_path: Path) -> None:
             ObjectiveTrainer(model=tiny_model("llama"), args=args, **data, **given)
 
 
+@pytest.mark.parametrize("name", ["DPO", "KTO", "GRPO", "RLOO", "Reward"])
+def test_trainers_with_a_loss_of_their_own_are_named(name: str) -> None:
+    trl = pytest.importorskip("trl")
+    with pytest.raises(TypeError, match=f"{name}Trainer has a loss of its own .*which an objective would replace"):
+        type("Mixed", (ObjectiveMixin, getattr(trl, f"{name}Trainer")), {})
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own, of its experiments
+def test_a_subclass_of_sft_with_a_loss_of_its_own_is_named() -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    with pytest.raises(TypeError, match="GKDTrainer has a loss of its own"):
+        type("Mixed", (ObjectiveMixin, gkd.GKDTrainer), {})
+
+
 # ---- TRL itself -----------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +111,7 @@ def sft(path: Path, model: Any, objective: str, data: Any, **settings: Any) -> A
     trl = pytest.importorskip("trl")
     from datasets import Dataset, IterableDataset
 
-    from otloss_llm.data.blocks import train_bpe_tokenizer
+    from otloss_llm.data import train_bpe_tokenizer
 
     class WithObjective(ObjectiveMixin, trl.SFTTrainer):
         pass
@@ -118,13 +132,15 @@ TEMPLATE = (
 )
 ASKED = [("two and two", "four"), ("a longer question than that", "yes"), ("so", "is this answer"), ("and", "no")]
 MODES: dict[str, dict[str, Any]] = {
-    "assistant": {"assistant_only_loss": True}, "chat": {}, "stream": {"stream": True},
+    "assistant": {"assistant_only_loss": True}, "chat": {}, "completion": {}, "stream": {"stream": True},
     "packing": {"packing": True, "max_length": 48}, "padding-free": {"padding_free": True, "max_length": None},
 }  # fmt: skip
 
 
 def asked_in(mode: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """The data as TRL reads it, and by hand: the text without a loss, and that with one, of each row."""
+    if mode == "completion":
+        return [{"prompt": q, "completion": a} for q, a in ASKED], list(ASKED)
     if mode not in ("assistant", "chat"):
         return [{"text": q} for q, _ in ASKED], [("", q) for q, _ in ASKED]
     said = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in ASKED]

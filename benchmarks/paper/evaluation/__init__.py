@@ -1,0 +1,1 @@
+"""Measures of the experiments: divergences, samples and their overlap with real text, answers, labels in context."""

@@ -1,0 +1,86 @@
+"""What TRL's runs lack: a folder keeps to one run, a finished run takes no step, and a diverged one ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+SETTINGS_FILE = "run.json"
+
+
+class DivergenceError(ValueError):
+    """The loss or the weights became NaN or infinite."""
+
+
+class FinishedError(Exception):
+    """The checkpoint to resume from is that of the last step."""
+
+
+def open_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Write the settings of a run into its folder; raises ValueError if it holds a run with other settings."""
+    path = folder / SETTINGS_FILE
+    settings = json.loads(json.dumps(settings, default=str))
+    if any([*folder.glob("checkpoint-*"), *folder.glob("*.safetensors")]):
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        keys = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
+        if keys:
+            pairs = [f"{key}: {before.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:5]]
+            raise ValueError(
+                f"{folder} holds another run ({'; '.join(pairs)}); choose another --output_dir, or delete that one."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a short hash of names, shapes and up to 2,000 entries of each tensor; it changes with any training.
+
+    >>> import torch
+    >>> fingerprint([("w", torch.zeros(3))]) == fingerprint([("w", torch.ones(3))])
+    False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        flat = tensor.detach().flatten()
+        picked = flat[:: max(1, flat.numel() // 1024)].float().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}\0".encode() + picked.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """Return the newest complete checkpoint: its state is written last."""
+    complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+
+
+class RunGuard(TrainerCallback):
+    """Stops a run that has no step left, and one that has diverged, before a checkpoint of it is kept."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:  # the trainer would take one step more
+            raise FinishedError
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if control.should_save:
+            control.should_log = True
+            if not all(weight.isfinite().all() for weight in model.parameters() if weight.requires_grad):
+                raise diverged(state.global_step, "weights are NaN or infinite")
+
+    on_epoch_end = on_step_end
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        for key in ("nll", "transport_cost", "eval_nll"):
+            if not abs((logs or {}).get(key, 0.0)) < float("inf"):
+                raise diverged(state.global_step, f"{key} is {(logs or {})[key]}")
+
+
+def diverged(step: int, what: str) -> DivergenceError:
+    return DivergenceError(
+        f"training diverged by step {step}: {what}; lower the learning rate, warm up longer, or clip gradients harder."
+    )

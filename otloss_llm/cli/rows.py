@@ -1,0 +1,98 @@
+"""The data that a command line names, by the library datasets, as TRL's `SFTTrainer` reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
+
+FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+SAMPLED = 64  # rows that identify a data set
+
+
+def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int) -> dict[str, Any]:
+    """Return the splits of a data set: of a file, a folder, a name of the hub, or a mixture of them in a YAML file.
+
+    A .txt file is one document. `test_split_size` cuts a share off the training split.
+
+    Raises:
+        ValueError: no data set was named, or it cannot be read.
+        FileNotFoundError: there is no such file.
+    """
+    from datasets import DatasetDict
+    from datasets.exceptions import DatasetsError
+    from transformers import set_seed
+
+    set_seed(seed)  # TRL draws the share of a mixture with numpy's global generator
+    try:
+        if mixture.datasets:
+            return dict(get_dataset(mixture))
+        splits = dict(_load(script))
+    except (DatasetsError, StopIteration) as error:  # the latter for an empty file
+        cause = error.__cause__ or error
+        raise ValueError(f"the data set {script.dataset_name!r} cannot be read: {cause or 'it has no rows'}") from error
+    train = script.dataset_train_split
+    if mixture.test_split_size is not None and train in splits:
+        if script.dataset_streaming:
+            raise ValueError("--test_split_size cannot cut a stream; name a split with --dataset_test_split.")
+        cut = splits[train].train_test_split(test_size=mixture.test_split_size, seed=seed)
+        splits |= DatasetDict({train: cut["train"], script.dataset_test_split: cut["test"]})
+    return splits
+
+
+def _load(script: ScriptArguments) -> Any:
+    from datasets import load_dataset
+
+    name = script.dataset_name
+    if name is None:
+        raise ValueError("--dataset_name is missing; give a file, a folder, or the name of a data set on the hub.")
+    path = Path(name).expanduser()
+    if not path.exists() and (path.suffix in FORMATS or not HUB_NAME.fullmatch(name)):
+        raise FileNotFoundError(f"there is no file or folder {name!r} in {Path.cwd()}; check the path.")
+    if not path.is_file():
+        whole = {"sample_by": "document"} if path.is_dir() and any(path.rglob("*.txt")) else {}
+        source = str(path) if path.is_dir() else name
+        return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **whole)
+    kind = FORMATS.get(path.suffix)
+    if kind is None:
+        raise ValueError(f"{name!r} ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}.")
+    whole = {"sample_by": "document"} if kind == "text" else {}
+    files = {script.dataset_train_split: str(path)}
+    return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **whole)
+
+
+def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: str) -> Any:
+    """Return a split with the columns that TRL trains on; conversations as role and content.
+
+    Raises ValueError if there is no such split, no row, or no such columns.
+    """
+    from trl import maybe_convert_to_chatml
+
+    if name not in splits:
+        raise ValueError(f"the data set has the splits {sorted(splits)} and no {name!r}; {fix}.")
+    rows = splits[name]
+    first = next(iter(rows), None)
+    if first is None:
+        raise ValueError(f"the split {name!r} of the data set has no rows; give at least one.")
+    wanted = ({"input_ids"}, {"messages"}, {"prompt", "completion"}, {text_field}, {"conversations"})
+    if not any(columns <= first.keys() for columns in wanted):
+        raise ValueError(
+            f"the data set has the columns {sorted(first)}, expected {text_field}, prompt and completion, or messages; "
+            "rename them (dataset.rename_column), for example question to prompt and answer to completion."
+        )
+    return rows.map(maybe_convert_to_chatml, remove_columns="conversations") if "conversations" in first else rows
+
+
+def digest(rows: Any) -> str:
+    """Return a short hash of the number of rows and of some of them, or of the first rows of a stream."""
+    if hasattr(rows, "__len__"):
+        picked = [len(rows), *(rows[i] for i in range(0, len(rows), max(1, len(rows) // SAMPLED)))]
+    else:
+        picked = list(rows.take(SAMPLED))
+    text = json.dumps(picked, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,144 @@
+"""The options of the command line: those of `trl sft`, with our defaults, and the objective with its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+from otloss.losses.number_line import SCALINGS
+from otloss_llm.costs.choice import NumberSettings
+from otloss_llm.costs.named import COST_SOURCES
+from otloss_llm.losses.positions import IMPLEMENTATIONS
+from otloss_llm.objectives import Objective, Sum, parse_objective
+from otloss_llm.objectives.names import EXPECTED
+
+
+@dataclass
+class RunConfig(SFTConfig):
+    """TRL's `SFTConfig` with other defaults: float32 on a CPU, no checkpointing of gradients, two checkpoints kept."""
+
+    bf16: bool | None = field(
+        default=None, metadata={"help": "Compute in bfloat16. Default: true on a GPU, unless fp16 is."}
+    )
+    gradient_checkpointing: bool | None = field(
+        default=None, metadata={"help": "Recompute activations in the backward pass: less memory, more time."}
+    )
+    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept in the output folder."})
+    assistant_only_loss: bool | None = field(
+        default=None,
+        metadata={"help": "Train on the answers of conversations alone. Default: true where the column is messages."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None and (self.use_cpu or not torch.accelerator.is_available()):
+            self.bf16 = False
+        super().__post_init__()
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's `ModelConfig`; adapters (`--use_peft`) are on all linear layers but the head, without dropout."""
+
+    lora_target_modules: list[str] | None = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of layers with an adapter. Default: all linear ones but the head."},
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapter."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_name_or_path is None:
+            raise ValueError("--model_name_or_path is missing; give the folder or the hub name of a model.")
+
+
+@dataclass
+class ObjectiveArguments:
+    """What is minimised."""
+
+    objective: str = field(
+        default="emo",
+        metadata={
+            "help": f"{EXPECTED}. The ratio of emo is clipped at 3 (emo:clip=none: as published); terms are added as "
+            "in gem:0.7+z_loss:1e-4."
+        },
+    )
+    cost_embedding: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Embedding of the cost: {', '.join(COST_SOURCES)}, a .npy file, or a model whose head is taken. "
+            "all-but-the-top, the default, is the model's own head without its leading directions, raw is all of it."
+        },
+    )
+    number_scaling: str = field(
+        default="symlog",
+        metadata={"help": "Distance of numbers: symlog is logarithmic beyond the digits.", "choices": list(SCALINGS)},
+    )
+    impl: str = field(default="auto", metadata={"help": "Kernel of the loss.", "choices": list(IMPLEMENTATIONS)})
+    chunk_size: int | None = field(default=None, metadata={"help": "Tokens in a chunk of the kernel."})
+
+    def __post_init__(self) -> None:
+        if self.cost_embedding is not None and self.cost_kind not in ("embedding", "mixed"):
+            raise ValueError(
+                f"{self.objective} reads no embedding, got --cost_embedding {self.cost_embedding}; leave it out, or "
+                "take emo+number."
+            )
+
+    @property
+    def parsed(self) -> Objective:
+        return parse_objective(self.objective)
+
+    @property
+    def cost_kind(self) -> str:
+        """The cost that the objective is meant for, as in `otloss_llm.costs.choice`."""
+        return Sum.of(self.parsed).cost_kind
+
+    @property
+    def numbers(self) -> NumberSettings | None:
+        return None if self.number_scaling == "symlog" else NumberSettings(scaling=self.number_scaling)
+
+
+class Asked(NamedTuple):
+    """What a command was asked for."""
+
+    script: ScriptArguments
+    args: RunConfig
+    model: ModelArguments
+    mixture: DatasetMixtureConfig
+    objective: ObjectiveArguments
+    others: tuple[Any, ...]  # of this command alone
+
+    def settings(self) -> dict[str, Any]:
+        """What another run cannot continue with: the objective, the adapter, the rows, and what seeds and steps are."""
+        adapter = {name: value for name, value in asdict(self.model).items() if name.startswith(("lora", "use_"))}
+        names = ("max_length", "packing", "packing_strategy", "assistant_only_loss", "completion_only_loss",
+                 "learning_rate", "seed")  # fmt: skip
+        return asdict(self.objective) | adapter | {name: getattr(self.args, name) for name in names}
+
+
+def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:
+    """Parse options, and those of a YAML file (`--config`), by TRL's parser.
+
+    Args:
+        kinds: dataclasses of this command alone.
+
+    Raises:
+        ValueError: an option is unknown or has an invalid value.
+    """
+    shared = (ScriptArguments, RunConfig, ModelArguments, DatasetMixtureConfig, ObjectiveArguments)
+    parser = TrlParser((*shared, *kinds), prog=f"python -m otloss_llm {command}")
+
+    def fail(message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {command} --help).")
+
+    parser.error = fail  # argparse's own prints the names of all options
+    *parsed, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
+    if unknown:
+        near = get_close_matches(unknown[0], parser._option_string_actions, n=1)
+        fail(f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''}")
+    script, args, model, mixture, objective, *others = parsed
+    return Asked(script, args, model, mixture, objective, tuple(others))

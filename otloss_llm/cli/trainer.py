@@ -1,0 +1,108 @@
+"""The trainer of the command line: TRL's `SFTTrainer` with an objective, which drops rows that are too long."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoProcessor
+from trl import SFTTrainer, get_peft_config, get_quantization_config
+from trl.trainer.utils import create_model_from_path
+
+from otloss_llm.cli.rows import HUB_NAME
+from otloss_llm.cli.settings import Asked
+from otloss_llm.costs.named import load_cost
+from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.models.heads import is_encoder_decoder
+from otloss_llm.training.trainer import ObjectiveMixin
+
+logger = logging.getLogger(__name__)
+
+
+class CommandTrainer(ObjectiveMixin, SFTTrainer):
+    """`SFTTrainer` with an objective; rows longer than `max_length` are dropped with a count, and not cut."""
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *rest: Any) -> Any:
+        """As TRL's. Packing that splits rows between blocks loses nothing, so that it is left to TRL."""
+        splits = packing and args.packing_strategy != "bfd"
+        if args.max_length is not None and not splits:
+            whole = copy.copy(args)
+            whole.max_length = None
+            rows = super()._prepare_dataset(dataset, processing_class, whole, False, *rest)
+            dataset = rows.filter(lambda ids: len(ids) <= args.max_length, input_columns="input_ids")
+            if hasattr(rows, "__len__"):
+                _report_dropped(len(rows) - len(dataset), len(rows), args.max_length)
+        return super()._prepare_dataset(dataset, processing_class, args, packing, *rest)
+
+
+def _report_dropped(dropped: int, rows: int, longest: int) -> None:
+    """Raises ValueError if no row is left."""
+    if not dropped:
+        return
+    text = f"{dropped} of {rows} rows are longer than --max_length {longest}"
+    fix = "raise it, or cut text into blocks with --packing true --packing_strategy wrapped"
+    if dropped == rows:
+        raise ValueError(f"{text}, and none is left; {fix}.")
+    logger.warning("%s and were dropped; %s", text, fix)
+
+
+def load_model(asked: Asked) -> tuple[Any, Any]:
+    """Return the model and its tokenizer as `trl sft` loads them; the folder of an adapter with its base model."""
+    args, model_args = asked.args, asked.model
+    settings = {
+        "revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }  # fmt: skip
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        settings["quantization_config"] = quantization
+    if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        settings["device_map"] = None
+    name = model_args.model_name_or_path
+    path = str(Path(name).expanduser())
+    if not (Path(path).is_dir() or HUB_NAME.fullmatch(name)):
+        raise FileNotFoundError(f"there is no model folder {name!r} in {Path.cwd()}; check the path.")
+    adapter = (Path(path) / "adapter_config.json").is_file()
+    try:
+        model = create_model_from_path(path, AutoModelForCausalLM if adapter else None, **settings)
+        return model, AutoProcessor.from_pretrained(
+            path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the model {name!r} cannot be loaded from a folder or the hub: {error}") from error
+
+
+def build_trainer(asked: Asked, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:
+    """Return the trainer of a command.
+
+    Raises:
+        ValueError: the rows, the model and the objective do not go together.
+    """
+    args, wanted = asked.args, asked.objective
+    args.model_init_kwargs = None  # the model is loaded
+    if is_encoder_decoder(model):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder, whose rows TRL does not prepare; train it in Python, with "
+            "class Trainer(ObjectiveMixin, Seq2SeqTrainer)."
+        )
+    context = context_length(model)
+    if args.max_length is not None and context is not None and context < args.max_length:
+        logger.warning("max_length is %d, the context of the model %d tokens, which is taken", args.max_length, context)
+        args.max_length = context
+    cost: Any = "auto"
+    if wanted.cost_embedding is not None:
+        cost = load_cost(
+            wanted.cost_embedding, model, seed=args.seed, kind=wanted.cost_kind, tokenizer=tokenizer,
+            numbers=wanted.numbers,
+        )  # fmt: skip
+    try:
+        return CommandTrainer(
+            model=model, args=args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+            peft_config=get_peft_config(asked.model), objective=wanted.parsed, cost=cost, impl=wanted.impl,
+            numbers=wanted.numbers if cost == "auto" else None, chunk_size=wanted.chunk_size, **settings,
+        )  # fmt: skip
+    except RuntimeError as error:  # a template without marks, or a report to a package that is not installed
+        raise ValueError(f"the trainer cannot be built: {error}") from error

@@ -1,0 +1,79 @@
+"""Perplexity and transport cost of rows of token ids."""
+
+import pytest
+import torch
+
+from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.evaluation import perplexity
+from tests.otloss.oracles import cosine_matrix
+from tests.otloss_llm import tiny_models as models
+
+VOCABULARY = 270
+
+
+def tiny_model(family: str, **settings):
+    """A model whose distribution is far from uniform."""
+    length = {"n_positions": 64} if family == "gpt2" else {"max_position_embeddings": 64}
+    return models.tiny_model(family, vocab_size=VOCABULARY, **length, **settings)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def model(request):
+    return tiny_model(request.param).eval()
+
+
+@pytest.fixture
+def doubled(model):
+    """The model in float64, for independent sums."""
+    copy = type(model)(model.config).double().eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def log_probabilities(model, ids):
+    """log q of every next token given those before it, for one unpadded sequence in float64."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+    return torch.log_softmax(logits, dim=-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_perplexity_weighs_tokens_and_ignores_the_batching(model, doubled, temperature):
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(VOCABULARY, (10, 11), generator=generator)  # the last batch of 4 is smaller
+    embedding = torch.randn(VOCABULARY, 5, generator=generator)
+    scores = perplexity(model, rows, batch_size=4, cost=EmbeddingCost(embedding), temperature=temperature)
+    nll, transport, cost = [], [], cosine_matrix(embedding)
+    for ids in rows.tolist():
+        target = torch.tensor(ids[1:])
+        log_q = torch.log_softmax(log_probabilities(doubled, ids) / temperature, dim=1)
+        nll.append(-log_q.gather(1, target[:, None]))
+        transport.append((log_q.exp() * cost[target]).sum(1))
+    assert scores.nll == pytest.approx(float(torch.cat(nll).mean()), rel=2e-6)
+    assert scores.transport_cost == pytest.approx(float(torch.cat(transport).mean()), rel=2e-6)
+    assert scores.tokens == 100
+
+
+def test_modes_are_restored():
+    model = tiny_model("gpt2", resid_pdrop=0.5).train()
+    model.transformer.h[0].eval()
+    before = [module.training for module in model.modules()]
+    ids = torch.arange(20).view(2, 10)
+    assert perplexity(model, ids) == perplexity(model, ids)  # without dropout
+    model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        perplexity(model, ids)
+    assert [module.training for module in model.modules()] == before
+    assert torch.is_grad_enabled()
+
+
+def test_rows_and_temperatures_that_cannot_be_scored_raise():
+    gpt2 = tiny_model("gpt2")
+    for message, ids, temperature in (
+        (r"temperature is 0\.0, expected", torch.zeros(1, 4).int(), 0.0),
+        ("65 tokens, more than the model's context of 64", torch.zeros(1, 65).int(), 1.0),
+        (r"shape \(4,\) and dtype torch.int64, expected integer ids", torch.arange(4), 1.0),
+        ("outside the model's vocabulary of 270", torch.full((1, 4), 270), 1.0),
+    ):
+        with pytest.raises(ValueError, match=message):
+            perplexity(gpt2, ids, temperature=temperature)
