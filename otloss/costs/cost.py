@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
 _LEAST_EXPONENT = -80.0
-_ASYMMETRY = 1e-5  # a difference of C[i, j] and C[j, i], relative to the largest cost, that is rounding
 
 
 class CentroidBound(NamedTuple):
@@ -66,7 +65,7 @@ class Cost(ABC):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        if "rows" not in vars(cls):
+        if not {"rows", "row_block"}.intersection(vars(cls)):
             return
         # The formulas of its base are those of other costs. T and the costs within a side are of the class itself.
         follow = (
@@ -261,7 +260,7 @@ class Cost(ABC):
         matrix = self.dense().detach()
         if matrix.shape[-2] != matrix.shape[-1] or not matrix.numel():
             return matrix.shape[-2] == matrix.shape[-1]
-        return bool(((matrix - matrix.mT).abs() <= _ASYMMETRY * matrix.abs().amax()).all())
+        return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.abs().amax()).all())
 
     def costs_within(self) -> tuple[Cost, Cost] | None:
         """Return the costs among the bins of p and among those of q, which divergences need; None if not known."""

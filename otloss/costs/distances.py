@@ -14,6 +14,8 @@ computed again, for float32 by a product in float64, which has digits to spare, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -22,14 +24,31 @@ from torch import Tensor
 from otloss._checks import broadcast_shape
 
 # Per dtype of the points: the dtypes of the products to try, and the least share of s_ij at which they are right.
-_PRODUCTS = {
+_DTYPES = {
     torch.float32: ((torch.float32, 0.5), (torch.float64, 1e-6)),
     torch.float64: ((torch.float64, 1 / 16),),
 }
-# Dimensions, coordinates of the smaller cloud, and multiplications in all, from which the product is faster.
-_FEW_AXES, _FEW_COORDINATES, _FEW_PRODUCTS = 24, 2**10, 2**18
-# Entries of a block of rows, 8 MiB at most: they stay in the cache between product and comparison.
-_BLOCK_ENTRIES = 2**20
+
+
+@dataclass(frozen=True)
+class Products:
+    """From which sizes on a product of matrices is the faster way on a CPU.
+
+    Attributes:
+        min_axes, min_coordinates, min_multiplications: dimensions, coordinates of the smaller cloud, and
+            multiplications in all.
+        min_coordinates_of_gradients: of the smaller cloud, for the gradients of distances.
+        block_entries: of a block of rows, 8 MiB at most: they stay in the cache between product and comparison.
+    """
+
+    min_axes: int = 24
+    min_coordinates: int = 2**10
+    min_multiplications: int = 2**18
+    min_coordinates_of_gradients: int = 2**13
+    block_entries: int = 2**20
+
+
+PRODUCTS = Products()
 
 
 def distances(
@@ -45,7 +64,7 @@ def distances(
 def _by_rows(x: Tensor, y: Tensor, squared: bool) -> Tensor:
     batch, (n, m) = broadcast_shape(x.shape[:-2], y.shape[:-2]), (x.shape[-2], y.shape[-2])
     centred = _Centred(y)
-    step = max(1, _BLOCK_ENTRIES // (batch.numel() * m))
+    step = max(1, PRODUCTS.block_entries // (batch.numel() * m))
     with torch.autocast(x.device.type, enabled=False):
         if step >= n:
             squares = _squares(x, y, centred)
@@ -60,7 +79,7 @@ def _by_rows(x: Tensor, y: Tensor, squared: bool) -> Tensor:
 def by_problems(function: Callable[..., tuple[Tensor, ...]], x: Tensor, y: Tensor, *others: Tensor) -> list[Tensor]:
     """Return what `function` gives for all problems, from calls with so few that their copies stay in the cache."""
     batch, (n, d), m = x.shape[:-2], x.shape[-2:], y.shape[-2]
-    together = max(1, _BLOCK_ENTRIES // 8 // max(n * d, m * d, n * m))
+    together = max(1, PRODUCTS.block_entries // 8 // max(n * d, m * d, n * m))
     if batch.numel() <= together or any(t.shape[:-2] != batch for t in (y, *others)):
         return list(function(x, y, *others))
     flat = [t.reshape(-1, *t.shape[-2:]).split(together) for t in (x, y, *others)]
@@ -68,36 +87,43 @@ def by_problems(function: Callable[..., tuple[Tensor, ...]], x: Tensor, y: Tenso
     return [torch.cat(parts).unflatten(0, batch) for parts in zip(*blocks, strict=True)]
 
 
-def suit_products(x: Tensor, y: Tensor, *, coordinates: int = _FEW_COORDINATES) -> bool:
+def suit_products(x: Tensor, y: Tensor, *, coordinates: int = PRODUCTS.min_coordinates) -> bool:
     """Whether a product is the faster way to these distances. Other devices are slow in float64, or lack it."""
     axes = x.shape[-1]
-    if axes < _FEW_AXES or x.device.type != "cpu" or x.dtype not in _PRODUCTS:
+    if axes < PRODUCTS.min_axes or x.device.type != "cpu" or x.dtype not in _DTYPES:
         return False
     n, m = x.shape[-2], y.shape[-2]
     problems = broadcast_shape(x.shape[:-2], y.shape[:-2]).numel()
-    return min(n, m) * axes >= coordinates and problems * n * m * axes >= _FEW_PRODUCTS
+    return min(n, m) * axes >= coordinates and problems * n * m * axes >= PRODUCTS.min_multiplications
+
+
+class _CentredPoints(NamedTuple):
+    """The centre (..., 1, d), the points relative to it (..., m, d), and their squared lengths (..., 1, m)."""
+
+    centre: Tensor
+    points: Tensor
+    squares: Tensor
 
 
 class _Centred:
-    """The points y about their centre, in each dtype that is asked for."""
+    """The points y relative to their centre, in each dtype that is asked for."""
 
     def __init__(self, y: Tensor) -> None:
         self._y = y
-        self._cache: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
+        self._cache: dict[torch.dtype, _CentredPoints] = {}
 
-    def of(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the centre (..., 1, d), the points without it (..., m, d), and their squared lengths (..., 1, m)."""
+    def in_dtype(self, dtype: torch.dtype) -> _CentredPoints:
         if dtype not in self._cache:
             y = self._y.to(dtype)
             centre = y.mean(-2, keepdim=True)
             y = y - centre
-            self._cache[dtype] = centre, y, y.square().sum(-1).unsqueeze(-2)
+            self._cache[dtype] = _CentredPoints(centre, y, y.square().sum(-1).unsqueeze(-2))
         return self._cache[dtype]
 
 
 def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:
-    for dtype, share in _PRODUCTS[x.dtype]:
-        centre, b, b_squares = centred.of(dtype)
+    for dtype, share in _DTYPES[x.dtype]:
+        centre, b, b_squares = centred.in_dtype(dtype)
         a = x.to(dtype) - centre
         a_squares = a.square().sum(-1, keepdim=True)
         if not a_squares.amax() + b_squares.amax() < torch.inf:
@@ -106,7 +132,7 @@ def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:
         squares = sums - 2 * (a @ b.mT) if sums.dim() > 2 else torch.addmm(sums, a, b.mT, alpha=-2)
         # Written so that NaN, the difference of two infinities, counts as near.
         near = (squares >= sums.mul_(share)).logical_not_().nonzero()
-        if len(near) * x.shape[-1] <= _BLOCK_ENTRIES:
+        if len(near) * x.shape[-1] <= PRODUCTS.block_entries:
             return _from_near(squares, near, x, y)
     return _from_differences(x, y, 2.0).square_()
 

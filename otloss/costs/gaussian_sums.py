@@ -46,37 +46,73 @@ from torch import Tensor
 
 from otloss.costs.grid import GridCost
 
-MOST_AXES, LEAST_PAIRS = 3, 2**22
-RATIO = 0.5  # t / s
-POINTS, MOST_HALVINGS = 192, 11  # points in a block, about; at most 2^MOST_HALVINGS blocks
-TOGETHER = 4  # blocks in one product
-MOST_NODES = 2**22
-# At a solution log P is small. Potentials before the solution may have a larger one; where the share is an estimate,
-# log P counts as at most this.
-MOST_PEAK = 20.0
-PAIRS_AT_ONCE = 2**20
-# The least exponents of factors and of weights within a block. Their sum stays above the logarithm of float64's least
-# number.
-LEAST_EXPONENT, LEAST_WEIGHT = -600.0, -100.0
-# Nanoseconds of a soft minimum. The sum over pairs takes PER_PAIR for each pair; estimates from blocks see half of the
-# pairs. The grid takes PER_POINT for each point, PER_ENTRY for each point and each node of two axes of its box,
-# PER_BOX_NODE for each node of a box, and PER_NODE or, in logarithms, PER_LOG_NODE for each node of the grid and each
-# cell of its axes. The grid is used where it takes less than the share GAIN of the time of the pairs, since making it
-# takes time too.
-PER_PAIR, PER_POINT, PER_ENTRY, PER_BOX_NODE, PER_NODE, PER_LOG_NODE = 3.2, 350.0, 1.1, 12.0, 0.16, 2.0
-GAIN = 0.45
+
+@dataclass(frozen=True)
+class Summation:
+    """How sums go through a grid, and for which clouds.
+
+    Attributes:
+        max_axes, min_pairs: clouds in more dimensions, and with fewer pairs, are not tried.
+        ratio: t / s. The two outer Gaussians are as wide as each other, and the one in between has a real width.
+        points_in_block, max_halvings: about so many points in a block, and at most 2^max_halvings blocks.
+        blocks_in_product: whose boxes get one size, so that one product does for all.
+        max_nodes: of the grid, which is 32 MiB then.
+        max_peak: log P is small at a solution. Potentials before it may have a larger one; where the share is an
+            estimate, log P counts as at most this.
+        pairs_in_step: of a point and a block, whose sums are made at a time.
+        least_exponent, least_weight: of factors and of weights within a block. Their sum stays above the logarithm of
+            float64's least number.
+        gain: the grid is used where it takes less than this share of the time of the pairs, since making it takes time
+            too.
+    """
+
+    max_axes: int = 3
+    min_pairs: int = 2**22
+    ratio: float = 0.5
+    points_in_block: int = 192
+    max_halvings: int = 11
+    blocks_in_product: int = 4
+    max_nodes: int = 2**22
+    max_peak: float = 20.0
+    pairs_in_step: int = 2**20
+    least_exponent: float = -600.0
+    least_weight: float = -100.0
+    gain: float = 0.45
+
+
+@dataclass(frozen=True)
+class Nanoseconds:
+    """What a soft minimum takes.
+
+    Attributes:
+        pair: of points, in a sum over pairs; estimates from blocks see half of the pairs.
+        point: that is read or written through the grid.
+        entry: of a point and a node of two axes of its box.
+        box_node: a node of the box of a block.
+        node, log_node: a node of the grid and a cell of one of its axes, in products or in logarithms.
+    """
+
+    pair: float = 3.2
+    point: float = 350.0
+    entry: float = 1.1
+    box_node: float = 12.0
+    node: float = 0.16
+    log_node: float = 2.0
+
+
+SUMMATION, NANOSECONDS = Summation(), Nanoseconds()
 
 CloudInBlocks = tuple[Tensor, Tensor]  # the points, and `in_blocks` of them
 
 
-def in_blocks(points: Float[Tensor, "n d"]) -> Int[Tensor, "blocks most"]:
+def in_blocks(points: Float[Tensor, "n d"]) -> Int[Tensor, "blocks points"]:
     """Return the positions of the points of each block.
 
     The cloud is cut in half across its longest axis, then each half, and so on. Sizes of blocks differ by at most one;
     a smaller block repeats its last point.
     """
     x, n = points.detach().double().numpy(), len(points)
-    halvings = min(MOST_HALVINGS, max(0, round(math.log2(n / POINTS))))
+    halvings = min(SUMMATION.max_halvings, max(0, round(math.log2(n / SUMMATION.points_in_block))))
     order, ends = np.arange(n), np.array([0, n])
     for done in range(halvings):
         ends = (np.arange(2**done + 1) << (halvings - done)) * n >> halvings
@@ -112,7 +148,7 @@ class _Cloud:
     half: Float[Tensor, "blocks 3"]
 
     @staticmethod
-    def of(x: Tensor, order: Tensor) -> _Cloud:
+    def build(x: Tensor, order: Tensor) -> _Cloud:
         mean = x.detach().double().mean(0)
         points = torch.nn.functional.pad(x.detach().double() - mean, (3 - x.shape[1], 0))[order]
         low, high = points.amin(1), points.amax(1)
@@ -130,7 +166,7 @@ class _Cloud:
     def largest_sums(self, potential: Tensor, centres: Tensor) -> Float[Tensor, "blocks others"]:
         """Return, for each block and each b in `centres`, the maximum of potential + 2 x.b over the points x."""
         columns = torch.cat([centres.T * 2, torch.ones_like(centres.T[:1])])
-        step = max(1, PAIRS_AT_ONCE // (self.points.shape[1] * len(centres)))
+        step = max(1, SUMMATION.pairs_in_step // (self.points.shape[1] * len(centres)))
         rows = torch.cat([self.points, potential.unsqueeze(-1)], -1).split(step)
         return torch.cat([(x @ columns).amax(1) for x in rows])
 
@@ -203,12 +239,12 @@ class _Side:
     constant: Tensor
 
     @staticmethod
-    def of(cloud: _Cloud, first: Tensor, sizes: Tensor, low: Tensor, h: float, cells: Tensor, t: float) -> _Side:
+    def build(cloud: _Cloud, first: Tensor, sizes: Tensor, low: Tensor, h: float, cells: Tensor, t: float) -> _Side:
         u = low + h * (first + (sizes.double() - 1) / 2) - cloud.centre
         u = torch.where(cells > 1, u, 0.0)
         constant = ((u.unsqueeze(1) * cloud.points).sum(-1) + u.square().sum(-1, keepdim=True) / 2) / t**2
         blocks = []
-        for index in sizes.prod(-1).argsort().split(TOGETHER):
+        for index in sizes.prod(-1).argsort().split(SUMMATION.blocks_in_product):
             size = sizes[index].amax(0)
             start = torch.minimum(first[index], cells - size)
             boxes = [tuple(slice(a, a + b) for a, b in zip(at, size.tolist(), strict=True)) for at in start.tolist()]
@@ -227,7 +263,7 @@ class _Side:
         logs = self.cloud.blocks_of(logs) + self.constant
         top = logs.amax(1, keepdim=True)
         logs = logs - top.masked_fill(top == -torch.inf, 0.0)
-        if bool(((logs < LEAST_WEIGHT) & (logs > -torch.inf)).any()):
+        if bool(((logs < SUMMATION.least_weight) & (logs > -torch.inf)).any()):
             raise OutOfRangeError
         weights, top, workspace = logs.exp_(), top.squeeze(-1), _Workspace()
         highest = torch.full(cells, torch.finfo(torch.float64).min, dtype=torch.float64)
@@ -261,7 +297,7 @@ class _Side:
             lines = workspace.array("lines", blocks.factors[2].shape)
             torch.bmm(planes, terms, out=lines).mul_(blocks.factors[2])  # sums over the first two axes
             total = lines.sum(-1)
-            if not bool((total > math.exp(LEAST_EXPONENT)).all()):
+            if not bool((total > math.exp(SUMMATION.least_exponent)).all()):
                 raise OutOfRangeError
             out[blocks.index] = total.log().add_(top[:, 0, 0])
             if means is not None:
@@ -290,7 +326,7 @@ class GaussianSums:
     share: float
 
     @staticmethod
-    def of(
+    def build(
         x: CloudInBlocks, y: CloudInBlocks, f: Float[Tensor, " n"], g: Float[Tensor, " m"], *,
         epsilon: float, share: float, is_bound: bool = True,
     ) -> GaussianSums | None:  # fmt: skip
@@ -299,32 +335,32 @@ class GaussianSums:
         x (n, d) and y (m, d) come with their blocks (`in_blocks`). Without `is_bound` the mean potential of a block
         replaces its bound: boxes are smaller, and the share is an estimate.
         """
-        one = _Cloud.of(*x)
-        other = one if y[0] is x[0] else _Cloud.of(*y)
+        one = _Cloud.build(*x)
+        other = one if y[0] is x[0] else _Cloud.build(*y)
         n, m, d = len(x[0]), len(y[0]), x[0].shape[1]
         log_p, pairs = _densities(one, other, f, g, epsilon, share, is_bound=is_bound)
-        if GAIN * PER_PAIR * pairs < PER_POINT * (n + m):
+        if SUMMATION.gain * NANOSECONDS.pair * pairs < NANOSECONDS.point * (n + m):
             return None
         s = math.sqrt(epsilon / 2)
-        width = RATIO * s * math.sqrt(1 - RATIO**2)
+        width = SUMMATION.ratio * s * math.sqrt(1 - SUMMATION.ratio**2)
         h = math.pi * width * math.sqrt(2 / math.log(10 * d / share))
         cut = math.log(4 * d / share)
-        most = math.inf if is_bound else MOST_PEAK
-        ranges = [_ranges(one, other, log_p, width, cut, most), _ranges(other, one, log_p.T, width, cut, most)]
+        max_peak = math.inf if is_bound else SUMMATION.max_peak
+        ranges = [_ranges(one, other, log_p, width, cut, max_peak), _ranges(other, one, log_p.T, width, cut, max_peak)]
         axes = torch.arange(3) >= 3 - d
         low = torch.where(axes, torch.minimum(ranges[0][0].amin(0), ranges[1][0].amin(0)), 0.0)
         first = [torch.where(axes, (ends[0] - low) / h, 0.0).floor().long() for ends in ranges]
         last = [torch.where(axes, (ends[1] - low) / h, 0.0).ceil().long() for ends in ranges]
         cells = torch.maximum(last[0].amax(0), last[1].amax(0)) + 1
         sizes = [end - start + 1 for start, end in zip(first, last, strict=True)]
-        furthest = max(float((size * (h / (2 * RATIO * s))).square().sum(-1).amax()) / 2 for size in sizes)
-        if math.prod(cells.tolist()) > MOST_NODES or furthest > -LEAST_EXPONENT:
+        furthest = max(float((size * (h / (2 * SUMMATION.ratio * s))).square().sum(-1).amax()) / 2 for size in sizes)
+        if math.prod(cells.tolist()) > SUMMATION.max_nodes or furthest > -SUMMATION.least_exponent:
             return None
         grid = GridCost(cells.tolist(), spacing=h).to(torch.float64)
-        if _nanoseconds((one, other), sizes, grid, epsilon) > GAIN * PER_PAIR * pairs:
+        if _nanoseconds((one, other), sizes, grid, epsilon) > SUMMATION.gain * NANOSECONDS.pair * pairs:
             return None
         rows, columns = (
-            _Side.of(cloud, start, size, low, h, cells, RATIO * s)
+            _Side.build(cloud, start, size, low, h, cells, SUMMATION.ratio * s)
             for cloud, start, size in zip((one, other), first, sizes, strict=True)
         )
         return GaussianSums(rows, columns, grid, epsilon, share)
@@ -354,7 +390,7 @@ class GaussianSums:
         assert means is not None
         mass = ((a.double() - out) / self.epsilon).exp()
         apart = self.rows.cloud.mean - self.columns.cloud.mean
-        return 2 * mass.unsqueeze(-1) * (apart - means[:, 3 - len(apart) :] / RATIO**2)
+        return 2 * mass.unsqueeze(-1) * (apart - means[:, 3 - len(apart) :] / SUMMATION.ratio**2)
 
     def _softmin(self, potential: Tensor, *, with_means: bool) -> tuple[Tensor, Tensor | None]:
         # Let x' and y' be the points relative to the means of their clouds, and a the difference of the means. Then
@@ -365,11 +401,11 @@ class GaussianSums:
             for side in (self.rows, self.columns)
         ]
         logs = self.columns.to_nodes((potential.double() + along[1]) / self.epsilon, self.grid.cells)
-        width = self.epsilon * (1 - 2 * RATIO**2)  # 2 s'^2
+        width = self.epsilon * (1 - 2 * SUMMATION.ratio**2)  # 2 s'^2
         logs = -self.grid.softmin(logs.flatten() * width, width).reshape(logs.shape) / width
         sums, means = self.rows.from_nodes(logs, with_means=with_means)
-        h, t = self.grid.spacing[0], RATIO * math.sqrt(self.epsilon / 2)
-        log_c = len(apart) * (math.log(h**2 / (2 * math.pi * t**2)) - math.log(1 - 2 * RATIO**2) / 2)
+        h, t = self.grid.spacing[0], SUMMATION.ratio * math.sqrt(self.epsilon / 2)
+        log_c = len(apart) * (math.log(h**2 / (2 * math.pi * t**2)) - math.log(1 - 2 * SUMMATION.ratio**2) / 2)
         return along[0] + apart.square().sum() - self.epsilon * (sums + log_c), means
 
 
@@ -394,28 +430,32 @@ def _densities(
 
 
 def _ranges(
-    one: _Cloud, other: _Cloud, log_p: Tensor, width: float, cut: float, most_peak: float
+    one: _Cloud, other: _Cloud, log_p: Tensor, width: float, cut: float, max_peak: float
 ) -> tuple[Tensor, Tensor]:
     """Return the least and the largest z of each block, (blocks, 3) each.
 
     The share exp(-cut) of the sum lies outside of them.
     """
     peak = log_p.amax(1, keepdim=True)
-    reach = (2 * (log_p - (peak - peak.clamp(0.0, most_peak)) + cut)).clamp_(min=0.0).sqrt_().mul_(width)
+    reach = (2 * (log_p - (peak - peak.clamp(0.0, max_peak)) + cut)).clamp_(min=0.0).sqrt_().mul_(width)
     nothing = reach == 0
     ends = []
     for sign in (-1, 1):
-        others = RATIO**2 * (other.centre * sign + other.half)
+        others = SUMMATION.ratio**2 * (other.centre * sign + other.half)
         furthest = [(others[:, k] + reach).masked_fill(nothing, -torch.inf).amax(1) for k in range(3)]
-        ends.append((1 - RATIO**2) * (one.centre + sign * one.half) + sign * torch.stack(furthest, -1))
+        ends.append((1 - SUMMATION.ratio**2) * (one.centre + sign * one.half) + sign * torch.stack(furthest, -1))
     return ends[0], ends[1]
 
 
 def _nanoseconds(clouds: Sequence[_Cloud], sizes: Sequence[Tensor], grid: GridCost, epsilon: float) -> float:
     """Return an estimate of the nanoseconds that a soft minimum through the grid takes."""
-    in_logs = epsilon * (1 - 2 * RATIO**2) < grid.least_epsilon_for_products
-    work = (PER_LOG_NODE if in_logs else PER_NODE) * math.prod(grid.cells) * sum(grid.cells)
+    in_logs = epsilon * (1 - 2 * SUMMATION.ratio**2) < grid.least_epsilon_for_products
+    work = (NANOSECONDS.log_node if in_logs else NANOSECONDS.node) * math.prod(grid.cells) * sum(grid.cells)
     for cloud, size in zip(clouds, sizes, strict=True):
         planes, nodes = float((size[:, 0] * size[:, 1]).sum()), float(size.prod(-1).sum())
-        work += PER_POINT * len(cloud) + PER_ENTRY * cloud.points.shape[1] * planes + PER_BOX_NODE * nodes
+        work += (
+            NANOSECONDS.point * len(cloud)
+            + NANOSECONDS.entry * cloud.points.shape[1] * planes
+            + NANOSECONDS.box_node * nodes
+        )
     return work

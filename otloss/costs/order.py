@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,16 +13,46 @@ from torch import Tensor
 
 ROWS = 16  # rows of a task; in cache, they serve one problem after the other
 BLOCK = 8  # tasks that select columns together; each then selects among these columns
-SQUARED, EUCLIDEAN, ABSOLUTE = 0, 1, 2
-METRICS = {"sqeuclidean": SQUARED, "euclidean": EUCLIDEAN, "l1": ABSOLUTE}
-MOST_AXES = 3  # in more dimensions the points of a block lie far apart
-LEAST_PAIRS = 2**20  # below, a softmin of all pairs takes less time than the ordering
+METRICS = {"sqeuclidean": 0, "euclidean": 1, "l1": 2}  # those of the kernels, by their numbers there
 Orders = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """For which clouds soft minima are faster in an order in which neighbours follow each other.
+
+    Attributes:
+        max_axes: in more dimensions the points of a block lie far apart.
+        min_pairs: with fewer, a soft minimum over all pairs takes less time than the ordering.
+    """
+
+    max_axes: int = 3
+    min_pairs: int = 2**20
+
+
+ORDERING = Ordering()
+
+
+class Groups(NamedTuple):
+    """The clusters of the points with mass.
+
+    Attributes:
+        members: the positions of these points.
+        labels: the cluster of each of them.
+        centres, masses: of each cluster.
+        variance: the mean variance within a cluster.
+    """
+
+    members: Int[Tensor, " members"]
+    labels: Int[Tensor, " members"]
+    centres: Float[Tensor, "clusters d"]
+    masses: Float[Tensor, " clusters"]
+    variance: float
 
 
 def can_leave_out(x: Tensor, y: Tensor) -> bool:
     """Whether soft minima between these clouds get faster by `order_of` both."""
-    return x.dim() == y.dim() == 2 and x.shape[-1] <= MOST_AXES and len(x) * len(y) >= LEAST_PAIRS
+    return x.dim() == y.dim() == 2 and x.shape[-1] <= ORDERING.max_axes and len(x) * len(y) >= ORDERING.min_pairs
 
 
 def order_of(points: Float[Tensor, "n d"], sizes: tuple[int, ...] = (ROWS * BLOCK, ROWS)) -> Int[Tensor, " n"]:
@@ -35,16 +67,16 @@ def order_of(points: Float[Tensor, "n d"], sizes: tuple[int, ...] = (ROWS * BLOC
     axes = [k for k in np.argsort(-width) if width[k] > 0]
     label, order = np.zeros(len(x)), np.arange(len(x))
     unit = sizes[-1]
-    held = len(x) / unit  # units in a slab; the slabs below hold powers of two, so that slabs nest
+    units = len(x) / unit  # in a slab; the slabs below hold powers of two, so that slabs nest
     for size, shape in zip((size // unit for size in sizes), (width, np.ones_like(width)), strict=False):
-        for done, k in enumerate(axes):
-            left = shape[axes[done:]]
+        for cut, k in enumerate(axes):
+            widths = shape[axes[cut:]]
             # The number of slabs along an axis that makes the boxes cubes, if the cloud fills its own box.
-            cubes = (held / size) ** (1 / len(left)) * left[0] / left.prod() ** (1 / len(left))
-            held = size * 2.0 ** max(0, round(math.log2(max(held / size / max(cubes, 1.0), 1.0))))
-            held = size if len(left) == 1 else held
+            cubes = (units / size) ** (1 / len(widths)) * widths[0] / widths.prod() ** (1 / len(widths))
+            units = size * 2.0 ** max(0, round(math.log2(max(units / size / max(cubes, 1.0), 1.0))))
+            units = size if len(widths) == 1 else units
             order = np.argsort(label + 0.999 * (x[:, k] - low[k]) / width[k])
-            label[order] = np.arange(len(x)) // (unit * held)
+            label[order] = np.arange(len(x)) // (unit * units)
     return torch.from_numpy(order)
 
 
@@ -53,16 +85,16 @@ def tasks(n: int, problems: int, rows: int = ROWS) -> int:
     return (n + rows - 1) // rows * problems
 
 
-def grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """Return the points with mass, their clusters, centres and weights of these, and the mean variance within one."""
+def grouped(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"], count: int) -> Groups:
+    """Return at most `count` clusters of equally many points with mass, neighbours of each other."""
     members = weights.nonzero().squeeze(-1)
     points, weights = points[members].double(), weights[members].double()
     size = max(1, -(-len(members) // count))
-    of_members = torch.empty_like(members)
+    labels = torch.empty_like(members)
     if len(members):
-        of_members[order_of(points, sizes=(size,))] = torch.arange(len(members), device=members.device) // size
-    masses = weights.new_zeros(-(-len(members) // size)).index_add_(0, of_members, weights)
+        labels[order_of(points, sizes=(size,))] = torch.arange(len(members), device=members.device) // size
+    masses = weights.new_zeros(-(-len(members) // size)).index_add_(0, labels, weights)
     centres = points.new_zeros(len(masses), points.shape[1])
-    centres.index_add_(0, of_members, points * weights.unsqueeze(-1)).div_(masses.unsqueeze(-1))
-    within = (weights * (points - centres[of_members]).square().sum(-1)).sum() / masses.sum()
-    return members, of_members, centres, masses, float(within)
+    centres.index_add_(0, labels, points * weights.unsqueeze(-1)).div_(masses.unsqueeze(-1))
+    variance = (weights * (points - centres[labels]).square().sum(-1)).sum() / masses.sum()
+    return Groups(members, labels, centres, masses, float(variance))

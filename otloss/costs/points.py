@@ -34,16 +34,15 @@ from otloss._checks import (
 from otloss._numba import is_small, may_run_on
 from otloss.costs.centroids import between_directions, drift, power_of_drift
 from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph, unit_rows
-from otloss.costs.distances import by_problems, distances, suit_products
-from otloss.costs.gaussian_sums import LEAST_PAIRS, MOST_AXES, GaussianSums, in_blocks
+from otloss.costs.distances import PRODUCTS, by_problems, distances, suit_products
+from otloss.costs.gaussian_sums import SUMMATION, GaussianSums, in_blocks
+from otloss.costs.order import METRICS as METRICS_OF_KERNELS
 from otloss.costs.order import can_leave_out, order_of
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
-_KERNEL_METRICS = METRICS[:3]
-_GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}  # of the sums that gradients through a grid are off by
-LARGEST_TERM = 1e3  # of a product over the mean size of gradients: float32 then keeps four digits of the mean
-_MANY_COORDINATES = 2**13  # of the smaller cloud, from which products are the faster way to gradients
+# The relative error of the sums that gradients through a grid are made of.
+_GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 
 class PointCost(Cost):
@@ -174,7 +173,6 @@ class PointCost(Cost):
         )
 
     def _orders_of(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-
         return (self._order(x, order_of), self._order(y, order_of)) if can_leave_out(x, y) else None
 
     def _order(self, cloud: Tensor, by: Callable[[Tensor], Tensor]) -> Tensor:
@@ -234,13 +232,13 @@ class PointCost(Cost):
     def sums_near(
         self, f: Float[Tensor, " n"], g: Float[Tensor, " m"], *, epsilon: float, share: float, is_bound: bool = True
     ) -> GaussianSums | None:
-        """Return soft minima through a grid (`GaussianSums.of`); None where this one does it in less time, or must."""
+        """Return soft minima through a grid (`GaussianSums.build`); None where sums over pairs take less time."""
         if self.metric != "sqeuclidean" or self.x.dim() != 2 or self.y.dim() != 2 or not may_run_on(self.x, self.y):
             return None
-        if self.x.shape[1] > MOST_AXES or self.shape[0] * self.shape[1] < LEAST_PAIRS:
+        if self.x.shape[1] > SUMMATION.max_axes or self.shape[0] * self.shape[1] < SUMMATION.min_pairs:
             return None
         x, y = ((cloud, self._order(cloud, in_blocks)) for cloud in (self.x, self.y))
-        return GaussianSums.of(x, y, f, g, epsilon=epsilon, share=share, is_bound=is_bound)
+        return GaussianSums.build(x, y, f, g, epsilon=epsilon, share=share, is_bound=is_bound)
 
     def largest(self) -> Float[Tensor, "*batch"]:
         """Return a bound of the largest cost, from the boxes around the clouds, per problem and without a graph."""
@@ -278,7 +276,7 @@ class PointCost(Cost):
 
     def _has_kernel(self, *potentials: Tensor) -> bool:
         problems = broadcast_shape(self.batch_shape, *(t.shape[:-1] for t in potentials)).numel()
-        if self.metric not in _KERNEL_METRICS or is_small(problems * self.shape[0] * self.shape[1]):
+        if self.metric not in METRICS_OF_KERNELS or is_small(problems * self.shape[0] * self.shape[1]):
             return False
         return may_run_on(self.x, self.y, *potentials)
 
@@ -362,7 +360,8 @@ def _square_gradients(upstream: Tensor, x: Tensor, y: Tensor) -> tuple[tuple[Ten
     if not x.numel() or not y.numel():
         return gradients, True
     largest = max(float(term.detach().abs().amax()) for term in terms)
-    return gradients, largest <= LARGEST_TERM * min(float(part.detach().abs().mean()) for part in gradients)
+    mean = min(float(part.detach().abs().mean()) for part in gradients)
+    return gradients, largest <= 1e3 * mean  # float32 then keeps four digits of the mean
 
 
 def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
@@ -399,7 +398,11 @@ class _Distances(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, y, lengths = ctx.saved_tensors
         (upstream,) = gradients
-        by_products = ctx.p == 2 and x.dtype == torch.float32 and suit_products(x, y, coordinates=_MANY_COORDINATES)
+        by_products = (
+            ctx.p == 2
+            and x.dtype == torch.float32
+            and suit_products(x, y, coordinates=PRODUCTS.min_coordinates_of_gradients)
+        )
         if not torch.is_grad_enabled() and by_products:
             by_x, by_y = by_problems(_gradients_by_products, x, y, lengths, upstream)
         elif not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SMALL_STEP = 0.1  # of g / epsilon: the next step of Newton's method is about its square
+SMALL_STEP = 0.1  # a change of g / epsilon, after which the next step of Newton's method is about its square
 MOST_CORRECTIONS = 50
 
 

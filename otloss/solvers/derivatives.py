@@ -27,6 +27,7 @@ is above a bound that is far from what rounding makes of a singular one (`condit
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,7 @@ from otloss.solvers.problem import Problem
 
 NEWTON_STEPS = 2
 IMPLICIT_RIDGE = 1e-11
+LARGEST_EXPONENT = 0.95  # over the largest one of which the exponential is finite
 _SECOND_OF_EXACT = (
     "a second derivative of emd was asked for, but emd is piecewise linear and gives first derivatives only; "
     "drop create_graph=True, or use a smooth (entropic) transport cost."
@@ -195,8 +197,9 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
 
 
 def ratio_of(problem: Problem, f: Tensor, g: Tensor, p: Tensor, epsilon: Tensor, matrix: Tensor) -> Tensor:
-    """Return G, P over p q^T."""
-    ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()
+    """Return G, P over p q^T; between two bins without mass at most a number that is finite."""
+    exponents = (f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]
+    ratio = exponents.clamp(max=LARGEST_EXPONENT * math.log(torch.finfo(f.dtype).max)).exp()
     return ratio if problem.marginal_penalty is not None else ratio / p.sum(-1)[..., None, None]
 
 
@@ -226,7 +229,7 @@ class _Equations:
         b = start
         for _ in range(NEWTON_STEPS):
             system, missing = self.system(ratio, weights, potentials, b)
-            b = b + self.solve(system, missing)
+            b = b + self.solve(system, missing, weights[1])
         # Steps from far away lead nowhere: then they give derivatives alone, and the potentials stay.
         near = (b - start).detach().abs().amax(-1, keepdim=True) < SMALL_STEP
         b = torch.where(near, b, start + (b - b.detach()))
@@ -244,7 +247,7 @@ class _Equations:
         for _ in range(MOST_CORRECTIONS):
             system, missing = self.system(ratio, weights, potentials, b)
             check_condition(torch.linalg.cond(system, torch.inf))
-            step, near = correction(self.solve(system, missing))
+            step, near = correction(self.solve(system, missing, weights[1]))
             if near:
                 return b
             b = b + step
@@ -284,11 +287,18 @@ class _Equations:
             missing = missing - (share * missing).sum(-1, keepdim=True)
         return (system if self.through_weights else system + IMPLICIT_RIDGE * identity), missing
 
-    def solve(self, system: Tensor, right: Tensor) -> Tensor:
+    def solve(self, system: Tensor, right: Tensor, q: Tensor) -> Tensor:
+        """Return the solution: first for the bins with mass, which those without mass do not change.
+
+        A joint elimination would leave rounding of derivatives between two bins without mass, which may be 1e40.
+        """
+        has_mass, identity = q.detach() > 0, torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+        among = torch.where(has_mass.unsqueeze(-1), system, identity)
         try:
-            answer: Tensor = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
+            solution: Tensor = torch.linalg.solve(among, torch.where(has_mass, right, 0.0).unsqueeze(-1)).squeeze(-1)
         except torch.linalg.LinAlgError:
             raise no_implicit_answer() from None
-        if not bool(torch.isfinite(answer).all()):
+        if not bool(torch.isfinite(solution).all()):
             raise no_implicit_answer()
-        return answer
+        others = right + ((identity - system) @ solution.unsqueeze(-1)).squeeze(-1)
+        return torch.where(has_mass, solution, others)

@@ -10,12 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import (
-    check_broadcast,
-    check_finite,
-    check_floating,
-    needs_torch,
-)
+from otloss._checks import check_broadcast, check_finite, check_floating, needs_torch
 from otloss.costs import Cost, as_cost, cost_between
 from otloss.costs.dense import posed_cost
 
@@ -29,7 +24,7 @@ MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed that 
 
 
 def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
-    """Return q for masses that agreed up to the rounding of a narrower dtype."""
+    """Return q with the mass of p, from which it differs by the rounding of a narrower dtype."""
     mass_p, mass_q = (w.detach().sum(-1, keepdim=True) for w in (p, q))
     return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
 

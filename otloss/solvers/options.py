@@ -9,16 +9,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from otloss._checks import (
-    check_positive,
-)
+from otloss._checks import check_positive
 
-GRADS = ("envelope", "implicit")
-IMPLS = ("auto", "compiled", "torch")
-
-
-RELATIVE_TO = (None, "mean_cost")
-# Sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
+# The sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
 DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
 
 
@@ -43,7 +36,12 @@ class Settings:
     impl: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("grad", GRADS), ("impl", IMPLS), ("epsilon_relative_to", RELATIVE_TO)):
+        values: dict[str, tuple[str | None, ...]] = {
+            "grad": ("envelope", "implicit"),
+            "impl": ("auto", "compiled", "torch"),
+            "epsilon_relative_to": (None, "mean_cost"),
+        }
+        for name, allowed in values.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {allowed}.")
         for name in ("marginal_penalty", "tolerance"):

@@ -199,6 +199,3 @@ def _checked_mass(mass: Any, p: Tensor, q: Tensor) -> Tensor:
             "share s of p is s * p.sum(-1)."
         )
     return moved
-
-
-# ---- pairs of histograms ---------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
 
-ROUNDINGS = 10.0  # of the arithmetic, of terms of the size of epsilon, which cancel in a divergence
+ROUNDINGS = 10.0  # so many roundings of terms of the size of epsilon, which cancel in a divergence, count as error
 _DEFAULTS = Settings()
 
 
@@ -86,7 +86,7 @@ def solve(
                 [0.0000, 0.5000]])
     """
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
-    return answer(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, accurate=True)
+    return solve_problem(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, accurate=True)
 
 
 @explains_calls
@@ -147,7 +147,7 @@ def emd(
     line = problem.cost.as_line()
     if line is not None and mass is None:
         return _on_line(problem, line)
-    return answer(problem, _DEFAULTS).value
+    return solve_problem(problem, _DEFAULTS).value
 
 
 @explains_calls
@@ -230,7 +230,7 @@ def sinkhorn(
     """
     _check_is_entropic(epsilon)
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
-    return answer(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings).value
+    return solve_problem(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings).value
 
 
 @explains_calls
@@ -295,14 +295,14 @@ def sinkhorn_divergence(
     settings = dataclasses.replace(settings, tolerance=tolerance)
     dtype, wide = problem.dtype, torch.float64 if has_float64(problem.p.device) else problem.p.dtype
     problem = dataclasses.replace(problem, dtype=wide)  # the difference would lose digits
-    between = answer(problem, settings)
+    between = solve_problem(problem, settings)
     value, terms = between.value, [between]
     for weights, among in ((problem.p, among_p), (problem.q, among_q)):
         cost_within = among.to(problem.cost.dtype)
         with_itself = dataclasses.replace(
             problem, p=weights, q=weights, cost=cost_within, start=None, is_symmetric=True
         )
-        terms.append(answer(with_itself, settings))
+        terms.append(solve_problem(with_itself, settings))
         value = value - terms[-1].value / 2
     if settings.marginal_penalty is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
@@ -322,7 +322,7 @@ def _without_error_below_zero(problem: Problem, value: Tensor, terms: list[Trans
     return value - value.detach().where(is_error, 0.0)
 
 
-def answer(problem: Problem, settings: Settings, *, accurate: bool | None = None) -> Transport:
+def solve_problem(problem: Problem, settings: Settings, *, accurate: bool | None = None) -> Transport:
     """Reduce, solve, differentiate and restore a posed problem; `accurate` as for `find_potentials`."""
     reduced, ways_back = reduce(problem, settings)
     return Transport(problem, _solve(reduced, settings, accurate), ways_back)

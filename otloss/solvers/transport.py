@@ -95,7 +95,7 @@ class Transport:
         f, g = self._solution.potentials
         for step in self._ways_back:
             f, g = step.potentials(f, g)
-        return self._answer(f), self._answer(g)
+        return self._guarded_cast(f), self._guarded_cast(g)
 
     @property
     def marginal_error(self) -> Float[Tensor, "*batch"]:
@@ -122,7 +122,7 @@ class Transport:
         """(...), `<C, P>`: what the plan itself costs, without the entropy."""
         if self._problem.is_exact:
             return self.value
-        return self._answer(self._bound(self._solution.linear_cost))
+        return self._guarded_cast(self._bound(self._solution.linear_cost))
 
     @property
     def dual_value(self) -> Float[Tensor, "*batch"]:
@@ -150,19 +150,19 @@ class Transport:
 
     def plan(self) -> Float[Tensor, "*batch n m"]:
         """Return the plan P as a dense tensor."""
-        return self._answer(self._dense_plan())
+        return self._guarded_cast(self._dense_plan())
 
     def apply(self, v: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch n k"]:
         """Return P v, for example (divided by p) the mean position that each bin of p moves to."""
         v = self._columns("v", v, self._problem.q)
         blocks = [_product(plan, self._factor(v, plan)) for _, plan in self._plan_blocks()]
-        return self._answer(torch.cat(blocks, dim=-2), v)
+        return self._guarded_cast(torch.cat(blocks, dim=-2), v)
 
     def apply_transpose(self, u: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch m k"]:
         """Return P^T u."""
         u = self._columns("u", u, self._problem.p)
         parts = [_product(plan.mT, self._factor(u, plan)[..., rows, :]) for rows, plan in self._plan_blocks()]
-        return self._answer(torch.stack(parts).sum(0), u)
+        return self._guarded_cast(torch.stack(parts).sum(0), u)
 
     def barycentric_map(self, y: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n d"]:
         """Return where each bin of p moves on average: P y over the mass of its row in P, which may differ from p.
@@ -218,12 +218,12 @@ class Transport:
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._problem.p.device, self._problem.dtype)
 
-    def _answer(self, tensor: Tensor, *more: Tensor) -> Tensor:
-        """A part of the answer but the value; an error in a backward pass where it has no derivative."""
+    def _guarded_cast(self, tensor: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the tensor in the dtype of the user; a backward pass through it raises where it has no derivative."""
         message = self._solution.only_value_has_gradients
         if message is None:
             return self._cast(tensor)
-        return without_gradient(self._cast(tensor), message, *self._problem.inputs, *more)
+        return without_gradient(self._cast(tensor), message, *self._problem.inputs, *inputs)
 
 
 def _product(plan: Tensor, columns: Tensor) -> Tensor:

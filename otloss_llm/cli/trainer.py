@@ -15,6 +15,7 @@ from otloss_llm.cli.rows import HUB_NAME
 from otloss_llm.cli.settings import Asked
 from otloss_llm.costs.named import load_cost
 from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.models.heads import is_encoder_decoder
 from otloss_llm.training.trainer import ObjectiveMixin
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,11 @@ def build_trainer(asked: Asked, model: Any, tokenizer: Any, train: Any, evaluati
     """
     args, wanted = asked.args, asked.objective
     args.model_init_kwargs = None  # the model is loaded
+    if is_encoder_decoder(model):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder, whose rows TRL does not prepare; train it in Python, with "
+            "class Trainer(ObjectiveMixin, Seq2SeqTrainer)."
+        )
     context = context_length(model)
     if args.max_length is not None and context is not None and context < args.max_length:
         logger.warning("max_length is %d, the context of the model %d tokens, which is taken", args.max_length, context)

@@ -295,13 +295,6 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def few_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Return ids (2, 4) that differ in their last token only, to observe what a model or its decoder does."""
-    device = next((weight.device for weight in model.parameters() if not weight.is_meta), "cpu")
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=device)
-    return {"input_ids": ids[[0, 0]], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
-
-
 def label_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the labels of a batch of rows with answers, and the logits of the positions that predict them."""
     inputs, labels = {key: batch[key] for key in ("input_ids", "attention_mask")}, batch["labels"]
@@ -317,20 +310,4 @@ def check_decoder_only(model: nn.Module, what: str) -> None:
         raise ValueError(
             f"{what} need a causal language model, got the encoder-decoder {type(model).__name__}; it takes questions "
             "with answers."
-        )
-
-
-def check_causal(model: nn.Module) -> None:
-    """Raise ValueError if the model sees tokens to the right of the position that predicts them.
-
-    An encoder such as BERT or a permutation model such as XLNet can be loaded as a causal LM; it reads the tokens that
-    it has to predict, and reaches perplexity 1. No field of a config identifies them reliably, so the model is run.
-    """
-    with evaluation_mode(model):
-        outputs = model(**few_inputs(model))
-    first, second = outputs["logits"][:, :3].float()
-    if (first - second).abs().max() > 1e-5 * first.abs().max():
-        raise ValueError(
-            f"the model ({type(model).__name__}) sees the tokens to its right, so it is not a causal language model; "
-            "use a decoder, or one trained with is_decoder=true."
         )

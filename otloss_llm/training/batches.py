@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -157,7 +158,7 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
     for start in range(0, len(rows), 1000):
         chunk = rows[start : start + 1000]
         columns = chunk["labels"] if isinstance(chunk, Mapping) else [row["labels"] for row in chunk]
-        labels = torch.cat([torch.as_tensor(column)[int(shifted) :].flatten() for column in columns])
+        labels = torch.from_numpy(np.concatenate([np.asarray(column)[int(shifted) :].ravel() for column in columns]))
         counts += torch.bincount(labels[(labels >= 0) & (labels < vocab)].long(), minlength=vocab)
         read += len(labels)
         if read >= COUNTED_LABELS:

@@ -12,6 +12,7 @@ are examined like those of text. All processes run the same number of forward pa
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -103,11 +104,7 @@ def decoder_inputs(root: Any, labels: Tensor) -> Tensor:
     if hasattr(root, "prepare_decoder_input_ids_from_labels"):
         made: Tensor = root.prepare_decoder_input_ids_from_labels(labels.clone())  # FSMT writes into its argument
         return made
-    start, pad = (
-        next((x for x in (getattr(root.config, name, None), getattr(root.config.get_text_config(), name, None))
-              if x is not None), None)
-        for name in ("decoder_start_token_id", "pad_token_id")
-    )  # fmt: skip
+    start, pad = _setting(root, "decoder_start_token_id"), _setting(root, "pad_token_id")
     if start is None or pad is None:
         raise ValueError(
             f"the config of {type(root).__name__} has decoder_start_token_id={start} and pad_token_id={pad}, both of "
@@ -115,6 +112,12 @@ def decoder_inputs(root: Any, labels: Tensor) -> Tensor:
         )
     shifted = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
     return shifted.masked_fill(shifted == IGNORE_INDEX, pad)
+
+
+def _setting(root: Any, name: str) -> int | None:
+    """The setting of the model's config, or of that of its text if the former has none."""
+    own: int | None = getattr(root.config, name, None)
+    return own if own is not None else getattr(root.config.get_text_config(), name, None)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -157,35 +160,42 @@ def check_own_loss(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, 
     both = is_encoder_decoder(root)
     if "labels" not in inspect.signature(base.forward).parameters or not (both or "input_ids" in inputs):
         return  # no loss of its own
-    if not both:
-        labels = _tokens_of(inputs)
-    elif not (labels != IGNORE_INDEX).any():
-        labels = torch.ones_like(labels)
+    labels = _known_labels(root, labels) if both else _known_labels(root, _tokens_of(inputs))
     own = model(**inputs, labels=labels.clone())
     own = own if isinstance(own, dict) else {"loss": own[0], "logits": own[1]}  # return_dict=False
-    loss, logits = own["loss"], _logits(own).float()
+    logits = _logits(own if own.get("logits") is not None else model(**inputs)).float()
     if both:
         _check_decoder_inputs(model, inputs, labels, logits)
-    labels = labels.masked_fill(labels >= logits.shape[-1], IGNORE_INDEX)
-    at = cross_entropy(logits.flatten(0, 1), labels.flatten())
-    before = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    experts = auxiliary_loss(own)
-    known = 0.0 if experts is None else auxiliary_weight_of(root) * experts.float()
-    tolerance = 1e-5 if loss.dtype == torch.float32 else 2.0**-6
-    shifted, aligned = (bool(((loss - known - nll) / nll).abs() <= tolerance) for nll in (before, at))
-    if (aligned and (both or shifted_by_user)) or (shifted and not both):
+    at = float(cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    before = float(cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+    nll = at if both else before
+    if own.get("loss") is None or math.isnan(nll):  # NaN: a single token
         return
-    if aligned:
+    experts = auxiliary_loss(own)
+    known = 0.0 if experts is None else float(auxiliary_weight_of(root) * experts)
+    # The experts' loss may be in 16 bits, and the other not.
+    tolerance = (1e-5 if own["loss"].dtype == torch.float32 else 2.0**-6) * nll + 2.0**-8 * known
+    if abs(float(own["loss"]) - known - nll) <= tolerance:
+        return
+    if abs(float(own["loss"]) - known - at) > tolerance:
+        _raise_unknown_term(base, own, nll + known)
+    if not shifted_by_user:
         raise ValueError(
             f"the loss of {type(base).__name__} scores label t at position t, those of other causal language models at "
             "t - 1, so it is unclear what the labels are. Name them shift_labels, with the token that position t "
             "predicts at t (and set remove_unused_columns=False)."
         )
-    _raise_unknown_term(base, own, float(at if both else before) + float(known))
+
+
+def _known_labels(root: Any, labels: Tensor) -> Tensor:
+    """The labels without those that are no rows of the head, such as tokens of an image; ones if none is left."""
+    vocab = _setting(root, "vocab_size")
+    labels = labels if vocab is None else labels.masked_fill(labels >= vocab, IGNORE_INDEX)
+    return labels if (labels != IGNORE_INDEX).any() else torch.ones_like(labels)
 
 
 def _raise_unknown_term(base: Any, own: Any, expected: float) -> None:
-    names = [name for name in own if name.endswith(("aux_loss", "z_loss"))] if isinstance(own, dict) else []
+    names = [name for name in own if name.endswith(("aux_loss", "z_loss"))]
     advice = "switch it off in the model's config"
     if names:
         advice = f"({', '.join(names)}) set model.config.output_router_logits = False"

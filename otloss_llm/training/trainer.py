@@ -203,7 +203,8 @@ class ObjectiveMixin:
         if training and self._weighted:
             check_weights_kept(inputs)
         # "skip_logits" is set by the trainer for Liger's cross-entropy
-        form_logits = not inputs.pop("skip_logits", False) and return_outputs and not self._outputs_unused
+        keep_output = return_outputs and not self._outputs_unused
+        form_logits = not inputs.pop("skip_logits", False) and keep_output
         shifted_by_user = "shift_labels" in inputs
         targets = targets_of(inputs, shift=not self._encoder_decoder)
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
@@ -219,7 +220,7 @@ class ObjectiveMixin:
         if form_logits:
             scored = scoring.from_logits(model, inputs, targets)
         else:
-            scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=return_outputs)
+            scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
         self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
         if not return_outputs:

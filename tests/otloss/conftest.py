@@ -2,13 +2,14 @@
 
 import pytest
 
+from otloss.costs.distances import Products
 from otloss.solvers.barycenter.problem import Numbers
 
 # Sizes at which work is split into blocks or given to kernels, so small that the problems of tests are split.
 SMALL_BLOCKS = {
     "otloss._numba.threads.ENTRIES": 1,
     "otloss.costs.cost._BLOCK_ENTRIES": 20,
-    "otloss.costs.distances._BLOCK_ENTRIES": 90 * 3 * 7,
+    "otloss.costs.distances.PRODUCTS": Products(block_entries=90 * 3 * 7),
     "otloss.losses.number_tokens._PIECE_ON_CPU": 30,
     "otloss.solvers.barycenter.iteration.NUMBERS": Numbers(largest_matrix=0),
     "otloss.solvers.entropic.solution._PLAN_BLOCK_ENTRIES": 1,

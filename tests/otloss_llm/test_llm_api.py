@@ -53,6 +53,19 @@ print(main(["--help"]), main(["--version"]))
     assert lines[-1] == "0 0"
 
 
+def test_another_package_of_the_name_is_found_at_import() -> None:
+    code = """
+import sys, types
+sys.modules["otloss"] = types.ModuleType("otloss")
+sys.modules["otloss"].__file__ = "elsewhere/otloss/__init__.py"
+try:
+    import otloss_llm
+except ImportError as error:
+    print(error)
+"""
+    assert run(code)[0].startswith("import otloss finds another project at elsewhere/otloss/__init__.py: pip uninstall")
+
+
 def test_an_import_error_of_another_cause_is_not_a_missing_extra() -> None:
     """As where two installed packages do not fit each other; every extra goes through the same function."""
     with pytest.raises(ImportError, match=r"^no module b$"):

@@ -33,7 +33,7 @@ from otloss.solvers.convergence import ConvergenceWarning
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
-from otloss.solvers.solve import answer, solve
+from otloss.solvers.solve import solve, solve_problem
 from otloss.solvers.transport import Transport
 
 
@@ -193,7 +193,7 @@ def _search(
         settings = dataclasses.replace(settings, marginal_penalty=step.marginal_penalty)
         moved = PointCost(x @ rotations.mT + shifts.unsqueeze(-2), y)
         problem = pose(*weights, moved, epsilon=step.epsilon, settings=settings)
-        transport = answer(problem, settings, accurate=False)
+        transport = solve_problem(problem, settings, accurate=False)
         received, (f, g) = transport.apply(columns), transport.potentials
         rotations, shifts = _fit(x, received[..., :-1], received[..., -1:])
         best = transport.value.argsort()[: step.starts]

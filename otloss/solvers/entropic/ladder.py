@@ -38,17 +38,20 @@ def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
     methods = [method for method in rungs if method is not None]
     result = None if problem.start is None else SearchResult.at_start(problem)
-    remaining = budget.max_iterations
     for method in methods:
         patience = budget.patience if method is methods[-1] else PATIENCE
-        part = dataclasses.replace(budget, max_iterations=remaining, patience=patience)
-        result = better(result, method.run(problem, result, part), budget.tolerance)
+        result = _run(method, problem, result, dataclasses.replace(budget, patience=patience))
         if rounds_costs(problem, result):
             problem = in_float64(problem)
             if result.is_within(budget.tolerance):
-                result = better(result, method.run(problem, result, part), budget.tolerance)
-        remaining = budget.max_iterations - result.most_iterations
-        if result.is_within(budget.tolerance) or remaining < 1:
+                result = _run(method, problem, result, budget)
+        if result.is_within(budget.tolerance) or result.most_iterations >= budget.max_iterations:
             break
     assert result is not None
     return problem, result
+
+
+def _run(method: Method, problem: Problem, result: SearchResult | None, budget: Budget) -> SearchResult:
+    used = 0 if result is None else result.most_iterations
+    part = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used))
+    return better(result, method.run(problem, result, part), budget.tolerance)

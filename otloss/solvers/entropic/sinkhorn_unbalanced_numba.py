@@ -207,42 +207,48 @@ def _write_potentials(
 
 @inner()
 def _join_light(
-    p: Any, q: Any, cost: Any, work: Any, m: int, epsilon: float, sides: Any, masses: Any, tolerance: float,
-    largest_change: float, f: Any, g: Any,
+    p: Any, q: Any, cost: Any, work: Any, m: int, has_light_rows: bool, epsilon: float, sides: Any, masses: Any,
+    tolerance: float, largest_change: float, f: Any, g: Any,
 ) -> tuple[float, float]:  # fmt: skip
-    """Update all bins exactly, light ones too; return the error of all columns, and how far light ones last moved.
+    """Update all bins exactly, light ones too; return the error of all columns and a bound of g's error over epsilon.
 
     A light bin may count: with wrong potentials it would hold more mass than all others, and heavy bins that are far
-    from each other keep less mass than it does. The error is infinite where too few updates are made.
+    from each other keep less mass than it does. The bound is of the columns that light bins change (`is_changed`).
     """
-    updated, damping, pull = work.beta, sides.damping, sides.pull / epsilon
+    updated, is_changed, damping = work.beta, work.alpha, sides.damping
+    has_light_columns = m < count_positive(q)
+    for j in range(g.shape[0]):
+        is_changed[j] = 1.0 if has_light_rows and has_light_columns else 0.0
+    for j in range(m):
+        is_changed[work.columns[j]] = 0.0
     error, change = np.inf, np.inf
-    for _ in range(JOINT_UPDATES):
+    for k in range(JOINT_UPDATES):
         _update_others(cost, m < 0, work.rows, 0, q, 1 / masses[1], g, epsilon, damping, sides.rows, f, work)
         for j in range(g.shape[0]):
             updated[j] = g[j]
         _update_others(
             cost, m >= 0, work.columns, 0, p, 1 / masses[0], f, epsilon, damping, sides.columns, updated, work
         )
-        off, total, change, at = 0.0, 0.0, 0.0, 0
+        off, total, change = 0.0, 0.0, 0.0
+        is_start = k == 0 and has_light_columns  # their potentials are arbitrary
         for j in range(g.shape[0]):
-            is_light = at >= m or work.columns[at] != j
-            at += not is_light
             share = q[j] / masses[1]
             if share > 0:
                 step = (updated[j] - g[j]) / epsilon
-                target = math.exp(math.log(share) + sides.columns - pull * g[j])
+                target = math.exp(math.log(share) + sides.columns - sides.pull * g[j] / epsilon)
                 off += target * abs(math.expm1(min(-step / damping, LARGEST_EXPONENT)))
                 total += target
-                change = max(change, abs(step)) if is_light else change
+                is_changed[j] = 1.0 if abs(step) > largest_change and not is_start else is_changed[j]
+                change = max(change, abs(step)) if is_changed[j] > 0 else change
             else:
                 g[j] = updated[j]
         error = off / total
-        if error <= tolerance and change <= largest_change:
+        if error <= tolerance and change <= largest_change and not is_start:
             break
         for j in range(g.shape[0]):
             g[j] = updated[j]
-    return error if error <= tolerance else np.inf, change  # written so that NaN fails too
+    # Written so that NaN fails too. Two updates contract the error of g by damping^2.
+    return error if error <= tolerance else np.inf, change / (1 - damping * damping)
 
 
 @inner()
@@ -319,18 +325,18 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
     _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, f, g)
     uncertain = 0.0
     if n < count_positive(p) or m < count_positive(q):
-        error, change = _join_light(
-            p, q, cost, work, m, epsilon, sides, masses, max(limits.tolerance, error), limits.largest_change, f, g
-        )
+        error, uncertain = _join_light(
+            p, q, cost, work, m, n < count_positive(p), epsilon, sides, masses, max(limits.tolerance, error),
+            limits.largest_change, f, g,
+        )  # fmt: skip
         if not error < np.inf:
             return
-        # Light bins may exchange mass among themselves: two updates contract the error by damping^2.
-        uncertain = change / (1 - sides.damping * sides.damping) if n < count_positive(p) else change
     _subtract(epsilon * math.log(masses[1]), f)
     _subtract(epsilon * math.log(masses[0]), g)
     outcome[ERROR] = error
     if limits.largest_change < np.inf:
         _write_uncertainty(work, n, m, epsilon, residual, sides.damping, outcome)
+        outcome[SPREAD] = _spread(q, g)
         outcome[POTENTIAL_ERROR] = max(outcome[POTENTIAL_ERROR], epsilon * uncertain)
 
 
@@ -341,17 +347,26 @@ def _subtract(shift: float, potential: Any) -> None:
 
 
 @inner()
+def _spread(weights: Any, potential: Any) -> float:
+    """Return the largest potential minus the least, over bins with mass."""
+    lowest, highest = np.inf, -np.inf
+    for j in range(potential.shape[0]):
+        if weights[j] > 0:
+            lowest, highest = min(lowest, potential[j]), max(highest, potential[j])
+    return highest - lowest
+
+
+@inner()
 def _write_uncertainty(
     work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
 ) -> None:  # fmt: skip
-    """Write the error and the spread of g, and the least eigenvalue of the equations for g without their constant.
+    """Write the error of g, and the least eigenvalue of the equations for g without their constant.
 
     The constant has a closed form; the caller shifts g by it.
     """
     p, q, u, v, sums, number = work.p, work.q, work.u, work.v, work.column_sums, work.u.dtype.type
-    lowest, highest, mass = np.inf, -np.inf, number(0)
+    mass = number(0)
     for j in range(m):
-        lowest, highest = min(lowest, work.gamma[j]), max(highest, work.gamma[j])
         q[j] = sums[j] * v[j]
         mass += q[j]
     # The marginals of the plan as shares of its mass take the places of p and q.
@@ -363,7 +378,7 @@ def _write_uncertainty(
         q[j] /= mass
     least = 1 - damping * damping * (1 - eigenvalue_of_plan(work, n, m))
     outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, work.kernel.itemsize)
-    outcome[SPREAD], outcome[LEAST_EIGENVALUE] = epsilon * (highest - lowest), least
+    outcome[LEAST_EIGENVALUE] = least
 
 
 @compiled(seconds=4)

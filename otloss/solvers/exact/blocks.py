@@ -96,15 +96,20 @@ class Blocks:
         numbers = np.where(chosen, 0, np.cumsum(~chosen))
         return Blocks(numbers[self.rows], numbers[self.columns], 1 + int((~chosen).sum()))
 
-    def joined_by(self, cells: np.ndarray, flows: np.ndarray, differs: np.ndarray) -> Blocks:
+    def joined_by(self, cells: np.ndarray, flows: np.ndarray, differs: np.ndarray, rounding: float) -> Blocks:
         """Return the blocks that exchange nothing: cells (2, cells) of a tree join blocks by their flows (cells,).
 
-        Blocks that `differ` exchange mass too, even if the solver rounds it to zero.
+        Flows up to `rounding` do not count, but blocks that `differ` exchange mass even if it is rounded to zero.
         """
-        joins = (flows > 0) | differs[self.rows[cells[0]]] | differs[self.columns[cells[1]]]
+        joins = (flows > rounding) | differs[self.rows[cells[0]]] | differs[self.columns[cells[1]]]
         cells = cells[:, joins]
         count, parts = _connected_parts(self.rows[cells[0]], self.columns[cells[1]], self.count)
         return Blocks(parts[self.rows], parts[self.columns], count)
+
+    def payment(self, p: np.ndarray, q: np.ndarray, price: float) -> float:
+        """Return the most that the masses of p and q in each block pay for their difference, at this largest cost."""
+        mass_p, mass_q = self.masses(p, q)
+        return float(np.abs(mass_p - mass_q).sum()) / 2 * price
 
     def shift(self, p: np.ndarray, q: np.ndarray, f: np.ndarray, g: np.ndarray, slack: np.ndarray) -> None:
         """Shift potentials in place: f by c_k in block k, g by -c_k, with c_k - c_l <= slack[k, l].
@@ -211,15 +216,20 @@ def warn_of_prices(
     )
 
 
-def with_capped_prices(matrix: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Return the matrix with smaller prices between blocks of equal mass, for potentials with more digits.
+def with_lowered_prices(matrix: np.ndarray, is_price: np.ndarray) -> np.ndarray:
+    """Return the matrix with smaller prices, for potentials with more digits.
 
-    A plan that uses a pair of more than min(n, m) times the largest cost within blocks costs more than one that stays
-    within blocks, by a cycle of at most 2 min(n, m) pairs. So costs above that are lowered to it, and no others.
+    An optimal plan that has no mass on lowered costs is optimal for the matrix too. A plan that uses a price of more
+    than min(n, m) times the largest other cost costs more than one that avoids prices, by a cycle of at most
+    2 min(n, m) pairs. So no optimal plan uses lowered prices if any plan avoids them.
     """
-    inside = blocks.rows[:, None] == blocks.columns
-    price = (min(matrix.shape) + 1) * float(matrix[inside].max(initial=0.0))
-    return np.where(inside, matrix, np.minimum(matrix, price)).astype(matrix.dtype)
+    price = (min(matrix.shape) + 1) * float(matrix[~is_price].max(initial=0.0))
+    return np.where(is_price, np.minimum(matrix, price), matrix).astype(matrix.dtype)
+
+
+def rounding_of_flows(p: np.ndarray, q: np.ndarray) -> float:
+    """Return the mass up to which flows between weights in float64 may be rounding."""
+    return (len(p) + len(q)) * float(np.finfo(np.float64).eps) * float(p.sum())
 
 
 def shift_blocks(

@@ -33,11 +33,10 @@ from torch import Tensor
 from otloss._numba import may_run_on
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
-from otloss.costs.order import BLOCK, ROWS, grouped, order_of, tasks
-from otloss.costs.order import METRICS as NUMBERS
+from otloss.costs.order import BLOCK, METRICS, ROWS, grouped, order_of, tasks
 from otloss.solvers.exact.batch import SIMPLEX
 from otloss.solvers.exact.blocks import LIMITS as PRICES
-from otloss.solvers.exact.blocks import Blocks, blocks_of_cells, price_of
+from otloss.solvers.exact.blocks import Blocks, blocks_of_cells, price_of, rounding_of_flows
 from otloss.solvers.exact.simplex import ExactSolution, Optimum, check_outcome, solve_exact
 from otloss.solvers.problem import Problem
 
@@ -79,9 +78,9 @@ LIMITS = Limits()
 
 
 def takes_clouds(problem: Problem) -> bool:
-    """Whether this is an exact problem for `solve_between_clouds`."""
+    """Return whether `solve_between_clouds` solves this exact problem."""
     cost = problem.cost.as_points()
-    if cost is None or cost.metric not in NUMBERS or problem.has_empty_side:
+    if cost is None or cost.metric not in METRICS or problem.has_empty_side:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
         return False
@@ -143,35 +142,100 @@ def _optimum(problem: Problem, cost: PointCost) -> Optimum:
     else:
         g = a.new_empty(len(b)).index_copy_(0, points_y.groups, problem.start[1].double().reshape(-1)[points_y.members])
         f = among.softmin(g, 0.0)
-    basis = _Basis.solved(among, a, b, f, g)
-    rows, columns, flows = basis.plan()
-    costs = among.pairs(rows, columns)
-    value, scale = float(flows @ costs), float(among.largest() * a.sum())
-    dropped = 0.0
+    basis = _Basis.solve(among, a, b, f, g)
+    plan = _Plan.of_basis(basis)
+    largest = plan.largest_potential
+    costs = among.pairs(plan.rows, plan.columns)
+    value, highest = float(plan.flows @ costs), float(among.largest())
+    scale, payment = highest * float(a.sum()), 0.0
     if scale > PRICES.price_ratio * value:
         rounding = problem.weight_rounding
-        price = float(price_of(costs.numpy(), flows.numpy(), float(a.sum()), rounding))
+        price = float(price_of(costs.numpy(), plan.flows.numpy(), float(a.sum()), rounding))
         blocks = basis.blocks(price)
         balanced, differs, _ = blocks.balanced(a.numpy(), b.numpy(), rounding)
         if 1 < blocks.count <= LIMITS.max_blocks and not differs.all():
+            payment = 0.0 if differs.any() else blocks.payment(a.numpy(), b.numpy(), highest)
             b = torch.from_numpy(balanced)
-            basis = _Basis.solved(among, a, b, basis.f, basis.g)
-            rows, columns, flows = basis.plan()
-            dropped, value = value, float(flows @ among.pairs(rows, columns))
-            dropped = abs(dropped - value)  # what the rounding of the weights pays
-            cells = torch.stack([rows, columns]).numpy()
-            basis.shift_blocks(blocks.joined_by(cells, flows.numpy(), differs))
-    rows, places, flows = points_x.split(rows, flows)
-    columns, places_of_columns, flows = points_y.split(columns[places], flows)
-    g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, basis.g[points_y.groups])
+            if differs.any():
+                plan = _Plan.of_basis(_Basis.solve(among, a, b, plan.f, plan.g))
+            else:
+                plan = _solve_blocks(among, a, b, plan, blocks)
+            largest = plan.largest_potential
+            cells = torch.stack([plan.rows, plan.columns]).numpy()
+            joined = blocks.joined_by(cells, plan.flows.numpy(), differs, rounding_of_flows(a.numpy(), balanced))
+            _shift_blocks(among, a, b, plan, joined)
+            paid, value = value, float(plan.flows @ among.pairs(plan.rows, plan.columns))
+            payment += abs(paid - value)
+        payment += highest * rounding_of_flows(a.numpy(), b.numpy())
+    rows, places, flows = points_x.split(plan.rows, plan.flows)
+    columns, places_of_columns, flows = points_y.split(plan.columns[places], flows)
+    g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, plan.g[points_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
     dual = p @ f + (q[points_y.members] * (b / points_y.masses)[points_y.groups]) @ g[points_y.members]
     gap = value - float(dual)
-    check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
-    outcome = (a.new_tensor(value), a.new_tensor(gap + dropped), torch.tensor(basis.pivots))
-    fields = (*outcome, f, g, rows[places_of_columns], columns, flows)
+    check_outcome(np.array([[value, gap, scale, plan.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
+    outcome = (a.new_tensor(value), a.new_tensor(gap), a.new_tensor(payment), torch.tensor(plan.pivots))
+    fields = (*outcome, f, g, rows[places_of_columns], columns, flows, a.new_tensor(largest))
     return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in fields))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The cells of a plan between distinct points, the mass there, potentials, and the number of pivots.
+
+    The number is -1 if too many were needed.
+    """
+
+    rows: Int[Tensor, " cells"]
+    columns: Int[Tensor, " cells"]
+    flows: Float[Tensor, " cells"]
+    f: Float[Tensor, " n"]
+    g: Float[Tensor, " m"]
+    pivots: int
+
+    @staticmethod
+    def of_basis(basis: _Basis) -> _Plan:
+        return _Plan(*basis.plan(), basis.f, basis.g, basis.pivots)
+
+    @property
+    def largest_potential(self) -> float:
+        return max(float(self.f.abs().max()), float(self.g.abs().max()))
+
+
+def _solve_blocks(cost: PointCost, p: Tensor, q: Tensor, start: _Plan, blocks: Blocks) -> _Plan:
+    """Return the plan of blocks of equal mass that exchange nothing.
+
+    Each is a problem of its own: in one problem, potentials of the size of the costs between blocks would round those
+    of the size of the costs within.
+    """
+    f, g, cells, pivots = torch.empty_like(p), torch.empty_like(q), [], 0
+    for k in range(blocks.count):
+        rows, columns = (torch.from_numpy(np.flatnonzero(side == k)) for side in (blocks.rows, blocks.columns))
+        among = PointCost(cost.x[rows], cost.y[columns], metric=cost.metric)
+        part = _Plan.of_basis(_Basis.solve(among, p[rows], q[columns], start.f[rows], start.g[columns]))
+        f[rows], g[columns] = part.f, part.g
+        cells.append((rows[part.rows], columns[part.columns], part.flows))
+        pivots = pivots + part.pivots if min(pivots, part.pivots) >= 0 else -1
+    rows, columns, flows = (torch.cat(arrays) for arrays in zip(*cells, strict=True))
+    return _Plan(rows, columns, flows, f, g, pivots)
+
+
+def _shift_blocks(cost: PointCost, p: Tensor, q: Tensor, plan: _Plan, blocks: Blocks) -> None:
+    """Shift the potentials of blocks that exchange no mass.
+
+    The least cost between two blocks is bounded by the cost between the boxes around their points.
+    """
+    f, g = plan.f.numpy(), plan.g.numpy()
+    (low_x, high_x), (low_y, high_y) = (
+        _boxes(points.numpy(), labels, blocks.count)
+        for points, labels in ((cost.x, blocks.rows), (cost.y, blocks.columns))
+    )
+    apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
+    apart[np.isinf(apart).any(-1)] = 0.0  # a block without points of one side has no mass
+    nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=cost.metric)
+    slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
+    blocks.shift(p.numpy(), q.numpy(), f, g, slack - _largest(g, blocks.columns, blocks.count))
 
 
 @dataclass(frozen=True)
@@ -222,7 +286,7 @@ def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Te
     if max(among.shape) <= LIMITS.largest_matrix:
         potential = solve_exact(p_of_clusters, q_of_clusters, among.dense()).f
     else:
-        potential = _Basis.solved(
+        potential = _Basis.solve(
             among, p_of_clusters, q_of_clusters, *_first_potentials(among, p_of_clusters, q_of_clusters)
         ).f
     g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, 0.0)
@@ -238,7 +302,7 @@ class _Basis:
     def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> None:
         from otloss.solvers.exact.clouds_numba import first_tree
 
-        self.cost, self.metric = cost, NUMBERS[str(cost.metric)]
+        self.cost, self.metric = cost, METRICS[str(cost.metric)]
         self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
         n, m = cost.shape
         pairs = [
@@ -257,7 +321,7 @@ class _Basis:
         self.search()
 
     @classmethod
-    def solved(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
+    def solve(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
         """Return the optimal basis, or the one that is reached in so many pivots, from potentials (f, g)."""
         basis = cls(cost, p, q, f, g)
         while basis.pivots >= 0 and basis.add_cells():
@@ -313,21 +377,6 @@ class _Basis:
         """Return the blocks of points that only pairs of at least this price connect."""
         cheap = self.costs < price
         return blocks_of_cells(self.rows[cheap], self.columns[cheap], len(self.p), len(self.q))
-
-    def shift_blocks(self, blocks: Blocks) -> None:
-        """Shift the potentials of blocks that exchange no mass.
-
-        The least cost between two blocks is bounded by the cost between the boxes around their points.
-        """
-        f, g = self.f.numpy(), self.g.numpy()
-        (low_x, high_x), (low_y, high_y) = (
-            _boxes(*side, blocks.count) for side in ((self.x, blocks.rows), (self.y, blocks.columns))
-        )
-        apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
-        apart[np.isinf(apart).any(-1)] = 0.0  # a block without points of one side has no mass
-        nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
-        slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
-        blocks.shift(self.p, self.q, f, g, slack - _largest(g, blocks.columns, blocks.count))
 
     def _near(self, own: Tensor | None, other: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the cells of smallest reduced cost, at most `count` for each row, or for each column.

@@ -41,11 +41,13 @@ from otloss.costs.cost import makes_graph
 from otloss.solvers.exact.batch import solve_batch
 from otloss.solvers.exact.blocks import LIMITS as PRICES
 from otloss.solvers.exact.blocks import (
+    Blocks,
     blocks_of_matrix,
     price_of,
+    rounding_of_flows,
     shift_blocks,
     warn_of_prices,
-    with_capped_prices,
+    with_lowered_prices,
 )
 from otloss.solvers.histograms import centre_of
 from otloss.solvers.problem import Problem
@@ -64,20 +66,24 @@ class Optimum:
     Attributes:
         value: the least costs.
         gap: the duality gap, 0 up to rounding.
+        payment: what the rounding of the weights may pay at prices between blocks of bins, which the value leaves out.
         iterations: pivots of the simplex; for an assignment, the columns that were visited beyond one for each row.
         f, g: potentials, the derivatives of the value in p and q, one-sided at bins without mass. f_i + g_j <= C_ij
             wherever bin i or bin j holds mass.
         rows, columns, flows: the n + m - 1 cells of the plan that may hold mass, and the mass there.
+        largest_potential: the largest number that the potentials were computed with.
     """
 
     value: Float[Tensor, "*batch"]
     gap: Float[Tensor, "*batch"]
+    payment: Float[Tensor, "*batch"]
     iterations: Int[Tensor, "*batch"]
     f: Float[Tensor, "*batch n"]
     g: Float[Tensor, "*batch m"]
     rows: Int[Tensor, "*batch cells"]
     columns: Int[Tensor, "*batch cells"]
     flows: Float[Tensor, "*batch cells"]
+    largest_potential: Float[Tensor, "*batch"]
 
     def plan(self) -> Float[Tensor, "*batch n m"]:
         """Return the optimal plan as a dense tensor."""
@@ -126,13 +132,17 @@ class ExactSolution:
 
     @property
     def potential_error(self) -> Tensor:
-        """The rounding of the potentials in the dtype of the answer, without the constant that may be moved."""
+        """The rounding of the potentials: while they are computed, and in the dtype of the answer.
+
+        The latter is without the constant that may be moved.
+        """
         sizes = []
         for potential, weights in ((self.optimum.f, self.problem.p), (self.optimum.g, self.problem.q)):
             has_mass = (weights.detach() > 0).to(potential.device)
             deviation = potential - centre_of(potential.to(self.problem.dtype), has_mass).to(potential)
             sizes.append(deviation.abs().masked_fill(~has_mass, 0.0).amax(-1))
         rounding = torch.finfo(self.problem.dtype).eps * torch.maximum(*sizes)
+        rounding = rounding + torch.finfo(torch.float64).eps * self.optimum.largest_potential
         return rounding.to(self.problem.p.device)
 
     @cached_property
@@ -168,7 +178,7 @@ class ExactSolution:
 
     @cached_property
     def gap(self) -> Tensor:
-        return self.optimum.gap.clamp(min=0).to(self.problem.p.device)
+        return (self.optimum.gap.clamp(min=0) + self.optimum.payment).to(self.problem.p.device)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -269,24 +279,36 @@ def solve_exact(
     check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
     unit = torch.finfo(p.dtype).eps if rounding is None else rounding
-    _settle_prices(weights, matrices, owners, arrays, unit, warns=warns)
+    largest, payments = _settle_prices(weights, matrices, owners, arrays, unit, warns=warns)
     pivots = outcome[:, 3].astype(np.int64)
-    answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
-    return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
+    results = (outcome[:, 0], outcome[:, 1], payments, pivots, f, g, cells[:, 0], cells[:, 1], flows, largest)
+    return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in results))
+
+
+def _largest_potential(f: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """Return the largest absolute value (...) of f and g."""
+    return np.maximum(np.abs(f).max(-1, initial=0.0), np.abs(g).max(-1, initial=0.0))
 
 
 def _settle_prices(
     weights: list[np.ndarray], matrices: np.ndarray, owners: np.ndarray, results: tuple[np.ndarray, ...],
     rounding: float, *, warns: bool,
-) -> None:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Solve problems again whose bins fall into blocks that only priced pairs connect; fill their results.
 
     The second time the masses of both sides agree in each block where rounding explains their difference.
+
+    Returns:
+        `Optimum.largest_potential` and `Optimum.payment`.
     """
     f, g, cells, flows, outcome = results
+    largest, payments = _largest_potential(f, g), np.zeros(len(outcome))
     candidates = np.flatnonzero(outcome[:, 2] > PRICES.price_ratio * outcome[:, 0])
     if not candidates.size:
-        return
+        return largest, payments
+    payments[candidates] = (
+        sum(w.shape[1] for w in weights) * np.finfo(np.float64).eps * outcome[candidates, 2]
+    )  # by rounding, at prices
     masses = weights[0][candidates].sum(1)
     costs = matrices[owners[candidates][:, None], cells[candidates, 0], cells[candidates, 1]]
     prices = price_of(costs, flows[candidates], masses, rounding)
@@ -299,19 +321,45 @@ def _settle_prices(
             warn_of_prices(blocks, p, q, flows[k], cells[k], matrix, price=price, rounding=rounding)
         if blocks.count == 1 or differs.all():
             continue
-        capped = matrix if differs.any() else with_capped_prices(matrix, blocks)
-        again = solve_batch(
-            p[None], balanced[None], capped[None], np.zeros(1, np.int64), start=None, max_pivots=_MAX_PIVOTS
+        paid = outcome[k, 0]
+        again = (
+            _solve_single(p, balanced, matrix) if differs.any() else _avoid_prices(p, balanced, matrix, price, blocks)
         )
-        check_outcome(again[-1], [p[None], balanced[None]], torch.Size())
-        dropped = outcome[k, 0] - again[-1][0, 0]  # what the rounding of the weights pays
         for old, new in zip(results, again, strict=True):
             old[k] = new[0]
-        joined = blocks.joined_by(cells[k], flows[k], differs)
+        largest[k] = _largest_potential(f[k], g[k])
+        joined = blocks.joined_by(cells[k], flows[k], differs, rounding_of_flows(p, balanced))
         shift_blocks(joined, p, balanced, matrix, f=f[k], g=g[k])
         outcome[k, 1] = outcome[k, 0] - (p @ f[k] + balanced @ g[k])
         check_outcome(outcome[k][None], [p[None], balanced[None]], torch.Size())
-        outcome[k, 1] = max(outcome[k, 1], 0.0) + abs(dropped)
+        payments[k] += abs(paid - outcome[k, 0])
+        if not differs.any():
+            payments[k] += blocks.payment(p, q, float(matrix.max()))
+    return largest, payments
+
+
+def _solve_single(p: np.ndarray, q: np.ndarray, matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+    results = solve_batch(p[None], q[None], matrix[None], np.zeros(1, np.int64), start=None, max_pivots=_MAX_PIVOTS)
+    check_outcome(results[-1], [p[None], q[None]], torch.Size())
+    return results
+
+
+def _avoid_prices(
+    p: np.ndarray, q: np.ndarray, matrix: np.ndarray, price: float, blocks: Blocks
+) -> tuple[np.ndarray, ...]:
+    """Return results of a problem whose blocks have equal masses, where no mass pays a price between blocks."""
+    crosses, rounding = blocks.rows[:, None] != blocks.columns, rounding_of_flows(p, q)
+    for is_price in (matrix >= price, crosses):  # within a block some mass may have to pay one
+        lowered = with_lowered_prices(matrix, is_price)
+        results = _solve_single(p, q, lowered)
+        _, _, ((rows, columns),), (flows,), outcome = results
+        is_lowered = lowered[rows, columns] < matrix[rows, columns]
+        if flows[is_lowered].max(initial=0.0) <= rounding:
+            break
+    is_rounding = is_lowered & (flows <= rounding)
+    outcome[0, 0] -= flows[is_rounding] @ lowered[rows, columns][is_rounding]
+    flows[is_rounding] = 0.0
+    return results
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:

@@ -18,7 +18,7 @@ from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
-CAP = 1e8  # epsilon over the largest cost, at most
+CAP = 1e8  # the largest epsilon over the largest cost
 WIDE_FROM = 10.0  # epsilon over the largest cost, from which float32 problems are solved in float64
 
 

@@ -30,10 +30,7 @@ from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
-EPSILONS_PER_PAIR = 40.0  # of the price, per pair of a cycle: exp(-40) of the mass
-# Share of the mass that rounding of the weights may force onto forbidden pairs.
-LEAK = {torch.float64: 1e-6}
-LEAK_OF_OTHERS = 1e-5
+EPSILONS_PER_PAIR = 40.0  # the price holds so many for each pair of a cycle, which leaves exp(-40) of the mass
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
@@ -112,7 +109,8 @@ class _PlainCosts(WayBack):
             return self
         leaked = (plan().detach() * self.forbidden).sum((-2, -1))
         mass = self.mass.expand_as(leaked)
-        excess = leaked - LEAK.get(self.dtype, LEAK_OF_OTHERS) * mass
+        # Rounding of the weights may force this share of the mass onto forbidden pairs.
+        excess = leaked - (1e-6 if self.dtype == torch.float64 else 1e-5) * mass
         if (excess > 0).any():
             worst = tuple(int(i) for i in (excess == excess.max()).nonzero()[0])
             raise ValueError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
@@ -95,14 +95,22 @@ def _reduced(
         cost=DenseCost.unchecked(torch.minimum(matrix, caps.reshape(*batch, n, m))),
         epsilon=problem.epsilon.to(wide),
     )
-    return reduced, _PricedBlocks(torch.from_numpy(dropped.reshape(batch)).to(device))
+    is_lowered = (caps < flat).reshape(*batch, n, m)
+    return reduced, _PricedBlocks(torch.from_numpy(dropped.reshape(batch)).to(device), is_lowered)
 
 
 @dataclass(frozen=True)
 class _PricedBlocks(WayBack):
-    """The gap counts what the rounding of the masses of blocks would pay (...)."""
+    """Attributes:
+    dropped: (...), what the rounding of the masses of blocks would pay, which the gap counts.
+    is_lowered: (..., n, m), the pairs of lowered costs, whose mass is rounding.
+    """
 
     dropped: Float[Tensor, "*batch"]
+    is_lowered: Bool[Tensor, "*batch n m"]
 
     def gap(self, gap: Tensor) -> Tensor:
         return gap + self.dropped
+
+    def plan(self, plan: Tensor) -> Tensor:
+        return plan.masked_fill(self.is_lowered, 0.0)

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck
 
 import otloss
 from otloss import cloud_loss, register
+from otloss.costs.order import Ordering
 from tests.errors import raising
 from tests.otloss.draws import draw, normal, weights
 
@@ -76,7 +77,7 @@ def dense_divergence(x: Tensor, y: Tensor, epsilon: float) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clouds_on_a_line_by_the_way_of_large_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Newton's method between points; at a small blur the value is that of sorted points."""
-    monkeypatch.setattr("otloss.costs.order.LEAST_PAIRS", 0)
+    monkeypatch.setattr("otloss.costs.order.ORDERING", Ordering(min_pairs=0))
     monkeypatch.setattr("otloss.solvers.entropic.ladder.PATIENCE", 2)
     for n, m in ((1, 3), (2, 1), (30, 40)):
         x, y = normal(n, 1, seed=1, scale=0.7), normal(m, 1, seed=2)

@@ -29,6 +29,8 @@ from otloss._numba.threads import run_on_threads
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.costs import softmin_numba as softmin
+from otloss.costs.gaussian_sums import Summation
+from otloss.costs.order import Ordering
 from otloss.solvers.entropic.clusters import Clustering
 from otloss.solvers.entropic.interface import Budget
 from otloss.solvers.entropic.newton import SparseNewton
@@ -50,7 +52,7 @@ SIZES = ((1, 1), (1, 3), (2, 1), (2, 2), (7, 5), (40, 33))
 METRICS = ("sqeuclidean", "euclidean", "l1")
 # Sizes at which solvers change the method, so that small problems take the way of large ones.
 FROM_CLOUDS: dict[str, Any] = {
-    "otloss.costs.order.LEAST_PAIRS": 0,
+    "otloss.costs.order.ORDERING": Ordering(min_pairs=0),
     "otloss.solvers.entropic.sinkhorn_cpu.LIMITS": Limits(largest_matrix=0),
     "otloss.solvers.exact.clouds.LIMITS": exact_clouds.Limits(
         min_pairs=0, min_pairs_of_others=0, min_points=0, largest_matrix=4
@@ -63,7 +65,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "clusters": {
         **FROM_CLOUDS,
         "otloss.solvers.entropic.clusters.CLUSTERING": Clustering(smallest=0, counts=(2, 4, 4)),
-        "otloss.costs.points.LEAST_PAIRS": 0,
+        "otloss.costs.points.SUMMATION": Summation(min_pairs=0),
     },
 }
 
@@ -144,7 +146,7 @@ def test_part_an_index_beyond_an_array_raises_whatever_thread_and_function_it_is
 @pytest.mark.parametrize(("n", "m"), [*SIZES, (5, 3000)])
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_part_newton_between_points(axes: int, n: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otloss.costs.order.LEAST_PAIRS", 0)
+    monkeypatch.setattr("otloss.costs.order.ORDERING", Ordering(min_pairs=0))
     for metric in METRICS[:: 1 if axes == 1 else 3]:
         cost = PointCost(draw(n, axes), 0.5 + draw(m, axes, seed=1), metric=metric)
         problem = pose(weights(n), weights(m), cost, epsilon=0.05, settings=Settings())

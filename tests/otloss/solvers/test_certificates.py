@@ -125,6 +125,31 @@ def test_a_light_bin_far_from_its_start() -> None:
         torch.testing.assert_close(potential, expected, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("p", "q", "far", "epsilon", "penalty", "dtype"),
+    [
+        ([1.0, 1e-22], [1.0, 1e-22], 7e3, 0.05, 0.01, torch.float32),
+        ([1.0, 1e-24], [1.0, 1e-24], 2e4, 0.5, 1.0, torch.float32),
+        ([1.0, 1e-7], [3e-25, 1.0], 150.0, 0.5, 1.5, torch.float32),  # heavy bins keep less mass than light ones
+    ],
+)
+def test_bins_too_light_for_the_factors_of_the_kernel(
+    p: list[float], q: list[float], far: float, epsilon: float, penalty: float, dtype: torch.dtype
+) -> None:
+    """With wrong potentials they would hold more mass than all others, and no gradient of theirs would be right."""
+    weights, other = (torch.tensor(w, dtype=dtype) for w in (p, q))
+    cost = torch.tensor([[0.0, far], [far, 0.0]], dtype=dtype)
+    answer = otloss.solve(weights.clone().requires_grad_(), other, cost, epsilon=epsilon, marginal_penalty=penalty)
+    epsilon, start = float(torch.tensor(epsilon, dtype=dtype)), answer.potentials[1].tolist()
+    f, g, optimum = precise_potentials(weights.tolist(), other.tolist(), cost.tolist(), epsilon, penalty, start)
+    rounding = 1e-5 * (penalty + epsilon)
+    assert bool(answer.converged)
+    assert float(answer.value.detach()) == pytest.approx(float(optimum), abs=rounding)
+    assert 0 <= float(optimum - float(answer.dual_value.detach())) <= float(answer.gap.detach()) < rounding
+    for potential, right in zip(answer.potentials, (f, g), strict=True):
+        assert potential.detach().tolist() == pytest.approx([float(x) for x in right], rel=1e-3, abs=0.1 * epsilon)
+
+
 def test_the_gap_without_weights() -> None:
     answer = otloss.solve(
         torch.tensor([1.0]), torch.tensor([0.0, 1.0]), torch.tensor([[0.0, 1.0]]), epsilon=1e-4, marginal_penalty=1e-4

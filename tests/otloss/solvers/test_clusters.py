@@ -11,6 +11,7 @@ from otloss import emd, sinkhorn, solve
 from otloss.costs import PointCost
 from otloss.costs.cost import softmin_in_torch
 from otloss.costs.order import can_leave_out
+from otloss.solvers.entropic import clusters
 from otloss.solvers.exact import clouds as exact_clouds
 from otloss.solvers.exact.clouds import solve_between_clouds
 from otloss.solvers.exact.simplex import solve_exactly
@@ -139,6 +140,21 @@ def test_the_optimum_is_that_of_the_dense_solver(monkeypatch: pytest.MonkeyPatch
     assert float((plan * matrix).sum() - solution.optimum.value) == pytest.approx(0, abs=rounding)
     assert float((plan.sum(1) - problem.p).abs().sum() + (plan.sum(0) - problem.q).abs().sum()) < 1e-6
     assert float(solution.marginal_error) < 1e-6
+
+
+class Half(PointCost):
+    """Costs that are not those of the metric."""
+
+    def row_block(self, start: int, stop: int) -> Tensor:
+        return super().row_block(start, stop) / 2
+
+
+def test_a_subclass_with_other_costs_is_not_solved_between_clusters_of_its_metric(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clusters, "CLUSTERING", clusters.Clustering(smallest=0, counts=(4, 8, 8)))
+    cost = Half(*(points[:60] for points in cloud("plane")))
+    torch.testing.assert_close(sinkhorn(None, None, cost, epsilon=0.1), sinkhorn(None, None, cost.dense(), epsilon=0.1))
 
 
 @pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1"])

@@ -9,7 +9,7 @@ import pytest
 
 from otloss.costs.softmin_numba import as_columns
 from otloss.solvers.entropic.newton_reference import DenseDual, solve_in_stages
-from tests.otloss.uncompiled import import_uncompiled
+from tests.otloss.uncompiled_kernels import import_uncompiled
 
 newton, ascent = import_uncompiled(
     "otloss.solvers.entropic.newton_numba", "otloss.solvers.barycenter.ascent_numba"

@@ -198,6 +198,24 @@ def test_gradients_through_the_plan(part: str, marginal_penalty: float | None) -
         close(gradient, expected, 2e-4)
 
 
+def test_implicit_gradients_between_bins_without_mass() -> None:
+    """Their potentials change by 1e70 and more with a weight, which must not reach the bins with mass."""
+    p, q = draw(12, seed=4).double(), draw(12, seed=5).double()
+    p[::3], q[1::3] = 0.0, 0.0
+    p, q = p / p.sum(), q / q.sum()
+    cost = PointCost(*torch.rand(2, 12, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
+    weights = p.clone().requires_grad_()
+    solution = otloss.solve(weights, q, cost, epsilon=3e-4, grad="implicit")
+    (gradient,) = torch.autograd.grad(solution.linear_cost, weights)
+    for empty in (0, 3, 6):
+        change = torch.zeros_like(p)
+        change[empty], change[1] = 1e-6, -1e-6
+        here, near, far = (
+            otloss.solve(p + k * change, q, cost, epsilon=3e-4, tolerance=1e-13).linear_cost for k in range(3)
+        )
+        close(gradient @ change, 2 * near - 1.5 * here - far / 2, 1e-9)
+
+
 @pytest.mark.parametrize("epsilon", [None, 0.1])
 def test_answers_have_the_dtype_of_the_inputs_and_bounds_float64(epsilon: float | None) -> None:
     wide = transport_problem((3,))

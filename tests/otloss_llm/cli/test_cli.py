@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import otloss_llm
 from otloss_llm import MLE, EmbeddingCost, token_loss
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
-from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read
+from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries among themselves
@@ -198,6 +198,18 @@ def test_rows_that_are_too_long_are_dropped_with_a_count(
     assert cli(*given, *options(packing=True, packing_strategy="wrapped", max_length=16)).code == 0
 
 
+def test_the_share_that_is_cut_off_is_the_same_each_time(sums: Path) -> None:
+    """Of a file, and of a mixture, which TRL cuts with a global generator: processes and resumed runs have one."""
+    from otloss_llm.cli.rows import load_splits
+
+    mixture = trl.DatasetMixtureConfig([{"path": "json", "data_files": str(sums)}], test_split_size=0.2)
+    for named in ({"dataset_name": str(sums)}, {}):
+        given = trl.DatasetMixtureConfig(test_split_size=0.2) if named else mixture
+        first, second = (load_splits(trl.ScriptArguments(**named), given, seed=3)["test"]["prompt"] for _ in range(2))
+        assert list(first) == list(second)
+        assert len(first) == len(SUMS) // 5
+
+
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +310,7 @@ def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(
     before, after = (cli(*asked("evaluate", path, sums)).json["nll"] for path in (tiny.llama, run))
     assert after < before - 1e-3
     assert not (run / "model.safetensors").exists()
+    assert "merge_and_unload" in cli(*asked("train", run, sums, output_dir=tmp_path / "again")).error
 
 
 @pytest.mark.slow
@@ -326,6 +339,13 @@ def test_train_on_numbers_says_what_is_a_number(cli: Cli, model: Path, sums: Pat
     words = write(tmp_path / "words.jsonl", [{"prompt": "1 + 1", "completion": " two"}] * 3)
     given = asked("train", model, words, output_dir=tmp_path / "words", objective="emo+number", cost_embedding="random")
     assert re.search("none of the .* is a number, so emo.number would equal emo", cli(*given).error)
+
+
+def test_an_encoder_decoder_is_named(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    save(t5, transformers.AutoTokenizer.from_pretrained(model), tmp_path / "t5")
+    assert "Seq2SeqTrainer" in cli(*asked("train", tmp_path / "t5", sums, output_dir=tmp_path / "run")).error
 
 
 # ---- evaluate -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from otloss_llm import MLE, EmbeddingCost, NumberCost, RatingCost
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import columns_of, pad_rows, targets_of
+from otloss_llm.training.first_batch import part_of
 from otloss_llm.training.trainer_cost import cost_for
 from otloss_llm.training.trainer_settings import auxiliary_weight, check_loss_settings, set_best_metric, with_terms
 from tests.errors import raising
@@ -33,6 +34,26 @@ def test_labels_and_weights_are_taken_out_of_a_batch_and_aligned() -> None:
     for rows, aligned in (([ROW, {"input_ids": [5], "labels": [5]}], False), ([ROW | {"labels": [6, 7]}], True)):
         with pytest.raises(ValueError, match="a row has columns of lengths"):
             pad_rows(rows, aligned=aligned)
+
+
+def test_a_small_part_of_a_batch_is_examined() -> None:
+    """Where the tokens are, and of a packed batch as one sequence; images of all rows in one tensor stay whole."""
+    ids = torch.arange(150).view(3, 50)
+    mask = (torch.arange(50) >= torch.tensor([[40], [30], [0]])).long()  # padded on the left
+    part, labels = part_of({"input_ids": ids, "attention_mask": mask, "use_cache": False}, ids, False)
+    assert torch.equal(part["input_ids"], ids[:2, 18:])
+    assert (part["attention_mask"].sum().item(), part["use_cache"]) == (30, False)
+    assert torch.equal(labels, part["input_ids"])
+    part, _ = part_of({"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 9, 50])}, ids[:1], False)
+    assert torch.equal(part.pop("input_ids"), ids[:1, :32])
+    assert not part
+    part, labels = part_of({"input_features": torch.ones(3, 4, 70), "decoder_input_ids": ids}, ids, True)
+    assert {name: tuple(value.shape) for name, value in part.items()} == {
+        "input_features": (2, 4, 70), "decoder_input_ids": (2, 32),
+    }  # fmt: skip
+    assert labels.shape == (2, 32)
+    part, labels = part_of({"input_ids": ids, "pixel_values": torch.ones(7, 6)}, ids, False)
+    assert (len(part["input_ids"]), len(part["pixel_values"]), len(labels)) == (3, 7, 3)
 
 
 def arguments(**settings: Any) -> Any:

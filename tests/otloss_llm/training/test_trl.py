@@ -132,13 +132,15 @@ TEMPLATE = (
 )
 ASKED = [("two and two", "four"), ("a longer question than that", "yes"), ("so", "is this answer"), ("and", "no")]
 MODES: dict[str, dict[str, Any]] = {
-    "assistant": {"assistant_only_loss": True}, "chat": {}, "stream": {"stream": True},
+    "assistant": {"assistant_only_loss": True}, "chat": {}, "completion": {}, "stream": {"stream": True},
     "packing": {"packing": True, "max_length": 48}, "padding-free": {"padding_free": True, "max_length": None},
 }  # fmt: skip
 
 
 def asked_in(mode: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """The data as TRL reads it, and by hand: the text without a loss, and that with one, of each row."""
+    if mode == "completion":
+        return [{"prompt": q, "completion": a} for q, a in ASKED], list(ASKED)
     if mode not in ("assistant", "chat"):
         return [{"text": q} for q, _ in ASKED], [("", q) for q, _ in ASKED]
     said = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in ASKED]
