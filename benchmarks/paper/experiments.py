@@ -203,6 +203,7 @@ def _benchmark(name: str) -> Callable[[Place], None]:
     def run(place: Place) -> None:
         from benchmarks.__main__ import main
 
+        place.output.mkdir(parents=True, exist_ok=True)
         chosen = [] if place.data is None else ["--data", str(place.data)]
         main([name, *chosen, "--output", str(place.output), *(["--small"] if place.small else [])])
 

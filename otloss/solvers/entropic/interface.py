@@ -63,8 +63,8 @@ class Budget:
     Attributes:
         tolerance: the error of the marginals to reach.
         max_iterations: the largest number of iterations.
-        patience: a search also ends after so many iterations, or where its contraction says that it needs more than so
-            many further ones. Finite where the ladder has another method for the problem.
+        patience: Sinkhorn's iteration also ends after so many iterations, or where its contraction says that it needs
+            more than so many further ones. Finite where the ladder has another method for the problem.
         largest_change: if finite, a search that is within the tolerance continues until its last update changes no
             factor of the plan by a larger share, and estimates the error of g.
     """
@@ -124,10 +124,12 @@ class SearchResult:
     @staticmethod
     def at_start(problem: Problem) -> SearchResult:
         """Return the start of the problem, or zeros, as the result of no iteration."""
-        f, g = (torch.zeros_like(weights, dtype=problem.cost.dtype) for weights in (problem.p, problem.q))
-        error = torch.full_like(problem.epsilon, torch.inf, dtype=f.dtype)
+        dtype = dtype_of_potentials(problem)
+        f, g = (torch.zeros_like(weights, dtype=dtype) for weights in (problem.p, problem.q))
+        error = torch.full_like(problem.epsilon, torch.inf, dtype=dtype)
         if problem.start is not None:
-            (f, g), error = problem.start, torch.full_like(error, 2.0)  # the largest error of balanced problems
+            f, g = (potential.to(dtype) for potential in problem.start)
+            error = torch.full_like(error, 2.0)  # the largest error of balanced problems
         return SearchResult(f, g, error, torch.zeros_like(error, dtype=torch.int64))
 
 
@@ -142,9 +144,9 @@ def better(found: SearchResult | None, new: SearchResult, tolerance: float) -> S
         for name in ("potential_error", "spread", "least_eigenvalue")
     }
     return SearchResult(
-        torch.where(column, new.f.to(found.f), found.f),
-        torch.where(column, new.g.to(found.g), found.g),
-        torch.where(is_new, new.error.to(found.error), found.error),
+        torch.where(column, new.f, found.f),
+        torch.where(column, new.g, found.g),
+        torch.where(is_new, new.error, found.error),
         found.iterations + new.iterations,
         **merged,
     )
@@ -206,6 +208,11 @@ def rounds_costs(problem: Problem, result: SearchResult) -> bool:
         return False
     largest = torch.maximum(result.f.abs().amax(-1), result.g.abs().amax(-1))
     return bool((largest > LARGEST_POTENTIAL * problem.epsilon.detach()).any())
+
+
+def dtype_of_potentials(problem: Problem) -> torch.dtype:
+    """Return float64 on a CPU also for float32 costs: the rounding of f counts in full in f / epsilon."""
+    return torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
 
 
 def log_weights(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -40,11 +40,12 @@ def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
     result = None if problem.start is None else SearchResult.at_start(problem)
     for method in methods:
         patience = budget.patience if method is methods[-1] else PATIENCE
-        result = _run(method, problem, result, dataclasses.replace(budget, patience=patience))
+        part = dataclasses.replace(budget, patience=patience)
+        result = _run(method, problem, result, part)
         if rounds_costs(problem, result):
             problem = in_float64(problem)
             if result.is_within(budget.tolerance):
-                result = _run(method, problem, result, budget)
+                result = _run(method, problem, result, part)
         if result.is_within(budget.tolerance) or result.most_iterations >= budget.max_iterations:
             break
     assert result is not None

@@ -199,6 +199,25 @@ def build_results(n: int, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nda
     return np.zeros((len(g), n)), g.copy(), np.zeros((len(g), 2))
 
 
+# ---- arrays: loops, because numba compiles np.full, argsort and assignments of slices for seconds -------------------
+
+
+@inner()
+def filled(size: int, value: float) -> Any:
+    out = np.empty(size)
+    for k in range(size):
+        out[k] = value
+    return out
+
+
+@inner()
+def filled_integers(size: int, value: int) -> Any:
+    out = np.empty(size, np.int64)
+    for k in range(size):
+        out[k] = value
+    return out
+
+
 # ---- the dual --------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +241,7 @@ def build_side(weights: Any, potential: Any) -> Side:
     logs = np.empty(weights.shape[0])
     for j in range(weights.shape[0]):
         logs[j] = math.log(weights[j]) if weights[j] > 0 else -np.inf
-    return Side(weights, logs, potential, np.zeros(weights.shape[0]))
+    return Side(weights, logs, potential, filled(weights.shape[0], 0.0))
 
 
 @inner()
@@ -285,7 +304,8 @@ def update_columns(columns: Any, epsilon: float, ratio: float) -> None:
     for j in range(columns.weights.shape[0]):
         columns.potential[j] += epsilon * change_of_column(columns, j, epsilon, ratio)
     if CHECKED:
-        columns.mass[:] = np.nan
+        for j in range(columns.mass.shape[0]):
+            columns.mass[j] = np.nan
 
 
 @inner()
@@ -336,11 +356,12 @@ def find_near(pairs: Any, i: int, h: Any, cutoff: float, near: Any) -> int:
 
 
 @inner()
-def grow(columns: Any, costs: Any, size: int) -> tuple[Any, Any]:
-    """Return longer copies of both."""
-    longer_columns, longer_costs = np.empty(size, np.int32), np.empty(size)
-    longer_columns[: columns.shape[0]], longer_costs[: columns.shape[0]] = columns, costs
-    return longer_columns, longer_costs
+def resize(columns: Any, costs: Any, size: int) -> tuple[Any, Any]:
+    """Return longer or shorter copies of both."""
+    new_columns, new_costs = np.empty(size, np.int32), np.empty(size)
+    for e in range(min(size, columns.shape[0])):
+        new_columns[e], new_costs[e] = columns[e], costs[e]
+    return new_columns, new_costs
 
 
 @inner()
@@ -352,21 +373,23 @@ def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
     """
     n, m, d = rows.weights.shape[0], columns.weights.shape[0], pairs.x.shape[1]
     inverse, between_points = 1 / epsilon, pairs.x.shape[0] > 0
-    h, smallest, scores, last_row = np.empty(m), np.empty(m), np.empty(m), np.full(m, -1)
+    h, smallest, scores, last_row = np.empty(m), np.empty(m), np.empty(m), filled_integers(m, -1)
     for j in range(m):
         h[j] = columns.potential[j] + epsilon * columns.logs[j]
         smallest[j] = cut * target(columns, j, epsilon, ratio)
         columns.mass[j] = 0.0
     near = Near(
         np.empty((2, pairs.y.shape[0], m if between_points else 0)), np.empty((2, m)), np.empty(m + CHUNK),
-        np.zeros(2, np.int64),
+        filled_integers(2, 0),
     )  # fmt: skip
     cutoff = 0.0
     if between_points:
-        pairs.y[d + 1] = smallest
-        cutoff = epsilon * math.log(m / NEWTON.negligible)
-        cutoff += NEWTON.relative_rounding * np.abs(columns.potential).max()
-    hits, starts, space = np.empty(m + 1, np.int64), np.zeros(n + 1, np.int64), min(n * m, 16 * (n + m) + m)
+        largest = 0.0
+        for j in range(m):
+            pairs.y[d + 1, j] = smallest[j]
+            largest = max(largest, abs(columns.potential[j]))
+        cutoff = epsilon * math.log(m / NEWTON.negligible) + NEWTON.relative_rounding * largest
+    hits, starts, space = np.empty(m + 1, np.int64), filled_integers(n + 1, 0), min(n * m, 16 * (n + m) + m)
     places, costs = np.empty(space, np.int32), np.empty(space)
     for i in range(n):
         if between_points:
@@ -387,8 +410,9 @@ def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
         end, old = starts[i], previous.columns[previous.starts[i] : previous.starts[i + 1]]
         found = find_heavy(scores, mass, bounds, cut, count, hits) if mass > 0 else 0
         if end + found + old.shape[0] > places.shape[0]:
-            places, costs = grow(places, costs, max(2 * places.shape[0], end + found + old.shape[0]))
-        for e in hits[:found]:
+            places, costs = resize(places, costs, max(2 * places.shape[0], end + found + old.shape[0]))
+        for k in range(found):
+            e = hits[k]
             places[end], costs[end] = np.int64(near.columns[1, d, e]) if between_points else e, row[e]
             last_row[places[end]] = i
             end += 1
@@ -399,7 +423,8 @@ def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
         starts[i + 1] = end
     if CHECKED:
         check_masses(rows, columns)
-    return Cells(starts, places[: starts[n]].copy(), costs[: starts[n]].copy(), np.full(starts[n], np.nan))
+    places, costs = resize(places, costs, starts[n])
+    return Cells(starts, places, costs, filled(starts[n], np.nan))
 
 
 @spliced
@@ -421,7 +446,8 @@ def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float, rati
             total += math.exp(score - top) if score > -np.inf else 0.0
         columns.potential[j] = -epsilon * (top + math.log(total)) / (1 + ratio)
     if CHECKED and count > 0:
-        columns.mass[:] = np.nan
+        for j in range(columns.mass.shape[0]):
+            columns.mass[j] = np.nan
     return count
 
 
@@ -429,7 +455,8 @@ def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float, rati
 def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) -> float:
     """Update f exactly on the cells; write the shares and the masses of rows and columns; return the error."""
     inverse = 1 / epsilon
-    columns.mass[:] = 0.0
+    for j in range(columns.mass.shape[0]):
+        columns.mass[j] = 0.0
     for i in range(rows.weights.shape[0]):
         first, count = cells.starts[i], cells.starts[i + 1] - cells.starts[i]
         if count == 0:
@@ -453,10 +480,17 @@ def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) 
 @inner()
 def elimination_order(cells: Any, m: int) -> Any:
     """Return the columns, those of few cells first."""
-    counts = np.zeros(m, np.int64)
-    for j in cells.columns:
-        counts[j] += 1
-    return np.argsort(counts, kind="mergesort")
+    counts, places, order = filled_integers(m, 0), filled_integers(cells.starts.shape[0] + 1, 0), np.empty(m, np.int64)
+    for e in range(cells.columns.shape[0]):
+        counts[cells.columns[e]] += 1
+    for j in range(m):  # a column has at most one cell in each row
+        places[counts[j] + 1] += 1
+    for k in range(places.shape[0] - 1):
+        places[k + 1] += places[k]
+    for j in range(m):
+        order[places[counts[j]]] = j
+        places[counts[j]] += 1
+    return order
 
 
 @inner()
@@ -499,7 +533,8 @@ def thin_out(shares: Any, work: Any, phase: float) -> int:
     Where an octave has more than `shares_of_octave`, so many of them stand for all, with equal parts of their sum.
     """
     places, kept, bounds = work.places, work.kept, work.bounds
-    bounds[:] = 0
+    for k in range(bounds.shape[0]):
+        bounds[k] = 0
     for a in range(shares.shape[0]):
         bounds[octave(shares[a]) + 2] += 1
     for b in range(NEWTON.octaves):
@@ -594,21 +629,26 @@ def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) ->
     """
     m, size, phase = order.shape[0], cells.columns.shape[0], 0.5
     ranks = np.empty(m, np.int64)
-    ranks[order] = np.arange(m)
-    edges = Edges(np.full(m + 1, -1), np.arange(-1, size - 1), np.empty(size, np.int32), np.empty(size))
+    for k in range(m):
+        ranks[order[k]] = k
+    edges = Edges(filled_integers(m + 1, -1), np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size))
+    for e in range(size):
+        edges.nexts[e] = e - 1
     edges.heads[m] = size - 1
     work = build_thinning(m)
     for i in range(rows.mass.shape[0]):
         first, stop, scale = cells.starts[i], cells.starts[i + 1], damping * rows.mass[i]
         phase = add_tree(edges, ranks, cells.columns[first:stop], cells.shares[first:stop], scale, work, phase)
-    pivots, starts, columns, shares = np.empty(m), np.zeros(m + 1, np.int64), np.empty(size, np.int32), np.empty(size)
-    places, near, weights = np.full(m, -1), np.empty(m, np.int64), np.empty(m)
+    pivots, starts, columns, shares = np.empty(m), filled_integers(m + 1, 0), np.empty(size, np.int32), np.empty(size)
+    places, near, weights = filled_integers(m, -1), np.empty(m, np.int32), np.empty(m)
     for k in range(m):
         j, start = order[k], starts[k]
         count = take_neighbours(edges, j, places, near, weights)
-        pivots[k], starts[k + 1] = weights[:count].sum() + excess[j], start + count
+        pivots[k], starts[k + 1] = excess[j], start + count
+        for a in range(count):
+            pivots[k] += weights[a]
         if start + count > columns.shape[0]:
-            columns, shares = grow(columns, shares, 2 * (start + count))
+            columns, shares = resize(columns, shares, 2 * (start + count))
         for a in range(count):
             columns[start + a], shares[start + a] = near[a], weights[a] / pivots[k]
             excess[near[a]] += shares[start + a] * excess[j]
@@ -621,7 +661,8 @@ def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) ->
 @inner()
 def precondition(factor: Any, residual: Any, out: Any) -> None:
     """Write the solution of the approximate equations."""
-    out[:] = residual
+    for j in range(out.shape[0]):
+        out[j] = residual[j]
     for k in range(out.shape[0]):
         value = out[factor.order[k]]
         for e in range(factor.starts[k], factor.starts[k + 1]):
@@ -676,11 +717,10 @@ def build_conjugate_gradients(precondition: Any) -> Any:
         about the progress.
         """
         m = x.shape[0]
-        product, better, energy = np.empty(m), np.empty(m), 0.0
+        product, better, direction, energy = np.empty(m), np.empty(m), np.empty(m), 0.0
         precondition(factor, residual, better)
-        direction = better.copy()
         for j in range(m):
-            x[j] = 0.0
+            x[j], direction[j] = 0.0, better[j]
             energy += residual[j] * direction[j]
         enough = share * energy
         for _ in range(NEWTON.max_products):
@@ -735,7 +775,9 @@ def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
     The step becomes shorter until the derivative along it is at least minus the share `remaining_derivative` of the
     first derivative. The dual is concave, and grows.
     """
-    start, length = columns.potential.copy(), 1.0
+    start, length = np.empty(x.shape[0]), 1.0
+    for j in range(x.shape[0]):
+        start[j] = columns.potential[j]
     for _ in range(NEWTON.max_trials):
         for j in range(x.shape[0]):
             columns.potential[j] = start[j] + epsilon * length * x[j]
@@ -780,12 +822,12 @@ def steps_on_cells(
 @spliced
 def build_support(places: Any, n: int) -> Cells:
     """Return the cells (2, count) of an exact plan, sorted by rows, without costs."""
-    starts, columns = np.zeros(n + 1, np.int64), np.empty(places.shape[1], np.int32)
+    starts, end, columns = filled_integers(n + 1, 0), np.empty(n, np.int64), np.empty(places.shape[1], np.int32)
     for e in range(places.shape[1]):
         starts[places[0, e] + 1] += 1
     for i in range(n):
+        end[i] = starts[i]
         starts[i + 1] += starts[i]
-    end = starts[:n].copy()
     for e in range(places.shape[1]):
         columns[end[places[0, e]]] = places[1, e]
         end[places[0, e]] += 1

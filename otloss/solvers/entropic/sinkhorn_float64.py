@@ -19,11 +19,9 @@ class SinkhornInFloat64:
     """
 
     def applies(self, problem: Problem) -> bool:
-        if SparseNewton().applies(problem):
+        if SparseNewton().applies(problem) or problem.cost.dtype == torch.float32:
             return True
-        if SinkhornOnCPU().applies(problem):
-            return problem.marginal_penalty is not None  # that kernel may underflow
-        return problem.cost.dtype == torch.float32  # whose soft minima may be too coarse
+        return problem.marginal_penalty is not None and SinkhornOnCPU().applies(problem)  # that kernel may underflow
 
     def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from where another search ended; see `interface.Method`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss.solvers.entropic.interface import log_weights
+from otloss.solvers.entropic.interface import dtype_of_potentials, log_weights
 from otloss.solvers.problem import Problem
 
 
@@ -82,8 +82,7 @@ class Updates:
 
 def build_updates(problem: Problem) -> Updates:
     """Return the updates of a problem at its own epsilon."""
-    # On a CPU potentials are float64 also for float32 costs: the rounding of f counts in full in f / epsilon.
-    dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
+    dtype = dtype_of_potentials(problem)
     epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
     p, q = log_weights(problem, dtype)
     return Updates(problem, problem.cost.T.contiguous(), p, q, epsilon, epsilon).at(problem.epsilon)

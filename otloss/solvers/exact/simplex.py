@@ -321,7 +321,7 @@ def _settle_prices(
             warn_of_prices(blocks, p, q, flows[k], cells[k], matrix, price=price, rounding=rounding)
         if blocks.count == 1 or differs.all():
             continue
-        paid = outcome[k, 0]
+        first_value = outcome[k, 0]
         again = (
             _solve_single(p, balanced, matrix) if differs.any() else _avoid_prices(p, balanced, matrix, price, blocks)
         )
@@ -332,7 +332,7 @@ def _settle_prices(
         shift_blocks(joined, p, balanced, matrix, f=f[k], g=g[k])
         outcome[k, 1] = outcome[k, 0] - (p @ f[k] + balanced @ g[k])
         check_outcome(outcome[k][None], [p[None], balanced[None]], torch.Size())
-        payments[k] += abs(paid - outcome[k, 0])
+        payments[k] += abs(first_value - outcome[k, 0])
         if not differs.any():
             payments[k] += blocks.payment(p, q, float(matrix.max()))
     return largest, payments

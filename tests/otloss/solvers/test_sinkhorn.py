@@ -163,3 +163,25 @@ test_bad_input = raising(
     (sinkhorn_divergence, {"cost_p": torch.rand(4, 4), **ZEROS}, "not symmetric"),
     call=lambda function, change: function(**({"p": p0, "q": q0, "cost": matrix0, "epsilon": 0.1} | change)),
 )
+
+
+def test_the_error_is_that_of_the_returned_potentials() -> None:
+    """With a start and float32 costs, from which the search continues in float64."""
+    generator = torch.Generator().manual_seed(0)
+    cost = PointCost(torch.randn(60, 2, generator=generator)).dense()
+    p, q = torch.rand(2, 60, generator=generator)
+    p, q, epsilon = p / p.sum(), q / q.sum(), float((cost.mean() * 1e-3).half())
+    first = solve(p, q, cost, epsilon=epsilon)
+    answer = solve(p, q, cost, epsilon=epsilon, tolerance=1e-9, start=first.potentials)
+    f, g = answer._solution.search.start  # in their own dtype
+    p, q = p.double(), q.double() * (p.double().sum() / q.double().sum())
+    plan = p[:, None] * ((f[:, None] + g - cost.double()) / epsilon).exp() * q / p.sum()
+    assert bool(answer.converged)
+    assert float((plan.sum(1) - p).abs().sum() + (plan.sum(0) - q).abs().sum()) < 1e-8
+
+
+def test_symmetric_float32_problems_reach_tolerances_of_float64() -> None:
+    x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+    answer = solve(None, None, PointCost(x), epsilon=0.05, tolerance=1e-9)
+    assert bool(answer.converged)
+    assert float(answer.marginal_error) <= 1e-9
