@@ -160,9 +160,9 @@ _OF_SUBMODULES = {
         "gradient_penalty histogram_labels histogram_mean jdot_loss ngram_distance set_loss soft_labels "
         "threshold_loss",
     "otloss.estimators":
-        "EncodedLabelsWarning EnsembleRecalibration LabelOrderWarning LikelihoodSummary "
-        "OrdinalBoostingClassifier OrdinalClassifier OrdinalDecomposition OrdinalRecalibration Temperature "
-        "TransportAdapter",
+        "CumulativeLinkClassifier EncodedLabelsWarning EnsembleRecalibration LabelOrderWarning LikelihoodSummary "
+        "OrdinalBoostingClassifier OrdinalClassifier OrdinalDecomposition OrdinalNetworkClassifier "
+        "OrdinalRecalibration Temperature TransportAdapter",
     "otloss.boosting":
         "lightgbm_metric lightgbm_objective start_scores xgboost_metric xgboost_objective",
     "otloss.metrics":
