@@ -291,6 +291,11 @@ def broadcast_shape(*shapes: tuple[int, ...]) -> torch.Size:
     return torch.broadcast_shapes(*shapes)
 
 
+def install_hint(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f'pip install "torch-otloss[{extra}]"'
+
+
 def missing_package(error: ImportError, *packages: str) -> str:
     """Return which of the packages an import did not find; raise the error as it is if it has another cause."""
     package = (error.name or "").partition(".")[0]

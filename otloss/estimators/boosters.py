@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from otloss._checks import missing_package
-from otloss._distribution import install_hint
+from otloss._checks import install_hint, missing_package
 from otloss.boosting import (
     lightgbm_metric,
     lightgbm_objective,
