@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
-from otloss._distribution import install_hint
+from otloss._checks import install_hint
 from otloss_llm import EAFT, EMO, GEM, MLE, EmbeddingCost, MixCE, TaiLr, linear_token_loss
 from otloss_llm.objectives import Objective, Sum
 

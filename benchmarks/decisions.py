@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import FOLDER
 from benchmarks.paper.tables import half_interval
-from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
+from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier, OrdinalNetworkClassifier
 from otloss.estimators.decode import decode
 from otloss.losses import decode_classes
 from otloss.nn import OrdinalLoss
@@ -44,8 +44,8 @@ def contestants(seed: int) -> Iterator[tuple[str, object]]:
     yield "OrdinalBoostingClassifier", OrdinalBoostingClassifier(n_jobs=1, random_state=seed)
     yield "OrdinalClassifier", OrdinalClassifier(random_state=seed)
     network = {"hidden_layer_sizes": (64,), "random_state": seed}
-    yield "network, cross-entropy", OrdinalClassifier(**network, transport=0.0, cross_entropy=1.0)
-    yield "network, OrdinalClassifier", OrdinalClassifier(**network)
+    yield "network, cross-entropy", OrdinalNetworkClassifier(**network, transport=0.0, cross_entropy=1.0)
+    yield "OrdinalNetworkClassifier", OrdinalNetworkClassifier(**network)
 
 
 def measure() -> dict[tuple[str, str], list[float]]:

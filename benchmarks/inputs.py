@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.measure import FOLDER, Settings, say
-from otloss._distribution import install_hint
+from otloss._checks import install_hint
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import data

@@ -44,7 +44,7 @@ from benchmarks.measure import (
 )
 from benchmarks.memory import MALLOC, peak_growth
 from otloss import number_token_loss
-from otloss._distribution import install_hint
+from otloss._checks import install_hint
 from otloss_llm import EMO, MLE, EmbeddingCost, MixedCost, NumberCost, NumberToken, linear_token_loss
 
 NAME = "numbers"

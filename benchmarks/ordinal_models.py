@@ -22,7 +22,12 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
-from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
+from otloss.estimators import (
+    CumulativeLinkClassifier,
+    OrdinalBoostingClassifier,
+    OrdinalClassifier,
+    OrdinalNetworkClassifier,
+)
 
 HIDDEN = 100
 EPOCHS, PATIENCE, BATCH, STEP = 300, 20, 200, 5e-3
@@ -50,18 +55,19 @@ def models() -> list[Model]:
 
 # ---- ours, and cross-entropy in the same models ----------------------------------------------------------------------
 
-_LINEAR: dict[str, dict[str, Any]] = {"linear": {}, "cumulative": {"model": "cumulative"}}
-_MLP: dict[str, Any] = {"hidden_layer_sizes": (HIDDEN,)}
 _ALONE: dict[str, Any] = {"transport": 0.0, "cross_entropy": 1.0}
 
 
 def _ours() -> list[Model]:
     arms = []
-    for name, settings in _LINEAR.items():
-        arms += _pair(name, "linear", lambda seed, settings=settings, **loss: OrdinalClassifier(**settings, **loss))
+    for name, linear, head in (("linear", OrdinalClassifier, "softmax"),
+                               ("cumulative", CumulativeLinkClassifier, "cumulative")):  # fmt: skip
+        arms += _pair(name, "linear", lambda seed, linear=linear, **loss: linear(**loss))
         arms += _pair(
             f"{name} network".replace("linear ", ""), "network",
-            lambda seed, settings=settings, **loss: OrdinalClassifier(**settings, **_MLP, random_state=seed, **loss),
+            lambda seed, head=head, **loss: OrdinalNetworkClassifier(
+                head=head, hidden_layer_sizes=(HIDDEN,), random_state=seed, **loss
+            ),
         )  # fmt: skip
     for booster in ("xgboost", "lightgbm"):
         arms += _pair(

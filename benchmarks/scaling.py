@@ -22,7 +22,7 @@ from benchmarks.contestants import DENSE, EMO_OURS, HAS_TORCH, MLE_OURS, TORCH, 
 from benchmarks.labels import Labels, labels_for, share_distinct, uniform
 from benchmarks.measure import MIB, Row, Settings, append, hardware, say, timed_rounds
 from benchmarks.memory import extra_bytes
-from otloss._distribution import install_hint
+from otloss._checks import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,7 +25,7 @@ from benchmarks.charts import line, panels, save
 from benchmarks.measure import MIB, Settings, heading, keep, say
 from benchmarks.memory import MALLOC, peak_growth
 from benchmarks.solver_clouds import BLUR, HAS_KEOPS, Clouds, geomloss_answer, our_answer
-from otloss._distribution import install_hint
+from otloss._checks import install_hint
 from otloss.costs import PointCost
 
 if TYPE_CHECKING:

@@ -1,8 +1,5 @@
 """Optimal transport as a loss, for PyTorch."""
 
-from otloss import _distribution as _distribution  # first: the other imports fail where files are mixed
-
-# isort: split
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from otloss import costs as costs

@@ -1,23 +1,13 @@
-"""What the functions of this library tell autograd and torch.compile.
-
-Where a derivative is not given, an error in place of a constant or a zero; and functions that stay out of the graphs of
-torch.compile.
-"""
+"""What the functions of this library tell autograd: where a derivative is not given, an error in place of a zero."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from otloss._checks import called, has_tangent, raise_inside_vmap
-from otloss._progress import begin, end
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
@@ -83,26 +73,3 @@ class _NoDerivative(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> None:
         raise NotImplementedError(f"{called()} has no derivative in forward mode here: {ctx.message}")
-
-
-def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function whose solvers `torch.compile` cannot trace: a program around it is split there.
-
-    Where a call takes long, the log says so.
-    """
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **settings: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling():
-            from otloss._uncompiled import uncompiled  # takes a second: it imports the compiler
-
-            result: _R = uncompiled(function, *args, **settings)
-            return result
-        if not begin(function.__name__):  # called by another one
-            return function(*args, **settings)
-        try:
-            return function(*args, **settings)
-        finally:
-            end()
-
-    return call

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 REDUCTIONS = ("mean", "sum", "none")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_OF_DECORATORS = ("otloss._autograd", "otloss._foreign", "otloss._uncompiled")
+_OF_DECORATORS = ("otloss._public", "otloss._uncompiled")
 
 
 def check_not_recorded() -> None:
@@ -289,6 +289,11 @@ def broadcast_shape(*shapes: tuple[int, ...]) -> torch.Size:
     if len(distinct) <= 1:
         return torch.Size(distinct.pop() if distinct else ())
     return torch.broadcast_shapes(*shapes)
+
+
+def install_hint(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f'pip install "torch-otloss[{extra}]"'
 
 
 def missing_package(error: ImportError, *packages: str) -> str:

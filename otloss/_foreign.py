@@ -1,22 +1,10 @@
-"""Calls as other packages take them: their names and keywords are explained, and arrays of numpy are tensors.
-
-Signatures stay as they are: decorators read the arguments of a call before Python does.
-"""
+"""Names and keywords of other packages, and what to write here: the messages of calls that are not taken."""
 
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
-
-import numpy as np
-import torch
-from torch import Tensor
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 
 class _Keyword(NamedTuple):
@@ -160,9 +148,9 @@ _OF_SUBMODULES = {
         "gradient_penalty histogram_labels histogram_mean jdot_loss ngram_distance set_loss soft_labels "
         "threshold_loss",
     "otloss.estimators":
-        "EncodedLabelsWarning EnsembleRecalibration LabelOrderWarning LikelihoodSummary "
-        "OrdinalBoostingClassifier OrdinalClassifier OrdinalDecomposition OrdinalRecalibration Temperature "
-        "TransportAdapter",
+        "CumulativeLinkClassifier EncodedLabelsWarning EnsembleRecalibration LabelOrderWarning LikelihoodSummary "
+        "OrdinalBoostingClassifier OrdinalClassifier OrdinalDecomposition OrdinalNetworkClassifier "
+        "OrdinalRecalibration Temperature TransportAdapter",
     "otloss.boosting":
         "lightgbm_metric lightgbm_objective start_scores xgboost_metric xgboost_objective",
     "otloss.metrics":
@@ -191,25 +179,17 @@ def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:
     return AttributeError(f"module {module!r} has no attribute {name!r}{advice}", name=name)
 
 
-def explains_calls(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function: a call that its signature does not take raises a TypeError that says what to write."""
-    own = inspect.signature(function).parameters
+def check_call(function: str, own: Mapping[str, Any], args: tuple[Any, ...], settings: Mapping[str, Any]) -> None:
+    """Raise a TypeError that says what to write if a function of the parameters `own` does not take this call."""
+    check_keywords(function, settings, own)
     positional = [name for name, parameter in own.items() if parameter.kind is not parameter.KEYWORD_ONLY]
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **settings: _P.kwargs) -> _R:
-        name = function.__qualname__
-        check_keywords(name, settings, own)
-        if len(args) > len(positional):
-            extra, options = args[len(positional) :], [n for n in own if n not in positional]
-            while isinstance(extra[0], int | float) and options and isinstance(own[options[0]].default, str):
-                options.pop(0)  # a number is not meant for an option of words, as `kind`
-            raise TypeError(_TOO_MANY.get(name) or _too_many(name, extra, positional, options))
-        if "order" in own and "p" in positional and isinstance(settings.get("p"), int | float):
-            raise TypeError(f"{name} got p={settings['p']}, a number, and p are weights here; {_EXPONENT.advice}.")
-        return function(*args, **settings)
-
-    return call
+    if len(args) > len(positional):
+        extra, options = args[len(positional) :], [n for n in own if n not in positional]
+        while isinstance(extra[0], int | float) and options and isinstance(own[options[0]].default, str):
+            options.pop(0)  # a number is not meant for an option of words, as `kind`
+        raise TypeError(_TOO_MANY.get(function) or _too_many(function, extra, positional, options))
+    if "order" in own and "p" in positional and isinstance(settings.get("p"), int | float):
+        raise TypeError(f"{function} got p={settings['p']}, a number, and p are weights here; {_EXPONENT.advice}.")
 
 
 def check_keywords(function: str, keywords: Iterable[str], own: Mapping[str, Any]) -> None:
@@ -252,27 +232,3 @@ def _too_many(function: str, extra: tuple[Any, ...], positional: list[str], opti
         f"{function} takes {len(positional)} argument{'s' * (len(positional) != 1)} without a name, "
         f"{', '.join(positional)}, and got {len(positional) + len(extra)}; {advice}."
     )
-
-
-def takes_arrays(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function: arrays of numpy, also in a list, are taken as tensors of the same dtype."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **settings: _P.kwargs) -> _R:
-        tensors: Any = [_as_tensor(value) for value in args]
-        named: Any = {name: _as_tensor(value) for name, value in settings.items()}
-        return function(*tensors, **named)
-
-    return call
-
-
-def _as_tensor(value: Any) -> Any:
-    if isinstance(value, list | tuple) and any(isinstance(one, np.ndarray) for one in value):
-        return [_as_tensor(one) for one in value]
-    if not isinstance(value, np.ndarray) or isinstance(value, Tensor):
-        return value
-    native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
-    try:
-        return torch.from_numpy(native if native.flags.writeable else native.copy())
-    except TypeError:  # no dtype of torch: the checks of the function name it
-        return value

@@ -18,8 +18,8 @@ if not hasattr(_otloss, "wasserstein_1d"):  # the package of that name on packag
 
 # isort: split
 from otloss import __version__ as __version__
+from otloss._checks import install_hint as _install_hint
 from otloss._checks import missing_package as _missing_package
-from otloss._distribution import install_hint as _install_hint
 from otloss._foreign import missing_name as _missing_name
 from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.costs.choice import NumberSettings as NumberSettings

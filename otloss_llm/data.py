@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from otloss._checks import missing_package
-from otloss._distribution import install_hint
+from otloss._checks import install_hint, missing_package
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

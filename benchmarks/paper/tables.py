@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from otloss._distribution import install_hint
+from otloss._checks import install_hint
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""The base of both classifiers: labels in and out, weights of rows, validation rows, calibration, decoding."""
+"""The base of the classifiers: labels in and out, weights of rows, validation rows, calibration, decoding."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from sklearn.utils import _safe_indexing, check_random_state
 from sklearn.utils.validation import _num_samples, check_is_fitted, validate_data
 
 from otloss._ordered_classes import check_choice
-from otloss.estimators.criterion import Criterion, check_real, make_criterion
+from otloss.estimators.criterion import check_real, make_criterion
 from otloss.estimators.decode import RULES, decode
 from otloss.estimators.features import text_is_named
 from otloss.estimators.label_order import EncodedLabelsWarning, LabelOrder, label_order
@@ -31,14 +32,22 @@ ENOUGH_TO_HOLD_OUT = 50  # With at least so many rows early_stopping="auto" keep
 SMALLEST_CALIBRATED = 1e-6
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OrdinalBase(ClassifierMixin, BaseEstimator):
     """Frame of a classifier of ordered labels; a subclass checks its own settings, trains, and returns logits."""
 
-    classes_: np.ndarray
-    categories_: np.ndarray
-    _order: LabelOrder
-    _criterion: Criterion
-    _calibration: Any
+    categories: Any = None
+    values: Any = None
+    power: int = 2
+    cost: Any = None
+    transport: float = 1.0
+    cross_entropy: float = 0.2
+    class_weight: Any = None
+    decode: str = "median"
+    calibration: str | None = None
+    validation_fraction: float = 0.2
+    random_state: Any = None
+
     _advice_for_text = "encode it, for example with sklearn.preprocessing.OneHotEncoder"
 
     def __sklearn_tags__(self) -> Any:
@@ -169,16 +178,18 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         return _safe_indexing(X, kept), positions[kept], weights[kept]
 
     def _check_settings(self) -> None:
-        """Raise where a setting that both estimators have is wrong; subclasses extend this."""
+        """Raise where a setting that all estimators have is wrong; subclasses extend this."""
         self._check_decode()
         check_choice("calibration", self.calibration, (None, *CALIBRATIONS))
-        check_choice("early_stopping", self.early_stopping, (True, False, "auto"))
         check_real("validation_fraction", self.validation_fraction, least=0.0, above=True, most=0.9)
 
     def _check_decode(self) -> None:
         check_choice("decode", self.decode, RULES)
         if self.decode == "cost" and self.cost is None:
             raise ValueError("decode is 'cost' without a cost matrix; give cost=, or decode by 'median' or 'mean'.")
+
+    def _check_early_stopping(self) -> None:
+        check_choice("early_stopping", self.early_stopping, (True, False, "auto"))
 
     def _stops_early(self, rows: int) -> bool:
         return rows >= ENOUGH_TO_HOLD_OUT if self.early_stopping == "auto" else bool(self.early_stopping)

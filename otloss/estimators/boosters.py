@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from otloss._checks import missing_package
-from otloss._distribution import install_hint
+from otloss._checks import install_hint, missing_package
 from otloss.boosting import (
     lightgbm_metric,
     lightgbm_objective,
@@ -404,6 +403,15 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
     }
 
 
+def _sampled(rows: int, parameters: dict[str, Any]) -> np.ndarray:
+    """Return the numbers of the rows of which LightGBM makes bins, by its own settings and defaults."""
+    most = int(parameters.get("bin_construct_sample_cnt", 200_000))
+    if rows <= most:
+        return np.arange(rows)
+    random = np.random.RandomState(parameters.get("data_random_seed", parameters["seed"]))
+    return np.sort(random.choice(rows, most, replace=False))
+
+
 @dataclass(frozen=True, eq=False)  # LightGBM hashes it
 class _StopByLast:
     """Callback of LightGBM that stops by the last part watched; its own also stops by the others."""
@@ -430,7 +438,7 @@ def _train_lightgbm(
     parameters = _lightgbm_parameters(settings)
 
     class Rows(lightgbm.Sequence):
-        """Rows that are copied block by block; single ones, of which LightGBM makes bins, have to be float64."""
+        """Rows that are copied block by block."""
 
         batch_size = _FILLED
 
@@ -441,19 +449,20 @@ def _train_lightgbm(
             return len(self.part.rows)
 
         def __getitem__(self, index: Any) -> np.ndarray:
-            rows = self.part[index].features()
-            return rows if rows.ndim == 2 else rows.astype(np.float64)
+            return self.part[index].features()
 
-    def data(part: Part, reference: Any = None) -> Any:
-        rows = lightgbm.Dataset(
-            Rows(part), part.target, reference=reference, params={**parameters, "objective": "none"},
-            categorical_feature=list(settings.categorical),
-        ).construct()  # fmt: skip
+    given = {"params": {**parameters, "objective": "none"}, "categorical_feature": list(settings.categorical)}
+
+    def data(part: Part, reference: Any) -> Any:
+        rows = lightgbm.Dataset(Rows(part), part.target, reference=reference, **given).construct()
         rows.set_init_score(np.tile(start, (len(part.target), 1)))
         # `weight=` passes over ones, and where the reference has weights, zeros are in their place.
         return rows.set_field("weight", part.weight)
 
-    training = data(rows)
+    # Bins are made of a sample, for which LightGBM takes single rows of a `Sequence`, in 2.5 times its memory.
+    sample = rows[_sampled(len(rows.rows), parameters)].features()
+    training = data(rows, lightgbm.Dataset(sample, **given).construct())
+    del sample
     history: dict[str, Any] = {}
     callbacks: list[Callable[[Any], None]] = [lightgbm.record_evaluation(history)]
     if settings.patience is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from otloss.estimators.boosters import (
     BOOSTERS,
     Part,
     Table,
-    Trees,
     TreeSettings,
     checked_parameters,
     require_library,
@@ -34,6 +33,7 @@ _CONSTANT = (
 )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OrdinalBoostingClassifier(OrdinalBase):
     """Classifier of ordered labels: boosted trees of XGBoost or LightGBM with the gradients of a transport loss.
 
@@ -97,54 +97,19 @@ class OrdinalBoostingClassifier(OrdinalBase):
         ([0, 1, 2], [1.0])
     """
 
-    _category_dtypes: dict[int, Any]
-    _trees: Trees | None
+    booster: str = "xgboost"
+    cross_entropy: float = 0.0
+    n_estimators: int = 1000
+    learning_rate: float = 0.05
+    max_depth: int = 3
+    booster_params: dict[str, Any] | None = None
+    early_stopping: bool | str = "auto"
+    n_iter_no_change: int = 50
+    n_jobs: int | None = None
+
     _advice_for_text = (
         "make it one of categories before fit (of a pandas DataFrame: X.astype({{{column}: 'category'}})), or encode it"
     )
-
-    def __init__(
-        self,
-        *,
-        booster: str = "xgboost",
-        categories: Any = None,
-        values: Any = None,
-        power: int = 2,
-        cost: Any = None,
-        transport: float = 1.0,
-        cross_entropy: float = 0.0,
-        n_estimators: int = 1000,
-        learning_rate: float = 0.05,
-        max_depth: int = 3,
-        booster_params: dict[str, Any] | None = None,
-        class_weight: Any = None,
-        decode: str = "median",
-        calibration: str | None = None,
-        early_stopping: bool | str = "auto",
-        validation_fraction: float = 0.2,
-        n_iter_no_change: int = 50,
-        n_jobs: int | None = None,
-        random_state: Any = None,
-    ) -> None:
-        self.booster = booster
-        self.categories = categories
-        self.values = values
-        self.power = power
-        self.cost = cost
-        self.transport = transport
-        self.cross_entropy = cross_entropy
-        self.n_estimators = n_estimators
-        self.learning_rate = learning_rate
-        self.max_depth = max_depth
-        self.booster_params = booster_params
-        self.class_weight = class_weight
-        self.decode = decode
-        self.calibration = calibration
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.n_jobs = n_jobs
-        self.random_state = random_state
 
     def fit(
         self, X: Any, y: Any, sample_weight: Any = None, *, eval_set: Any = None, eval_X: Any = None, eval_y: Any = None
@@ -203,6 +168,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     def _check_settings(self) -> None:
         super()._check_settings()
+        self._check_early_stopping()
         check_choice("booster", self.booster, BOOSTERS)
         require_library(self.booster)
         for name in ("n_estimators", "max_depth", "n_iter_no_change"):

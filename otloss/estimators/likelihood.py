@@ -54,9 +54,9 @@ class LikelihoodSummary:
         rows: the number of rows, or the sum of their weights.
 
     Example:
-        >>> from otloss.estimators import OrdinalClassifier
+        >>> from otloss.estimators import CumulativeLinkClassifier
         >>> X, y = np.arange(6.0)[:, None], np.array([0, 1, 0, 1, 0, 1])
-        >>> model = OrdinalClassifier(model="cumulative", transport=0, cross_entropy=1, alpha=0).fit(X, y)
+        >>> model = CumulativeLinkClassifier(transport=0, cross_entropy=1, alpha=0).fit(X, y)
         >>> print(model.summary(X, y))
                     estimate  std error        z       p      2.5 %     97.5 %
         x0            0.3614     0.5174     0.70   0.485    -0.6527      1.375

@@ -33,7 +33,7 @@ from otloss.estimators.features import SparseRows
 from otloss.losses import cumulative_log_probabilities, ordinal_loss, threshold_loss
 from otloss.losses.cumulative import quantiles
 
-MODELS = ("softmax", "cumulative")
+HEADS = ("softmax", "cumulative")
 LOSSES = ("transport", "all_threshold", "immediate_threshold")
 PATIENCE = 20  # epochs of Adam without a fall of the loss by `LEAST_FALL`
 LEAST_FALL = 1e-6
@@ -46,7 +46,7 @@ class OrdinalNetwork(nn.Module):
     Args:
         widths: of all layers but the last: the number of features, then those of hidden layers.
         prior: (m,) probabilities that a linear model starts from, and one with hidden layers near to.
-        model: one of `MODELS`.
+        head: one of `HEADS`.
         random: for the weights of hidden layers, Glorot's uniform ones; those of a linear model are zero.
         link: of the cumulative model.
     """
@@ -54,17 +54,17 @@ class OrdinalNetwork(nn.Module):
     layers: Any  # an nn.ModuleList of nn.Linear
 
     def __init__(
-        self, widths: tuple[int, ...], prior: np.ndarray, model: str, random: np.random.RandomState, link: str = "logit"
+        self, widths: tuple[int, ...], prior: np.ndarray, head: str, random: np.random.RandomState, link: str = "logit"
     ) -> None:
         super().__init__()
         self.link = link
-        sizes = (*widths, 1 if model == "cumulative" else len(prior))
+        sizes = (*widths, 1 if head == "cumulative" else len(prior))
         self.layers = nn.ModuleList(
             skip_init(nn.Linear, before, after, dtype=torch.float64, device="cpu") for before, after in pairwise(sizes)
         )
         self.log_gaps: nn.Parameter | None = None
         start = np.log(prior)
-        if model == "cumulative":
+        if head == "cumulative":
             thresholds = start_thresholds(prior, link)
             start = -thresholds[:1]
             self.log_gaps = nn.Parameter(torch.tensor(np.log(np.diff(thresholds)), device="cpu"))

@@ -1,10 +1,5 @@
 """Losses: ordinal labels, histograms of numbers, number tokens, critics, sets, ensembles, texts."""
 
-from otloss import (
-    _distribution as _distribution,  # first, as the `otloss/__init__.py` of the other package imports this
-)
-
-# isort: split
 from otloss.losses.adaptation import jdot_loss as jdot_loss
 from otloss.losses.critic import critic_loss as critic_loss
 from otloss.losses.critic import generator_loss as generator_loss

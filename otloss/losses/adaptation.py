@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_not_negative
+from otloss._public import public
 from otloss.costs import PointCost
 from otloss.solvers.solve import emd, sinkhorn
 
 
-@eager
+@public
 def jdot_loss(
     source: Float[Tensor, "n d"],
     target: Float[Tensor, "m d"],

@@ -18,9 +18,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_cloud, check_floating, check_last_axis, check_positive, check_tensor
-from otloss._foreign import explains_calls, takes_arrays
+from otloss._public import public
 from otloss.costs import PointCost
 from otloss.costs.points import Metric
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
@@ -39,9 +38,7 @@ Clouds = Float[Tensor, "*batch n d"] | Sequence[Tensor]
 Weights = Float[Tensor, "*batch n"] | Sequence[Tensor] | None
 
 
-@explains_calls
-@takes_arrays
-@eager
+@public
 def cloud_loss(
     x: Clouds,
     y: Clouds,

@@ -23,14 +23,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_transform, eager
+from otloss._autograd import check_no_transform
 from otloss._checks import check_finite, check_floating, check_not_negative
+from otloss._public import public
 
 # Added to the squared norm, because the square root has no derivative at 0.
 _SQUARED_NORM_AT_ZERO = 1e-12
 
 
-@eager
+@public
 def critic_loss(real: Float[Tensor, "..."], fake: Float[Tensor, "..."]) -> Float[Tensor, ""]:
     """Return mean(fake) - mean(real), whose negative is the critic's estimate of W_1.
 
@@ -51,7 +52,7 @@ def critic_loss(real: Float[Tensor, "..."], fake: Float[Tensor, "..."]) -> Float
     return _mean("fake", fake) - _mean("real", real)
 
 
-@eager
+@public
 def generator_loss(fake: Float[Tensor, "..."]) -> Float[Tensor, ""]:
     """Return -mean(fake), the part of W_1 that a generator can change.
 

@@ -20,9 +20,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import check_no_transform, eager
+from otloss._autograd import check_no_transform
 from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_last_axis, check_tensor
 from otloss._numba import may_run_on, threads
+from otloss._public import public
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import arithmetic_dtype, makes_graph
 from otloss.solvers.exact.simplex import solve_exact
@@ -34,7 +35,7 @@ _BATCH = 32
 _ROUNDING = 1e-9
 
 
-@eager
+@public
 def document_distance(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,

@@ -25,12 +25,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis
 from otloss._numba import may_run_on
+from otloss._public import public
 
 
-@eager
+@public
 def crps(
     ensemble: Float[Tensor, "*batch members"],
     observation: Float[Tensor, "*batch"],

@@ -25,10 +25,9 @@ from jaxtyping import Float, Real
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from otloss._autograd import eager
 from otloss._checks import check_finite, check_positive, check_tensor, is_differentiated
-from otloss._foreign import explains_calls
 from otloss._ordered_classes import check_choice
+from otloss._public import public
 from otloss.losses.geometry import Line, check_power, increasing
 from otloss.losses.ordinal import ordinal_loss_of_rows
 from otloss.losses.rows import check_cross_entropy, check_logits, class_count, dtype_of_loss, posed_rows
@@ -46,8 +45,7 @@ class Bins(NamedTuple):
     edges: Float[Tensor, " edges"]
 
 
-@explains_calls
-@eager
+@public
 def histogram_loss(
     logits: Float[Tensor, "*batch bins"],
     target: Real[Tensor, "*batch"] | Float[Tensor, "*batch bins"],

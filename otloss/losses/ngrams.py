@@ -20,13 +20,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_cloud, check_count, check_floating, check_not_negative, check_tensor
+from otloss._public import public
 from otloss.costs import PointCost
 from otloss.solvers.solve import emd
 
 
-@eager
+@public
 def ngram_distance(
     x: Float[Tensor, "*batch length d"],
     y: Float[Tensor, "*batch other d"],

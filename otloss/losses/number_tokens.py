@@ -26,9 +26,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor, needs_torch
-from otloss._foreign import explains_calls
+from otloss._public import public
 from otloss.losses.number_line import NumberLine, number_line
 from otloss.losses.rows import Positions, check_positions, position_weights
 
@@ -39,8 +38,7 @@ _PIECE_ON_CPU, _PIECE = 2**19, 2**25
 Where = tuple[Tensor, ...]  # the positions that are numbers, one index (rows,) for each leading axis
 
 
-@explains_calls
-@eager
+@public
 def number_token_loss(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],

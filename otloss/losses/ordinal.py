@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
-from otloss._autograd import eager
 from otloss._checks import is_differentiated, numbers
-from otloss._foreign import explains_calls
 from otloss._numba import may_run_on, threads
+from otloss._public import public
 from otloss.costs import Cost
 from otloss.losses.geometry import GeometrySettings, Line
 from otloss.losses.rows import Rows, check_cross_entropy, posed_rows
@@ -31,8 +30,7 @@ from otloss.solvers.histograms import MASS_TOLERANCE
 _PLAIN = (Tensor, Parameter)  # A subclass of Tensor may have no data.
 
 
-@explains_calls
-@eager
+@public
 def ordinal_loss(
     logits: Float[Tensor, "*batch classes"],
     target: Int[Tensor, "*batch"] | Float[Tensor, "*batch classes"],

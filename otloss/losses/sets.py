@@ -16,14 +16,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_finite, check_floating, check_reduction
+from otloss._public import public
 from otloss.losses.rows import Positions
 from otloss.solvers.assignment.match import checked_sizes, match
 from otloss.solvers.solve import sinkhorn
 
 
-@eager
+@public
 def set_loss(
     cost: Float[Tensor, "*batch n m"],
     unmatched: Float[Tensor, "*batch n"] | None = None,

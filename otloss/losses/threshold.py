@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from otloss._autograd import eager
 from otloss._checks import numbers
 from otloss._ordered_classes import check_choice
+from otloss._public import public
 from otloss.losses.rows import Rows, posed_rows
 
 KINDS = ("all", "immediate")
@@ -27,7 +27,7 @@ KINDS = ("all", "immediate")
 _EXCLUDED = -1e30
 
 
-@eager
+@public
 def threshold_loss(
     logits: Float[Tensor, "*batch classes"],
     target: Int[Tensor, "*batch"] | Float[Tensor, "*batch classes"],

@@ -1,17 +1,15 @@
-"""Modules made of functions: some arguments are settings that the module holds, the others come with each call.
+"""The base of the modules: what a function is given to hold, and reductions.
 
-    class CdfDistance(Loss, function=cdf_distance, inputs=("p", "q")): ...
-
-The settings have the names, the order and the defaults that they have in the function. Tensors among them are held as
-buffers or parameters, cost objects as submodules.
+Tensors among the settings are held as buffers or parameters, cost objects as submodules.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -79,38 +77,27 @@ class CostModule(TensorHolder):
 
 
 class Module(TensorHolder):
-    """A function as a module. A subclass names the function and the arguments that come with each call."""
+    """A function as a module: a subclass has the settings in `__init__` and the other arguments in `forward`.
 
-    _function: ClassVar[Callable[..., Any]]
-    _inputs: ClassVar[tuple[str, ...]]
-    _settings: ClassVar[inspect.Signature]
+    `__init__` passes on `locals()`, its arguments by name.
+    """
 
-    def __init_subclass__(cls, *, function: Callable[..., Any] | None = None, inputs: tuple[str, ...] = ()) -> None:
+    def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if function is not None:
-            parameters = inspect.signature(function).parameters
-            cls._function = staticmethod(function)
-            cls._inputs = tuple(name for name in inputs if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY)
-            cls._settings = inspect.Signature([p for name, p in parameters.items() if name not in inputs])
-            cls.__signature__ = cls._settings  # type: ignore[attr-defined]  # what `help` and `inspect` show
+        if "__init__" in vars(cls):
+            cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
-        name = type(self).__name__
-        check_keywords(name, settings, self._settings.parameters)
-        try:
-            bound = self._settings.bind(*args, **settings)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}; expected {name}{self._settings}.") from None
-        bound.apply_defaults()
-        self._names = tuple(bound.arguments)
-        for setting, value in self._prepared(bound.arguments).items():
-            self._hold(setting, value)
+        settings = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+        if "reduction" in settings:
+            check_reduction(settings["reduction"])
+        self._names = tuple(settings)
+        for name, value in self._prepared(settings).items():
+            self._hold(name, value)
 
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the settings as they are held, after checks that need not wait for a call."""
-        if "reduction" in settings:
-            check_reduction(settings["reduction"])
         return {n: as_cost(v) if n.startswith("cost") and v is not None else v for n, v in settings.items()}
 
     @property
@@ -118,12 +105,6 @@ class Module(TensorHolder):
         """The settings by name, as the function takes them."""
         values = {name: getattr(self, name) for name in self._names}
         return {name: value() if isinstance(value, CostModule) else value for name, value in values.items()}
-
-    def forward(self, *inputs: Any, **more: Any) -> Tensor:
-        if len(inputs) > len(self._inputs):
-            raise TypeError(f"{type(self).__name__} got {len(inputs)} inputs, expected at most {self._inputs}.")
-        value: Tensor = self._function(**dict(zip(self._inputs, inputs, strict=False)), **more, **self.settings)
-        return value
 
     def extra_repr(self) -> str:
         shown = []
@@ -136,26 +117,30 @@ class Module(TensorHolder):
         return ", ".join(shown)
 
 
+def _explained(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate `__init__`: a keyword of another package, or one that is misspelt, raises a TypeError that says so."""
+    own = inspect.signature(init).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
+        return init
+
+    @functools.wraps(init)
+    def checked(self: Module, *args: Any, **settings: Any) -> None:
+        check_keywords(type(self).__name__, settings, own)
+        init(self, *args, **settings)
+
+    return checked
+
+
 class Loss(Module):
     """A function that returns one value per problem, as a module with a reduction."""
 
-    def __init__(self, *args: Any, reduction: str = "mean", **settings: Any) -> None:
-        check_reduction(reduction)
-        super().__init__(*args, **settings)
-        self.reduction = reduction
+    reduction: str
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if options:
-            own = inspect.signature(Loss.__init__).parameters["reduction"].replace(annotation="str")
-            settings = cls._settings
-            cls.__signature__ = settings.replace(parameters=[*settings.parameters.values(), own])  # type: ignore[attr-defined]
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: value for name, value in super().settings.items() if name != "reduction"}
 
-    def extra_repr(self) -> str:
-        return ", ".join(part for part in (super().extra_repr(), f"reduction={self.reduction!r}") if part)
-
-    def forward(self, *inputs: Any, **more: Any) -> Tensor:
-        values = super().forward(*inputs, **more)
+    def _reduced(self, values: Tensor) -> Tensor:
         if self.reduction == "none":
             return values
         if self.reduction == "sum":

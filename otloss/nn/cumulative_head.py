@@ -49,7 +49,7 @@ class CumulativeLinkHead(_Head):
     """Log-probabilities of ordered classes from features: a linear score and ordered thresholds.
 
     P(y <= k) = sigmoid(theta_k - w.h - b) with theta_0 = 0 and gaps exp(log_gaps), the model of proportional odds. It
-    is `OrdinalClassifier(model="cumulative")` behind any backbone: in_features + K - 1 parameters.
+    is `otloss.estimators.CumulativeLinkClassifier` behind any backbone: in_features + K - 1 parameters.
     Its log-probabilities are valid logits for `otloss.ordinal_loss`, and are at least in float32.
     With `otloss.losses.threshold_loss` it is CORAL, whose biases are -thresholds, ordered in every step here.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from otloss.costs import as_cost
+from otloss.costs import Cost, as_cost
 from otloss.costs.dense import has_plain_entries
 from otloss.nn.base import Loss
 from otloss.solvers.closed_forms.circle import wasserstein_circular
@@ -16,7 +17,7 @@ from otloss.solvers.closed_forms.tree import wasserstein_tree
 from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence
 
 
-class Wasserstein1d(Loss, function=wasserstein_1d, inputs=("p", "q")):
+class Wasserstein1d(Loss):
     """`otloss.wasserstein_1d` with positions x and y.
 
     Example:
@@ -26,8 +27,16 @@ class Wasserstein1d(Loss, function=wasserstein_1d, inputs=("p", "q")):
         tensor(12.5000)
     """
 
+    def __init__(
+        self, x: Tensor | None = None, y: Tensor | None = None, *, order: float = 1, reduction: str = "mean"
+    ) -> None:
+        super().__init__(locals())
 
-class CdfDistance(Loss, function=cdf_distance, inputs=("p", "q")):
+    def forward(self, p: Tensor | None, q: Tensor | None) -> Tensor:
+        return self._reduced(wasserstein_1d(p, q, **self.settings))
+
+
+class CdfDistance(Loss):
     """`otloss.cdf_distance` with positions x.
 
     Example:
@@ -36,8 +45,14 @@ class CdfDistance(Loss, function=cdf_distance, inputs=("p", "q")):
         tensor(2.)
     """
 
+    def __init__(self, x: Tensor | None = None, *, power: float = 2, reduction: str = "mean") -> None:
+        super().__init__(locals())
 
-class WassersteinCircular(Loss, function=wasserstein_circular, inputs=("p", "q")):
+    def forward(self, p: Tensor | None, q: Tensor | None) -> Tensor:
+        return self._reduced(cdf_distance(p, q, **self.settings))
+
+
+class WassersteinCircular(Loss):
     """`otloss.wasserstein_circular` with positions x and the period.
 
     Example:
@@ -46,8 +61,14 @@ class WassersteinCircular(Loss, function=wasserstein_circular, inputs=("p", "q")
         tensor(2.)
     """
 
+    def __init__(self, x: Tensor | None = None, *, period: float | None = None, reduction: str = "mean") -> None:
+        super().__init__(locals())
 
-class WassersteinTree(Loss, function=wasserstein_tree, inputs=("p", "q")):
+    def forward(self, p: Tensor, q: Tensor) -> Tensor:
+        return self._reduced(wasserstein_circular(p, q, **self.settings))
+
+
+class WassersteinTree(Loss):
     """`otloss.wasserstein_tree` with a tree: the parent of each node, and the length of the edge to it.
 
     Example:
@@ -57,8 +78,14 @@ class WassersteinTree(Loss, function=wasserstein_tree, inputs=("p", "q")):
         tensor(3.)
     """
 
+    def __init__(self, parent: Tensor, length: Tensor, *, reduction: str = "mean") -> None:
+        super().__init__(locals())
 
-class SlicedWasserstein(Loss, function=sliced_wasserstein, inputs=("x", "y", "a", "b", "generator")):
+    def forward(self, p: Tensor, q: Tensor) -> Tensor:
+        return self._reduced(wasserstein_tree(p, q, **self.settings))
+
+
+class SlicedWasserstein(Loss):
     """`otloss.sliced_wasserstein` between clouds of points; directions (k, d) as `projections` stay the same.
 
     Example:
@@ -68,6 +95,20 @@ class SlicedWasserstein(Loss, function=sliced_wasserstein, inputs=("x", "y", "a"
         >>> loss(x, x + torch.tensor([3.0, 4.0]))
         tensor(12.5000)
     """
+
+    def __init__(self, *, order: float = 2, projections: int | Tensor = 128, reduction: str = "mean") -> None:
+        super().__init__(locals())
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        return self._reduced(sliced_wasserstein(x, y, a, b, generator=generator, **self.settings))
 
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
         directions = settings["projections"]
@@ -82,7 +123,7 @@ class _TransportLoss(Loss):
         return settings | {"cost": as_cost(cost) if has_plain_entries(cost) else cost}
 
 
-class Emd(_TransportLoss, function=emd, inputs=("p", "q")):
+class Emd(_TransportLoss):
     """`otloss.emd` with a cost: a matrix, one matrix per problem, or a cost object.
 
     Example:
@@ -92,8 +133,14 @@ class Emd(_TransportLoss, function=emd, inputs=("p", "q")):
         tensor(3.)
     """
 
+    def __init__(self, cost: Cost | Tensor, *, mass: float | Tensor | None = None, reduction: str = "mean") -> None:
+        super().__init__(locals())
 
-class Sinkhorn(_TransportLoss, function=sinkhorn, inputs=("p", "q")):
+    def forward(self, p: Tensor | None, q: Tensor | None) -> Tensor:
+        return self._reduced(emd(p, q, **self.settings))
+
+
+class Sinkhorn(_TransportLoss):
     """`otloss.sinkhorn` with a cost: a matrix, one matrix per problem, or a cost object.
 
     Example:
@@ -104,8 +151,28 @@ class Sinkhorn(_TransportLoss, function=sinkhorn, inputs=("p", "q")):
         tensor(0.2716)
     """
 
+    def __init__(
+        self,
+        cost: Cost | Tensor,
+        *,
+        epsilon: float | Tensor,
+        mass: float | Tensor | None = None,
+        epsilon_relative_to: str | None = None,
+        marginal_penalty: float | None = None,
+        grad: str = "envelope",
+        tolerance: float | None = None,
+        max_iterations: int = 10000,
+        start: tuple[Tensor, Tensor] | None = None,
+        impl: str = "auto",
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(locals())
 
-class SinkhornDivergence(Loss, function=sinkhorn_divergence, inputs=("p", "q")):
+    def forward(self, p: Tensor | None, q: Tensor | None) -> Tensor:
+        return self._reduced(sinkhorn(p, q, **self.settings))
+
+
+class SinkhornDivergence(Loss):
     """`otloss.sinkhorn_divergence` with costs.
 
     Example:
@@ -115,3 +182,24 @@ class SinkhornDivergence(Loss, function=sinkhorn_divergence, inputs=("p", "q")):
         >>> SinkhornDivergence(cost=cost, epsilon=0.1)(torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5]))
         tensor(2.0000)
     """
+
+    def __init__(
+        self,
+        cost: Cost | Tensor,
+        *,
+        epsilon: float | Tensor,
+        cost_p: Cost | Tensor | None = None,
+        cost_q: Cost | Tensor | None = None,
+        epsilon_relative_to: str | None = None,
+        marginal_penalty: float | None = None,
+        grad: str = "envelope",
+        tolerance: float | None = None,
+        max_iterations: int = 10000,
+        start: tuple[Tensor, Tensor] | None = None,
+        impl: str = "auto",
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(locals())
+
+    def forward(self, p: Tensor | None, q: Tensor | None) -> Tensor:
+        return self._reduced(sinkhorn_divergence(p, q, **self.settings))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss.costs import Cost
+from otloss.costs.points import Metric
 from otloss.losses import (
     crps,
     document_distance,
@@ -19,11 +22,11 @@ from otloss.losses import (
     set_loss,
     threshold_loss,
 )
-from otloss.losses.clouds import check_options, cloud_loss
+from otloss.losses.clouds import Clouds, Weights, check_options, cloud_loss
 from otloss.nn.base import Loss, Module
 
 
-class OrdinalLoss(Module, function=ordinal_loss, inputs=("logits", "target", "sample_weight")):
+class OrdinalLoss(Module):
     """`otloss.ordinal_loss` with class values or costs, and class weights.
 
     Begin with `OrdinalLoss(cross_entropy=0.2)` for few or imbalanced rows: the loss alone has small gradients where a
@@ -37,8 +40,27 @@ class OrdinalLoss(Module, function=ordinal_loss, inputs=("logits", "target", "sa
         tensor(1.5543)
     """
 
+    def __init__(
+        self,
+        *,
+        x: Tensor | None = None,
+        power: float = 2,
+        cost: Cost | Tensor | None = None,
+        circular: bool = False,
+        period: float | None = None,
+        cross_entropy: float = 0.0,
+        class_weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        reduction: str = "mean",
+        dim: int | None = None,
+    ) -> None:
+        super().__init__(locals())
 
-class ThresholdLoss(Module, function=threshold_loss, inputs=("logits", "target", "sample_weight")):
+    def forward(self, logits: Tensor, target: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
+        return ordinal_loss(logits, target, sample_weight=sample_weight, **self.settings)
+
+
+class ThresholdLoss(Module):
     """`otloss.losses.threshold_loss` of all thresholds (CORAL behind a `CumulativeLinkHead`) or the immediate ones.
 
     Example:
@@ -48,8 +70,22 @@ class ThresholdLoss(Module, function=threshold_loss, inputs=("logits", "target",
         tensor(1.0986)
     """
 
+    def __init__(
+        self,
+        *,
+        kind: str = "all",
+        class_weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        reduction: str = "mean",
+        dim: int | None = None,
+    ) -> None:
+        super().__init__(locals())
 
-class HistogramLoss(Module, function=histogram_loss, inputs=("logits", "target", "sample_weight")):
+    def forward(self, logits: Tensor, target: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
+        return threshold_loss(logits, target, sample_weight=sample_weight, **self.settings)
+
+
+class HistogramLoss(Module):
     """`otloss.histogram_loss` with bins.
 
     Example:
@@ -61,12 +97,28 @@ class HistogramLoss(Module, function=histogram_loss, inputs=("logits", "target",
         tensor([10.])
     """
 
+    def __init__(
+        self,
+        bins: Tensor,
+        *,
+        encoding: str = "two_hot",
+        sigma: float | None = None,
+        outside: str = "error",
+        power: float = 2,
+        cross_entropy: float = 0.0,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(locals())
+
+    def forward(self, logits: Tensor, target: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
+        return histogram_loss(logits, target, sample_weight=sample_weight, **self.settings)
+
     def mean(self, logits: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch"]:
         """Return `otloss.losses.histogram_mean` of predicted histograms."""
         return histogram_mean(logits, self.settings["bins"])
 
 
-class NumberTokenLoss(Module, function=number_token_loss, inputs=("logits", "labels", "sample_weight")):
+class NumberTokenLoss(Module):
     """`otloss.number_token_loss` with the values of the tokens.
 
     Example:
@@ -76,8 +128,25 @@ class NumberTokenLoss(Module, function=number_token_loss, inputs=("logits", "lab
         tensor(1.9712)
     """
 
+    def __init__(
+        self,
+        values: Tensor,
+        *,
+        form: str = "wasserstein",
+        over: str = "vocabulary",
+        scaling: str | None = None,
+        squash: float | None = None,
+        text: float | None = None,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(locals())
 
-class CloudLoss(Loss, function=cloud_loss, inputs=("x", "y", "a", "b", "mask_x", "mask_y", "generator")):
+    def forward(self, logits: Tensor, labels: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
+        return number_token_loss(logits, labels, sample_weight=sample_weight, **self.settings)
+
+
+class CloudLoss(Loss):
     """`otloss.cloud_loss` between clouds of points.
 
     Example:
@@ -87,6 +156,34 @@ class CloudLoss(Loss, function=cloud_loss, inputs=("x", "y", "a", "b", "mask_x",
         tensor(1.5000)
     """
 
+    def __init__(
+        self,
+        *,
+        kind: str = "divergence",
+        metric: Metric = "sqeuclidean",
+        epsilon: float | Tensor | None = None,
+        blur: float | None = None,
+        marginal_penalty: float | None = None,
+        tolerance: float | None = None,
+        projections: int | Tensor | None = None,
+        empty: str = "error",
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(locals())
+
+    def forward(
+        self,
+        x: Clouds,
+        y: Clouds,
+        a: Weights = None,
+        b: Weights = None,
+        *,
+        generator: torch.Generator | None = None,
+        mask_x: Tensor | None = None,
+        mask_y: Tensor | None = None,
+    ) -> Tensor:
+        return self._reduced(cloud_loss(x, y, a, b, generator=generator, mask_x=mask_x, mask_y=mask_y, **self.settings))
+
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
         divergence = {name: settings[name] for name in ("epsilon", "blur", "marginal_penalty", "tolerance")}
         sliced = {"projections": settings["projections"]}
@@ -94,7 +191,7 @@ class CloudLoss(Loss, function=cloud_loss, inputs=("x", "y", "a", "b", "mask_x",
         return settings
 
 
-class SetLoss(Module, function=set_loss, inputs=("cost", "unmatched", "sizes")):
+class SetLoss(Module):
     """`otloss.losses.set_loss`.
 
     Example:
@@ -103,8 +200,14 @@ class SetLoss(Module, function=set_loss, inputs=("cost", "unmatched", "sizes")):
         tensor(3.)
     """
 
+    def __init__(self, *, epsilon: float | None = None, reduction: str = "mean") -> None:
+        super().__init__(locals())
 
-class Crps(Loss, function=crps, inputs=("ensemble", "observation", "weights")):
+    def forward(self, cost: Tensor, unmatched: Tensor | None = None, *, sizes: Tensor | None = None) -> Tensor:
+        return set_loss(cost, unmatched, sizes=sizes, **self.settings)
+
+
+class Crps(Loss):
     """`otloss.losses.crps`.
 
     Example:
@@ -113,8 +216,14 @@ class Crps(Loss, function=crps, inputs=("ensemble", "observation", "weights")):
         tensor(1.2778)
     """
 
+    def __init__(self, *, fair: bool = False, reduction: str = "mean") -> None:
+        super().__init__(locals())
 
-class JdotLoss(Module, function=jdot_loss, inputs=("source", "target", "labels", "logits")):
+    def forward(self, ensemble: Tensor, observation: Tensor, weights: Tensor | None = None) -> Tensor:
+        return self._reduced(crps(ensemble, observation, weights, **self.settings))
+
+
+class JdotLoss(Module):
     """`otloss.losses.jdot_loss`; a pair of batches has one value.
 
     Example:
@@ -124,8 +233,21 @@ class JdotLoss(Module, function=jdot_loss, inputs=("source", "target", "labels",
         tensor(0.0736)
     """
 
+    def __init__(
+        self,
+        *,
+        feature_weight: float = 1.0,
+        label_weight: float = 1.0,
+        epsilon: float | None = None,
+        marginal_penalty: float | None = None,
+    ) -> None:
+        super().__init__(locals())
 
-class DocumentDistance(Loss, function=document_distance, inputs=("p", "q", "ids_p", "ids_q")):
+    def forward(self, source: Tensor, target: Tensor, labels: Tensor, logits: Tensor) -> Tensor:
+        return jdot_loss(source, target, labels, logits, **self.settings)
+
+
+class DocumentDistance(Loss):
     """`otloss.losses.document_distance` with vectors (V, d) of the words; a `torch.nn.Parameter` is trained.
 
     Example:
@@ -135,11 +257,21 @@ class DocumentDistance(Loss, function=document_distance, inputs=("p", "q", "ids_
         tensor(3.)
     """
 
-    def forward(self, p: Tensor | None = None, q: Tensor | None = None, **ids: Tensor | None) -> Tensor:
-        return super().forward(p, q, **ids)
+    def __init__(self, embedding: Tensor, *, reduction: str = "mean") -> None:
+        super().__init__(locals())
+
+    def forward(
+        self,
+        p: Tensor | None = None,
+        q: Tensor | None = None,
+        *,
+        ids_p: Tensor | None = None,
+        ids_q: Tensor | None = None,
+    ) -> Tensor:
+        return self._reduced(document_distance(p, q, ids_p=ids_p, ids_q=ids_q, **self.settings))
 
 
-class NgramDistance(Loss, function=ngram_distance, inputs=("x", "y", "mask_x", "mask_y")):
+class NgramDistance(Loss):
     """`otloss.losses.ngram_distance`.
 
     Example:
@@ -148,3 +280,9 @@ class NgramDistance(Loss, function=ngram_distance, inputs=("x", "y", "mask_x", "
         >>> NgramDistance(n=2)(words, words[[1, 0, 3, 2]])
         tensor(0.6667)
     """
+
+    def __init__(self, *, n: int, order_weight: float = 0.0, metric: str = "cosine", reduction: str = "mean") -> None:
+        super().__init__(locals())
+
+    def forward(self, x: Tensor, y: Tensor, *, mask_x: Tensor | None = None, mask_y: Tensor | None = None) -> Tensor:
+        return self._reduced(ngram_distance(x, y, mask_x=mask_x, mask_y=mask_y, **self.settings))

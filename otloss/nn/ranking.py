@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from otloss.nn.base import Module
 from otloss.solvers.ranking.soft_sort import soft_rank, soft_sort, soft_top_k
 
 
-class SoftSort(Module, function=soft_sort, inputs=("x",)):
+class SoftSort(Module):
     """`otloss.soft_sort` over the last axis.
 
     Example:
@@ -15,8 +17,16 @@ class SoftSort(Module, function=soft_sort, inputs=("x",)):
         tensor([1., 2., 3.])
     """
 
+    def __init__(
+        self, *, epsilon: float | None = None, regularization: str = "entropy", descending: bool = False
+    ) -> None:
+        super().__init__(locals())
 
-class SoftRank(Module, function=soft_rank, inputs=("x",)):
+    def forward(self, x: Tensor) -> Tensor:
+        return soft_sort(x, **self.settings)
+
+
+class SoftRank(Module):
     """`otloss.soft_rank` over the last axis.
 
     Example:
@@ -25,8 +35,16 @@ class SoftRank(Module, function=soft_rank, inputs=("x",)):
         tensor([3., 1., 2.])
     """
 
+    def __init__(
+        self, *, epsilon: float | None = None, regularization: str = "entropy", descending: bool = False
+    ) -> None:
+        super().__init__(locals())
 
-class SoftTopK(Module, function=soft_top_k, inputs=("x",)):
+    def forward(self, x: Tensor) -> Tensor:
+        return soft_rank(x, **self.settings)
+
+
+class SoftTopK(Module):
     """`otloss.soft_top_k` over the last axis.
 
     Example:
@@ -34,3 +52,9 @@ class SoftTopK(Module, function=soft_top_k, inputs=("x",)):
         >>> SoftTopK(k=1, epsilon=1e-3)(torch.tensor([3.0, 1.0, 2.0]))
         tensor([1., 0., 0.])
     """
+
+    def __init__(self, k: int, *, epsilon: float = 0.1, regularization: str = "entropy") -> None:
+        super().__init__(locals())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return soft_top_k(x, **self.settings)

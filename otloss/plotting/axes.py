@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from otloss._checks import missing_package
-from otloss._distribution import install_hint
+from otloss._checks import install_hint, missing_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

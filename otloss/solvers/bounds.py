@@ -29,8 +29,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import broadcast_shape
+from otloss._public import public
 from otloss.costs import Cost
 from otloss.costs.centroids import or_one
 from otloss.costs.cost import block_entries
@@ -39,7 +39,7 @@ from otloss.solvers.histograms import HistogramPair, pair_and_cost
 COUPLINGS = ("independent", "residual", "best")
 
 
-@eager
+@public
 def upper_bound(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -95,7 +95,7 @@ def upper_bound(
     return value.to(pair.dtype)
 
 
-@eager
+@public
 def lower_bound(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import has_float64, needs_torch
-from otloss._foreign import explains_calls, takes_arrays
+from otloss._public import public
 from otloss.costs import Cost, LineCost, as_cost, costs_within
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
@@ -38,9 +37,7 @@ ROUNDINGS = 10.0  # so many roundings of terms of the size of epsilon, which can
 _DEFAULTS = Settings()
 
 
-@explains_calls
-@takes_arrays
-@eager
+@public
 def solve(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -89,9 +86,7 @@ def solve(
     return solve_problem(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, accurate=True)
 
 
-@explains_calls
-@takes_arrays
-@eager
+@public
 def emd(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -150,9 +145,7 @@ def emd(
     return solve_problem(problem, _DEFAULTS).value
 
 
-@explains_calls
-@takes_arrays
-@eager
+@public
 def sinkhorn(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -234,9 +227,7 @@ def sinkhorn(
     return solve_problem(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings).value
 
 
-@explains_calls
-@takes_arrays
-@eager
+@public
 def sinkhorn_divergence(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,

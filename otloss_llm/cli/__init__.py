@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 
-from otloss._distribution import install_hint
+from otloss._checks import install_hint
 from otloss_llm import __version__
 
 COMMANDS = ("train", "evaluate")

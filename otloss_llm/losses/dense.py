@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_finite, check_floating
+from otloss._public import public
 from otloss.costs import Cost
 from otloss.solvers.histograms import MASS_TOLERANCE
 from otloss_llm.kernels.reference import logit_statistics
@@ -28,7 +28,7 @@ from otloss_llm.objectives import Objective, Statistics
 BOUNDS = ("residual", "difference")
 
 
-@eager
+@public
 def dense_token_loss(
     logits: Float[Tensor, "*batch vocab"],
     target: Float[Tensor, "*batch vocab"],

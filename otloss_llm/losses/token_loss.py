@@ -16,9 +16,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_floating, check_positive
-from otloss._foreign import explains_calls
+from otloss._public import public
 from otloss.costs import Cost
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
@@ -107,8 +106,7 @@ class TokenLoss(_LossNllCost):
         return Statistics(**{name: getattr(self, name) for name in Statistics._fields})
 
 
-@explains_calls
-@eager
+@public
 def token_loss(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],
@@ -183,8 +181,7 @@ def token_loss(
     return TokenLoss.at_positions(loss, statistics, valid)
 
 
-@explains_calls
-@eager
+@public
 def linear_token_loss(
     hidden: Float[Tensor, "*batch width"],
     weight: Float[Tensor, "vocab width"],
@@ -441,7 +438,7 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor
 
 
-@eager
+@public
 def token_statistics(
     hidden: Float[Tensor, "*batch width"],
     weight: Float[Tensor, "vocab width"],
@@ -509,8 +506,7 @@ def _nll_beside_entropy(nll: Tensor, entropy: Tensor) -> Tensor:
     return nll
 
 
-@explains_calls
-@eager
+@public
 def emo_loss(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 import otloss
 import otloss.boosting
 import otloss.losses
 import otloss_llm
-from otloss._distribution import DISTRIBUTION
 from otloss.solvers.options import Settings
 from tests.errors import raising
 
@@ -73,36 +71,6 @@ def test_every_name_runs_also_where_gradients_are_off() -> None:
 
 
 ROOT = Path(__file__).parents[2]
-THEIRS = "Metadata-Version: 2.4\nName: otloss\nVersion: 0.1.0\nAuthor: Somebody Else\n"
-THEIR_INIT = "from .losses import WassersteinLoss\nfrom .distributions import empirical_distribution\n"
-
-
-def installed(folder: Path, init: str | None = None) -> Path:
-    """A folder with links to our packages, metadata of a package otloss, and perhaps its `__init__.py`."""
-    copies = {"otloss/_distribution.py": (ROOT / "otloss/_distribution.py").read_text(encoding="utf-8")}
-    copies |= {"otloss-0.1.0.dist-info/METADATA": THEIRS} | ({"otloss/__init__.py": init} if init else {})
-    for source in (path for package in ("otloss", "otloss_llm") for path in (ROOT / package).iterdir()):
-        if (name := str(source.relative_to(ROOT))) not in copies:
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).symlink_to(source)
-    (folder / "otloss-0.1.0.dist-info").mkdir()
-    for name, text in copies.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder
-
-
-def test_another_package_in_our_folder_warns_while_our_files_are_used(tmp_path: Path) -> None:
-    done = run("import otloss; print(otloss.emd.__name__)", installed(tmp_path))
-    assert done.stdout == "emd\n"
-    assert "UserWarning: another package, whose name is otloss" in done.stderr
-    assert "pip uninstall otloss" in done.stderr
-    assert f"pip install --force-reinstall --no-deps {DISTRIBUTION}" in done.stderr
-
-
-@pytest.mark.parametrize("package", ["otloss", "otloss_llm"])
-def test_another_package_that_has_overwritten_our_files_raises(tmp_path: Path, package: str) -> None:
-    done = run(f"import {package}", installed(tmp_path, THEIR_INIT))
-    assert re.search(r"ImportError: another package, .*pip uninstall otloss", done.stderr), done.stderr
 
 
 def test_another_package_that_comes_before_ours_raises(tmp_path: Path) -> None:

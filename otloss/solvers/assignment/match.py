@@ -12,17 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from otloss._autograd import check_no_transform, eager
+from otloss._autograd import check_no_transform
 from otloss._checks import check_floating, check_integers
-from otloss._foreign import explains_calls, takes_arrays
 from otloss._numba.threads import Work, run_on_threads
+from otloss._public import public
 
 _ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.
 
 
-@explains_calls
-@takes_arrays
-@eager
+@public
 def match(
     cost: Float[Tensor, "*batch n m"] | Sequence[Float[Tensor, "_ _"]],
     *,

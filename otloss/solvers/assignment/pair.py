@@ -16,13 +16,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import check_no_transform, eager
+from otloss._autograd import check_no_transform
 from otloss._checks import check_finite, check_floating, check_integers, check_positive
+from otloss._public import public
 from otloss.solvers.assignment.match import match
 from otloss.solvers.solve import solve
 
 
-@eager
+@public
 def pair(
     x0: Float[Tensor, "n ..."],
     x1: Float[Tensor, "m ..."],

@@ -26,8 +26,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_tangent, check_no_transform, eager
+from otloss._autograd import check_no_tangent, check_no_transform
 from otloss._checks import check_cloud, check_count, check_positive, has_float64
+from otloss._public import public
 from otloss.costs import PointCost
 from otloss.solvers.convergence import ConvergenceWarning
 from otloss.solvers.histograms import weights_or_uniform
@@ -86,7 +87,7 @@ class Registration:
         return x @ self.rotation.mT + self.translation
 
 
-@eager
+@public
 @torch.no_grad()
 def register(
     x: Float[Tensor, "n d"],

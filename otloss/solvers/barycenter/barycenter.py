@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_transform, eager
+from otloss._autograd import check_no_transform
 from otloss._checks import (
     check_broadcast,
     check_count,
@@ -30,7 +30,7 @@ from otloss._checks import (
     check_positive,
     has_tangent,
 )
-from otloss._foreign import explains_calls
+from otloss._public import public
 from otloss.costs import Cost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.barycenter.ascent import ascend
@@ -43,8 +43,7 @@ from otloss.solvers.histograms import MASS_TOLERANCE
 from otloss.solvers.options import DEFAULT_TOLERANCE
 
 
-@explains_calls
-@eager
+@public
 def barycenter(
     p: Float[Tensor, "*batch k m"],
     cost: Cost | Float[Tensor, "n m"],

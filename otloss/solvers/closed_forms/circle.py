@@ -22,12 +22,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_finite, check_last_axis, check_positive, check_tensor
+from otloss._public import public
 from otloss.solvers.histograms import histogram_pair
 
 
-@eager
+@public
 def wasserstein_circular(
     p: Float[Tensor, "*batch bins"],
     q: Float[Tensor, "*batch bins"],

@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import (
     broadcast_shape,
     check_broadcast,
@@ -33,8 +32,8 @@ from otloss._checks import (
     check_number,
     check_tensor,
 )
-from otloss._foreign import explains_calls, takes_arrays
 from otloss._numba import may_run_on
+from otloss._public import public
 from otloss.solvers.histograms import MASS_TOLERANCE, histogram_pair
 
 _P = ParamSpec("_P")
@@ -44,8 +43,7 @@ _SMALL = 2**13
 _OF_SAMPLES = "If they are samples u and v, call wasserstein_1d(None, None, u, v)."
 
 
-@explains_calls
-@eager
+@public
 def cdf_distance(
     p: Float[Tensor, "*batch bins"] | None,
     q: Float[Tensor, "*batch bins"] | None,
@@ -142,9 +140,7 @@ def _is_plain(t: Any) -> bool:
     return isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta and t.dtype in MASS_TOLERANCE
 
 
-@explains_calls
-@takes_arrays
-@eager
+@public
 @_weights_first
 def wasserstein_1d(
     p: Float[Tensor, "*batch n"] | None,

@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
-from otloss._foreign import explains_calls
+from otloss._public import public
 from otloss.costs.cost import recomputed
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 
@@ -26,8 +25,7 @@ from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 _BLOCK = 2**23
 
 
-@explains_calls
-@eager
+@public
 def sliced_wasserstein(
     x: Float[Tensor, "*batch n d"],
     y: Float[Tensor, "*batch m d"],

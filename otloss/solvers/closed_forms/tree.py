@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_finite, check_floating, check_integers
+from otloss._public import public
 from otloss.solvers.histograms import histogram_pair
 
 
-@eager
+@public
 def wasserstein_tree(
     p: Float[Tensor, "*batch nodes"],
     q: Float[Tensor, "*batch nodes"],

@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_transform, eager, once_only
+from otloss._autograd import check_no_transform, once_only
 from otloss._checks import (
     check_broadcast,
     check_count,
@@ -42,9 +42,9 @@ from otloss._checks import (
     check_number,
     check_positive,
 )
-from otloss._foreign import explains_calls
 from otloss._numba import may_run_on
 from otloss._numba.threads import Work, run_on_threads
+from otloss._public import public
 from otloss.costs.cost import makes_graph
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.histograms import histogram_pair
@@ -70,8 +70,7 @@ class FusedGromov(NamedTuple):
         return f"FusedGromov(value={self.value}, plan of shape {tuple(self.plan.shape)}, converged={self.converged})"
 
 
-@explains_calls
-@eager
+@public
 def fused_gromov(
     C_x: Float[Tensor, "*batch n n"],
     C_y: Float[Tensor, "*batch m m"],

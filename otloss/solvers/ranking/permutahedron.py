@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_tangent, check_no_transform, eager, once_only
+from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._numba.threads import run_on_threads
 
 
@@ -63,7 +63,6 @@ def check_range(spread: Float[Tensor, "*batch"]) -> None:
         raise ValueError("the range of a row of x is beyond float64, expected less than 1.7e308; rescale x.")
 
 
-@eager
 def _projected(x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bool) -> Tensor:
     check_no_transform()
     check_no_tangent('use regularization="entropy", or reverse mode.', x)

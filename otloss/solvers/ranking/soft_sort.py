@@ -38,8 +38,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
 from otloss._checks import check_finite, check_floating, check_positive
+from otloss._public import public
 from otloss.solvers.ranking.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k, trim
 
 
@@ -73,7 +73,7 @@ LIMITS = Limits()
 _EPSILON = {"entropy": 0.01, "quadratic": 0.5}  # the default for each regularization
 
 
-@eager
+@public
 def soft_sort(
     x: Float[Tensor, "*batch n"],
     *,
@@ -134,7 +134,7 @@ def soft_sort(
     return (sorted_values.flip(-1) if descending else sorted_values).to(x.dtype)
 
 
-@eager
+@public
 def soft_rank(
     x: Float[Tensor, "*batch n"],
     *,
@@ -181,7 +181,7 @@ def soft_rank(
     return (n + 1 - ranks if descending else ranks).to(x.dtype)
 
 
-@eager
+@public
 def soft_top_k(
     x: Float[Tensor, "*batch n"], k: int, *, epsilon: float = 0.1, regularization: str = "entropy"
 ) -> Float[Tensor, "*batch n"]:

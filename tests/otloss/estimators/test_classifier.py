@@ -7,12 +7,13 @@ import pytest
 import torch
 from scipy.sparse import csr_matrix
 from scipy.special import expit, log_softmax, softmax
+from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.linear_model import LogisticRegression
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from otloss.estimators import OrdinalClassifier
+from otloss.estimators import CumulativeLinkClassifier, OrdinalClassifier, OrdinalNetworkClassifier
 from otloss.estimators.criterion import Criterion
 from otloss.estimators.training import OrdinalNetwork, PenalisedLoss, Rows, train_adam
 from tests.otloss.estimators.test_estimators import NAMES, both, ordered_rows
@@ -29,13 +30,13 @@ def test_cross_entropy_alone_is_logistic_regression() -> None:
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["softmax", "cumulative"])
+@pytest.mark.parametrize("model", [OrdinalClassifier, CumulativeLinkClassifier])
 @pytest.mark.parametrize("power", [1, 2])
-def test_no_small_step_lowers_the_objective(model: str, power: int) -> None:
+def test_no_small_step_lowers_the_objective(model: Any, power: int) -> None:
     X, y = ordered_rows(80, 4)
     values, weight = np.array([0.0, 0.5, 2.0, 3.0]), np.random.default_rng(0).exponential(size=80)  # of mean gap 1
-    settings = {"model": model, "power": power, "values": values, "cross_entropy": 0.3, "alpha": 0.7}
-    fitted = OrdinalClassifier(**settings, tol=1e-9, max_iter=5000).fit(X, y, weight)
+    settings = {"power": power, "values": values, "cross_entropy": 0.3, "alpha": 0.7}
+    fitted = model(**settings, tol=1e-9, max_iter=5000).fit(X, y, weight)
 
     network, features = fitted._network, torch.from_numpy(fitted._scaler.transform(X))
     parameters = list(network.parameters())
@@ -56,14 +57,16 @@ def test_no_small_step_lowers_the_objective(model: str, power: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-@pytest.mark.parametrize("model", ["softmax", "cumulative"])
-def test_hidden_layers_learn_what_no_linear_model_can(model: str) -> None:
+@pytest.mark.parametrize(("head", "linear"), [("softmax", OrdinalClassifier), ("cumulative", CumulativeLinkClassifier)])
+def test_hidden_layers_learn_what_no_linear_model_can(head: str, linear: Any) -> None:
     random = np.random.default_rng(0)
     X = random.uniform(-2, 2, size=(400, 2))
     y = np.digitize(np.hypot(*X.T), [0.8, 1.4])
-    mlp = OrdinalClassifier(model=model, hidden_layer_sizes=(30,), learning_rate=0.02, random_state=0, max_iter=150)
+    mlp = OrdinalNetworkClassifier(
+        head=head, hidden_layer_sizes=(30,), learning_rate=0.02, random_state=0, max_iter=150
+    )
     assert mlp.fit(X[:300], y[:300]).score(X[300:], y[300:]) > 0.9
-    assert OrdinalClassifier(model=model).fit(X[:300], y[:300]).score(X[300:], y[300:]) < 0.7
+    assert linear().fit(X[:300], y[:300]).score(X[300:], y[300:]) < 0.7
 
 
 def test_batches_count_by_their_weight() -> None:
@@ -93,31 +96,31 @@ def test_early_stopping_trains_on_all_rows_and_touches_no_global_state() -> None
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode():
-            again = OrdinalClassifier(**settings_).fit(X, y)
+            again = OrdinalNetworkClassifier(**settings_).fit(X, y)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before[0])
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
-    plain = OrdinalClassifier(early_stopping=False, max_iter=again.n_iter_, **settings_).fit(X, y)
+    plain = OrdinalNetworkClassifier(early_stopping=False, max_iter=again.n_iter_, **settings_).fit(X, y)
     np.testing.assert_allclose(again.predict_proba(X), plain.predict_proba(X), rtol=1e-9)
 
 
 def test_linear_models_show_their_coefficients() -> None:
     X, y = ordered_rows()
     X, labels = X * [1, 3, 0.5] + [5, 0, 9], np.array(NAMES)[y]
-    models = (OrdinalClassifier(categories=NAMES, model=model) for model in ("softmax", "cumulative"))
-    plain, shared = (model.fit(X, labels) for model in models)
+    classes: Any = OrdinalClassifier, CumulativeLinkClassifier
+    plain, shared = (model(categories=NAMES).fit(X, labels) for model in classes)
     np.testing.assert_allclose(softmax(X @ plain.coef_.T + plain.intercept_, 1), plain.predict_proba(X), rtol=1e-9)
     at_most = expit(shared.thresholds_ - X @ shared.coef_.T)
     np.testing.assert_allclose(at_most, shared.predict_distribution(X).cumsum(1)[:, :-1], rtol=1e-9)
     np.testing.assert_array_equal(shared.intercept_, -shared.thresholds_)
     with pytest.warns(ConvergenceWarning, match="did not converge in max_iter=2") as caught:
-        network = OrdinalClassifier(hidden_layer_sizes=3, max_iter=2, random_state=0).fit(X, y)
+        OrdinalNetworkClassifier(hidden_layer_sizes=3, max_iter=2, random_state=0).fit(X, y)
     assert caught[0].filename == __file__
-    with pytest.raises(AttributeError, match=r"coef_ is of linear models .*hidden_layer_sizes=3"):
-        network.coef_  # noqa: B018
+    with pytest.raises(AttributeError, match=r"coef_ is of models of two classes or more"):
+        OrdinalClassifier(categories=NAMES).fit(X, ["low"] * len(X)).coef_  # noqa: B018
     with pytest.raises(NotFittedError):
-        OrdinalClassifier().thresholds_  # noqa: B018
+        CumulativeLinkClassifier().thresholds_  # noqa: B018
 
 
 def test_logarithms_of_probabilities_do_not_overflow_and_scores_that_do_raise() -> None:
@@ -145,11 +148,13 @@ class Sparse(csr_matrix):
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-@pytest.mark.parametrize("settings", [
-    {}, {"model": "cumulative"}, {"standardize": False, "calibration": "temperature", "random_state": 0},
-    {"class_weight": "balanced", "power": 1, "cross_entropy": 0.5}, {"hidden_layer_sizes": (3,), "random_state": 0},
+@pytest.mark.parametrize("model", [
+    OrdinalClassifier(tol=1e-7), CumulativeLinkClassifier(tol=1e-7),
+    OrdinalClassifier(tol=1e-7, standardize=False, calibration="temperature", random_state=0),
+    OrdinalClassifier(tol=1e-7, class_weight="balanced", power=1, cross_entropy=0.5),
+    OrdinalNetworkClassifier(hidden_layer_sizes=3, random_state=0),
 ], ids=str)  # fmt: skip
-def test_sparse_features_are_dense_ones_and_linear_models_never_make_them_dense(settings: dict[str, Any]) -> None:
+def test_sparse_features_are_dense_ones_and_linear_models_never_make_them_dense(model: Any) -> None:
     """Few entries in a row, as counts of words, in columns of which some are frequent."""
     random, share = np.random.default_rng(0), 1 / np.arange(1, 41)
     columns = random.choice(40, size=960, p=share / share.sum())
@@ -158,7 +163,7 @@ def test_sparse_features_are_dense_ones_and_linear_models_never_make_them_dense(
     y, weight = np.digitize(scores, np.quantile(scores, [0.3, 0.6, 0.8])), random.exponential(size=120)
     weight[::9] = 0
     rows, Sparse.made = Sparse(X), 0
-    dense, sparse = (OrdinalClassifier(tol=1e-7, **settings).fit(given, y, weight) for given in (X.toarray(), rows))
-    for model, given in ((dense, rows), (sparse, rows), (sparse, X.toarray())):
-        np.testing.assert_allclose(model.predict_proba(given), dense.predict_proba(X.toarray()), atol=1e-5)
-    assert bool(Sparse.made) == ("hidden_layer_sizes" in settings)
+    dense, sparse = (clone(model).fit(given, y, weight) for given in (X.toarray(), rows))
+    for fitted, given in ((dense, rows), (sparse, rows), (sparse, X.toarray())):
+        np.testing.assert_allclose(fitted.predict_proba(given), dense.predict_proba(X.toarray()), atol=1e-5)
+    assert bool(Sparse.made) == isinstance(model, OrdinalNetworkClassifier)

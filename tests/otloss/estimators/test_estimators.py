@@ -1,4 +1,4 @@
-"""Both estimators among scikit-learn: its checks, its meta-estimators, labels of all types, weights, bad input."""
+"""The estimators among scikit-learn: its checks, its meta-estimators, labels of all types, weights, bad input."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ from sklearn.base import BaseEstimator, TransformerMixin, clone
 from sklearn.ensemble import BaggingClassifier, StackingClassifier, VotingClassifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import KFold, cross_val_predict, train_test_split
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.utils import resample
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -25,11 +25,13 @@ from sklearn.utils.multiclass import type_of_target
 
 from otloss import metrics
 from otloss.estimators import (
+    CumulativeLinkClassifier,
     EncodedLabelsWarning,
     LabelOrderWarning,
     OrdinalBoostingClassifier,
     OrdinalClassifier,
     OrdinalDecomposition,
+    OrdinalNetworkClassifier,
     OrdinalRecalibration,
     Temperature,
     TransportAdapter,
@@ -68,13 +70,14 @@ NETWORK: dict[str, Any] = {"hidden_layer_sizes": (10,), "learning_rate": 0.03, "
 CHECKED = [
     OrdinalDecomposition(),
     OrdinalClassifier(),
+    CumulativeLinkClassifier(),
+    OrdinalNetworkClassifier(**NETWORK, early_stopping=False),
     OrdinalBoostingClassifier(booster="lightgbm", **QUICK),
     OrdinalBoostingClassifier(booster="xgboost", **QUICK),
 ]
 SLOWLY = [
-    OrdinalClassifier(model="cumulative"),
     OrdinalClassifier(standardize=False, calibration="temperature"),
-    OrdinalClassifier(model="cumulative", **NETWORK, early_stopping=True),
+    OrdinalNetworkClassifier(**NETWORK, head="cumulative", early_stopping=True),
     OrdinalClassifier(decode="argmax", power=1, cross_entropy=0.3, alpha=1.0),
     OrdinalBoostingClassifier(booster="xgboost", **QUICK, early_stopping=True, calibration="ordinal"),
 ]
@@ -83,7 +86,7 @@ SLOWLY = [
 def cannot_pass(estimator: Any) -> dict[str, str]:
     """Checks that settings contradict, and why."""
     reasons = {}
-    if estimator.calibration or estimator.early_stopping is True:
+    if estimator.calibration or getattr(estimator, "early_stopping", False) is True:
         drawn = "rows are drawn at random, and a row given twice is drawn twice"
         reasons |= {f"check_sample_weight_equivalence_on_{data}_data": drawn for data in ("dense", "sparse")}
     if estimator.decode != "argmax":  # the median of the default has fewer errors of several ranks
@@ -142,7 +145,7 @@ def test_classes_have_their_places_and_columns_are_sorted(name: str, index: int)
 def test_text_without_an_order_warns_once_per_fit_where_it_was_called(index: int) -> None:
     message = r"\['high', 'low', 'medium'\] are text, .* ordered as \['high', 'low', 'medium'\].*pass categories="
     with pytest.warns(LabelOrderWarning, match=message) as caught:
-        model = both(calibration="temperature", early_stopping=False)[index].fit(X, Y.astype(object))
+        model = both(calibration="temperature")[index].fit(X, Y.astype(object))
     assert [warning.filename for warning in caught] == [__file__]
     assert model.categories_.tolist() == ["high", "low", "medium"]
     with pytest.warns(LabelOrderWarning, match="every integer between would be a class"):
@@ -290,7 +293,9 @@ def test_global_settings_of_scikit_learn_change_no_answer(name: str, global_sett
             return [TransportAdapter().fit(table, target=2 * X).transform(table)]
         models: dict[str, Any] = {
             "linear": OrdinalClassifier(calibration="temperature", random_state=0),
-            "network": OrdinalClassifier(hidden_layer_sizes=3, max_iter=30, early_stopping=False, random_state=0),
+            "network": OrdinalNetworkClassifier(
+                hidden_layer_sizes=3, max_iter=30, early_stopping=False, random_state=0
+            ),
             "decomposition": OrdinalDecomposition(),
         }
         model = models.get(name) or boosted(name)
@@ -383,7 +388,7 @@ def test_weights_of_rows_and_classes() -> None:
     kept = weight > 0
     for model in (
         OrdinalClassifier(calibration="temperature", random_state=0),
-        OrdinalClassifier(**NETWORK, early_stopping=False, batch_size=30, random_state=0),
+        OrdinalNetworkClassifier(**NETWORK, early_stopping=False, batch_size=30, random_state=0),
         boosted(calibration="ordinal"),
     ):
         with warnings.catch_warnings():
@@ -413,8 +418,19 @@ test_bad_settings_and_labels_are_named = raising(
     (OrdinalClassifier, NAMED, RANK + 1, "or their indices"),
     # The label 1 of these is no index 1, the place of "2".
     (OrdinalClassifier, {"categories": DIGITS}, RANK + 1, "each integer may be the label of that name or the index"),
+    (OrdinalClassifier, {"model": "cumulative"}, RANK, TypeError, "use CumulativeLinkClassifier, without model="),
+    (OrdinalClassifier, {"model": "softmax", "batch_size": 9}, RANK, TypeError, "use OrdinalNetworkClassifier, with "),
+    (OrdinalNetworkClassifier, {"hidden_layer_sizes": ()}, RANK, "OrdinalClassifier is linear"),
+    (OrdinalNetworkClassifier, {"head": "cumulativ"}, RANK, "head is 'cumulativ'"),
     call=lambda estimator, settings, y: estimator(**settings).fit(X, y),
 )
+
+
+def test_searches_set_parameters_and_those_of_another_class_are_named() -> None:
+    search = GridSearchCV(CumulativeLinkClassifier(), {"link": ["logit", "probit"], "alpha": [0.1, 1.0]}, cv=3)
+    assert search.fit(X, RANK).best_estimator_.get_params()["link"] in ("logit", "probit")
+    with pytest.raises(TypeError, match="use CumulativeLinkClassifier"):
+        GridSearchCV(OrdinalClassifier(), {"model": ["softmax", "cumulative"]}, error_score="raise").fit(X, RANK)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import pytest
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes
 
-from otloss.estimators import OrdinalClassifier
+from otloss.estimators import CumulativeLinkClassifier, OrdinalClassifier
 from otloss.estimators.likelihood import separates
 from tests.errors import raising
 
 X, progression = load_diabetes(return_X_y=True)
 X = X[:, [2, 3, 8]] * 10
 y = np.searchsorted(np.quantile(progression, [0.25, 0.5, 0.75]), progression)
-LIKELIHOOD: dict[str, Any] = {"model": "cumulative", "transport": 0, "cross_entropy": 1, "alpha": 0, "tol": 1e-8}
+LIKELIHOOD: dict[str, Any] = {"transport": 0, "cross_entropy": 1, "alpha": 0, "tol": 1e-8}
 ORDERED_MODEL = {
     "logit": (-486.36919077562436, [1.768562, 0.795344, 1.845, -1.653656, -0.103859, 1.587995],
               [0.243189, 0.221002, 0.243139, 0.137354, 0.114725, 0.140085]),
@@ -48,13 +48,13 @@ def separated_or_overlapping(seed: int) -> tuple[np.ndarray, np.ndarray, dict[st
     )
 
 
-@pytest.mark.filterwarnings("ignore:OrdinalClassifier did not converge")
+@pytest.mark.filterwarnings("ignore:CumulativeLinkClassifier did not converge")
 @pytest.mark.parametrize("seed", range(12))
 def test_a_summary_raises_where_the_features_separate_the_classes_and_only_there(seed: int) -> None:
     X, top, apart, overlapping = separated_or_overlapping(seed)
     with_dummy = np.column_stack([X, top])
     separated = [*((X, y) for y in apart.values()), (with_dummy, overlapping["mixed"])]
-    model = OrdinalClassifier(link=["logit", "probit", "cloglog"][seed % 3], **LIKELIHOOD)
+    model = CumulativeLinkClassifier(link=["logit", "probit", "cloglog"][seed % 3], **LIKELIHOOD)
     for features, y in separated:
         with pytest.raises(ValueError, match="the features separate the classes, or some of them"):
             model.fit(features, y).summary(features, y)
@@ -73,13 +73,13 @@ def test_separation_is_found_in_many_rows_and_where_some_of_them_leave_direction
     assert separates(X, y)
 
 
-@pytest.mark.filterwarnings("ignore:OrdinalClassifier did not converge")
+@pytest.mark.filterwarnings("ignore:CumulativeLinkClassifier did not converge")
 @pytest.mark.parametrize("weight", [0.0, 1e-300, 1e-20, 1e20, 1e300])
 @pytest.mark.parametrize("link", ORDERED_MODEL)
 def test_classes_of_any_weight_give_finite_coefficients(link: str, weight: float) -> None:
     for label, settings in ((0, LIKELIHOOD), (1, {"loss": "all_threshold"}), (3, {"power": 1}), (1, {"alpha": 1.0})):
         weights = np.where(y == label, weight, 1.0)
-        model = OrdinalClassifier(**{"model": "cumulative", "max_iter": 100, **settings}, link=link)
+        model = CumulativeLinkClassifier(**{"max_iter": 100, **settings}, link=link)
         model.fit(X, y, sample_weight=weights)
         assert np.isfinite(model.predict_proba(X)).all()
         assert np.isfinite(np.concatenate([model.coef_[0], model.thresholds_])).all()
@@ -88,7 +88,7 @@ def test_classes_of_any_weight_give_finite_coefficients(link: str, weight: float
 @pytest.mark.parametrize("link", ORDERED_MODEL)
 def test_likelihood_and_standard_errors_are_those_of_statsmodels(link: str) -> None:
     value, estimates, errors = ORDERED_MODEL[link]
-    model = OrdinalClassifier(link=link, **LIKELIHOOD).fit(X, y)
+    model = CumulativeLinkClassifier(link=link, **LIKELIHOOD).fit(X, y)
     summary = model.summary(X, y)
     np.testing.assert_allclose(summary.log_likelihood, value, atol=1e-6)
     np.testing.assert_allclose(summary.estimates, estimates, atol=1e-5)
@@ -103,10 +103,10 @@ def test_likelihood_and_standard_errors_are_those_of_statsmodels(link: str) -> N
 
 def test_a_weight_counts_rows_and_units_change_nothing_else() -> None:
     weight = np.arange(len(y)) % 3
-    whole = OrdinalClassifier(**LIKELIHOOD).fit(np.repeat(X, weight, 0), np.repeat(y, weight))
+    whole = CumulativeLinkClassifier(**LIKELIHOOD).fit(np.repeat(X, weight, 0), np.repeat(y, weight))
     repeated = whole.summary(np.repeat(X, weight, 0), np.repeat(y, weight))
     units = np.array([1e-6, 1.0, 1e6])
-    weighted = OrdinalClassifier(**LIKELIHOOD).fit(X * units, y, weight).summary(X * units, y, weight)
+    weighted = CumulativeLinkClassifier(**LIKELIHOOD).fit(X * units, y, weight).summary(X * units, y, weight)
     np.testing.assert_allclose(weighted.standard_errors[:3] * units, repeated.standard_errors[:3], rtol=1e-4)
     np.testing.assert_allclose(weighted.log_likelihood, repeated.log_likelihood, rtol=1e-9)
     assert weighted.rows == repeated.rows == weight.sum()
@@ -116,9 +116,10 @@ TWICE = np.column_stack([X, X[:, 0]])
 test_where_there_are_no_standard_errors_and_settings_that_cannot_be = raising(
     (LIKELIHOOD, X, X[:300], "not the maximum of the likelihood of these rows"),
     (LIKELIHOOD, TWICE, TWICE, "Hessian of the likelihood is singular"),
-    ({"model": "cumulative", "alpha": 0}, X, X, "expected transport=0, and it is 1"),
-    ({"link": "probit"}, X, X, "link='probit' is of model='cumulative'"),
-    call=lambda given, rows, of: OrdinalClassifier(**given).fit(rows, y).summary(of, y[: len(of)]),
+    ({"alpha": 0}, X, X, "expected transport=0, and it is 1"),
+    ({"link": "log"}, X, X, "link is 'log'"),
+    ({"loss": "all_threshold", "values": range(4)}, X, X, "leave cost and values out"),
+    call=lambda given, rows, of: CumulativeLinkClassifier(**given).fit(rows, y).summary(of, y[: len(of)]),
 )
 OF_MORD = {  # LogisticIT and LogisticAT
     "immediate_threshold": ([1.095076, 0.518350, 1.120292], [-0.561032, -0.141570, 0.575886]),
@@ -129,13 +130,13 @@ OF_MORD = {  # LogisticIT and LogisticAT
 @pytest.mark.parametrize("loss", OF_MORD)
 def test_threshold_losses_are_those_of_mord(loss: str) -> None:
     settings: dict[str, Any] = {"cross_entropy": 0, "alpha": 1, "standardize": False, "tol": 1e-9}
-    model = OrdinalClassifier(model="cumulative", loss=loss, **settings).fit(X, y)
+    model = CumulativeLinkClassifier(loss=loss, **settings).fit(X, y)
     np.testing.assert_allclose(model.coef_[0], OF_MORD[loss][0], atol=3e-6)
     np.testing.assert_allclose(model.thresholds_, OF_MORD[loss][1], atol=3e-6)
 
 
 def test_warm_start() -> None:
-    cold = OrdinalClassifier(**LIKELIHOOD | {"tol": 1e-6}, warm_start=True)
+    cold = CumulativeLinkClassifier(**LIKELIHOOD | {"tol": 1e-6}, warm_start=True)
     first = cold.fit(X, y).n_iter_
     assert cold.fit(X, y).n_iter_ < first / 3
     other = cold.fit(X, np.minimum(y, 2))  # other classes: a new start

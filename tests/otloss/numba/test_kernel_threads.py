@@ -15,11 +15,11 @@ import torch
 
 import otloss
 from otloss import _progress
-from otloss._autograd import eager
 from otloss._numba import threads as _threads
 from otloss._numba.compile import compiled
 from otloss._numba.tasks import next_task
 from otloss._numba.threads import run_on_threads
+from otloss._public import public
 from tests.otloss.draws import draw, normal
 
 
@@ -168,8 +168,8 @@ def test_an_interrupt_ends_a_kernel(call: str) -> None:
     assert out == "interrupted\nTrue\n"
 
 
-@eager
-def solves_slowly(*steps: Callable[[], None] | float) -> None:
+@public
+def solves_slowly(steps: tuple[Callable[[], None] | float, ...]) -> None:
     for step in steps:
         if callable(step):
             step()
@@ -183,7 +183,7 @@ def lines_at(caplog: Any, monkeypatch: pytest.MonkeyPatch, seconds: list[float],
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with caplog.at_level(logging.WARNING, "otloss"):
         _progress.report("outside of calls")
-        eager(solves_slowly)(*steps)
+        solves_slowly(steps)
     assert next(clock, None) is None
     return list(caplog.messages)
 

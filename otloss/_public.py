@@ -1,0 +1,68 @@
+"""The decorator of the public functions: calls are explained, arrays become tensors, torch.compile stays outside.
+
+Signatures stay as they are: the decorator reads the arguments of a call before Python does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otloss._foreign import check_call
+from otloss._progress import begin, end
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a public function.
+
+    A call that its signature does not take raises a TypeError that says what to write. Arrays of numpy, also in a list,
+    are taken as tensors of the same dtype. Where a call takes long, the log says so. `torch.compile` cannot trace the
+    solvers: a program around the function is split there.
+    """
+    own = dict(inspect.signature(function).parameters)
+    unnamed = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in own.values())
+
+    def run(*args: Any, **settings: Any) -> Any:
+        if len(args) > unnamed or "p" in settings or not settings.keys() <= own.keys():
+            check_call(function.__qualname__, own, args, settings)
+        args = tuple([_as_tensor(value) for value in args])
+        settings = {name: _as_tensor(value) for name, value in settings.items()}
+        if not begin(function.__name__):  # called by another one
+            return function(*args, **settings)
+        try:
+            return function(*args, **settings)
+        finally:
+            end()
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **settings: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            from otloss._uncompiled import uncompiled  # takes a second: it imports the compiler
+
+            result: _R = uncompiled(run, *args, **settings)
+            return result
+        value: _R = run(*args, **settings)
+        return value
+
+    return call
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and any(isinstance(one, np.ndarray) for one in value):
+        return [_as_tensor(one) for one in value]
+    if not isinstance(value, np.ndarray) or isinstance(value, Tensor):
+        return value
+    native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
+    try:
+        return torch.from_numpy(native if native.flags.writeable else native.copy())
+    except TypeError:  # no dtype of torch: the checks of the function name it
+        return value
