@@ -26,7 +26,7 @@ from otloss._numba import may_run_on, threads
 from otloss._public import public
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import arithmetic_dtype, makes_graph
-from otloss.solvers.exact.simplex import solve_exact
+from otloss.solvers.exact.optimum import solve_arrays
 from otloss.solvers.solve import emd
 
 # Documents per call of the solver: enough that the time of a call does not matter, few enough that little is wasted.
@@ -267,7 +267,7 @@ def _search(
         rows = with_words[batch]
         columns, q = documents.padded(rows)
         costs = np.ascontiguousarray(table[:, columns].transpose(1, 0, 2))
-        more = solve_exact(torch.from_numpy(p), torch.from_numpy(q), torch.from_numpy(costs)).value.numpy()
+        more = solve_arrays(torch.from_numpy(p), torch.from_numpy(q), torch.from_numpy(costs)).value.numpy()
         indices, distances = np.append(indices, rows), np.append(distances, more)
         best = np.lexsort((indices, distances))[:k]
         indices, distances = indices[best], distances[best]

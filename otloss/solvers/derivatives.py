@@ -44,7 +44,7 @@ from otloss.costs.cost import makes_graph
 from otloss.solvers.condition import MOST_CORRECTIONS, SMALL_STEP, check_condition, correction, no_implicit_answer
 from otloss.solvers.entropic.implicit_grid import suits_axes, with_graph
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
-from otloss.solvers.exact.simplex import ExactSolution
+from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.problem import Problem
 
 NEWTON_STEPS = 2

@@ -24,8 +24,8 @@ from otloss.solvers.entropic.assignment_start import assignment_start
 from otloss.solvers.entropic.potentials import find_potentials
 from otloss.solvers.entropic.solution import solution_of
 from otloss.solvers.entropic.warnings import warn_of_errors
-from otloss.solvers.exact.clouds import solve_between_clouds, takes_clouds
-from otloss.solvers.exact.simplex import solve_exactly
+from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
+from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, pose, tolerance_of
@@ -323,7 +323,7 @@ def solve_problem(problem: Problem, settings: Settings, *, accurate: bool | None
 def _solve(problem: Problem, settings: Settings, accurate: bool | None) -> Solution:
     """Solve a reduced problem, with the derivatives that were asked for."""
     if problem.is_exact:
-        if takes_clouds(problem):
+        if suits_clouds(problem):
             return with_envelope(solve_between_clouds(problem))
         return with_envelope(solve_exactly(problem, find_start=assignment_start))
     problem, potentials = find_potentials(problem, settings, accurate=accurate)

@@ -17,7 +17,7 @@ import numpy as np
 
 from otloss._numba.compile import compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.exact.assignment_numba import WHOLE, augment
+from otloss.solvers.exact.assignment_numba import PATH_INTEGERS, augment
 from otloss.solvers.exact.simplex_numba import NONE
 from otloss.solvers.exact.tree_numba import VECTOR, min_difference
 
@@ -55,7 +55,11 @@ def _find_column(row: Any, value: float, row_of: Any, count: int) -> Any:
 @spliced
 def _match(counter: Any, cost: Any, n: int, m: int, g: Any, whole: Any, real: Any) -> bool:
     """Match n rows with some of m >= n columns, in `row_of` and `column_of`; return whether that is possible."""
-    row_of, column_of, waiting = whole[WHOLE.row_of], whole[WHOLE.column_of], whole[WHOLE.waiting]
+    row_of, column_of, waiting = (
+        whole[PATH_INTEGERS.row_of],
+        whole[PATH_INTEGERS.column_of],
+        whole[PATH_INTEGERS.waiting],
+    )
     for j in range(m):
         g[j], row_of[j], column_of[j] = 0.0, NONE, NONE
     is_complete, count = True, 0
@@ -114,7 +118,7 @@ def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: An
         if not _match(counter, matrix, small, large, g, whole, real):
             rows[at], failed = INFEASIBLE, k
             continue
-        partner = whole[WHOLE.row_of] if is_turned else whole[WHOLE.column_of]
+        partner = whole[PATH_INTEGERS.row_of] if is_turned else whole[PATH_INTEGERS.column_of]
         for i in range(n):
             if partner[i] >= 0:
                 rows[at], columns[at] = i, partner[i]

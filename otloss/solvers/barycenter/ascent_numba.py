@@ -252,7 +252,7 @@ def solve_stage(
             update(columns, weights, epsilon, log_a)
             return error, steps
         previous_potential[:], previous_dual = columns.potential, dual
-        cut = max(tolerance, NEWTON.cut * NEWTON.error_reduction * error) / size
+        cut = max(tolerance, NEWTON.omitted_share * NEWTON.error_reduction * error) / size
         cells = cells_that_count(all_pairs, rows, columns, cut)
         goal = max(NEWTON.error_share * tolerance, NEWTON.error_reduction * error)
         searched, limit, updates = cells, min(NEWTON.max_steps_of_round, max_steps - steps), NEWTON.updates

@@ -16,10 +16,13 @@ and k = 1 in balanced problems, k = rho / (rho + epsilon) in unbalanced ones, th
 Sources: M. Cuturi, Sinkhorn Distances, 2013; T. Séjourné, J. Feydy, F.-X. Vialard, A. Trouvé, G. Peyré, Sinkhorn
 Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
 
-    potentials   arithmetic, the search, warnings        ladder     which methods, and in which order
-    interface    what all methods share                  updates    the two updates and the error of the marginals
-    sinkhorn     any cost and device: the reference      sinkhorn_cpu   the numba kernels for matrices
-    blocks       large images                            clusters   large clouds
-    newton       Newton's method on the cells of a plan  dual       its dense equations, and the error of potentials
-    accuracy     accurate potentials for gradients       solution   value, plan, <C, P>, duality gap, bounds
+    potentials      arithmetic, the search, warnings        ladder     which methods, and in which order
+    interface       what all methods share                  updates    the two updates and the error of the marginals
+    sinkhorn        any cost and device: the reference      sinkhorn_cpu   the numba kernels for matrices
+    coarse_images   large images                            clusters   large clouds
+    newton          Newton's method on the cells of a plan  dual       its dense equations, and the error of potentials
+    dense_newton    accurate potentials for gradients       solution   value, plan, <C, P>, duality gap, bounds
+
+Newton's method starts from exact potentials, so this folder imports `exact`. An exact solver that starts from entropic
+potentials therefore gets `assignment_start` as an argument from its caller, and does not import it.
 """

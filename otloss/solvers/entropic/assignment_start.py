@@ -26,10 +26,10 @@ def _are_apart(cost: PointCost) -> bool:
     if n != cost.shape[1] or n < (START_FROM if axes <= 3 else START_FROM_IN_MORE_AXES):
         return False
     x, y = cost.x.detach(), cost.y.detach()
-    spread_x, spread_y = x.std(-2), y.std(-2)
-    apart = (x.mean(-2) - y.mean(-2)).square() + (spread_x - spread_y).square()
-    spread = (spread_x.square() + spread_y.square()) / 2
-    return bool((apart.sum(-1) >= START_SHIFT**2 * spread.sum(-1)).any())
+    deviation_x, deviation_y = x.std(-2), y.std(-2)
+    apart = (x.mean(-2) - y.mean(-2)).square() + (deviation_x - deviation_y).square()
+    variance = (deviation_x.square() + deviation_y.square()) / 2
+    return bool((apart.sum(-1) >= START_SHIFT**2 * variance.sum(-1)).any())
 
 
 def assignment_start(problem: Problem, matrix: Float[Tensor, "*batch n n"]) -> tuple[Tensor, Tensor] | None:

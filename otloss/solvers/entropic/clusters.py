@@ -2,11 +2,10 @@
 
 Clusters change only the way to the solution: the error that ends the search is the error of the points.
 
-Let b = g / epsilon, and let M be the Markov matrix of the round trip
-from the points of q to those of p and back. Near the solution Sinkhorn's iteration turns an error e into M e. It is
-slow where e hardly changes over a distance of sqrt(epsilon), since M e is nearly e there. Such errors are nearly equal
-for all points of a cluster, so a problem between clusters is enough to find them. If one iteration changes b by d, the
-solution is
+Let b = g / epsilon, and let M be the Markov matrix of the round trip from the points of q to those of p and back. Near
+the solution Sinkhorn's iteration turns an error e into M e. It is slow where e hardly changes over a distance of
+sqrt(epsilon), since M e is nearly e there. Such errors are nearly equal for all points of a cluster, so a problem
+between clusters is enough to find them. If one iteration changes b by d, the solution is
 
     b + (I - M)^-1 d = b + d + M (I - M)^-1 d
 
@@ -47,13 +46,13 @@ from otloss._progress import report
 from otloss.costs import PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.costs.order import grouped
-from otloss.solvers.entropic.interface import SCHEDULE, Budget, SearchResult, in_float64, potential_of_plan
+from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult, in_float64, potential_of_plan
 from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS, Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
-METRICS = ("sqeuclidean", "euclidean")
+CLUSTERED_METRICS = ("sqeuclidean", "euclidean")
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,12 @@ class Clustering:
 CLUSTERING = Clustering()
 
 
-class Clusters:
+class Clusters(Method):
     """The method for two large clouds in few dimensions, balanced, on a CPU."""
 
     def applies(self, problem: Problem) -> bool:
         cost = problem.cost.as_points()
-        if cost is None or cost.metric not in METRICS or problem.marginal_penalty is not None:
+        if cost is None or cost.metric not in CLUSTERED_METRICS or problem.marginal_penalty is not None:
             return False
         if problem.impl != "auto" or problem.start is not None or problem.batch.numel() != 1:
             return False
@@ -120,7 +119,7 @@ class Clusters:
         (n, m), axes = cost.shape, cost.x.shape[-1]
         return axes <= CLUSTERING.max_axes and n * m >= CLUSTERING.smallest and min(n, m) > CLUSTERING.counts[0]
 
-    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from the potentials between clusters; see `interface.Method`.
 
         The search ends early where it becomes slow, and has no iteration where clusters do not help: a side has no
@@ -133,7 +132,7 @@ class Clusters:
         result = None if clusters is None else _search(flat, clusters, budget)
         if result is None and problem.is_symmetric:
             method = SinkhornOnCPU() if SinkhornOnCPU().applies(problem) else Sinkhorn()
-            return method.run(problem, found, budget)
+            return method.run(problem, previous, budget)
         if result is None:
             return SearchResult.at_start(problem)
         return dataclasses.replace(
@@ -151,8 +150,8 @@ def _search(problem: Problem, clusters: _Clusters, budget: Budget) -> SearchResu
     search = _ClusterSearch(problem, clusters, share=settings.grid_share * budget.tolerance)
     *stages, last = _falling_epsilons(float(problem.epsilon), clusters.epsilon)
     for epsilon in stages:
-        most = min(STAGE_ITERATIONS, budget.max_iterations - 1 - search.iterations)
-        search.run(epsilon, tolerance=max(settings.stage_tolerance, budget.tolerance), max_iterations=most)
+        max_iterations = min(STAGE_ITERATIONS, budget.max_iterations - 1 - search.iterations)
+        search.run(epsilon, tolerance=max(settings.stage_tolerance, budget.tolerance), max_iterations=max_iterations)
     search.run(last, tolerance=budget.tolerance, max_iterations=budget.max_iterations - search.iterations)
     if search.best is None:
         return None
@@ -233,10 +232,10 @@ def _build_clusters(problem: Problem) -> _Clusters | None:
         return None
     epsilon = max(epsilon, finest)
     # In the dtype of the points, for which the kernel may have been compiled already.
-    few_p, few_q = p.to(y.dtype), q.to(y.dtype)
+    cluster_p, cluster_q = p.to(y.dtype), q.to(y.dtype)
     among = PointCost(centres_x.to(y.dtype), centres_y.to(y.dtype), metric=cost.metric)
     small = Problem(
-        few_p, few_q * (few_p.sum() / few_q.sum()), among, y.new_tensor(epsilon), y.dtype,
+        cluster_p, cluster_q * (cluster_p.sum() / cluster_q.sum()), among, y.new_tensor(epsilon), y.dtype,
         is_symmetric=problem.is_symmetric,
     )  # fmt: skip
     result = SinkhornOnCPU().run(small, None, Budget(CLUSTERING.tolerance, CLUSTERING.max_iterations))
@@ -370,8 +369,8 @@ class _ClusterSearch:
         return f, g, updates.error(g, updates.g_from(f), updates.log_q)
 
     def _rounding(self, epsilon: float) -> float:
-        spread = float(self.g.amax() - self.g.amin())
-        return CLUSTERING.rounding * torch.finfo(self.updates.problem.cost.dtype).eps * spread / epsilon
+        range_of_g = float(self.g.amax() - self.g.amin())
+        return CLUSTERING.rounding * torch.finfo(self.updates.problem.cost.dtype).eps * range_of_g / epsilon
 
     def _widen(self) -> bool:
         """Continue in float64, because the error has reached the rounding of float32."""

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.solvers.entropic.interface import SCHEDULE, SearchResult
-from otloss.solvers.entropic.updates import Updates, build_updates
+from otloss.solvers.entropic.updates import Updates, build_updates, log_mass_ratio
 from otloss.solvers.problem import Problem
 
 LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
@@ -129,12 +129,12 @@ def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
     """Return the result with the error of g and what belongs to it."""
     is_empty = problem.q.detach() == 0
     highest, lowest = result.g.masked_fill(is_empty, -torch.inf), result.g.masked_fill(is_empty, torch.inf)
-    spread = highest.amax(-1) - lowest.amin(-1)
+    range_of_g = highest.amax(-1) - lowest.amin(-1)
     return dataclasses.replace(
         result,
         potential_error=estimate_error(problem, result.g),
-        spread=spread,
-        least_eigenvalue=torch.ones_like(spread),  # the estimate has taken account of it
+        potential_range=range_of_g,
+        least_eigenvalue=torch.ones_like(range_of_g),  # the estimate has taken account of it
     )
 
 
@@ -159,12 +159,10 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
         return dataclasses.replace(result, potential_error=uncertain + rho * (error + 4 * torch.finfo(error.dtype).eps))
     f, g = result.f, result.g
     epsilon = problem.epsilon.detach().to(f.dtype).unsqueeze(-1)
-    of_rows, of_columns = (
-        torch.logsumexp(weights.detach().to(f.dtype).log() - potential / rho, -1, keepdim=True)
-        for weights, potential in ((problem.p, f), (problem.q, g))
-    )
+    log_p, log_q = (weights.detach().to(f.dtype).log() for weights in (problem.p, problem.q))
     damping = rho / (rho + epsilon)
-    shift = (rho / (1 + damping) * (of_rows - of_columns)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # empty sides
+    shift = rho / (1 + damping) * log_mass_ratio(log_p, log_q, f, g, rho)
+    shift = shift.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # empty sides
     if uncertain is not None:  # by the rounding of the logarithms
         uncertain = uncertain + 4 * torch.finfo(f.dtype).eps * rho
     return dataclasses.replace(result, f=f + damping * shift, g=g - shift, potential_error=uncertain)

@@ -126,17 +126,17 @@ class _Equations:
     def _conjugate_gradients(self, right: Tensor, precision: float) -> Tensor:
         tiny = torch.finfo(right.dtype).tiny
         residual = start = self._centred(right)
-        b, along, left = torch.zeros_like(residual), residual, self._inner(residual, residual)
-        enough = precision**2 * left
+        b, direction, square = torch.zeros_like(residual), residual, self._inner(residual, residual)
+        enough = precision**2 * square
         for _ in range(MOST_STEPS):
-            if bool((left <= enough).all()):
+            if bool((square <= enough).all()):
                 return b
-            image = self._centred(along - self.transposed(self.p * self.times(self.q * along)))
-            step = left / self._inner(along, image).clamp(min=tiny)
-            step = step.masked_fill(left <= enough, 0.0)
-            b, residual, before = b + step * along, residual - step * image, left
-            left = self._inner(residual, residual)
-            along = residual + left / before.clamp(min=tiny) * along
+            image = self._centred(direction - self.transposed(self.p * self.times(self.q * direction)))
+            step = square / self._inner(direction, image).clamp(min=tiny)
+            step = step.masked_fill(square <= enough, 0.0)
+            b, residual, previous_square = b + step * direction, residual - step * image, square
+            square = self._inner(residual, residual)
+            direction = residual + square / previous_square.clamp(min=tiny) * direction
             check_condition(self._inner(b, b) / self._inner(b, start).clamp(min=tiny))
         raise no_implicit_answer()
 

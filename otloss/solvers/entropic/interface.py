@@ -20,7 +20,7 @@ from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
 # The columns of what the kernels write for each problem; `sinkhorn_cpu.run_kernel` explains them.
-ERROR, ITERATIONS, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE = range(5)
+ERROR, ITERATIONS, POTENTIAL_ERROR, POTENTIAL_RANGE, LEAST_EIGENVALUE = range(5)
 
 
 class Schedule(NamedTuple):
@@ -28,10 +28,10 @@ class Schedule(NamedTuple):
 
     Attributes:
         stage_factor: epsilon of a stage over epsilon of the stage before.
-        first_epsilon: epsilon of the first stage over the largest cost, at most.
+        first_epsilon_over_cost: epsilon of the first stage over the largest cost, at most.
         first_check: iterations before a problem may end as slow.
-        early_check, clearly: a problem may end after `early_check` iterations already if it needs `clearly` times the
-            iterations that the budget's patience allows.
+        early_check, early_factor: a problem may end after `early_check` iterations already if it needs `early_factor`
+            times the iterations that the budget's patience allows.
         extra_iterations: the most iterations within the tolerance until the potentials of light bins are accurate too.
         overshoot: an error this many times the smallest one shows that the over-relaxation w is too large.
         smallest_change: a smaller change of w is not made.
@@ -41,10 +41,10 @@ class Schedule(NamedTuple):
     """
 
     stage_factor: float = 0.25
-    first_epsilon: float = 0.25
+    first_epsilon_over_cost: float = 0.25
     first_check: int = 60
     early_check: int = 20
-    clearly: float = 8.0
+    early_factor: float = 8.0
     extra_iterations: int = 200
     overshoot: float = 3.0
     smallest_change: float = 0.02
@@ -67,12 +67,15 @@ class Budget:
             more than so many further ones. Finite where the ladder has another method for the problem.
         largest_change: if finite, a search that is within the tolerance continues until its last update changes no
             factor of the plan by a larger share, and estimates the error of g.
+        needs_eigenvalue: whether Sinkhorn's kernel estimates the least eigenvalue, and the error of g with it, even if
+            `largest_change` is infinite.
     """
 
     tolerance: float
     max_iterations: int
     patience: float = math.inf
     largest_change: float = math.inf
+    needs_eigenvalue: bool = False
 
     @property
     def is_accurate(self) -> bool:
@@ -90,7 +93,7 @@ class SearchResult:
         iterations: (...).
         potential_error: (...), an estimate of the largest error of g, NaN where it is not known. This and the next two
             are None where they were not asked for or are not known.
-        spread: (...), the largest g minus the least, over bins with mass.
+        potential_range: (...), the largest g minus the least, over bins with mass.
         least_eigenvalue: (...), of the equations for g, or a bound from above.
     """
 
@@ -99,7 +102,7 @@ class SearchResult:
     error: Float[Tensor, "*batch"]
     iterations: Int[Tensor, "*batch"]
     potential_error: Float[Tensor, "*batch"] | None = None
-    spread: Float[Tensor, "*batch"] | None = None
+    potential_range: Float[Tensor, "*batch"] | None = None
     least_eigenvalue: Float[Tensor, "*batch"] | None = None
 
     def to(self, device: torch.device) -> SearchResult:
@@ -133,49 +136,57 @@ class SearchResult:
         return SearchResult(f, g, error, torch.zeros_like(error, dtype=torch.int64))
 
 
-def better(found: SearchResult | None, new: SearchResult, tolerance: float) -> SearchResult:
+def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -> SearchResult:
     """Return for each problem the result with the smaller error, the new one if both are within the tolerance."""
-    if found is None:
+    if previous is None:
         return new
-    is_new = ~(found.error.clamp(min=tolerance) < new.error)  # an error may be NaN
+    is_new = ~(previous.error.clamp(min=tolerance) < new.error)  # an error may be NaN
     column = is_new.unsqueeze(-1)
     merged = {
-        name: _where(is_new, getattr(new, name), getattr(found, name))
-        for name in ("potential_error", "spread", "least_eigenvalue")
+        name: _where(is_new, getattr(new, name), getattr(previous, name))
+        for name in ("potential_error", "potential_range", "least_eigenvalue")
     }
     return SearchResult(
-        torch.where(column, new.f, found.f),
-        torch.where(column, new.g, found.g),
-        torch.where(is_new, new.error, found.error),
-        found.iterations + new.iterations,
+        torch.where(column, new.f, previous.f),
+        torch.where(column, new.g, previous.g),
+        torch.where(is_new, new.error, previous.error),
+        previous.iterations + new.iterations,
         **merged,
     )
 
 
-def _where(is_new: Tensor, new: Tensor | None, found: Tensor | None) -> Tensor | None:
+def _where(is_new: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor | None:
     """Return the one or the other number, NaN where it is not known."""
-    known = new if new is not None else found
+    known = new if new is not None else previous
     if known is None:
         return None
     unknown = torch.full_like(known, torch.nan)
-    return torch.where(is_new, unknown if new is None else new, unknown if found is None else found)
+    return torch.where(is_new, unknown if new is None else new, unknown if previous is None else previous)
 
 
 class Method(Protocol):
-    """A way to find the potentials of entropic problems."""
+    """A way to find the potentials of entropic problems.
+
+    In each result f is an exact update from g. Where `budget.is_accurate` and the problem is not symmetric, a result
+    should hold `potential_error`, `potential_range` and `least_eigenvalue`. With None for one of the first two the
+    caller is not warned of uncertain gradients, and with None for any of them `dense_newton` keeps the result as it is.
+
+    `applies` decides by `impl`, the device and whether there is a start. Their values are checked before, in
+    `potentials`: whether `impl` is possible on the device, and whether the start is finite.
+    """
 
     def applies(self, problem: Problem) -> bool:
         """Return whether the method is for problems of these sizes and options, on this device and with this cost."""
         ...
 
-    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search until the tolerance is reached, the budget is used up, or the search is too slow.
 
         Args:
-            found: where an earlier method ended, to start from, or None.
+            previous: where an earlier method ended, to start from, or None.
 
         Returns:
-            The result of this search, with its own iterations. Problems that `found` has solved may be left as they
+            The result of this search, with its own iterations. Problems that `previous` has solved may be left as they
             are.
         """
         ...

@@ -6,14 +6,16 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
    or in logarithms for any other problem. It ends early where its contraction says that the tolerance is far.
 2. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
 3. Sinkhorn's iteration in float64, without a limit but that of the call: where Newton's method does not apply or fails.
+
+Potentials that gradients of the weights need accurately are searched after the ladder, by `dense_newton`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from otloss.solvers.entropic.blocks import Blocks
 from otloss.solvers.entropic.clusters import Clusters
+from otloss.solvers.entropic.coarse_images import CoarseImages
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, in_float64, rounds_costs
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
@@ -22,7 +24,7 @@ from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
 from otloss.solvers.problem import Problem
 
 LADDER: tuple[tuple[Method, ...], ...] = (
-    (Clusters(), SinkhornOnCPU(), Blocks(), Sinkhorn()),
+    (Clusters(), SinkhornOnCPU(), CoarseImages(), Sinkhorn()),
     (SparseNewton(),),
     (SinkhornInFloat64(),),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +20,21 @@ from otloss._checks import has_float64, needs_torch
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs.order import METRICS, order_of
 from otloss.solvers.entropic.dual import estimate_error
-from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, SearchResult
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
 from otloss.solvers.entropic.selection import is_between_large_clouds, scatter, select
-from otloss.solvers.entropic.sinkhorn_cpu import LIMITS
+from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.entropic.updates import build_updates
-from otloss.solvers.exact.clouds import solve_between_clouds, takes_clouds
-from otloss.solvers.exact.simplex import solve_exactly
+from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
+from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.problem import Problem
+
+if TYPE_CHECKING:
+    from otloss.solvers.entropic.newton_numba import Pairs
 
 MAX_STEPS = 1000
 
 
-class SparseNewton:
+class SparseNewton(Method):
     """The method for slow problems: between points, or on matrices that fit the memory; in float64 on the CPU."""
 
     def applies(self, problem: Problem) -> bool:
@@ -39,18 +43,18 @@ class SparseNewton:
             return False
         if needs_torch(problem.p, problem.q, *cost.tensors()):
             return False
-        if cost.softmin_work() < n * m and n * m > LIMITS.largest_image:
+        if cost.softmin_work() < n * m and n * m > MATRIX_LIMITS.largest_image:
             return False
-        return n * m * problem.batch.numel() <= LIMITS.most_entries or is_between_large_clouds(problem)
+        return n * m * problem.batch.numel() <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
 
-    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
-        """Solve the problems that `found` has not solved; see `interface.Method`."""
-        found = SearchResult.at_start(problem) if found is None else found
-        chosen = ~(found.error <= budget.tolerance)
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+        """Solve the problems that `previous` has not solved; see `interface.Method`."""
+        previous = SearchResult.at_start(problem) if previous is None else previous
+        chosen = ~(previous.error <= budget.tolerance)
         if not bool(chosen.any()):
-            return dataclasses.replace(found, iterations=torch.zeros_like(found.iterations))
+            return dataclasses.replace(previous, iterations=torch.zeros_like(previous.iterations))
         slow = select(problem, chosen)
-        g, error, cells = found.start[1][chosen].cpu().double(), found.error[chosen].cpu().double(), None
+        g, error, cells = previous.start[1][chosen].cpu().double(), previous.error[chosen].cpu().double(), None
         if slow.marginal_penalty is None:
             g, cells = _exact_start(slow, g)
         result = _run_kernel(slow, g, error, cells, budget)
@@ -62,50 +66,71 @@ class SparseNewton:
         elif bool((slow.q == 0).any()):
             g = torch.where(slow.q > 0, g, build_updates(slow).g_from(f))
         estimate = estimate_error(slow, g) if budget.is_accurate else torch.full_like(slow.epsilon, math.nan)
-        return scatter(found, chosen, dataclasses.replace(result, f=f, g=g, potential_error=estimate))
+        return scatter(previous, chosen, dataclasses.replace(result, f=f, g=g, potential_error=estimate))
 
 
 def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return potentials of exact transport and the cells of its plans, or g and None where the exact solver fails."""
     problem = dataclasses.replace(problem, is_exact=True)
     try:
-        solution = solve_between_clouds(problem) if takes_clouds(problem) else solve_exactly(problem, warns=False)
+        solution = solve_between_clouds(problem) if suits_clouds(problem) else solve_exactly(problem, warns=False)
     except RuntimeError:  # not certified; Newton's method measures its own error
         return g, None
     optimum = solution.optimum
     return optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
 
 
+class _Order(NamedTuple):
+    """The order of rows and columns in the kernel; neighbours among points follow each other."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+def _order(problem: Problem) -> _Order:
+    points = problem.cost.as_points()
+    if points is not None:
+        return _Order(order_of(points.x), order_of(points.y))
+    n, m = problem.cost.shape
+    return _Order(torch.arange(n, device="cpu"), torch.arange(m, device="cpu"))
+
+
+def _pairs(problem: Problem, order: _Order) -> Pairs:
+    """Return the costs for the kernel; `matrix` has a first axis of matrices."""
+    from otloss.costs.softmin_numba import as_columns
+    from otloss.solvers.entropic.newton_numba import Pairs
+
+    cost, points = problem.cost, problem.cost.as_points()
+    if points is None:
+        matrices = cost.dense().reshape(-1, *cost.shape).numpy()
+        return Pairs(matrices, np.empty((0, 0)), np.empty((0, 0)), metric=0)
+    x, y = points.x[order.rows].contiguous().numpy(), as_columns(points.y[order.columns].numpy(), scratch=1)
+    return Pairs(np.empty((1, 0, 0)), x, y, METRICS[str(points.metric)])
+
+
 def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, budget: Budget) -> SearchResult:
     """Call the kernel, from g with this error and the cells (problems, 2, cells) of the exact plans."""
-    from otloss.costs.softmin_numba import as_columns
     from otloss.solvers.entropic.newton_numba import build_results, newton_problems
 
-    rho, cost = problem.marginal_penalty, problem.cost
+    rho, (n, m) = problem.marginal_penalty, problem.cost.shape
     p, q = problem.p, problem.q
     if rho is None:
         p, q = (w / w.sum(-1, keepdim=True) for w in (p, q))
-    count, (n, m) = len(p), cost.shape
-    cells = np.empty((count, 2, 0), np.int64) if plans is None else plans.numpy()
-    by_row, by_column = (torch.arange(size, device="cpu") for size in (n, m))
-    points = cost.as_points()
-    if points is not None:
-        by_row, by_column = order_of(points.x), order_of(points.y)
-        place = [torch.argsort(order) for order in (by_row, by_column)]
-        cells = cells if plans is None else np.stack([place[k][plans[:, k]].numpy() for k in range(2)], 1)
-        y = as_columns(points.y[by_column].numpy(), scratch=1)
-        costs = np.empty((1, 0, 0)), points.x[by_row].contiguous().numpy(), y, METRICS[str(points.metric)]
-    else:
-        costs = cost.dense().reshape(-1, n, m).numpy(), np.empty((0, 0)), np.empty((0, 0)), 0
-    owner = np.arange(count) % len(costs[0])
-    results = build_results(n, g[:, by_column].numpy())
-    weights = p[:, by_row].contiguous().numpy(), q[:, by_column].contiguous().numpy()
-    penalty = math.inf if rho is None else float(rho)
-    has_start = error.isfinite().numpy()
-    problems = (*weights, costs, owner, problem.epsilon.contiguous().numpy(), penalty, has_start, cells)
+    count, order = len(p), _order(problem)
+    cells = np.empty((count, 2, 0), np.int64)
+    if plans is not None:
+        cells = np.stack([torch.argsort(order[side])[plans[:, side]].numpy() for side in range(2)], 1)
+    costs = _pairs(problem, order)
+    results = build_results(n, g[:, order.columns].numpy())
+    problems = (
+        p[:, order.rows].contiguous().numpy(), q[:, order.columns].contiguous().numpy(), tuple(costs),
+        np.arange(count) % len(costs.matrix), problem.epsilon.contiguous().numpy(),
+        math.inf if rho is None else float(rho), error.isfinite().numpy(), cells,
+    )  # fmt: skip
     limits = (budget.tolerance, budget.largest_change, min(budget.max_iterations, MAX_STEPS))
     work = Work("Newton's method", count * n * m, budget.tolerance)
-    run_on_threads(newton_problems, count, (problems, limits, results), work=work)
-    f, g, outcome = (torch.from_numpy(array) for array in results)
-    f, g = (torch.empty_like(t).index_copy_(1, order, t) for t, order in ((f, by_row), (g, by_column)))
+    run_on_threads(newton_problems, count, (problems, limits, tuple(results)), work=work)
+    f, g = (torch.from_numpy(potential) for potential in (results.f, results.g))
+    f, g = (torch.empty_like(t).index_copy_(1, places, t) for t, places in zip((f, g), order, strict=True))
+    outcome = torch.from_numpy(results.outcome)
     return SearchResult(f, g, outcome[:, ERROR], outcome[:, ITERATIONS].long())

@@ -30,8 +30,8 @@ Invariants, which kernels assert where indices are checked (`make test-bounds`):
     3   `search_along` ends with an `evaluate` at the g that it leaves, so (1) holds after it.
     4   `steps_on_cells` ends with an update of g, and `solve_stage` with `select_cells`: f is the exact update from g.
 
-`newton_reference` computes the same from the formulas above, with dense matrices. Costs are a matrix or belong to
-points. Of points only the pairs that count are visited (`softmin_numba.select`).
+`tests/otloss/newton_reference.py` computes the same from the formulas above, with dense matrices. Costs are a matrix
+or belong to points. Of points only the pairs that count are visited (`softmin_numba.select`).
 
 Sources: X. Tang et al., Accelerating Sinkhorn Algorithm with Sparse Newton Iterations, arXiv 2401.12253; R. Kyng,
 S. Sachdeva, Approximate Gaussian Elimination for Laplacians, 2016.
@@ -48,6 +48,7 @@ import numpy as np
 from otloss._numba.compile import bits_of_float64, compiled, exp64, inner, largest, spliced
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.costs.order import BLOCK, ROWS
+from otloss.costs.pair_cost_numba import pair_cost
 from otloss.costs.softmin_numba import CHUNK, distances_of, select
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
 
@@ -66,13 +67,13 @@ class NewtonNumbers(NamedTuple):
             1.5 times in divergence 2000.
         tolerance_of_stage: the tolerance of the stages before the last. 0.1 and 0.001: 1.5 times in divergence 500 0.01
             and 2000.
-        first_epsilon: from a start of zeros, epsilon of the first stage over the marginal penalty, at most. 0.5: 2.0
-            times in unbalanced 16x256 0.05.
+        first_epsilon_over_penalty: from a start of zeros, epsilon of the first stage over the marginal penalty, at
+            most. 0.5: 2.0 times in unbalanced 16x256 0.05.
         max_steps_of_round: the largest number of steps on the same cells. 2: 1.4 times in divergence 500 0.01.
         updates: exact updates of both sides before each step. None: 1.2 to 1.4 times in divergence 2000 0.05.
         error_reduction, error_share: a round ends when its error on the cells is this share of the error at its start,
             or this share of the tolerance. 0.1 and 0.9: 1.5 and 1.2 times in divergence 16x256 0.05.
-        cut: what the cells that are left out hold, as a share of the error that the round aims at.
+        omitted_share: what the cells that are left out hold, as a share of the error that the round aims at.
         ridge, smallest_ridge: (ridge error + smallest_ridge) t is added to the diagonal of H, which shortens steps of
             columns that hardly exchange mass with others. Without `ridge` divergence 500 0.01 does not converge.
         max_products, residual: conjugate gradients end after so many products with H, or at the share
@@ -93,12 +94,12 @@ class NewtonNumbers(NamedTuple):
     stage_factor: float = 4.0
     stages_from_exact: int = 1
     tolerance_of_stage: float = 1e-2
-    first_epsilon: float = 0.05
+    first_epsilon_over_penalty: float = 0.05
     max_steps_of_round: int = 6
     updates: int = 2
     error_reduction: float = 1e-2
     error_share: float = 0.3
-    cut: float = 1e-2
+    omitted_share: float = 1e-2
     ridge: float = 0.02
     smallest_ridge: float = 1e-13
     max_products: int = 150
@@ -194,9 +195,17 @@ class Factor(NamedTuple):
     shares: Any
 
 
-def build_results(n: int, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+class NewtonResults(NamedTuple):
+    """What `newton_problems` writes: f (B, n), g (B, m), and outcome (B, 2), the error of g and the number of steps."""
+
+    f: np.ndarray
+    g: np.ndarray
+    outcome: np.ndarray
+
+
+def build_results(n: int, g: np.ndarray) -> NewtonResults:
     """Return the results that `newton_problems` writes, with the start g (B, m)."""
-    return np.zeros((len(g), n)), g.copy(), np.zeros((len(g), 2))
+    return NewtonResults(np.zeros((len(g), n)), g.copy(), np.zeros((len(g), 2)))
 
 
 # ---- arrays: loops, because numba compiles np.full, argsort and assignments of slices for seconds -------------------
@@ -309,31 +318,27 @@ def update_columns(columns: Any, epsilon: float, ratio: float) -> None:
 
 
 @inner()
-def pair_cost(pairs: Any, i: int, j: int) -> float:
+def cost_of(pairs: Any, i: int, j: int) -> float:
     if pairs.x.shape[0] == 0:
         return pairs.matrix[i, j]
-    total = 0.0
-    for k in range(pairs.x.shape[1]):
-        difference = pairs.x[i, k] - pairs.y[k, j]
-        total += abs(difference) if pairs.metric == 2 else difference * difference
-    return math.sqrt(total) if pairs.metric == 1 else total
+    return pair_cost(pairs.x[i], pairs.y[:, j], pairs.metric)
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
 
 
 @inner()
-def find_heavy(shares: Any, mass: float, smallest: Any, cut: float, count: int, places: Any) -> int:
-    """Write the places of shares above `cut` and of masses above `smallest`; return their number."""
+def find_heavy(shares: Any, mass: float, smallest: Any, smallest_share: float, count: int, places: Any) -> int:
+    """Write the places of shares above `smallest_share` and of masses above `smallest`; return their number."""
     found = 0
     for start in range(0, count, CHUNK):
         stop, hits = min(start + CHUNK, count), np.int32(0)
         for e in range(start, stop):
-            hits += np.int32(shares[e] > cut) | np.int32(mass * shares[e] > smallest[e])
+            hits += np.int32(shares[e] > smallest_share) | np.int32(mass * shares[e] > smallest[e])
         if hits > 0:
             for e in range(start, stop):
                 places[found] = e
-                found += shares[e] > cut or mass * shares[e] > smallest[e]
+                found += shares[e] > smallest_share or mass * shares[e] > smallest[e]
     return found
 
 
@@ -356,6 +361,26 @@ def find_near(pairs: Any, i: int, h: Any, cutoff: float, near: Any) -> int:
 
 
 @inner()
+def build_near(pairs: Any, columns: Any, smallest: Any, epsilon: float) -> tuple[Near, float]:
+    """Return scratch for `find_near` and its cutoff. Between points, write the smallest masses of cells to the points.
+
+    Matrices need neither.
+    """
+    m, d, between_points = smallest.shape[0], pairs.x.shape[1], pairs.x.shape[0] > 0
+    near = Near(
+        np.empty((2, pairs.y.shape[0], m if between_points else 0)), np.empty((2, m)), np.empty(m + CHUNK),
+        filled_integers(2, 0),
+    )  # fmt: skip
+    if not between_points:
+        return near, 0.0
+    largest = 0.0
+    for j in range(m):
+        pairs.y[d + 1, j] = smallest[j]
+        largest = max(largest, abs(columns.potential[j]))
+    return near, epsilon * math.log(m / NEWTON.negligible) + NEWTON.relative_rounding * largest
+
+
+@inner()
 def resize(columns: Any, costs: Any, size: int) -> tuple[Any, Any]:
     """Return longer or shorter copies of both."""
     new_columns, new_costs = np.empty(size, np.int32), np.empty(size)
@@ -365,30 +390,22 @@ def resize(columns: Any, costs: Any, size: int) -> tuple[Any, Any]:
 
 
 @inner()
-def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, cut: float, previous: Any) -> Cells:
+def select_cells(
+    pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, smallest_share: float, previous: Any
+) -> Cells:
     """Update f exactly over all pairs, and write the masses of the rows and columns.
 
-    Returns the cells that hold more than the share `cut` of their row or column, and the cells of `previous`. Their
-    shares are not written.
+    Returns the cells that hold more than the share `smallest_share` of their row or column, and the cells of
+    `previous`. Their shares are not written.
     """
     n, m, d = rows.weights.shape[0], columns.weights.shape[0], pairs.x.shape[1]
     inverse, between_points = 1 / epsilon, pairs.x.shape[0] > 0
     h, smallest, scores, last_row = np.empty(m), np.empty(m), np.empty(m), filled_integers(m, -1)
     for j in range(m):
         h[j] = columns.potential[j] + epsilon * columns.logs[j]
-        smallest[j] = cut * target(columns, j, epsilon, ratio)
+        smallest[j] = smallest_share * target(columns, j, epsilon, ratio)
         columns.mass[j] = 0.0
-    near = Near(
-        np.empty((2, pairs.y.shape[0], m if between_points else 0)), np.empty((2, m)), np.empty(m + CHUNK),
-        filled_integers(2, 0),
-    )  # fmt: skip
-    cutoff = 0.0
-    if between_points:
-        largest = 0.0
-        for j in range(m):
-            pairs.y[d + 1, j] = smallest[j]
-            largest = max(largest, abs(columns.potential[j]))
-        cutoff = epsilon * math.log(m / NEWTON.negligible) + NEWTON.relative_rounding * largest
+    near, cutoff = build_near(pairs, columns, smallest, epsilon)
     hits, starts, space = np.empty(m + 1, np.int64), filled_integers(n + 1, 0), min(n * m, 16 * (n + m) + m)
     places, costs = np.empty(space, np.int32), np.empty(space)
     for i in range(n):
@@ -401,14 +418,10 @@ def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
             scores[e] = (potential[e] - row[e]) * inverse
         turn_into_shares(scores, count, rows, i, epsilon, ratio)
         mass = rows.mass[i]
-        if between_points:
-            for e in range(count):
-                columns.mass[np.int64(near.columns[1, d, e])] += mass * scores[e]
-        else:
-            for e in range(count):
-                columns.mass[e] += mass * scores[e]
+        for e in range(count):
+            columns.mass[np.int64(near.columns[1, d, e]) if between_points else e] += mass * scores[e]
         end, old = starts[i], previous.columns[previous.starts[i] : previous.starts[i + 1]]
-        found = find_heavy(scores, mass, bounds, cut, count, hits) if mass > 0 else 0
+        found = find_heavy(scores, mass, bounds, smallest_share, count, hits) if mass > 0 else 0
         if end + found + old.shape[0] > places.shape[0]:
             places, costs = resize(places, costs, max(2 * places.shape[0], end + found + old.shape[0]))
         for k in range(found):
@@ -418,7 +431,7 @@ def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
             end += 1
         for j in old:
             if last_row[j] != i and mass > 0:
-                places[end], costs[end], last_row[j] = j, pair_cost(pairs, i, j), i
+                places[end], costs[end], last_row[j] = j, cost_of(pairs, i, j), i
                 end += 1
         starts[i + 1] = end
     if CHECKED:
@@ -440,7 +453,7 @@ def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float, rati
         count += 1
         top, total = -np.inf, 0.0
         for i in range(rows.weights.shape[0]):
-            score = (rows.potential[i] - pair_cost(pairs, i, j)) / epsilon + rows.logs[i]
+            score = (rows.potential[i] - cost_of(pairs, i, j)) / epsilon + rows.logs[i]
             if score > top:
                 total, top = total * math.exp(top - score), score
             total += math.exp(score - top) if score > -np.inf else 0.0
@@ -601,7 +614,7 @@ def add_tree(edges: Any, ranks: Any, columns: Any, shares: Any, scale: float, wo
 
 
 @inner()
-def take_neighbours(edges: Any, j: int, places: Any, near: Any, weights: Any) -> int:
+def remove_neighbours(edges: Any, j: int, places: Any, near: Any, weights: Any) -> int:
     """Write the neighbours of column j and the sums of their edges, and free these edges; return their number.
 
     `places` is -1 for all columns, and so again at the end.
@@ -643,7 +656,7 @@ def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) ->
     places, near, weights = filled_integers(m, -1), np.empty(m, np.int32), np.empty(m)
     for k in range(m):
         j, start = order[k], starts[k]
-        count = take_neighbours(edges, j, places, near, weights)
+        count = remove_neighbours(edges, j, places, near, weights)
         pivots[k], starts[k + 1] = excess[j], start + count
         for a in range(count):
             pivots[k] += weights[a]
@@ -717,10 +730,10 @@ def build_conjugate_gradients(precondition: Any) -> Any:
         about the progress.
         """
         m = x.shape[0]
-        product, better, direction, energy = np.empty(m), np.empty(m), np.empty(m), 0.0
-        precondition(factor, residual, better)
+        product, preconditioned, direction, energy = np.empty(m), np.empty(m), np.empty(m), 0.0
+        precondition(factor, residual, preconditioned)
         for j in range(m):
-            x[j], direction[j] = 0.0, better[j]
+            x[j], direction[j] = 0.0, preconditioned[j]
             energy += residual[j] * direction[j]
         enough = share * energy
         for _ in range(NEWTON.max_products):
@@ -735,11 +748,11 @@ def build_conjugate_gradients(precondition: Any) -> Any:
             for j in range(m):
                 x[j] += energy / curvature * direction[j]
                 residual[j] -= energy / curvature * product[j]
-            precondition(factor, residual, better)
+            precondition(factor, residual, preconditioned)
             for j in range(m):
-                next_energy += better[j] * residual[j]
+                next_energy += preconditioned[j] * residual[j]
             for j in range(m):
-                direction[j] = better[j] + next_energy / energy * direction[j]
+                direction[j] = preconditioned[j] + next_energy / energy * direction[j]
             energy = next_energy
 
     return conjugate_gradients
@@ -843,10 +856,10 @@ def solve_stage(
     steps, cells, error = 0, support, 1.0
     n, m = rows.weights.shape[0], columns.weights.shape[0]
     while True:
-        cut = max(tolerance, NEWTON.cut * NEWTON.error_reduction * error) / (n + m)
-        cells = select_cells(pairs, rows, columns, epsilon, ratio, cut, cells)
+        smallest_share = max(tolerance, NEWTON.omitted_share * NEWTON.error_reduction * error) / (n + m)
+        cells = select_cells(pairs, rows, columns, epsilon, ratio, smallest_share, cells)
         if steps < max_steps and update_far_columns(pairs, rows, columns, epsilon, ratio) > 0:
-            cells = select_cells(pairs, rows, columns, epsilon, ratio, cut, cells)
+            cells = select_cells(pairs, rows, columns, epsilon, ratio, smallest_share, cells)
         error = column_error(columns, epsilon, ratio)
         is_accurate = allowed_change == np.inf or largest_change(columns, epsilon, ratio) <= allowed_change
         if (error <= tolerance and is_accurate) or steps >= max_steps or is_stopped(counter, error, np.nan):
@@ -867,7 +880,7 @@ def solve_problem(
     tolerance, allowed_change, max_steps = limits
     first = NEWTON.stages_from_exact if support.columns.shape[0] > 0 else 0
     if not has_start:
-        while epsilon * NEWTON.stage_factor ** (first + 1) <= NEWTON.first_epsilon * rho < np.inf:
+        while epsilon * NEWTON.stage_factor ** (first + 1) <= NEWTON.first_epsilon_over_penalty * rho < np.inf:
             first += 1
     error, steps = np.inf, 0
     for stage in range(first, -1, -1):

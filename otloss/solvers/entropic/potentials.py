@@ -12,11 +12,11 @@ from torch import Tensor
 from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
 from otloss.costs.cost import makes_graph
-from otloss.solvers.entropic.accuracy import with_accurate_potentials
+from otloss.solvers.entropic.dense_newton import with_accurate_potentials
 from otloss.solvers.entropic.dual import shifted_to_equal_mass
 from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
 from otloss.solvers.entropic.ladder import search
-from otloss.solvers.entropic.sinkhorn_cpu import LIMITS
+from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.entropic.warnings import (
     check_not_too_small,
     warn_of_errors,
@@ -27,7 +27,7 @@ from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, tolerance_of
 
 
-class Accurate(NamedTuple):
+class PotentialTolerance(NamedTuple):
     """When potentials are accurate, and a start is usable.
 
     Attributes:
@@ -42,7 +42,7 @@ class Accurate(NamedTuple):
     largest_start: float = 100.0
 
 
-ACCURATE = Accurate()
+POTENTIAL_TOLERANCE = PotentialTolerance()
 
 
 def find_potentials(
@@ -68,7 +68,7 @@ def find_potentials(
     change = math.inf
     if has_weight_graph if accurate is None else accurate:
         is_wide = problem.cost.dtype == torch.float64
-        change = ACCURATE.largest_change if is_wide else ACCURATE.largest_change_float32
+        change = POTENTIAL_TOLERANCE.largest_change if is_wide else POTENTIAL_TOLERANCE.largest_change_float32
         change = max(change, 100 * tolerance)
     budget = Budget(tolerance, settings.max_iterations, largest_change=change)
     with torch.no_grad():
@@ -98,8 +98,8 @@ def is_faster_on_cpu(problem: Problem) -> bool:
     if problem.impl != "auto" or not on_gpu or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
         return False
     (n, m), batch = problem.cost.shape, problem.batch.numel()
-    suits = problem.cost.as_points() is not None or n * m <= LIMITS.largest_matrix
-    return suits and problem.cost.as_grid() is None and batch * n * m <= LIMITS.most_entries
+    suits = problem.cost.as_points() is not None or n * m <= MATRIX_LIMITS.largest_matrix
+    return suits and problem.cost.as_grid() is None and batch * n * m <= MATRIX_LIMITS.max_entries
 
 
 def _prepared(problem: Problem) -> Problem:
@@ -132,7 +132,7 @@ def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tenso
         shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         f, g = f + shift, g - shift
     # Potentials differ by no more than the costs do, plus epsilon times the logarithms of weights.
-    bound = ACCURATE.largest_start * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
+    bound = POTENTIAL_TOLERANCE.largest_start * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
     is_sane = (g.masked_fill(q == 0, 0.0).abs() <= bound).all(-1, keepdim=True)
     g = torch.where(is_sane & (g.abs() <= bound), g, 0.0)
     return torch.where(is_sane, f, 0.0), g

@@ -36,15 +36,15 @@ def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
     return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=costs, start=None)
 
 
-def scatter(found: SearchResult, chosen: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:
-    """Return `new` for the chosen problems and `found` for the others, which have no iterations of this search."""
+def scatter(previous: SearchResult, chosen: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:
+    """Return `new` for the chosen problems and `previous` for the others, which have no iterations of this search."""
     assert new.potential_error is not None
-    f, g, error = found.f.clone(), found.g.clone(), found.error.clone()
+    f, g, error = previous.f.clone(), previous.g.clone(), previous.error.clone()
     for target, values in ((f, new.f), (g, new.g), (error, new.error)):
         target[chosen] = values.to(target)
-    iterations = torch.zeros_like(found.iterations)
+    iterations = torch.zeros_like(previous.iterations)
     iterations[chosen] = new.iterations.to(iterations)
-    estimate = found.potential_error
+    estimate = previous.potential_error
     estimate = torch.full_like(error, torch.nan) if estimate is None else estimate.clone()
     estimate[chosen] = new.potential_error.to(estimate)
-    return dataclasses.replace(found, f=f, g=g, error=error, iterations=iterations, potential_error=estimate)
+    return dataclasses.replace(previous, f=f, g=g, error=error, iterations=iterations, potential_error=estimate)

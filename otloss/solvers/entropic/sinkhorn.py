@@ -1,4 +1,6 @@
-"""Sinkhorn's iteration in the log domain: any cost object, any device, balanced or not; holds no matrix, no history.
+"""Sinkhorn's iteration in the log domain: any cost object, any device, balanced or not.
+
+A cost without a matrix needs none. A matrix is copied once, transposed (`updates`).
 
 This is the reference implementation of the numba kernels (`sinkhorn_numba`, `sinkhorn_unbalanced_numba`). Stages of
 epsilon, updates and over-relaxation follow the same formulas (see `sinkhorn_steps_numba`) and the same `Schedule`, with
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from otloss._progress import report
 from otloss.solvers.entropic.dual import with_estimates
-from otloss.solvers.entropic.interface import SCHEDULE, Budget, SearchResult
+from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult
 from otloss.solvers.entropic.updates import Updates, build_updates
 from otloss.solvers.problem import Problem
 
@@ -28,7 +30,7 @@ STAGE_ITERATIONS = 3
 CHECK_EVERY = 8  # iterations between two measurements of the contraction
 
 
-class Sinkhorn:
+class Sinkhorn(Method):
     """The method for every problem, which no other method of its rung takes."""
 
     def applies(self, problem: Problem) -> bool:
@@ -37,7 +39,7 @@ class Sinkhorn:
     def run(
         self,
         problem: Problem,
-        found: SearchResult | None,
+        previous: SearchResult | None,
         budget: Budget,
         *,
         relaxation: Float[Tensor, "*batch"] | None = None,
@@ -49,8 +51,8 @@ class Sinkhorn:
         updates = build_updates(problem)
         f, g = (torch.zeros_like(w) for w in (updates.log_p, updates.log_q))
         staged = 0
-        if found is not None:
-            f, g = (potential.to(f.dtype) for potential in found.start)
+        if previous is not None:
+            f, g = (potential.to(f.dtype) for potential in previous.start)
         elif not problem.is_symmetric:
             f, g, staged = _run_stages(updates, f, g, budget)
         budget = dataclasses.replace(budget, max_iterations=budget.max_iterations - staged)
@@ -85,7 +87,7 @@ def _falling_epsilons(problem: Problem) -> list[Tensor]:
     All problems get the same number of values. Values above the marginal penalty would save no iteration, since the
     penalty bounds the potentials.
     """
-    largest = SCHEDULE.first_epsilon * problem.cost.largest()
+    largest = SCHEDULE.first_epsilon_over_cost * problem.cost.largest()
     if problem.marginal_penalty is not None:
         largest = largest.clamp(max=problem.marginal_penalty)
     values: list[Tensor] = []
@@ -200,7 +202,7 @@ class RelaxationSchedule:
             return torch.zeros_like(self.is_settling)
         speed = -(error.to(self.w.dtype) / self.previous_error).log() / CHECK_EVERY
         needed = torch.where(speed > 0, (error / budget.tolerance).log() / speed, torch.inf)
-        allowed = budget.patience * (1.0 if count >= SCHEDULE.first_check else SCHEDULE.clearly)
+        allowed = budget.patience * (1.0 if count >= SCHEDULE.first_check else SCHEDULE.early_factor)
         return (needed > allowed) & ~self.is_settling
 
     def next_relaxation(self, error: Tensor) -> Tensor:
@@ -214,9 +216,9 @@ class RelaxationSchedule:
         is_worse = error > SCHEDULE.overshoot * self.smallest_error
         is_usable = (contraction > self.w - 1) & (contraction < 1) & ~is_worse & ~self.is_settling
         eigenvalue = ((contraction + self.w - 1) ** 2 / (self.w**2 * contraction)).clamp(0, 1)
-        better = torch.minimum(2 / (1 + (1 - eigenvalue).sqrt()), 1 + self.w / 2)
-        is_raised = is_usable & (better > self.w + SCHEDULE.smallest_change)
-        self.w = torch.where(is_worse, (1 + self.w) / 2, torch.where(is_raised, better, self.w))
+        best_w = torch.minimum(2 / (1 + (1 - eigenvalue).sqrt()), 1 + self.w / 2)
+        is_raised = is_usable & (best_w > self.w + SCHEDULE.smallest_change)
+        self.w = torch.where(is_worse, (1 + self.w) / 2, torch.where(is_raised, best_w, self.w))
         self.is_settling = is_worse | is_raised
         self.smallest_error = torch.where(is_worse, error, torch.minimum(self.smallest_error, error))
         self.previous_error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ from otloss.solvers.entropic.interface import (
     ITERATIONS,
     LEAST_EIGENVALUE,
     POTENTIAL_ERROR,
-    SPREAD,
+    POTENTIAL_RANGE,
     Budget,
+    Method,
     SearchResult,
     in_float64,
 )
@@ -27,12 +29,12 @@ from otloss.solvers.problem import Problem
 
 
 @dataclass(frozen=True)
-class Limits:
+class MatrixLimits:
     """Where the kernels are faster than soft minima in torch.
 
     Attributes:
         largest_matrix: entries of one matrix. Above, the kernel on one thread takes longer than soft minima on all.
-        most_entries: of all matrices together: 1 GiB in float32.
+        max_entries: of all matrices together: 1 GiB in float32.
         largest_image: entries of the cost of images, above which products along the axes are faster.
         largest_unbalanced_image: the same for unbalanced problems, which take more iterations in the kernel.
         largest_ratio: of epsilon to the marginal penalty. The kernel iterates potentials over epsilon, and the mass of
@@ -40,16 +42,16 @@ class Limits:
     """
 
     largest_matrix: int = 2**24
-    most_entries: int = 2**28
+    max_entries: int = 2**28
     largest_image: int = 2**20
     largest_unbalanced_image: int = 2**17
     largest_ratio: float = 1e3
 
 
-LIMITS = Limits()
+MATRIX_LIMITS = MatrixLimits()
 
 
-class SinkhornOnCPU:
+class SinkhornOnCPU(Method):
     """The method for matrices, and for costs whose matrix fits the memory."""
 
     def applies(self, problem: Problem) -> bool:
@@ -60,12 +62,14 @@ class SinkhornOnCPU:
         cost, (n, m) = problem.cost, problem.cost.shape
         if problem.impl != "auto" or not may_run_on(problem.p):
             return False
-        largest = LIMITS.largest_image if problem.marginal_penalty is None else LIMITS.largest_unbalanced_image
+        largest = (
+            MATRIX_LIMITS.largest_image if problem.marginal_penalty is None else MATRIX_LIMITS.largest_unbalanced_image
+        )
         if cost.softmin_work() < n * m and n * m > largest:
             return False
-        return n * m <= LIMITS.largest_matrix and cost.batch_shape.numel() * n * m <= LIMITS.most_entries
+        return n * m <= MATRIX_LIMITS.largest_matrix and cost.batch_shape.numel() * n * m <= MATRIX_LIMITS.max_entries
 
-    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
         (n, m), batch = problem.cost.shape, problem.batch
         p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
@@ -76,22 +80,38 @@ class SinkhornOnCPU:
         f, g, outcome = run_kernel(
             p, q, costs.reshape(-1, n, m), owner=owner,
             epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
-            g=None if found is None else found.start[1].reshape(-1, m), rho=problem.marginal_penalty,
+            g=None if previous is None else previous.start[1].reshape(-1, m), rho=problem.marginal_penalty,
             symmetric=problem.is_symmetric, budget=budget,
         )  # fmt: skip
         error, iterations = (outcome[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
         f, g = f.reshape(*batch, n), g.reshape(*batch, m)
         rho = problem.marginal_penalty
-        if rho is not None and bool((problem.epsilon > LIMITS.largest_ratio * rho).any()):
+        if rho is not None and bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * rho).any()):
             updates = build_updates(in_float64(problem))
             g = updates.g_from(f)
             f = updates.f_from(g)
         result = SearchResult(f, g, error, iterations.long())
-        if not budget.is_accurate or problem.is_symmetric:  # the kernel has not estimated the error of g
+        if not (budget.is_accurate or budget.needs_eigenvalue) or problem.is_symmetric:  # no estimate of the error of g
             return result
-        columns = (POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE)
-        potential_error, spread, eigenvalue = (outcome[:, column].reshape(batch) for column in columns)
-        return dataclasses.replace(result, potential_error=potential_error, spread=spread, least_eigenvalue=eigenvalue)
+        columns = (POTENTIAL_ERROR, POTENTIAL_RANGE, LEAST_EIGENVALUE)
+        potential_error, range_of_g, eigenvalue = (outcome[:, column].reshape(batch) for column in columns)
+        return dataclasses.replace(
+            result, potential_error=potential_error, potential_range=range_of_g, least_eigenvalue=eigenvalue
+        )
+
+
+class KernelResults(NamedTuple):
+    """What the kernels write.
+
+    Attributes:
+        f, g: (problems, n) and (problems, m), the potentials.
+        outcome: (problems, 5), the columns `ERROR`, `ITERATIONS`, `POTENTIAL_ERROR`, `POTENTIAL_RANGE` and
+            `LEAST_EIGENVALUE` of `interface`.
+    """
+
+    f: Float[Tensor, "problems n"]
+    g: Float[Tensor, "problems m"]
+    outcome: Float[Tensor, "problems 5"]
 
 
 def run_kernel(
@@ -105,19 +125,19 @@ def run_kernel(
     g: Float[Tensor, "problems m"] | None = None,
     symmetric: bool = False,
     rho: float | None = None,
-) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 5"]]:
-    """Return f, g and (error, iterations, error and spread of g, least eigenvalue), without a graph.
+) -> KernelResults:
+    """Run the kernels for matrices, without a graph.
 
     Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`; owner and epsilon are (problems,). Without a start
     `g`, epsilon falls in stages. The error is infinite where a number is not valid. `symmetric` is for p = q at
     symmetric costs. With the marginal penalty `rho` problems are unbalanced: the error is infinite too where a side has
     no mass.
 
-    If the budget asks for accurate potentials, the largest error of g is estimated; it is a bound in unbalanced
-    problems. The spread is the largest g minus the least. The least eigenvalue is that of the equations for g,
-    estimated from above. The last two are NaN in unbalanced problems.
+    If the budget asks for accurate potentials or the eigenvalue, the largest error of g is estimated. It is a bound in
+    unbalanced problems. The least eigenvalue is the one of the equations for g, estimated from above.
     """
     from otloss.solvers.entropic.sinkhorn_numba import (
+        KernelBudget,
         empty_arrays,
         empty_results,
         sinkhorn_problems,
@@ -133,15 +153,19 @@ def run_kernel(
         kernel = symmetric_problems
     problems = (p.contiguous().numpy(), q.contiguous().numpy(), matrices, owner, epsilon)
     last = int(min(budget.max_iterations, budget.patience))
-    limits = (
-        budget.tolerance, budget.largest_change, last, float(budget.patience), g is not None,
-        0.0 if rho is None else float(rho),
-    )  # fmt: skip
+    limits = KernelBudget(
+        tolerance=budget.tolerance,
+        largest_change=budget.largest_change,
+        max_iterations=last,
+        patience=float(budget.patience),
+        is_warm=g is not None,
+        estimates_error=budget.is_accurate or budget.needs_eigenvalue,
+        rho=0.0 if rho is None else float(rho),
+    )
     passes = min(last, max(PASSES, last // 50))  # a limit of iterations is rarely reached
     run_on_threads(
-        kernel, count, (problems, limits, results),
+        kernel, count, (problems, tuple(limits), results),
         lambda: empty_arrays(n, m, matrices.dtype),
         work=Work("Sinkhorn iterations", count * n * m, budget.tolerance, passes=passes),
     )  # fmt: skip
-    f, g, outcome = map(torch.from_numpy, results)
-    return f, g, outcome
+    return KernelResults(*map(torch.from_numpy, results))

@@ -1,17 +1,17 @@
-"""The last method: Sinkhorn's iteration in float64, from what the other methods have found."""
+"""The last method: Sinkhorn's iteration in float64, from what the other methods have previous."""
 
 from __future__ import annotations
 
 import torch
 
-from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.problem import Problem
 
 
-class SinkhornInFloat64:
+class SinkhornInFloat64(Method):
     """The method for what the others may leave: they end early, or underflow.
 
     It does not apply where the first method is the same iteration in the same arithmetic and nothing lies between: that
@@ -23,10 +23,10 @@ class SinkhornInFloat64:
             return True
         return problem.marginal_penalty is not None and SinkhornOnCPU().applies(problem)  # that kernel may underflow
 
-    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from where another search ended; see `interface.Method`."""
         problem = in_float64(problem)
         kernel = SinkhornOnCPU()
         if problem.marginal_penalty is None and kernel.applies(problem):
-            return kernel.run(problem, found, budget)
-        return Sinkhorn().run(problem, found, budget)
+            return kernel.run(problem, previous, budget)
+        return Sinkhorn().run(problem, previous, budget)

@@ -30,10 +30,17 @@ import numpy as np
 from otloss._numba.compile import compiled, inner, largest, spliced
 from otloss._numba.sums import balance, mass_of
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.entropic.interface import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SCHEDULE, SPREAD
+from otloss.solvers.entropic.interface import (
+    ERROR,
+    ITERATIONS,
+    LEAST_EIGENVALUE,
+    POTENTIAL_ERROR,
+    POTENTIAL_RANGE,
+    SCHEDULE,
+)
 from otloss.solvers.entropic.sinkhorn_steps_numba import (
     FAST,
-    STEPS,
+    UPDATE_BOUNDS,
     absorb,
     add_logs,
     column_error,
@@ -51,16 +58,18 @@ from otloss.solvers.entropic.sinkhorn_steps_numba import (
 )
 
 
-class Numbers(NamedTuple):
+class IterationBounds(NamedTuple):
     """What the kernels for matrices read as constants.
 
     Attributes:
         stage_iterations, stage_error: where each stage ends but the last.
         check_every: iterations between two measurements of the contraction.
-        lost: a column is lost if its sum of G is below this or above its inverse: its potential is too far off.
+        smallest_column_sum: a column is lost if its sum of G is below this or above its inverse: its potential is too
+            far off.
         attempts: exact updates of both sides before the iterations, at most.
-        lanczos_steps, first_steps, clear: Lanczos' method ends after `first_steps` if the least eigenvalue is above
-            `clear`: the eigenvalue of a few bins among thousands has shown by then, and after three steps it has not.
+        lanczos_steps, first_steps, large_eigenvalue: Lanczos' method ends after `first_steps` if the least eigenvalue
+            is above `large_eigenvalue`: the eigenvalue of a few bins among thousands has shown by then, and after three
+            steps it has not.
         largest_asymmetry: |softmin(f) - f| / epsilon, above which a symmetric problem updates the potentials and not
             the factors.
         negligible_32, negligible_64: shares of the mass from which bins take part: 1 / share has to fit the kernel.
@@ -69,17 +78,17 @@ class Numbers(NamedTuple):
     stage_iterations: int = 12
     stage_error: float = 0.05
     check_every: int = 10
-    lost: float = 1e-12
+    smallest_column_sum: float = 1e-12
     attempts: int = 100
     lanczos_steps: int = 24
     first_steps: int = 8
-    clear: float = 0.1
+    large_eigenvalue: float = 0.1
     largest_asymmetry: float = 20.0
     negligible_32: float = 1e-20
     negligible_64: float = 1e-150
 
 
-NUMBERS = Numbers()
+ITERATION_BOUNDS = IterationBounds()
 
 
 class Scratch(NamedTuple):
@@ -122,14 +131,22 @@ class Scratch(NamedTuple):
     counter: Any
 
 
-class Limits(NamedTuple):
-    """When the iterations of a problem end: `interface.Budget`, whether g holds a start, and the marginal penalty."""
+class KernelBudget(NamedTuple):
+    """When the iterations of a problem end, and what is known before.
+
+    Attributes:
+        tolerance, largest_change, max_iterations, patience: as in `interface.Budget`.
+        is_warm: whether g holds a start.
+        estimates_error: whether the error of g is estimated.
+        rho: the marginal penalty, 0 for balanced problems.
+    """
 
     tolerance: float
     largest_change: float
     max_iterations: int
     patience: float
     is_warm: bool
+    estimates_error: bool
     rho: float
 
 
@@ -158,9 +175,9 @@ def build_scratch(counter: Any, arrays: Any) -> Scratch:
 
 
 @inner()
-def build_limits(values: Any) -> Limits:
-    tolerance, largest_change, max_iterations, patience, is_warm, rho = values
-    return Limits(tolerance, largest_change, max_iterations, patience, is_warm, rho)
+def build_budget(values: Any) -> KernelBudget:
+    tolerance, largest_change, max_iterations, patience, is_warm, estimates_error, rho = values
+    return KernelBudget(tolerance, largest_change, max_iterations, patience, is_warm, estimates_error, rho)
 
 
 @inner()
@@ -198,12 +215,14 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
         work.u[i] = p[i]
     for j in range(m):
         work.v[j] = q[j]
-    for attempt in range(NUMBERS.attempts):
+    for attempt in range(ITERATION_BOUNDS.attempts):
         absorb(cost, beta, scores, p, q, epsilon, alpha, work.totals, work.kernel, sums, n, m)
         is_lost = False
         for j in range(m):
-            is_lost |= not (sums[j] > NUMBERS.lost and sums[j] < 1 / NUMBERS.lost)
-        if not is_lost or attempt == NUMBERS.attempts - 1:
+            is_lost |= not (
+                sums[j] > ITERATION_BOUNDS.smallest_column_sum and sums[j] < 1 / ITERATION_BOUNDS.smallest_column_sum
+            )
+        if not is_lost or attempt == ITERATION_BOUNDS.attempts - 1:
             break
         for j in range(m):
             for i in range(n):
@@ -217,9 +236,31 @@ def is_too_slow(iterations: int, error: float, previous_error: float, tolerance:
     """Return whether the tolerance takes more than `patience` iterations, at the contraction since the last check."""
     if iterations < SCHEDULE.early_check:
         return False
-    speed = -math.log(error / previous_error) / NUMBERS.check_every
+    speed = -math.log(error / previous_error) / ITERATION_BOUNDS.check_every
     needed = math.log(error / tolerance) / speed if speed > 0 else np.inf
-    return needed > patience * (1.0 if iterations >= SCHEDULE.first_check else SCHEDULE.clearly)
+    return needed > patience * (1.0 if iterations >= SCHEDULE.first_check else SCHEDULE.early_factor)
+
+
+@spliced
+def _relaxed_updates(work: Any, n: int, m: int, w: float) -> tuple[float, bool]:
+    """Over-relax U and then V; return the error before, and whether some bin was too far from its weight for that."""
+    number = work.u.dtype.type
+    largest_push, largest_factor = number(UPDATE_BOUNDS.largest_relaxed_push), number(UPDATE_BOUNDS.largest_factor)
+    row_sums(work.kernel, work.v, work.row_sums, n, m)
+    error_p, is_steep_p = update(work.p, work.row_sums, work.u, number(w), largest_push, largest_factor, n)
+    column_sums(work.kernel, work.u, work.column_sums, n, m)
+    error_q, is_steep_q = update(work.q, work.column_sums, work.v, number(w), largest_push, largest_factor, m)
+    return error_p + error_q, is_steep_p or is_steep_q
+
+
+@spliced
+def _update_exactly(work: Any, n: int, m: int) -> tuple[float, float]:
+    """Update V and then U exactly; return the largest change of a factor, and the error of the columns."""
+    change = exact_update(work.q, work.column_sums, work.v, m)
+    row_sums(work.kernel, work.v, work.row_sums, n, m)
+    change = max(change, exact_update(work.p, work.row_sums, work.u, n))
+    column_sums(work.kernel, work.u, work.column_sums, n, m)
+    return change, column_error(work.q, work.column_sums, work.v, m)
 
 
 @spliced
@@ -234,47 +275,36 @@ def _iterate(
     (`since_absorption`, `previous_error`). For the end, over all iterations since the last check (`checked`,
     `checked_error`), unless w has changed meanwhile (`relaxed`).
     """
-    p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
-    alpha, beta, kernel = work.alpha, work.beta, work.kernel
+    p, q, u, v, beta = work.p, work.q, work.u, work.v, work.beta
     iterations, since_absorption, checked, relaxed, count_within = 0, 0, 0, 0, 0
-    must_absorb, is_settling, is_given_up = True, True, False
-    w, number = 1.0, u.dtype.type
+    must_absorb, is_settling, is_given_up, w = True, True, False, 1.0
     previous_error = checked_error = smallest_error = final_error = np.inf
-    largest_push, largest_factor = number(STEPS.largest_relaxed_push), number(STEPS.largest_factor)
     while True:
         is_steep = False
         if must_absorb:
             must_absorb, since_absorption = False, 0
             error = _absorb_factors(cost, work, n, m, epsilon)
         else:
-            row_sums(kernel, v, sums_p, n, m)
-            error, is_steep = update(p, sums_p, u, number(w), largest_push, largest_factor, n)
-            column_sums(kernel, u, sums, n, m)
-            error_q, is_steep_q = update(q, sums, v, number(w), largest_push, largest_factor, m)
-            error, is_steep = error + error_q, is_steep or is_steep_q
+            error, is_steep = _relaxed_updates(work, n, m, w)
             iterations += 1
             since_absorption += 1
         is_at_end = iterations >= max_iterations or is_given_up
         if error <= tolerance or is_at_end:
             if not is_last:
                 break
-            change = exact_update(q, sums, v, m)
-            row_sums(kernel, v, sums_p, n, m)
-            change = max(change, exact_update(p, sums_p, u, n))
-            column_sums(kernel, u, sums, n, m)
-            final_error = column_error(q, sums, v, m)
+            change, final_error = _update_exactly(work, n, m)
             is_within = final_error <= tolerance
             count_within += is_within
             is_accurate = change <= largest_change or count_within > SCHEDULE.extra_iterations
             if (is_within and is_accurate) or is_at_end:
                 break
-        if iterations - checked == NUMBERS.check_every:
+        if iterations - checked == ITERATION_BOUNDS.check_every:
             is_given_up = is_stopped(work.counter, error, np.nan) or (
-                iterations - relaxed > NUMBERS.check_every
+                iterations - relaxed > ITERATION_BOUNDS.check_every
                 and is_too_slow(iterations, error, checked_error, tolerance, patience)
             )
             checked, checked_error = iterations, error
-        if since_absorption == NUMBERS.check_every:
+        if since_absorption == ITERATION_BOUNDS.check_every:
             contraction = (error / previous_error) ** (1.0 / since_absorption)
             w, smallest_error, is_settling = next_relaxation(w, error, smallest_error, contraction, is_settling)
             previous_error, since_absorption = error, 0
@@ -283,7 +313,7 @@ def _iterate(
             add_logs(beta, v, q, epsilon, m)
             must_absorb = True
     add_logs(beta, v, q, epsilon, m)
-    add_logs(alpha, u, p, epsilon, n)
+    add_logs(work.alpha, u, p, epsilon, n)
     return final_error, iterations
 
 
@@ -304,7 +334,7 @@ def eigenvalue_of_plan(work: Any, n: int, m: int) -> float:
         size = 0.5 + (state >> np.uint32(2)) * 2.0**-31
         previous[j], x[j] = number(0), number(size if state & np.uint32(1 << 31) else -size)
     count = 0
-    for k in range(min(NUMBERS.lanczos_steps, m - 1)):
+    for k in range(min(ITERATION_BOUNDS.lanczos_steps, m - 1)):
         # The first eigenvector is constant. Rounding brings it back, so it is removed each time.
         mean = number(0)
         for j in range(m):
@@ -321,9 +351,9 @@ def eigenvalue_of_plan(work: Any, n: int, m: int) -> float:
         round_trip(work.kernel, p, q, u, v, x, work.row_sums, sums, n, m)
         diagonal[k] = product(q, x, sums, m)
         count += 1
-        if count == NUMBERS.first_steps:
+        if count == ITERATION_BOUNDS.first_steps:
             least = least_eigenvalue(diagonal, beside, count)
-            if least > NUMBERS.clear:
+            if least > ITERATION_BOUNDS.large_eigenvalue:
                 return least
         a, b = number(diagonal[k]), number(beside[k - 1] if k > 0 else 0)
         for j in range(m):
@@ -418,7 +448,7 @@ def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
         f[i] = 0
     for j in range(g.shape[0]):
         g[j] = 0
-    outcome[ERROR], outcome[POTENTIAL_ERROR], outcome[SPREAD], outcome[LEAST_EIGENVALUE] = 0, 0, 0, 1
+    outcome[ERROR], outcome[POTENTIAL_ERROR], outcome[POTENTIAL_RANGE], outcome[LEAST_EIGENVALUE] = 0, 0, 0, 1
 
 
 @spliced
@@ -426,15 +456,16 @@ def _run_stages(cost: Any, work: Any, n: int, m: int, epsilon: float, highest: f
     """Iterate at falling values of epsilon, from the potentials in beta; return the error and the iterations."""
     beta = work.beta
     iterations, width, error = 0, epsilon, np.inf
-    while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon * highest:
+    while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon_over_cost * highest:
         width /= SCHEDULE.stage_factor
     while True:
         is_last = width <= epsilon
         remaining = limits.max_iterations - iterations
-        is_cut = is_last or remaining < NUMBERS.stage_iterations
+        is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
         error, count = _iterate(
-            cost, work, n, m, width, limits.tolerance if is_last else NUMBERS.stage_error, limits.largest_change,
-            remaining if is_cut else NUMBERS.stage_iterations, limits.patience if is_last else np.inf, is_last,
+            cost, work, n, m, width, limits.tolerance if is_last else ITERATION_BOUNDS.stage_error,
+            limits.largest_change, remaining if is_cut else ITERATION_BOUNDS.stage_iterations,
+            limits.patience if is_last else np.inf, is_last,
         )  # fmt: skip
         iterations += count
         if is_last:
@@ -452,7 +483,7 @@ def _run_stages(cost: Any, work: Any, n: int, m: int, epsilon: float, highest: f
 @spliced
 def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any) -> None:
     """Solve one problem from the start in g; write f and g on all bins."""
-    negligible = NUMBERS.negligible_32 if cost.itemsize == 4 else NUMBERS.negligible_64
+    negligible = ITERATION_BOUNDS.negligible_32 if cost.itemsize == 4 else ITERATION_BOUNDS.negligible_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
     scale_p, scale_q, mass = balance(p, q, 1.0)  # checked before
@@ -474,7 +505,7 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
         highest, block = gather_costs(cost, work, n, m), work.costs
     error, iterations = _run_stages(block, work, n, m, epsilon, highest, limits)
     _write_potentials(p, q, cost, work, n, m, epsilon, mass, (scale_p, scale_q), negligible, f, g)
-    if limits.largest_change < np.inf:
+    if limits.estimates_error:
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
             lowest_g, highest_g = min(lowest_g, beta[j]), max(highest_g, beta[j])
@@ -483,7 +514,7 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
             residual = max(residual, abs(np.float64(work.column_sums[j] * work.v[j] / work.q[j]) - 1))
         least = eigenvalue_of_plan(work, n, m)
         outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, cost.itemsize)
-        outcome[SPREAD], outcome[LEAST_EIGENVALUE] = highest_g - lowest_g, least
+        outcome[POTENTIAL_RANGE], outcome[LEAST_EIGENVALUE] = highest_g - lowest_g, least
     outcome[ERROR], outcome[ITERATIONS] = error, iterations
 
 
@@ -493,14 +524,14 @@ def sinkhorn_problems(counter: Any, problems: Any, limits: Any, results: Any, ar
 
     problems    p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
                 owner (B,) and epsilon (B,)
-    limits      the fields of `Limits`
+    limits      the fields of `KernelBudget`
     results     f (B, n) and g (B, m) in float64; outcome (B, 5), which gets what `run_kernel` returns: infinity and NaN
                 where the problem is not valid. Potentials of a problem without mass are 0
     arrays      what `empty_arrays` returns
     """
     p, q, costs, owner, epsilon = problems
     f, g, outcome = results
-    work, bounds = build_scratch(counter, arrays), build_limits(limits)
+    work, bounds = build_scratch(counter, arrays), build_budget(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -518,7 +549,7 @@ def _iterate_symmetric(
     """
     p, u, v, sums, weight = work.p, work.u, work.v, work.column_sums, work.row_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
-    largest_factor = u.dtype.type(STEPS.largest_factor)
+    largest_factor = u.dtype.type(UPDATE_BOUNDS.largest_factor)
     iterations, is_exact, change = 0, False, 0.0
     while True:
         absorb(cost, beta, work.scores, p, p, epsilon, alpha, work.totals, kernel, sums, n, n)
@@ -527,7 +558,7 @@ def _iterate_symmetric(
         error, asymmetry = column_error(p, sums, v, n), 0.0
         for i in range(n):
             asymmetry = max(asymmetry, abs(beta[i] - alpha[i]))
-        is_near = asymmetry <= NUMBERS.largest_asymmetry * epsilon
+        is_near = asymmetry <= ITERATION_BOUNDS.largest_asymmetry * epsilon
         is_finished = (error <= tolerance and is_near) or iterations >= max_iterations
         if is_finished and is_exact and (change <= largest_change or iterations >= max_iterations):
             return error, iterations
@@ -550,7 +581,7 @@ def _iterate_symmetric(
             error, change = symmetric_update(kernel, p, weight, u, sums, largest_factor, n)
             iterations += 1
             max_iterations = iterations if is_stopped(work.counter, error, np.nan) else max_iterations
-            if iterations % NUMBERS.check_every == 0 and needs_absorption(u, p, n):
+            if iterations % ITERATION_BOUNDS.check_every == 0 and needs_absorption(u, p, n):
                 break
         add_logs(beta, u, p, epsilon, n)
 
@@ -560,8 +591,8 @@ def symmetric_problems(counter: Any, problems: Any, limits: Any, results: Any, a
     """As `sinkhorn_problems`, of p with itself at symmetric costs and without stages of epsilon."""
     p, _, costs, owner, epsilon = problems
     f, g, outcome = results
-    negligible = NUMBERS.negligible_32 if costs.itemsize == 4 else NUMBERS.negligible_64
-    work, bounds = build_scratch(counter, arrays), build_limits(limits)
+    negligible = ITERATION_BOUNDS.negligible_32 if costs.itemsize == 4 else ITERATION_BOUNDS.negligible_64
+    work, bounds = build_scratch(counter, arrays), build_budget(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

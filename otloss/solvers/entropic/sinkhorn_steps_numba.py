@@ -35,7 +35,7 @@ from otloss._numba.compile import exp, exp64, inner, largest, log64
 from otloss.solvers.entropic.interface import SCHEDULE
 
 
-class Steps(NamedTuple):
+class UpdateBounds(NamedTuple):
     """Bounds of one update, which the kernels read as constants.
 
     Attributes:
@@ -53,7 +53,7 @@ class Steps(NamedTuple):
     largest_relaxed_push: float = 0.8
 
 
-STEPS = Steps()
+UPDATE_BOUNDS = UpdateBounds()
 FAST = {"reassoc", "contract", "nsz"}
 
 
@@ -179,13 +179,13 @@ def damped_update(
         total += target
         step = damping * log64(target / mass)
         step = w * step if abs(w * step) < SCHEDULE.largest_relaxed_step else step
-        step = STEPS.largest_step if step > STEPS.largest_step else step
-        step = -STEPS.largest_step if step < -STEPS.largest_step else step
+        step = UPDATE_BOUNDS.largest_step if step > UPDATE_BOUNDS.largest_step else step
+        step = -UPDATE_BOUNDS.largest_step if step < -UPDATE_BOUNDS.largest_step else step
         potential[i] += step
         steps[i] = step
         lowered = pull * step
         total_after += target * (1.0 - lowered + 0.5 * lowered * lowered)  # exp(-lowered) to second order
-        far += 1.0 if abs(potential[i] - first[i]) > STEPS.largest_drift else 0.0
+        far += 1.0 if abs(potential[i] - first[i]) > UPDATE_BOUNDS.largest_drift else 0.0
         factors[i] = np.float64(weights[i]) * exp64(potential[i] - absorbed[i])
     return error, total, total_after, far
 
@@ -272,7 +272,7 @@ def needs_absorption(factors: Any, weights: Any, count: int) -> bool:
         ratio = factors[i] / weights[i]
         low = ratio if ratio < low else low
         high = ratio if ratio > high else high
-    return not (low > 1 / STEPS.scaling and high < STEPS.scaling)
+    return not (low > 1 / UPDATE_BOUNDS.scaling and high < UPDATE_BOUNDS.scaling)
 
 
 @inner()
@@ -300,9 +300,9 @@ def next_relaxation(
     if is_settling:
         is_settling = False
     else:
-        better = best_relaxation(contraction, w)
-        is_settling = better > w + SCHEDULE.smallest_change
-        w = better if is_settling else w
+        best_w = best_relaxation(contraction, w)
+        is_settling = best_w > w + SCHEDULE.smallest_change
+        w = best_w if is_settling else w
     return w, (error if error < smallest_error else smallest_error), is_settling
 
 

@@ -29,10 +29,17 @@ import numpy as np
 from otloss._numba.compile import compiled, inner, spliced
 from otloss._numba.sums import mass_of
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.entropic.interface import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SCHEDULE, SPREAD
+from otloss.solvers.entropic.interface import (
+    ERROR,
+    ITERATIONS,
+    LEAST_EIGENVALUE,
+    POTENTIAL_ERROR,
+    POTENTIAL_RANGE,
+    SCHEDULE,
+)
 from otloss.solvers.entropic.sinkhorn_numba import (
-    NUMBERS,
-    build_limits,
+    ITERATION_BOUNDS,
+    build_budget,
     build_scratch,
     count_positive,
     eigenvalue_of_plan,
@@ -98,7 +105,9 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
         is_lost = False
         for j in range(m):
             ratio = np.float64(sums[j]) / math.exp(sides.columns - sides.pull * gamma[j])
-            is_lost |= not (ratio > NUMBERS.lost and ratio < 1 / NUMBERS.lost)
+            is_lost |= not (
+                ratio > ITERATION_BOUNDS.smallest_column_sum and ratio < 1 / ITERATION_BOUNDS.smallest_column_sum
+            )
         if not is_lost:
             return True
         for i in range(n):
@@ -111,6 +120,53 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
 
 
 @spliced
+def _damped_updates(work: Any, n: int, m: int, sides: Any, shift: float, w: float) -> tuple[float, float, float]:
+    """Update phi and then gamma by damped steps with over-relaxation w.
+
+    Returns the error before, the next change of the shift s, and the number of potentials that have to be absorbed.
+    """
+    pull, damping = sides.pull, sides.damping
+    row_sums(work.kernel, work.v, work.row_sums, n, m)
+    error_p, mass_p, mass_p_after, far_p = damped_update(
+        work.p, work.row_sums, work.totals, work.shifted, work.phi, work.u, work.scores, sides.rows - pull * shift,
+        pull, damping, w, n,
+    )  # fmt: skip
+    column_sums(work.kernel, work.u, work.column_sums, n, m)
+    error_q, mass_q, mass_q_after, far_q = damped_update(
+        work.q, work.column_sums, work.absorbed, work.absorbed, work.gamma, work.v, work.scores,
+        sides.columns + pull * shift, pull, damping, w, m,
+    )  # fmt: skip
+    step_of_shift = math.log(mass_p_after / mass_q_after) / (2 * pull)
+    return error_p / mass_p + error_q / mass_q, step_of_shift, far_p + far_q
+
+
+@spliced
+def _update_exactly(work: Any, n: int, m: int, sides: Any, shift: float) -> tuple[float, float, float]:
+    """Update gamma and then phi exactly; return their largest change, the error, and the largest error of a column."""
+    q, sums, pull, damping = work.q, work.column_sums, sides.pull, sides.damping
+    damped_update(
+        q, sums, work.absorbed, work.absorbed, work.gamma, work.v, work.scores, sides.columns + pull * shift, pull,
+        damping, 1.0, m,
+    )  # fmt: skip
+    change = largest_size(work.scores, m)
+    row_sums(work.kernel, work.v, work.row_sums, n, m)
+    damped_update(
+        work.p, work.row_sums, work.totals, work.shifted, work.phi, work.u, work.scores, sides.rows - pull * shift,
+        pull, damping, 1.0, n,
+    )  # fmt: skip
+    change = max(change, largest_size(work.scores, n))
+    column_sums(work.kernel, work.u, sums, n, m)
+    difference, total, residual = 0.0, 0.0, 0.0
+    for j in range(m):
+        target = q[j] * math.exp(sides.columns + pull * shift - pull * work.gamma[j])
+        size = abs(sums[j] * work.v[j] - target)
+        difference += size
+        total += target
+        residual = max(residual, size / target)
+    return change, difference / total, residual
+
+
+@spliced
 def _iterate(
     cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float, largest_change: float,
     max_iterations: int, patience: float, is_last: bool,
@@ -120,12 +176,9 @@ def _iterate(
     Returns the error, the number of iterations, and at the last epsilon the largest relative error of a column. The
     shift s is kept apart (`shift`) until the next absorption.
     """
-    p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
-    phi, gamma, kernel, steps = work.phi, work.gamma, work.kernel, work.scores
-    pull, damping = sides.pull, sides.damping
+    phi, gamma = work.phi, work.gamma
     iterations, since_absorption, count_within = 0, 0, 0
-    must_absorb, is_settling, is_given_up = True, True, False
-    w, shift = 1.0, 0.0
+    must_absorb, is_settling, is_given_up, w, shift = True, True, False, 1.0, 0.0
     previous_error = smallest_error = final_error = residual = np.inf
     while True:
         if must_absorb:
@@ -135,16 +188,8 @@ def _iterate(
             if not _absorb_factors(cost, work, n, m, epsilon, sides):
                 final_error = np.inf
                 break
-        row_sums(kernel, v, sums_p, n, m)
-        error_p, mass_p, mass_p_after, far_p = damped_update(
-            p, sums_p, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, w, n
-        )
-        column_sums(kernel, u, sums, n, m)
-        error_q, mass_q, mass_q_after, far_q = damped_update(
-            q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull, damping, w, m
-        )
-        shift += math.log(mass_p_after / mass_q_after) / (2 * pull)
-        error = error_p / mass_p + error_q / mass_q
+        error, step_of_shift, count_far = _damped_updates(work, n, m, sides, shift, w)
+        shift += step_of_shift
         iterations += 1
         since_absorption += 1
         is_at_end = iterations >= max_iterations or is_given_up
@@ -152,37 +197,20 @@ def _iterate(
             if not is_last or not error < np.inf:
                 final_error = error
                 break
-            damped_update(q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull,
-                   damping, 1.0, m)  # fmt: skip
-            change = largest_size(steps, m)
-            row_sums(kernel, v, sums_p, n, m)
-            damped_update(
-                p, sums_p, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, 1.0, n
-            )
-            change = max(change, largest_size(steps, n))
-            column_sums(kernel, u, sums, n, m)
-            difference, total, residual = 0.0, 0.0, 0.0
-            for j in range(m):
-                target = q[j] * math.exp(sides.columns + pull * shift - pull * gamma[j])
-                size = abs(sums[j] * v[j] - target)
-                difference += size
-                total += target
-                residual = max(residual, size / target)
-            final_error = difference / total
+            change, final_error, residual = _update_exactly(work, n, m, sides, shift)
             is_within = final_error <= tolerance
             count_within += is_within
             is_accurate = change <= largest_change or count_within > SCHEDULE.extra_iterations
             if (is_within and is_accurate) or is_at_end:
                 break
-        if since_absorption == NUMBERS.check_every:
+        if since_absorption == ITERATION_BOUNDS.check_every:
             is_given_up = not is_settling and is_too_slow(iterations, error, previous_error, tolerance, patience)
             contraction = (error / previous_error) ** (1.0 / since_absorption)
             w, smallest_error, is_settling = next_relaxation(w, error, smallest_error, contraction, is_settling)
             previous_error, since_absorption = error, 0
-        # Absorptions may be more frequent than the checks.
-        if iterations % NUMBERS.check_every == 0 and is_stopped(work.counter, error, np.nan):
-            is_given_up = True
-        must_absorb = far_p + far_q > 0
+        if iterations % ITERATION_BOUNDS.check_every == 0:  # absorptions may be more frequent than the checks
+            is_given_up |= is_stopped(work.counter, error, np.nan)
+        must_absorb = count_far > 0
     for i in range(n):
         phi[i] += shift
     for j in range(m):
@@ -229,20 +257,20 @@ def _join_light(
         _update_others(
             cost, m >= 0, work.columns, 0, p, 1 / masses[0], f, epsilon, damping, sides.columns, updated, work
         )
-        off, total, change = 0.0, 0.0, 0.0
+        difference, total, change = 0.0, 0.0, 0.0
         is_start = k == 0 and has_light_columns  # their potentials are arbitrary
         for j in range(g.shape[0]):
             share = q[j] / masses[1]
             if share > 0:
                 step = (updated[j] - g[j]) / epsilon
                 target = math.exp(math.log(share) + sides.columns - sides.pull * g[j] / epsilon)
-                off += target * abs(math.expm1(min(-step / damping, LARGEST_EXPONENT)))
+                difference += target * abs(math.expm1(min(-step / damping, LARGEST_EXPONENT)))
                 total += target
                 is_changed[j] = 1.0 if abs(step) > largest_change and not is_start else is_changed[j]
                 change = max(change, abs(step)) if is_changed[j] > 0 else change
             else:
                 g[j] = updated[j]
-        error = off / total
+        error = difference / total
         if error <= tolerance and change <= largest_change and not is_start:
             break
         for j in range(g.shape[0]):
@@ -277,19 +305,19 @@ def _run_stages(
     """
     gamma, log_p, log_q = work.gamma, math.log(masses[0]), math.log(masses[1])
     iterations, width, error, residual = 0, epsilon, np.inf, np.inf
-    while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon * highest:
+    while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon_over_cost * highest:
         width /= SCHEDULE.stage_factor
     while True:
         is_last = width <= epsilon
         remaining = limits.max_iterations - iterations
-        is_cut = is_last or remaining < NUMBERS.stage_iterations
+        is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
         pull = width / limits.rho
         sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
         for j in range(m):
             gamma[j] = gamma[j] / width + log_p
         error, count, residual = _iterate(
-            cost, work, n, m, width, sides, limits.tolerance if is_last else NUMBERS.stage_error,
-            limits.largest_change, remaining if is_cut else NUMBERS.stage_iterations,
+            cost, work, n, m, width, sides, limits.tolerance if is_last else ITERATION_BOUNDS.stage_error,
+            limits.largest_change, remaining if is_cut else ITERATION_BOUNDS.stage_iterations,
             limits.patience if is_last else np.inf, is_last,
         )  # fmt: skip
         iterations += count
@@ -303,7 +331,7 @@ def _run_stages(
 
 @spliced
 def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any) -> None:
-    negligible = NUMBERS.negligible_32 if cost.itemsize == 4 else NUMBERS.negligible_64
+    negligible = ITERATION_BOUNDS.negligible_32 if cost.itemsize == 4 else ITERATION_BOUNDS.negligible_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
     masses = (mass_of(p), mass_of(q))
@@ -334,9 +362,9 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
     _subtract(epsilon * math.log(masses[1]), f)
     _subtract(epsilon * math.log(masses[0]), g)
     outcome[ERROR] = error
-    if limits.largest_change < np.inf:
+    if limits.estimates_error:
         _write_uncertainty(work, n, m, epsilon, residual, sides.damping, outcome)
-        outcome[SPREAD] = _spread(q, g)
+        outcome[POTENTIAL_RANGE] = _range(q, g)
         outcome[POTENTIAL_ERROR] = max(outcome[POTENTIAL_ERROR], epsilon * uncertain)
 
 
@@ -347,7 +375,7 @@ def _subtract(shift: float, potential: Any) -> None:
 
 
 @inner()
-def _spread(weights: Any, potential: Any) -> float:
+def _range(weights: Any, potential: Any) -> float:
     """Return the largest potential minus the least, over bins with mass."""
     lowest, highest = np.inf, -np.inf
     for j in range(potential.shape[0]):
@@ -390,7 +418,7 @@ def unbalanced_problems(counter: Any, problems: Any, limits: Any, results: Any, 
     """
     p, q, costs, owner, epsilon = problems
     f, g, outcome = results
-    work, bounds = build_scratch(counter, arrays), build_limits(limits)
+    work, bounds = build_scratch(counter, arrays), build_budget(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -90,11 +90,11 @@ class EntropicSolution:
 
     @cached_property
     def dual_value(self) -> Tensor:
-        return dual_value(*self._in_float64) - self._rounding
+        return dual_value(*self._in_float64) - self._rounding_bound
 
     @cached_property
     def gap(self) -> Tensor:
-        gap = duality_gap(*self._in_float64) + 2 * self._rounding
+        gap = duality_gap(*self._in_float64) + 2 * self._rounding_bound
         return gap.masked_fill(gap.isnan() & self.value.detach().isfinite(), torch.inf)  # no bound is known
 
     @cached_property
@@ -111,8 +111,8 @@ class EntropicSolution:
             hard = problem.cost.softmin(g.masked_fill(q == 0, -torch.inf), 0.0).masked_fill(p == 0, 0.0)
             dual = (p * hard).sum(-1) + (q * g).sum(-1)
             primal = rounded_linear_cost(problem, f, g)
-            lower = torch.maximum(dual, lower_bound(p, q, problem.cost).to(f.dtype)) - self._rounding
-            upper = torch.minimum(primal, upper_bound(p, q, problem.cost).to(f.dtype)) + self._rounding
+            lower = torch.maximum(dual, lower_bound(p, q, problem.cost).to(f.dtype)) - self._rounding_bound
+            upper = torch.minimum(primal, upper_bound(p, q, problem.cost).to(f.dtype)) + self._rounding_bound
         # Where both bounds meet, rounding could exchange them.
         return lower, torch.maximum(lower, upper)
 
@@ -131,7 +131,7 @@ class EntropicSolution:
             return problem, build_updates(problem).f_from(g), g
 
     @cached_property
-    def _rounding(self) -> Tensor:
+    def _rounding_bound(self) -> Tensor:
         """Return what rounding may add to a sum over bins. Bounds include it."""
         problem, f, g = self._in_float64
         return 4 * torch.finfo(f.dtype).eps * sizes_of_terms(problem, f, g)
@@ -223,8 +223,8 @@ def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"
 
 def log_marginal_ratios(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return log(P 1 / p) and log(P^T 1 / q), as their limits at bins without mass."""
-    sweep = build_updates(problem)
-    return (f - sweep.softmin_rows(g)) / sweep.epsilon, (g - sweep.softmin_columns(f)) / sweep.epsilon
+    updates = build_updates(problem)
+    return (f - updates.softmin_rows(g)) / updates.epsilon, (g - updates.softmin_columns(f)) / updates.epsilon
 
 
 def marginals(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,18 +277,30 @@ def duality_gap(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch
         return gap.clamp(min=0)
 
 
-def _rounding(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log y, and the masses r and s that A = P diag(y) lacks in its rows and columns."""
-    sweep = build_updates(problem)
+class _PartialPlan(NamedTuple):
+    """The plan A = P diag(y) of the module's docstring, which is nowhere too large.
+
+    Attributes:
+        log_y: (..., m).
+        r, s: (..., n) and (..., m), the masses that A lacks in its rows and columns.
+    """
+
+    log_y: Tensor
+    r: Tensor
+    s: Tensor
+
+
+def _partial_plan(problem: Problem, f: Tensor, g: Tensor) -> _PartialPlan:
+    updates = build_updates(problem)
     p, q = problem.p.detach().to(f.dtype), problem.q.detach().to(f.dtype)
-    log_ratio = (sweep.softmin_columns(f) - g) / sweep.epsilon  # of q to P^T 1
+    log_ratio = (updates.softmin_columns(f) - g) / updates.epsilon  # of q to P^T 1
     log_y = log_ratio.clamp(max=0.0)
     columns = torch.minimum(q, (q.log() - log_ratio).exp())  # the ratio alone may overflow at bins without mass
-    rows = (p.log() + (f - sweep.softmin_rows(g + sweep.epsilon * log_y)) / sweep.epsilon).exp()
-    return log_y, p - torch.minimum(rows, p), q - columns
+    rows = (p.log() + (f - updates.softmin_rows(g + updates.epsilon * log_y)) / updates.epsilon).exp()
+    return _PartialPlan(log_y, p - torch.minimum(rows, p), q - columns)
 
 
-def _moved(problem: Problem, r: Tensor, s: Tensor) -> Tensor:
+def _cost_of_lacking(problem: Problem, r: Tensor, s: Tensor) -> Tensor:
     """Return <C, B> = <C, r s^T / d>."""
     lack = (r.sum(-1) + s.sum(-1)) / 2
     return (r * problem.cost.apply(s)).sum(-1) / lack.clamp(min=torch.finfo(r.dtype).tiny)
@@ -296,22 +308,22 @@ def _moved(problem: Problem, r: Tensor, s: Tensor) -> Tensor:
 
 def rounded_linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return the cost of the plan made feasible, A + B: an upper bound of the exact transport cost."""
-    log_y, r, s = _rounding(problem, f, g)
+    log_y, r, s = _partial_plan(problem, f, g)
     kept = linear_cost(problem, f, g + problem.epsilon.detach().to(f.dtype).unsqueeze(-1) * log_y)
-    return kept + _moved(problem, r, s)
+    return kept + _cost_of_lacking(problem, r, s)
 
 
 def _gap_balanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
-    log_y, r, s = _rounding(problem, f, g)
+    log_y, r, s = _partial_plan(problem, f, g)
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
     lack, mass = (r.sum(-1) + s.sum(-1)) / 2, p.sum(-1)
     share = (lack / mass.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1.0)
-    spread = torch.xlogy(r, r / p).nan_to_num(nan=0.0).sum(-1) + torch.xlogy(s, s / q).nan_to_num(nan=0.0).sum(-1)
-    entropy = spread - 2 * torch.xlogy(lack, share)
+    log_terms = torch.xlogy(r, r / p).nan_to_num(nan=0.0).sum(-1) + torch.xlogy(s, s / q).nan_to_num(nan=0.0).sum(-1)
+    entropy = log_terms - 2 * torch.xlogy(lack, share)
     # The terms of the dual are left out on both sides, so that a small gap is a difference of small numbers.
     kept = -(f * r).sum(-1) - (g * s).sum(-1) + epsilon * (log_y * (q - s)).sum(-1)
     kept = kept - epsilon * torch.xlogy(mass - lack, 1 - share)
-    return torch.where(lack == 0, 0.0, kept + _moved(problem, r, s) + epsilon * entropy)
+    return torch.where(lack == 0, 0.0, kept + _cost_of_lacking(problem, r, s) + epsilon * entropy)
 
 
 def _gap_unbalanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:

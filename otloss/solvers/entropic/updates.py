@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
@@ -69,15 +70,24 @@ class Updates:
         rho = self.problem.marginal_penalty
         if rho is None:
             return f, g
-        outside_p = torch.logsumexp(self.log_p - f / rho, -1, keepdim=True)
-        outside_q = torch.logsumexp(self.log_q - g / rho, -1, keepdim=True)
-        shift = rho / 2 * (outside_p - outside_q)
+        shift = rho / 2 * log_mass_ratio(self.log_p, self.log_q, f, g, rho)
         return f + shift, g - shift
 
     def largest_change(self, potential: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
         """Return the largest relative change of a factor of the plan by an update, over bins with mass."""
         change = ((updated - potential) / self.epsilon).abs().masked_fill(log_weights == -torch.inf, 0.0)
         return change.amax(-1)
+
+
+def log_mass_ratio(log_p: Tensor, log_q: Tensor, f: Tensor, g: Tensor, rho: float) -> Float[Tensor, "*batch 1"]:
+    """Return log(sum_i p_i exp(-f_i / rho) / sum_j q_j exp(-g_j / rho)), of the masses that rows and columns keep.
+
+    The best constants between f and g are multiples of it: the dual is largest where both masses are equal.
+    """
+    rows, columns = (
+        torch.logsumexp(weights - potential / rho, -1, keepdim=True) for weights, potential in ((log_p, f), (log_q, g))
+    )
+    return rows - columns
 
 
 def build_updates(problem: Problem) -> Updates:

@@ -10,7 +10,7 @@ import torch
 
 from otloss._numba import may_run_on
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.entropic.accuracy import ACCURACY
+from otloss.solvers.entropic.dense_newton import DENSE_NEWTON
 from otloss.solvers.entropic.implicit_grid import suits_axes
 from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.options import Settings, SmallEpsilonError
@@ -73,24 +73,27 @@ def check_not_too_small(problem: Problem, result: SearchResult, tolerance: float
     The potentials count and not the costs, since a large cost that forbids a pair is harmless where no mass has to take
     it. For the same reason, with a marginal penalty, potentials of bins that keep no mass are cut off.
     """
-    epsilon, least = problem.epsilon.detach(), min(BOUNDS.smallest_epsilon / tolerance, BOUNDS.largest_smallest)
+    epsilon, smallest_ratio = (
+        problem.epsilon.detach(),
+        min(BOUNDS.smallest_epsilon / tolerance, BOUNDS.largest_smallest),
+    )
     if not result.f.numel() or not result.g.numel():
         return
     largest = max(potential.abs().amax().item() for potential in (result.f, result.g))
-    if epsilon.amin().item() >= least * largest:
+    if epsilon.amin().item() >= smallest_ratio * largest:
         return
-    most = torch.inf if problem.marginal_penalty is None else BOUNDS.no_mass * problem.marginal_penalty
+    largest_kept = torch.inf if problem.marginal_penalty is None else BOUNDS.no_mass * problem.marginal_penalty
     size = torch.maximum(*(
-        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=most).abs().amax(-1)
+        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=largest_kept).abs().amax(-1)
         for potential, weights in ((result.f, problem.p), (result.g, problem.q))
     ))  # fmt: skip
-    is_outside = epsilon < least * size
+    is_outside = epsilon < smallest_ratio * size
     if is_outside.any():
         raise SmallEpsilonError(
             f"epsilon is {float(epsilon[is_outside][0]):.3g} where potentials are as large as "
-            f"{float(size[is_outside][0]):.3g}, expected at least {least:g} times that: rounding in float64 "
+            f"{float(size[is_outside][0]):.3g}, expected at least {smallest_ratio:g} times that: rounding in float64 "
             "would decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon.",
-            least=least * float(size.max()),
+            least=smallest_ratio * float(size.max()),
         )
 
 
@@ -112,16 +115,16 @@ def warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -
 
 
 def warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
-    error, spread = result.potential_error, result.spread
-    if error is None or spread is None:
+    error, range_of_g = result.potential_error, result.potential_range
+    if error is None or range_of_g is None:
         return
-    poor = error > BOUNDS.uncertain * spread + ACCURACY.negligible_error * problem.epsilon.detach()
-    if bool(poor.any()):
-        share = float((error / spread)[poor].amax())
+    is_uncertain = error > BOUNDS.uncertain * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
+    if bool(is_uncertain.any()):
+        share = float((error / range_of_g)[is_uncertain].amax())
         size = f"by {100 * share:.2g} %" if math.isfinite(share) else "by an unknown amount"
         warnings.warn(
-            f"the gradients of the weights are uncertain in {int(poor.sum())} of {poor.numel()} entropic problems, "
-            f"{size} in the worst: the plan falls into parts that hardly exchange mass. Raise "
+            f"the gradients of the weights are uncertain in {int(is_uncertain.sum())} of {is_uncertain.numel()} "
+            f"entropic problems, {size} in the worst: the plan falls into parts that hardly exchange mass. Raise "
             "epsilon; solve(...).potential_error gives it for each problem. Values and gradients of costs are right.",
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),

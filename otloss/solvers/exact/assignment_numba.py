@@ -23,36 +23,41 @@ import numpy as np
 
 from otloss._numba.compile import bits_of_float64, compiled, float64_of_bits, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.exact.simplex_numba import NONE, OUTCOME
-from otloss.solvers.exact.tree_numba import LIMITS as TREE_LIMITS
-from otloss.solvers.exact.tree_numba import VECTOR, largest_size, lower, min_difference
+from otloss.solvers.exact.results import OUTCOME
+from otloss.solvers.exact.simplex_numba import NONE
+from otloss.solvers.exact.tree_numba import PIVOT_LIMITS, VECTOR, largest_size, lower, min_difference
 
 
-class Whole(NamedTuple):
+class PathIntegers(NamedTuple):
     """The rows of the whole numbers of a thread.
 
     Attributes:
         row_of, column_of: the partner of each column and of each row, NONE without one.
         reached_from: the row from which a path reaches each column.
         waiting: the rows that the first step leaves without a column.
-        closed: the columns that a path has visited.
+        visited: the columns that a path has visited.
     """
 
     row_of: int = 0
     column_of: int = 1
     reached_from: int = 2
     waiting: int = 3
-    closed: int = 4
+    visited: int = 4
 
 
-class Real(NamedTuple):
-    """The rows of the floats of a thread: the length of the path to each column, and its price, -inf if closed."""
+class PathFloats(NamedTuple):
+    """The rows of the floats of a thread.
 
-    near: int = 0
+    Attributes:
+        distance: the length of the path to each column.
+        price: the price of each column, -inf once a path has visited it.
+    """
+
+    distance: int = 0
     price: int = 1
 
 
-class Limits(NamedTuple):
+class AssignmentLimits(NamedTuple):
     """When a problem is given up, and left to the simplex.
 
     Attributes:
@@ -68,7 +73,7 @@ class Limits(NamedTuple):
     visits: int = 64
 
 
-WHOLE, REAL, LIMITS = Whole(), Real(), Limits()
+PATH_INTEGERS, PATH_FLOATS, ASSIGNMENT_LIMITS = PathIntegers(), PathFloats(), AssignmentLimits()
 
 
 def scratch(n: int) -> tuple[np.ndarray, ...]:
@@ -88,31 +93,31 @@ def find_column(values: Any, bits: Any, row_of: Any, count: int) -> Any:
 
 
 @inner(fastmath=VECTOR)
-def write_reduced_costs(row: Any, price: Any, by: float, low: float, near: Any, count: int) -> Any:
-    """Write near = max(row - price - by, low); return the bits of the min_difference."""
+def write_reduced_costs(row: Any, price: Any, by: float, low: float, distance: Any, count: int) -> Any:
+    """Write distance = max(row - price - by, low); return the bits of the min_difference."""
     key = bits_of_float64(np.inf)
     for j in range(count):
         reduced = row[j] - price[j] - by
         reduced = reduced if reduced > low else low
-        near[j] = reduced
+        distance[j] = reduced
         bits = bits_of_float64(reduced)
         key = bits if bits < key else key
     return key
 
 
 @inner(fastmath=VECTOR)
-def _relax(row: Any, price: Any, by: float, low: float, near: Any, hint: Any, node: int, count: int) -> Any:
-    """Lower `near` to the results of `write_reduced_costs`, and write `node` to `hint` wherever that lowers it.
+def _relax(row: Any, price: Any, by: float, low: float, distance: Any, hint: Any, node: int, count: int) -> Any:
+    """Lower `distance` to the results of `write_reduced_costs`, and write `node` to `hint` wherever that lowers it.
 
-    Closed columns have the price -inf.
+    Visited columns have the price -inf.
     """
     key = bits_of_float64(np.inf)
     for j in range(count):
         reduced = row[j] - price[j] - by
         reduced = reduced if reduced > low else low
-        hint[j] = node if reduced < near[j] else hint[j]
-        reduced = reduced if reduced < near[j] else near[j]
-        near[j] = reduced
+        hint[j] = node if reduced < distance[j] else hint[j]
+        reduced = reduced if reduced < distance[j] else distance[j]
+        distance[j] = reduced
         bits = bits_of_float64(reduced)
         key = bits if bits < key else key
     return key
@@ -129,22 +134,22 @@ def _smallest_bits(values: Any, count: int) -> Any:
 
 @spliced
 def _assign_greedily(
-    counter: Any, cost: Any, g: Any, near: Any, row_of: Any, column_of: Any, waiting: Any, n: int
+    counter: Any, cost: Any, g: Any, distance: Any, row_of: Any, column_of: Any, waiting: Any, n: int
 ) -> tuple[int, int]:
     """Let rows take columns; return the number of rows without one, which are in `waiting`, and the turns taken."""
     turns, count, i, next_row = 0, 0, np.int64(0), np.int64(1)
     while True:
         best = min_difference(cost[i], g, n)
-        j = find_column(near, write_reduced_costs(cost[i], g, best, 0.0, near, n), row_of, n)
+        j = find_column(distance, write_reduced_costs(cost[i], g, best, 0.0, distance, n), row_of, n)
         if j < 0:
             return NONE, turns  # costs beyond float64
-        near[j] = np.inf
-        second = float64_of_bits(_smallest_bits(near, n))
+        distance[j] = np.inf
+        second = float64_of_bits(_smallest_bits(distance, n))
         turns += 1
         if is_stopped(counter, np.nan, np.nan):
             return count, turns
         displaced = row_of[j]
-        if second <= TREE_LIMITS.rounding * (abs(best) + 2 * abs(g[j])) and displaced >= 0:
+        if second <= PIVOT_LIMITS.rounding * (abs(best) + 2 * abs(g[j])) and displaced >= 0:
             # Two columns are equally near and at least one of them is taken: the paths decide.
             waiting[count] = i
             count, displaced = count + 1, np.int64(NONE)
@@ -152,7 +157,7 @@ def _assign_greedily(
             if second < np.inf:
                 g[j] -= second
             row_of[j], column_of[i] = i, j
-        if displaced >= 0 and turns < LIMITS.turns * n:
+        if displaced >= 0 and turns < ASSIGNMENT_LIMITS.turns * n:
             i = displaced
             continue
         if displaced >= 0:
@@ -170,18 +175,18 @@ def augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int, m: int
 
     Returns the columns visited, or -1 if there is no path.
     """
-    near, price = real[REAL.near], real[REAL.price]
-    row_of, column_of = whole[WHOLE.row_of], whole[WHOLE.column_of]
-    reached_from, closed = whole[WHOLE.reached_from], whole[WHOLE.closed]
+    distance, price = real[PATH_FLOATS.distance], real[PATH_FLOATS.price]
+    row_of, column_of = whole[PATH_INTEGERS.row_of], whole[PATH_INTEGERS.column_of]
+    reached_from, visited = whole[PATH_INTEGERS.reached_from], whole[PATH_INTEGERS.visited]
     for j in range(m):
         price[j], reached_from[j] = g[j], start
-    key = write_reduced_costs(cost[start], price, min_difference(cost[start], g, m), 0.0, near, m)
+    key = write_reduced_costs(cost[start], price, min_difference(cost[start], g, m), 0.0, distance, m)
     count = 0
     while True:
-        j = find_column(near, key, row_of, m)
+        j = find_column(distance, key, row_of, m)
         if j < 0 or count == n or key == bits_of_float64(np.inf):
             return NONE
-        length = near[j]
+        length = distance[j]
         i = row_of[j]
         if i < 0:
             break
@@ -189,12 +194,12 @@ def augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int, m: int
         # g becomes its final value less the length of the whole path.
         shift = cost[i, j] - g[j] - length
         g[j] += length
-        near[j], price[j] = np.inf, -np.inf
-        closed[count] = j
+        distance[j], price[j] = np.inf, -np.inf
+        visited[count] = j
         count += 1
-        key = _relax(cost[i], price, shift, length, near, reached_from, i, m)
+        key = _relax(cost[i], price, shift, length, distance, reached_from, i, m)
     for t in range(count):
-        g[closed[t]] -= length
+        g[visited[t]] -= length
     while True:
         i = reached_from[j]
         row_of[j] = i
@@ -208,19 +213,21 @@ def augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int, m: int
 @spliced
 def _assign(counter: Any, cost: Any, g: Any, whole: Any, real: Any, n: int) -> int:
     """Assign all rows; return the columns visited, or -1 where the problem is given up."""
-    row_of, waiting = whole[WHOLE.row_of], whole[WHOLE.waiting]
+    row_of, waiting = whole[PATH_INTEGERS.row_of], whole[PATH_INTEGERS.waiting]
     for j in range(n):
         row_of[j] = NONE
-    count, steps = _assign_greedily(counter, cost, g, real[REAL.near], row_of, whole[WHOLE.column_of], waiting, n)
-    max_steps = LIMITS.visits * n if n > LIMITS.waiting_rows else np.int64(2**62)
-    has_failed = count < 0 or count > LIMITS.waiting_rows
+    count, steps = _assign_greedily(
+        counter, cost, g, real[PATH_FLOATS.distance], row_of, whole[PATH_INTEGERS.column_of], waiting, n
+    )
+    max_steps = ASSIGNMENT_LIMITS.visits * n if n > ASSIGNMENT_LIMITS.waiting_rows else np.int64(2**62)
+    has_failed = count < 0 or count > ASSIGNMENT_LIMITS.waiting_rows
     for t in range(count):
         has_failed = has_failed or steps > max_steps or is_stopped(counter, np.nan, t / count)
-        visited = NONE if has_failed else augment(cost, g, real, whole, waiting[t], n, n)
-        has_failed = visited < 0
+        visits = NONE if has_failed else augment(cost, g, real, whole, waiting[t], n, n)
+        has_failed = visits < 0
         if has_failed:
             break
-        steps += visited
+        steps += visits
     return NONE if has_failed else steps
 
 
@@ -235,7 +242,7 @@ def assign_problems(counter: Any, start: Any, problems: Any, results: Any, memor
     f, g, cells, flows, outcome = results
     whole, real = memory
     n = p.shape[1]
-    column_of = whole[WHOLE.column_of]
+    column_of = whole[PATH_INTEGERS.column_of]
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from otloss._numba.threads import Work, run_on_threads
+from otloss.solvers.exact.results import OUTCOME, Results
 
 Arrays = tuple[np.ndarray, ...]
 SIMPLEX = "pivots of the network simplex, the error is a reduced cost below zero"
@@ -16,7 +17,7 @@ _compiled: set[tuple[np.dtype, bool]] = set()
 
 def solve_batch(
     p: np.ndarray, q: np.ndarray, matrices: np.ndarray, owners: np.ndarray, *, start: np.ndarray | None, max_pivots: int
-) -> tuple[np.ndarray, ...]:
+) -> Results:
     """Solve B problems on torch's number of threads.
 
     Args:
@@ -26,23 +27,21 @@ def solve_batch(
         max_pivots: pivots of the simplex for each problem.
 
     Returns:
-        f, g: (B, n) and (B, m), the potentials.
-        cells, flows: (B, 2, n + m - 1) and (B, n + m - 1), rows and columns of the plan's cells and the mass there.
-        outcome: (B, 4), value, duality gap, the scale to judge the gap by, and pivots, -1 where they did not suffice.
+        The results; the pivots of a problem are -1 where they did not suffice.
     """
-    from otloss.solvers.exact.simplex_numba import OUTCOME, allocate_results
+    from otloss.solvers.exact.simplex_numba import allocate_results
 
     (count, n), m = p.shape, q.shape[1]
     start = np.empty((count, 0)) if start is None else start
-    results = allocate_results(count, n, m)
+    results = Results(*allocate_results(count, n, m))
     problems = (p, q, matrices, owners)
     if not _are_assignments(p, q):
         _run_simplex(start, problems, results, max_pivots=max_pivots)
         return results
     _run_assignment(start, problems, results, max_pivots=max_pivots)
-    given_up = np.flatnonzero(results[-1][:, OUTCOME.pivots] < 0)
+    given_up = np.flatnonzero(results.outcome[:, OUTCOME.pivots] < 0)
     if given_up.size:
-        again = tuple(array[given_up] for array in results)
+        again = Results(*(array[given_up] for array in results))
         _run_simplex(
             start[given_up], (p[given_up], q[given_up], matrices, owners[given_up]), again, max_pivots=max_pivots
         )
@@ -58,12 +57,13 @@ def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
     return all(bool((w[:, 0] > 0).all()) and bool((w == w[:, :1]).all()) for w in (p, q))
 
 
-def _run_assignment(start: np.ndarray, problems: Arrays, results: Arrays, *, max_pivots: int) -> None:
+def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> None:
     from otloss._numba.notices import compile_together
     from otloss.solvers.exact.assignment_numba import assign_problems, scratch
 
     count, n = problems[0].shape
-    arguments, work = (start, problems, results), Work("shortest paths of an assignment", count * n * n)
+    arguments = start, problems, tuple(results)  # numba takes longer to read a NamedTuple
+    work = Work("shortest paths of an assignment", count * n * n)
     kind = problems[2].dtype, start.shape[1] > 0
     if kind not in _compiled:
         counter = np.zeros(3, np.int64)
@@ -75,8 +75,7 @@ def _run_assignment(start: np.ndarray, problems: Arrays, results: Arrays, *, max
     run_on_threads(assign_problems, count, arguments, lambda: (scratch(n),), work=work)
 
 
-def _run_simplex(start: np.ndarray, problems: Arrays, results: Arrays, *, max_pivots: int) -> None:
-
+def _run_simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> None:
     p, q, matrices, owners = problems
     f, g, cells, flows, outcome = results
     (count, n), m = p.shape, q.shape[1]
@@ -84,7 +83,8 @@ def _run_simplex(start: np.ndarray, problems: Arrays, results: Arrays, *, max_pi
     if n > 16 * m and not start.shape[1]:
         transposed_cells = np.empty_like(cells)
         columns = np.ascontiguousarray(matrices.swapaxes(1, 2))
-        _run_simplex(start, (q, p, columns, owners), (g, f, transposed_cells, flows, outcome), max_pivots=max_pivots)
+        transposed = Results(g, f, transposed_cells, flows, outcome)
+        _run_simplex(start, (q, p, columns, owners), transposed, max_pivots=max_pivots)
         cells[:] = transposed_cells[:, ::-1]
         return
     kernel, arguments, scratch = _simplex(start, problems, results, max_pivots=max_pivots)
@@ -96,10 +96,10 @@ def _run_simplex(start: np.ndarray, problems: Arrays, results: Arrays, *, max_pi
         cells[empty], flows[empty], outcome[empty] = 0, 0.0, 0.0
 
 
-def _simplex(start: np.ndarray, problems: Arrays, results: Arrays, *, max_pivots: int) -> tuple[Any, Arrays, Any]:
+def _simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> tuple[Any, Arrays, Any]:
     """Return the kernel, its arguments, and the function of n and m that makes the memory of a thread."""
     from otloss.solvers.exact.simplex_numba import scratch, solve_problems, solve_problems_from
 
-    shared: Any = (problems, max_pivots, results)
+    shared: Any = (problems, max_pivots, tuple(results))
     kernel, arguments = (solve_problems_from, (start, *shared)) if start.shape[1] else (solve_problems, shared)
     return kernel, arguments, lambda n, m: scratch(n, m, problems[2].dtype)

@@ -26,7 +26,7 @@ from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 
 
 @dataclass(frozen=True)
-class Limits:
+class PriceLimits:
     """What counts as a price and as rounding.
 
     Attributes:
@@ -44,11 +44,17 @@ class Limits:
     edges_per_bin: int = 16
 
 
-LIMITS = Limits()
+PRICE_LIMITS = PriceLimits()
 
 
 class Balanced(NamedTuple):
-    """Weights q (m,), which blocks (count,) differ by more than rounding, and by how much all these differ."""
+    """Weights of q whose masses in blocks are those of p.
+
+    Attributes:
+        q: (m,), the weights.
+        differs: (count,), whether the masses of a block differ by more than rounding.
+        lacking: by how much the masses of all these blocks differ together.
+    """
 
     q: np.ndarray
     differs: np.ndarray
@@ -79,11 +85,11 @@ class Blocks:
         hold too much of comes from these, in proportion to their masses: it is less than their rounding too.
         """
         mass_p, mass_q = self.masses(p, q)
-        tolerance = LIMITS.roundings * rounding + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
+        tolerance = PRICE_LIMITS.roundings * rounding + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
         differs = np.abs(mass_p - mass_q) > tolerance * np.maximum(mass_p, mass_q)
         lacking = float((mass_p - mass_q)[differs].sum())
         total = float(mass_p[~differs].sum())
-        if abs(lacking) > LIMITS.near_roundings * rounding * total:
+        if abs(lacking) > PRICE_LIMITS.near_roundings * rounding * total:
             return Balanced(q, np.ones_like(differs), lacking)
         factor = 1 + (lacking / total if total > 0 else 0.0)
         scales = np.where(~differs & (mass_q > 0), factor * mass_p / np.where(mass_q > 0, mass_q, 1.0), 1.0)
@@ -146,16 +152,16 @@ def price_of(costs: np.ndarray, flows: np.ndarray, mass: np.ndarray | float, uni
         costs, flows: (..., cells), of the cells of plans. Flows that may be rounding do not count.
         mass: (...), of the plans.
     """
-    share = LIMITS.near_roundings * max(unit, LIMITS.rounding_of_others)
+    share = PRICE_LIMITS.near_roundings * max(unit, PRICE_LIMITS.rounding_of_others)
     may_be_rounding = flows <= share * np.asarray(mass)[..., None]
     largest = np.where(may_be_rounding, 0.0, costs).max(-1)
-    return np.where(largest > 0, LIMITS.price_ratio * largest, np.inf)
+    return np.where(largest > 0, PRICE_LIMITS.price_ratio * largest, np.inf)
 
 
 def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
     """Return the connected parts of the graph whose edges are the pairs (row, column) that are cheap."""
     n, m = is_cheap.shape
-    if np.count_nonzero(is_cheap) <= LIMITS.edges_per_bin * (n + m):
+    if np.count_nonzero(is_cheap) <= PRICE_LIMITS.edges_per_bin * (n + m):
         cells = np.nonzero(is_cheap)
         return blocks_of_cells(cells[0], cells[1], n, m)
     rows, columns, count = np.full(n, -1), np.full(m, -1), 0
@@ -200,8 +206,12 @@ def warn_of_prices(
     difference, mass = np.abs(mass_p - mass_q), np.maximum(mass_p, mass_q)
     # By a few more roundings, or by those of a whole from which a light block was subtracted; weights in float64 are
     # often rounded to float32.
-    near = np.maximum(LIMITS.near_roundings * max(rounding, LIMITS.rounding_of_others) * mass, rounding * mass_p.sum())
-    is_near = (difference > LIMITS.roundings * rounding * mass) & (difference <= near) & (mass_p > 0) & (mass_q > 0)
+    near = np.maximum(
+        PRICE_LIMITS.near_roundings * max(rounding, PRICE_LIMITS.rounding_of_others) * mass, rounding * mass_p.sum()
+    )
+    is_near = (
+        (difference > PRICE_LIMITS.roundings * rounding * mass) & (difference <= near) & (mass_p > 0) & (mass_q > 0)
+    )
     costs = matrix[cells[0], cells[1]]
     crossing = (costs >= price) & (is_near[blocks.rows[cells[0]]] | is_near[blocks.columns[cells[1]]])
     amounts, moved = flows * costs, float(flows[crossing].sum())
@@ -209,8 +219,8 @@ def warn_of_prices(
         return
     warnings.warn(
         f"a mass of {moved:.2g} moves at costs of up to {costs[crossing].max():.3g}, where all but rounding pays at "
-        f"most {price / LIMITS.price_ratio:.3g}: the masses of p and q in a group of bins differ by little. Scale the "
-        "weights so that they agree, or give +inf for the pairs that must not be used.",
+        f"most {price / PRICE_LIMITS.price_ratio:.3g}: the masses of p and q in a group of bins differ by little. "
+        "Scale the weights so that they agree, or give +inf for the pairs that must not be used.",
         ConvergenceWarning,
         stacklevel=level_of_the_caller(),
     )

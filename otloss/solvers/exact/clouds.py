@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,14 +36,15 @@ from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
 from otloss.costs.order import BLOCK, METRICS, ROWS, grouped, order_of, tasks
 from otloss.solvers.exact.batch import SIMPLEX
-from otloss.solvers.exact.blocks import LIMITS as PRICES
-from otloss.solvers.exact.blocks import Blocks, blocks_of_cells, price_of, rounding_of_flows
-from otloss.solvers.exact.simplex import ExactSolution, Optimum, check_outcome, solve_exact
+from otloss.solvers.exact.blocks import PRICE_LIMITS, Blocks, blocks_of_cells, price_of, rounding_of_flows
+from otloss.solvers.exact.optimum import Optimum, solve_arrays
+from otloss.solvers.exact.results import OUTCOME, check_outcome
+from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.problem import Problem
 
 
 @dataclass(frozen=True)
-class Limits:
+class CloudLimits:
     """Numbers of the method.
 
     Attributes:
@@ -74,21 +76,21 @@ class Limits:
     plan_entries: int = 2**24
 
 
-LIMITS = Limits()
+CLOUD_LIMITS = CloudLimits()
 
 
-def takes_clouds(problem: Problem) -> bool:
+def suits_clouds(problem: Problem) -> bool:
     """Return whether `solve_between_clouds` solves this exact problem."""
     cost = problem.cost.as_points()
     if cost is None or cost.metric not in METRICS or problem.has_empty_side:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
         return False
-    has_few_axes = cost.x.shape[-1] <= LIMITS.max_dimensions and min(cost.shape) >= LIMITS.min_points
-    min_pairs = LIMITS.min_pairs if has_few_axes else LIMITS.min_pairs_of_others
+    has_few_axes = cost.x.shape[-1] <= CLOUD_LIMITS.max_dimensions and min(cost.shape) >= CLOUD_LIMITS.min_points
+    min_pairs = CLOUD_LIMITS.min_pairs if has_few_axes else CLOUD_LIMITS.min_pairs_of_others
     if cost.shape[0] * cost.shape[1] < min_pairs or not may_run_on(cost.x, cost.y, problem.p, problem.q):
         return False  # derivatives in forward mode are those of the matrix
-    return float(cost.largest()) < LIMITS.largest_cost
+    return float(cost.largest()) < CLOUD_LIMITS.largest_cost
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class CloudSolution(ExactSolution):
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         (n, m), batch = self.problem.cost.shape, self.problem.batch
         rows, columns, flows = (t.reshape(-1) for t in (self.optimum.rows, self.optimum.columns, self.optimum.flows))
-        step = max(1, LIMITS.plan_entries // m)
+        step = max(1, CLOUD_LIMITS.plan_entries // m)
         for first in range(0, n, step):
             inside = (rows >= first) & (rows < first + step)
             block = flows.new_zeros(min(step, n - first), m)
@@ -118,7 +120,7 @@ class CloudSolution(ExactSolution):
 
 
 def solve_between_clouds(problem: Problem) -> CloudSolution:
-    """Solve a problem that `takes_clouds`.
+    """Solve a problem that `suits_clouds`.
 
     Raises:
         RuntimeError: if the optimum is not reached, or not certified by its potentials.
@@ -143,41 +145,82 @@ def _optimum(problem: Problem, cost: PointCost) -> Optimum:
         g = a.new_empty(len(b)).index_copy_(0, points_y.groups, problem.start[1].double().reshape(-1)[points_y.members])
         f = among.softmin(g, 0.0)
     basis = _Basis.solve(among, a, b, f, g)
-    plan = _Plan.of_basis(basis)
-    largest = plan.largest_potential
-    costs = among.pairs(plan.rows, plan.columns)
-    value, highest = float(plan.flows @ costs), float(among.largest())
-    scale, payment = highest * float(a.sum()), 0.0
-    if scale > PRICES.price_ratio * value:
-        rounding = problem.weight_rounding
-        price = float(price_of(costs.numpy(), plan.flows.numpy(), float(a.sum()), rounding))
-        blocks = basis.blocks(price)
-        balanced, differs, _ = blocks.balanced(a.numpy(), b.numpy(), rounding)
-        if 1 < blocks.count <= LIMITS.max_blocks and not differs.all():
-            payment = 0.0 if differs.any() else blocks.payment(a.numpy(), b.numpy(), highest)
-            b = torch.from_numpy(balanced)
-            if differs.any():
-                plan = _Plan.of_basis(_Basis.solve(among, a, b, plan.f, plan.g))
-            else:
-                plan = _solve_blocks(among, a, b, plan, blocks)
-            largest = plan.largest_potential
-            cells = torch.stack([plan.rows, plan.columns]).numpy()
-            joined = blocks.joined_by(cells, plan.flows.numpy(), differs, rounding_of_flows(a.numpy(), balanced))
-            _shift_blocks(among, a, b, plan, joined)
-            first_value, value = value, float(plan.flows @ among.pairs(plan.rows, plan.columns))
-            payment += abs(first_value - value)
-        payment += highest * rounding_of_flows(a.numpy(), b.numpy())
+    priced = _settle_prices(among, a, b, basis, problem.weight_rounding)
+    plan, b = priced.plan, priced.q
     rows, places, flows = points_x.split(plan.rows, plan.flows)
     columns, places_of_columns, flows = points_y.split(plan.columns[places], flows)
     g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, plan.g[points_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
     dual = p @ f + (q[points_y.members] * (b / points_y.masses)[points_y.groups]) @ g[points_y.members]
-    gap = value - float(dual)
-    check_outcome(np.array([[value, gap, scale, plan.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
-    outcome = (a.new_tensor(value), a.new_tensor(gap), a.new_tensor(payment), torch.tensor(plan.pivots))
-    fields = (*outcome, f, g, rows[places_of_columns], columns, flows, a.new_tensor(largest))
-    return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in fields))
+    gap = priced.value - float(dual)
+    outcome = np.empty((1, len(OUTCOME)))
+    outcome[0, OUTCOME.value], outcome[0, OUTCOME.gap] = priced.value, gap
+    outcome[0, OUTCOME.scale], outcome[0, OUTCOME.pivots] = priced.scale, plan.pivots
+    check_outcome(outcome, [p[None].numpy(), q[None].numpy()], problem.batch)
+
+    def in_batch(field: Tensor) -> Tensor:
+        return field.reshape((*problem.batch, *field.shape))
+
+    return Optimum(
+        value=in_batch(a.new_tensor(priced.value)),
+        gap=in_batch(a.new_tensor(gap)),
+        payment=in_batch(a.new_tensor(priced.payment)),
+        iterations=in_batch(torch.tensor(plan.pivots)),
+        f=in_batch(f),
+        g=in_batch(g),
+        rows=in_batch(rows[places_of_columns]),
+        columns=in_batch(columns),
+        flows=in_batch(flows),
+        largest_potential=in_batch(a.new_tensor(priced.largest_potential)),
+    )
+
+
+class _PricedPlan(NamedTuple):
+    """A plan between distinct points, after blocks that only priced pairs connect were solved again.
+
+    Attributes:
+        plan: its potentials are those of blocks that are shifted against each other.
+        q: the masses of the points of y, equal to those of x in each block where rounding explains the difference.
+        value, scale: as in `results.Outcome`.
+        payment, largest_potential: as in `Optimum`.
+    """
+
+    plan: _Plan
+    q: Tensor
+    value: float
+    scale: float
+    payment: float
+    largest_potential: float
+
+
+def _settle_prices(cost: PointCost, p: Tensor, q: Tensor, basis: _Basis, rounding: float) -> _PricedPlan:
+    """Return the plan of the basis, or a new one where costs are prices; see `blocks`."""
+    plan = _Plan.of_basis(basis)
+    largest = plan.largest_potential
+    costs = cost.pairs(plan.rows, plan.columns)
+    value, highest = float(plan.flows @ costs), float(cost.largest())
+    scale, payment = highest * float(p.sum()), 0.0
+    if not scale > PRICE_LIMITS.price_ratio * value:
+        return _PricedPlan(plan, q, value, scale, payment, largest)
+    blocks = basis.blocks(float(price_of(costs.numpy(), plan.flows.numpy(), float(p.sum()), rounding)))
+    balanced = blocks.balanced(p.numpy(), q.numpy(), rounding)
+    differs = balanced.differs
+    if 1 < blocks.count <= CLOUD_LIMITS.max_blocks and not differs.all():
+        payment = 0.0 if differs.any() else blocks.payment(p.numpy(), q.numpy(), highest)
+        q = torch.from_numpy(balanced.q)
+        if differs.any():
+            plan = _Plan.of_basis(_Basis.solve(cost, p, q, plan.f, plan.g))
+        else:
+            plan = _solve_blocks(cost, p, q, plan, blocks)
+        largest = plan.largest_potential
+        cells = torch.stack([plan.rows, plan.columns]).numpy()
+        joined = blocks.joined_by(cells, plan.flows.numpy(), differs, rounding_of_flows(p.numpy(), balanced.q))
+        _shift_blocks(cost, p, q, plan, joined)
+        first_value, value = value, float(plan.flows @ cost.pairs(plan.rows, plan.columns))
+        payment += abs(first_value - value)
+    payment += highest * rounding_of_flows(p.numpy(), q.numpy())
+    return _PricedPlan(plan, q, value, scale, payment, largest)
 
 
 @dataclass(frozen=True)
@@ -278,13 +321,13 @@ class _Distinct:
 
 def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return potentials (f, g) near the optimal ones: those of an exact problem between clusters."""
-    count = max(2, min(len(p), len(q)) // LIMITS.points_of_cluster)
+    count = max(2, min(len(p), len(q)) // CLOUD_LIMITS.points_of_cluster)
     _, _, centres_x, p_of_clusters, _ = grouped(cost.x, p, count)
     _, _, centres_y, q_of_clusters, _ = grouped(cost.y, q, count)
     q_of_clusters = q_of_clusters * (p_of_clusters.sum() / q_of_clusters.sum())
     among = PointCost(centres_x, centres_y, metric=cost.metric)
-    if max(among.shape) <= LIMITS.largest_matrix:
-        potential = solve_exact(p_of_clusters, q_of_clusters, among.dense()).f
+    if max(among.shape) <= CLOUD_LIMITS.largest_matrix:
+        potential = solve_arrays(p_of_clusters, q_of_clusters, among.dense()).f
     else:
         potential = _Basis.solve(
             among, p_of_clusters, q_of_clusters, *_first_potentials(among, p_of_clusters, q_of_clusters)
@@ -306,7 +349,7 @@ class _Basis:
         self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
         n, m = cost.shape
         pairs = [
-            self._near(None, price, by_rows=by_rows, count=LIMITS.first_cells)
+            self._near(None, price, by_rows=by_rows, count=CLOUD_LIMITS.first_cells)
             for price, by_rows in ((g, True), (f, False))
         ]
         keys = np.unique(np.concatenate([rows * m + columns for rows, columns in pairs]))
@@ -343,7 +386,7 @@ class _Basis:
         n = len(self.p)
         arguments = (
             self.rows, self.columns + n, self.costs, self.tree, self.flow, self.edges, self.potential, n, self.root,
-            LIMITS.pivots_of_point * len(self.potential) - self.pivots,
+            CLOUD_LIMITS.pivots_of_point * len(self.potential) - self.pivots,
         )  # fmt: skip
         made = run_on_threads(search_cells, 1, arguments, work=Work(SIMPLEX, len(self.rows) ** 2))[0]
         self.pivots = self.pivots + made if made >= 0 else -1
@@ -354,10 +397,10 @@ class _Basis:
         Calls search for the worst cells of each row and of each column in turn.
         """
         prices = (self.f, self.g) if self.by_rows else (self.g, self.f)
-        rows, columns = self._near(*prices, by_rows=self.by_rows, count=LIMITS.added_cells)
+        rows, columns = self._near(*prices, by_rows=self.by_rows, count=CLOUD_LIMITS.added_cells)
         self.by_rows = not self.by_rows
         costs, f, g = self._costs(rows, columns), self.f.numpy()[rows], self.g.numpy()[columns]
-        missing = costs - f - g < -LIMITS.rounding * (costs + np.abs(f) + np.abs(g))
+        missing = costs - f - g < -CLOUD_LIMITS.rounding * (costs + np.abs(f) + np.abs(g))
         old, new = (self.rows, self.columns, self.costs), (rows, columns, costs)
         cells = (np.concatenate([listed, more[missing]]) for listed, more in zip(old, new, strict=True))
         self.rows, self.columns, self.costs = cells
@@ -365,11 +408,11 @@ class _Basis:
 
     def plan(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows, columns and masses of the n + m - 1 cells of the tree."""
-        from otloss.solvers.exact.clouds_numba import TREE, flows_of
+        from otloss.solvers.exact.clouds_numba import LINKED, flows_of
 
         n, moved = len(self.p), flows_of(self.tree, self.p, self.q, self.root)
         nodes = np.delete(np.arange(len(moved)), self.root)
-        above = self.tree[TREE.parent, nodes].astype(np.int64)
+        above = self.tree[LINKED.parent, nodes].astype(np.int64)
         ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
         return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
 

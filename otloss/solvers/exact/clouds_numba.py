@@ -9,7 +9,7 @@ time or memory there is different here:
 - `near_cells` searches for the cells to list. It selects columns for boxes of rows by the bound of `softmin_numba`, so
   in low dimension it never looks at most pairs of points.
 
-Notation: node v < n is point v of x, node n + j is point j of y. `TREE` names the rows of `tree`. `flow[v]`, in whole
+Notation: node v < n is point v of x, node n + j is point j of y. `LINKED` names the rows of `tree`. `flow[v]`, in whole
 units, and `cost[v]` belong to the edge from v to its parent.
 """
 
@@ -22,12 +22,13 @@ import numpy as np
 from otloss._numba.compile import compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.costs.order import BLOCK, ROWS
+from otloss.costs.pair_cost_numba import pair_cost
 from otloss.costs.softmin_numba import CHUNK, PIECE, add_slack, distances_of, keep_columns, scores_in_box, subtract
 from otloss.solvers.exact.simplex_numba import NONE, whole_masses
-from otloss.solvers.exact.tree_numba import LIMITS
+from otloss.solvers.exact.tree_numba import PIVOT_LIMITS
 
 
-class Tree(NamedTuple):
+class LinkedTree(NamedTuple):
     """The rows of the array of a tree.
 
     Attributes:
@@ -44,7 +45,7 @@ class Tree(NamedTuple):
     previous: int = 4
 
 
-TREE = Tree()
+LINKED = LinkedTree()
 
 
 # ---- cells -------------------------------------------------------------------------------------------------------
@@ -84,18 +85,18 @@ def _select(
     add_slack(y, top, half, metric, slack[:count])
     largest_gap = -np.inf
     for i in range(points.shape[0]):
-        largest_gap = max(largest_gap, above[i] + g[top] - _cost_to(points[i], y, top, metric))
-    threshold, found = bounds[top] - largest_gap, 0
+        largest_gap = max(largest_gap, above[i] + g[top] - pair_cost(points[i], y[:, top], metric))
+    threshold, count_of_best = bounds[top] - largest_gap, 0
     for start in range(0, count, CHUNK):
         stop, largest_bound = min(start + CHUNK, count), -np.inf
         for j in range(start, stop):
             low = bounds[j] - slack[j]
             largest_bound = low if low > largest_bound else largest_bound
-        if found < best.shape[0] or largest_bound > best[best.shape[0] - 1]:
+        if count_of_best < best.shape[0] or largest_bound > best[best.shape[0] - 1]:
             for j in range(start, stop):
-                found = _insert(bounds[j] - slack[j], best, found)
-    if found == best.shape[0]:
-        threshold = max(threshold, best[found - 1])
+                count_of_best = _insert(bounds[j] - slack[j], best, count_of_best)
+    if count_of_best == best.shape[0]:
+        threshold = max(threshold, best[count_of_best - 1])
     for j in range(count):
         bounds[j] += slack[j]
     return keep_columns(y, g, count, bounds, threshold, near, near_g)
@@ -152,60 +153,41 @@ def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, co
                 columns[i, k] = NONE
 
 
-@inner()
-def _cost_to(point: Any, y: Any, j: int, metric: int) -> float:
-    """The cost of a point (d,) and column j of y (d, m)."""
-    total = 0.0
-    for k in range(point.shape[0]):
-        apart = point[k] - y[k, j]
-        total += abs(apart) if metric == 2 else apart * apart
-    return np.sqrt(total) if metric == 1 else total
-
-
-@inner()
-def _cost(x: Any, y: Any, i: int, j: int, metric: int) -> float:
-    total = 0.0
-    for k in range(x.shape[1]):
-        apart = x[i, k] - y[j, k]
-        total += abs(apart) if metric == 2 else apart * apart
-    return np.sqrt(total) if metric == 1 else total
-
-
 # ---- the tree ----------------------------------------------------------------------------------------------------
 
 
 @inner()
 def _detach(tree: Any, v: int) -> None:
-    up, after, before = tree[TREE.parent, v], tree[TREE.following, v], tree[TREE.previous, v]
+    up, after, before = tree[LINKED.parent, v], tree[LINKED.following, v], tree[LINKED.previous, v]
     if before == NONE:
-        tree[TREE.child, up] = after
+        tree[LINKED.child, up] = after
     else:
-        tree[TREE.following, before] = after
+        tree[LINKED.following, before] = after
     if after != NONE:
-        tree[TREE.previous, after] = before
+        tree[LINKED.previous, after] = before
 
 
 @inner()
 def _attach(tree: Any, v: int, up: int) -> None:
-    first = tree[TREE.child, up]
-    tree[TREE.parent, v], tree[TREE.following, v], tree[TREE.previous, v] = up, first, NONE
+    first = tree[LINKED.child, up]
+    tree[LINKED.parent, v], tree[LINKED.following, v], tree[LINKED.previous, v] = up, first, NONE
     if first != NONE:
-        tree[TREE.previous, first] = v
-    tree[TREE.child, up] = v
+        tree[LINKED.previous, first] = v
+    tree[LINKED.child, up] = v
 
 
 @inner()
 def _after_subtree(tree: Any, v: int, root: int) -> int:
     """Return the node that follows the subtree of v in the preorder of the subtree of `root`; `root` after the last."""
-    while v != root and tree[TREE.following, v] == NONE:
-        v = tree[TREE.parent, v]
-    return v if v == root else tree[TREE.following, v]
+    while v != root and tree[LINKED.following, v] == NONE:
+        v = tree[LINKED.parent, v]
+    return v if v == root else tree[LINKED.following, v]
 
 
 @inner()
 def _after(tree: Any, v: int, root: int) -> int:
     """Return the node that follows v in the preorder of the subtree of `root`; `root` after the last."""
-    return tree[TREE.child, v] if tree[TREE.child, v] != NONE else _after_subtree(tree, v, root)
+    return tree[LINKED.child, v] if tree[LINKED.child, v] != NONE else _after_subtree(tree, v, root)
 
 
 @inner()
@@ -214,7 +196,7 @@ def _refresh(tree: Any, cost: Any, potential: Any, root: int) -> None:
     potential[root] = 0.0
     v = _after(tree, root, root)
     while v != root:
-        potential[v] = cost[v] - potential[tree[TREE.parent, v]]
+        potential[v] = cost[v] - potential[tree[LINKED.parent, v]]
         v = _after(tree, v, root)
 
 
@@ -225,22 +207,22 @@ def _ship(tree: Any, flow: Any, cost: Any, units: Any, v: int, w: int, price: fl
     The lighter node is closed by that, and becomes a leaf below the other one.
     """
     leaf, other = (v, w) if units[v] <= units[w] else (w, v)
-    tree[TREE.parent, leaf], flow[leaf], cost[leaf] = other, units[leaf], price
+    tree[LINKED.parent, leaf], flow[leaf], cost[leaf] = other, units[leaf], price
     units[other] -= units[leaf]
     units[leaf] = 0
     return leaf, other
 
 
 @inner()
-def _link_children(tree: Any, closed: Any, count: int) -> None:
-    """Write sizes and children from the parents of the first `count` nodes of `closed`, leaves first."""
+def _link_children(tree: Any, leaves_first: Any, count: int) -> None:
+    """Write sizes and children from the parents of the first `count` nodes of `leaves_first`, leaves first."""
     for v in range(count + 1):
-        tree[TREE.size, v], tree[TREE.child, v] = 1, NONE
-        tree[TREE.following, v], tree[TREE.previous, v] = NONE, NONE
+        tree[LINKED.size, v], tree[LINKED.child, v] = 1, NONE
+        tree[LINKED.following, v], tree[LINKED.previous, v] = NONE, NONE
     for t in range(count):
-        v = closed[t]
-        tree[TREE.size, tree[TREE.parent, v]] += tree[TREE.size, v]
-        _attach(tree, v, tree[TREE.parent, v])
+        v = leaves_first[t]
+        tree[LINKED.size, tree[LINKED.parent, v]] += tree[LINKED.size, v]
+        _attach(tree, v, tree[LINKED.parent, v])
 
 
 @compiled(seconds=2)
@@ -255,14 +237,14 @@ def first_tree(
     n, m = x.shape[0], y.shape[0]
     tree, flow = np.empty((5, n + m), np.int32), np.empty(n + m, np.int64)
     cost, potential = np.empty(n + m), np.empty(n + m)
-    units, closed, open_columns = np.empty(n + m, np.int64), np.empty(n + m, np.int64), np.empty(m, np.int64)
+    units, leaves_first, open_columns = np.empty(n + m, np.int64), np.empty(n + m, np.int64), np.empty(m, np.int64)
     whole_masses(p, q, n, m, units)
     other: Any = np.int64(0)
     done, opened, last = 0, 0, n + m - 1
     for k in range(rows.shape[0]):
         i, v = rows[k], columns[k] + n
         if units[i] > 0 and units[v] > 0 and done < last:
-            closed[done], other = _ship(tree, flow, cost, units, i, v, _cost(x, y, i, v - n, metric))
+            leaves_first[done], other = _ship(tree, flow, cost, units, i, v, pair_cost(x[i], y[v - n], metric))
             done += 1
     for j in range(m):
         if units[n + j] > 0:
@@ -272,17 +254,17 @@ def first_tree(
         while units[i] > 0 and done < last:
             best, place = np.inf, 0
             for k in range(opened):
-                price = _cost(x, y, i, open_columns[k], metric) - g[open_columns[k]]
+                price = pair_cost(x[i], y[open_columns[k]], metric) - g[open_columns[k]]
                 if price < best:
                     best, place = price, k
             j = open_columns[place]
-            closed[done], other = _ship(tree, flow, cost, units, i, n + j, _cost(x, y, i, j, metric))
-            if closed[done] == n + j:
+            leaves_first[done], other = _ship(tree, flow, cost, units, i, n + j, pair_cost(x[i], y[j], metric))
+            if leaves_first[done] == n + j:
                 opened -= 1
                 open_columns[place] = open_columns[opened]
             done += 1
-    tree[TREE.parent, other] = other
-    _link_children(tree, closed, last)
+    tree[LINKED.parent, other] = other
+    _link_children(tree, leaves_first, last)
     _refresh(tree, cost, potential, other)
     return other, tree, flow, cost, potential
 
@@ -290,7 +272,7 @@ def first_tree(
 @inner()
 def _shift_potentials(tree: Any, potential: Any, node: int, root: int, by: float, n: int) -> None:
     """Raise f and lower g in the subtree of `node`, or do the opposite in the rest of the tree if that is smaller."""
-    if 2 * tree[TREE.size, node] <= potential.shape[0]:
+    if 2 * tree[LINKED.size, node] <= potential.shape[0]:
         v = node
         while True:
             potential[v] += by if v < n else -by
@@ -335,7 +317,7 @@ def _pivot(
     n: int,
 ) -> None:  # fmt: skip
     """Let the cell of the nodes `row` and `column` enter the tree."""
-    parent, size = tree[TREE.parent], tree[TREE.size]
+    parent, size = tree[LINKED.parent], tree[LINKED.size]
     moved, out, behind_row, top = _find_leaving_edge(parent, size, flow, row, column, n)
     u, v = row, column
     while u != top:
@@ -377,7 +359,7 @@ def search_cells(
     """
     count = rows.shape[0]
     cells_at_once = int(np.sqrt(count)) + 1
-    pivots, start, cells_looked_at, rounding, is_refreshed = 0, 0, 0, LIMITS.rounding, False
+    pivots, start, cells_looked_at, rounding, is_refreshed = 0, 0, 0, PIVOT_LIMITS.rounding, False
     while True:
         best, at, stop = 0.0, 0, min(start + cells_at_once, count)
         for k in range(start, stop):
@@ -413,7 +395,7 @@ def flows_of(tree: Any, p: Any, q: Any, root: int) -> Any:
         moved[t] = p[t] if t < n else -q[t - n]
     for t in range(count - 1, 0, -1):
         v = order[t]
-        moved[tree[TREE.parent, v]] += moved[v]
+        moved[tree[LINKED.parent, v]] += moved[v]
         # The search worked with rounded masses, so tiny flows may come out negative.
         moved[v] = max(moved[v] if v < n else -moved[v], 0.0)
     moved[root] = 0.0
@@ -421,7 +403,7 @@ def flows_of(tree: Any, p: Any, q: Any, root: int) -> Any:
 
 
 @compiled()
-def split_flows(groups: Any, masses: Any, of_flows: Any, flows: Any) -> tuple[Any, Any, Any]:
+def split_flows(groups: Any, masses: Any, groups_of_flows: Any, flows: Any) -> tuple[Any, Any, Any]:
     """Divide each flow among the members of the group that it leaves; return member, flow and mass of each part.
 
     Members and flows are sorted by their groups, which are 0, 1, 2 and so on. There are as many parts as members and
@@ -432,7 +414,7 @@ def split_flows(groups: Any, masses: Any, of_flows: Any, flows: Any) -> tuple[An
     i, k, gone, used = 0, 0, 0.0, 0.0
     for at in range(moved.shape[0]):
         is_last_member = i + 1 == groups.shape[0] or groups[i + 1] != groups[i]
-        is_last_flow = k + 1 == flows.shape[0] or of_flows[k + 1] != of_flows[k]
+        is_last_flow = k + 1 == flows.shape[0] or groups_of_flows[k + 1] != groups_of_flows[k]
         units, rest = max(masses[i] - gone, 0.0), max(flows[k] - used, 0.0)
         closes_member = is_last_flow or (not is_last_member and units <= rest)
         members[at], parts[at], moved[at] = i, k, units if closes_member else rest

@@ -29,8 +29,9 @@ import numpy as np
 
 from otloss._numba.compile import bits_of_float64, compiled, inner, spliced
 from otloss._numba.tasks import next_task
+from otloss.solvers.exact.results import OUTCOME
 from otloss.solvers.exact.tree_numba import (
-    TREE,
+    PREORDER,
     VECTOR,
     best_key,
     largest_size,
@@ -45,7 +46,7 @@ from otloss.solvers.exact.tree_numba import (
 NONE = -1
 
 
-class Whole(NamedTuple):
+class SimplexIntegers(NamedTuple):
     """The rows of the whole numbers of a thread.
 
     Attributes:
@@ -64,8 +65,15 @@ class Whole(NamedTuple):
     sequence: int = 5
 
 
-class Real(NamedTuple):
-    """The rows of the floats of a thread: potentials of all nodes, distances to the tree, prices and masses."""
+class SimplexFloats(NamedTuple):
+    """The rows of the floats of a thread.
+
+    Attributes:
+        potential: the potentials of all nodes, f and then g.
+        near: the distance of each node to the shortest tree.
+        price_p, price_q: the prices of the bins of p and of q with mass.
+        mass_p, mass_q: the masses of these bins.
+    """
 
     potential: int = 0
     near: int = 1
@@ -75,16 +83,7 @@ class Real(NamedTuple):
     mass_q: int = 5
 
 
-class Outcome(NamedTuple):
-    """The columns of the outcome: value, duality gap, a scale to judge the gap by, and pivots, -1 if not optimal."""
-
-    value: int = 0
-    gap: int = 1
-    scale: int = 2
-    pivots: int = 3
-
-
-WHOLE, REAL, OUTCOME = Whole(), Real(), Outcome()
+INTEGERS, FLOATS = SimplexIntegers(), SimplexFloats()
 
 
 def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
@@ -209,7 +208,7 @@ def _find_cheapest(cost: Any, f_open: Any, g_open: Any, n: int, m: int, v: int, 
 @spliced
 def _ship(cost: Any, whole: Any, tree: Any, f_open: Any, g_open: Any, n: int, m: int, order: Any, last: int) -> None:
     """Empty the nodes order[last], order[last - 1], ..., first to the node in `hint`, then to the cheapest."""
-    units, flow, hint = whole[WHOLE.units], whole[WHOLE.flow], whole[WHOLE.hint]
+    units, flow, hint = whole[INTEGERS.units], whole[INTEGERS.flow], whole[INTEGERS.hint]
     # A base so large that open bins have positive keys, whatever their price. Closed bins get the price -inf.
     prices = 0.0
     for i in range(n):
@@ -218,7 +217,7 @@ def _ship(cost: Any, whole: Any, tree: Any, f_open: Any, g_open: Any, n: int, m:
         prices = abs(g_open[j]) if abs(g_open[j]) > prices else prices
     base = 2 * (largest_size(cost, n, m) + prices)
     base = base if base > 0 else 1.0
-    parent, closed, done, t = tree[TREE.parent], tree[TREE.spare], 0, last
+    parent, leaves, done, t = tree[PREORDER.parent], tree[PREORDER.spare], 0, last
     other = 0
     while done < n + m - 1:
         v = order[t]
@@ -237,9 +236,9 @@ def _ship(cost: Any, whole: Any, tree: Any, f_open: Any, g_open: Any, n: int, m:
                 f_open[leaf] = -np.inf
             else:
                 g_open[leaf - n] = -np.inf
-            closed[done] = leaf
+            leaves[done] = leaf
             done += 1
-    closed[done], parent[other] = other, other
+    leaves[done], parent[other] = other, other
     number_nodes(tree, n + m)
 
 
@@ -281,7 +280,7 @@ def _extend(matrix: Any, rows: Any, columns: Any, n: int, m: int, g: Any, price:
 @spliced
 def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> tuple[int, int]:
     """Write places, masses and costs of the bins with mass; return their numbers. The masses get equal sums."""
-    rows, columns, a, b = whole[WHOLE.rows], whole[WHOLE.columns], real[REAL.mass_p], real[REAL.mass_q]
+    rows, columns, a, b = whole[INTEGERS.rows], whole[INTEGERS.columns], real[FLOATS.mass_p], real[FLOATS.mass_q]
     n, m = _write_occupied(p, rows, a), _write_occupied(q, columns, b)
     if n == 0 or m == 0:
         return 0, 0
@@ -293,8 +292,8 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
             source, target = matrix[rows[i]], block[i]
             for j in range(m):
                 target[j] = source[columns[j]]
-    whole_masses(a, b, n, m, whole[WHOLE.units])
-    hint = whole[WHOLE.hint]
+    whole_masses(a, b, n, m, whole[INTEGERS.units])
+    hint = whole[INTEGERS.hint]
     for k in range(n + m):
         hint[k] = NONE
     return n, m
@@ -303,12 +302,12 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
 @inner()
 def _write_flows(cost: Any, whole: Any, real: Any, tree: Any, n: int, m: int, cells: Any, flows: Any) -> float:
     """Write the cells of the tree and their real masses, summed up from the leaves; return what the plan costs."""
-    rows, columns, excess = whole[WHOLE.rows], whole[WHOLE.columns], real[REAL.potential]
-    parent, order, value = tree[TREE.parent], tree[TREE.order], 0.0
+    rows, columns, excess = whole[INTEGERS.rows], whole[INTEGERS.columns], real[FLOATS.potential]
+    parent, order, value = tree[PREORDER.parent], tree[PREORDER.order], 0.0
     for i in range(n):
-        excess[i] = real[REAL.mass_p, i]
+        excess[i] = real[FLOATS.mass_p, i]
     for j in range(m):
-        excess[n + j] = -real[REAL.mass_q, j]
+        excess[n + j] = -real[FLOATS.mass_q, j]
     for t in range(n + m - 1, 0, -1):
         v = order[t]
         up = parent[v]
@@ -329,30 +328,26 @@ def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: in
     """Search from the tree, and write the result."""
     f, g, cells, flows, outcome = result
     whole, real, tree, _ = memory
-    rows, columns = whole[WHOLE.rows], whole[WHOLE.columns]
-    a, b, potential = real[REAL.mass_p], real[REAL.mass_q], real[REAL.potential]
+    rows, columns = whole[INTEGERS.rows], whole[INTEGERS.columns]
+    a, b, potential = real[FLOATS.mass_p], real[FLOATS.mass_q], real[FLOATS.potential]
     refresh(cost, tree, potential, n, m)
-    pivots = search(cost, tree, whole[WHOLE.flow], potential, n, m, max_pivots, counter)
-    _extend(matrix, rows, columns, n, m, potential[n:], real[REAL.price_q], f, g)
+    pivots = search(cost, tree, whole[INTEGERS.flow], potential, n, m, max_pivots, counter)
+    _extend(matrix, rows, columns, n, m, potential[n:], real[FLOATS.price_q], f, g)
     dual = 0.0
     for i in range(n):
         dual += a[i] * f[rows[i]]
     for j in range(m):
         dual += b[j] * g[columns[j]]
     value = _write_flows(cost, whole, real, tree, n, m, cells, flows)
-    outcome[OUTCOME.value], outcome[OUTCOME.gap], outcome[OUTCOME.scale], outcome[OUTCOME.pivots] = (
-        value,
-        value - dual,
-        largest_size(cost, n, m) * _sum(a, n),
-        pivots,
-    )
+    outcome[OUTCOME.value], outcome[OUTCOME.gap], outcome[OUTCOME.pivots] = value, value - dual, pivots
+    outcome[OUTCOME.scale] = largest_size(cost, n, m) * _sum(a, n)
 
 
 @spliced
 def solve_one(counter: Any, p: Any, q: Any, matrix: Any, max_pivots: int, result: Any, memory: Any) -> None:
     """Solve one problem and write its results, or nothing for a problem without mass."""
     whole, real, tree, block = memory
-    sequence, prices_p, prices_q = whole[WHOLE.sequence], real[REAL.price_p], real[REAL.price_q]
+    sequence, prices_p, prices_q = whole[INTEGERS.sequence], real[FLOATS.price_p], real[FLOATS.price_q]
     n, m = _prepare(p, q, matrix, whole, real, block)
     if n > 0:
         cost = matrix if n == p.shape[0] and m == q.shape[0] else block
@@ -382,9 +377,9 @@ def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int
     p, q, matrices, owners = problems
     f, g, cells, flows, outcome = results
     whole, real, tree, block = memory
-    sequence, columns = whole[WHOLE.sequence], whole[WHOLE.columns]
-    prices_p, prices_q = real[REAL.price_p], real[REAL.price_q]
-    open_p, open_q = real[REAL.potential], real[REAL.near]
+    sequence, columns = whole[INTEGERS.sequence], whole[INTEGERS.columns]
+    prices_p, prices_q = real[FLOATS.price_p], real[FLOATS.price_q]
+    open_p, open_q = real[FLOATS.potential], real[FLOATS.near]
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -399,7 +394,7 @@ def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int
         for i in range(n):
             prices_p[i] = min_difference(cost[i], prices_q, m)
             open_p[i] = prices_p[i]
-        _shortest_tree(cost, open_p, prices_q, n, m, open_q, whole[WHOLE.hint], sequence)
+        _shortest_tree(cost, open_p, prices_q, n, m, open_q, whole[INTEGERS.hint], sequence)
         for j in range(m):
             prices_q[j] = start[k, columns[j]]
         _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n + m - 1)

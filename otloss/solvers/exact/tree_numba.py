@@ -10,8 +10,8 @@ exchanges runs, and two comparisons tell whether a node lies below another.
 
 Source: R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11.
 
-Notation: node v < n is bin v of p, node n + j is bin j of q. `TREE` names the rows of `tree`. `flow[v]` is the mass on
-the edge from v to its parent, in whole units that never tie (see `simplex_numba`); `potential` holds f, then g.
+Notation: node v < n is bin v of p, node n + j is bin j of q. `PREORDER` names the rows of `tree`. `flow[v]` is the
+mass on the edge from v to its parent, in whole units that never tie (see `simplex_numba`); `potential` holds f, then g.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from otloss._numba.compile import bits_of_float64, float64_of_bits, inner, splic
 from otloss._numba.tasks import is_stopped
 
 
-class Tree(NamedTuple):
+class PreorderTree(NamedTuple):
     """The rows of the array of a tree.
 
     Attributes:
@@ -42,7 +42,7 @@ class Tree(NamedTuple):
     spare: int = 4
 
 
-class Limits(NamedTuple):
+class PivotLimits(NamedTuple):
     """Numbers of the search.
 
     Attributes:
@@ -56,7 +56,7 @@ class Limits(NamedTuple):
     cells_of_a_look: int = 512
 
 
-TREE, LIMITS = Tree(), Limits()
+PREORDER, PIVOT_LIMITS = PreorderTree(), PivotLimits()
 VECTOR = {"contract", "nsz", "nnan", "reassoc"}
 
 
@@ -117,17 +117,17 @@ def place_mask(m: int) -> Any:
 @inner()
 def number_nodes(tree: Any, count: int) -> None:
     """Write sizes and positions from the parents and the nodes in `spare`, in an order from leaves to root."""
-    parent, size, position = tree[TREE.parent], tree[TREE.size], tree[TREE.position]
-    order, closed = tree[TREE.order], tree[TREE.spare]
+    parent, size, position = tree[PREORDER.parent], tree[PREORDER.size], tree[PREORDER.position]
+    order, leaves_first = tree[PREORDER.order], tree[PREORDER.spare]
     last = count - 1
     for v in range(count):
         size[v] = 1
     for t in range(last):
-        size[parent[closed[t]]] += size[closed[t]]
+        size[parent[leaves_first[t]]] += size[leaves_first[t]]
     # Until all nodes are placed, `order` holds the next free place below each node.
-    position[closed[last]], order[closed[last]] = 0, 1
+    position[leaves_first[last]], order[leaves_first[last]] = 0, 1
     for t in range(last - 1, -1, -1):
-        v = closed[t]
+        v = leaves_first[t]
         position[v] = order[parent[v]]
         order[parent[v]] += size[v]
         order[v] = position[v] + 1
@@ -138,7 +138,7 @@ def number_nodes(tree: Any, count: int) -> None:
 @inner()
 def refresh(cost: Any, tree: Any, potential: Any, n: int, m: int) -> None:
     """Compute the potentials from the tree alone, without the rounding of earlier pivots."""
-    order, parent = tree[TREE.order], tree[TREE.parent]
+    order, parent = tree[PREORDER.order], tree[PREORDER.parent]
     potential[order[0]] = 0.0
     for t in range(1, n + m):
         v = order[t]
@@ -160,8 +160,8 @@ def _reverse_path(tree: Any, flow: Any, node: int, above: int, out: int, moved: 
 
     The order is, for each node on the path up to `out`, its old run without the run of the node before it on the path.
     """
-    parent, size, position = tree[TREE.parent], tree[TREE.size], tree[TREE.position]
-    order, spare, count = tree[TREE.order], tree[TREE.spare], tree[TREE.size, out]
+    parent, size, position = tree[PREORDER.parent], tree[PREORDER.size], tree[PREORDER.position]
+    order, spare, count = tree[PREORDER.order], tree[PREORDER.spare], tree[PREORDER.size, out]
     a = b = position[node] + size[node]
     size_before, filled = 0, 0
     while True:
@@ -182,7 +182,12 @@ def _reverse_path(tree: Any, flow: Any, node: int, above: int, out: int, moved: 
 @inner()
 def _reattach(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> tuple[int, int]:
     """Attach the subtree of `out` below `above`, with `node` as its new root; return its new places."""
-    size, position, order, spare = tree[TREE.size], tree[TREE.position], tree[TREE.order], tree[TREE.spare]
+    size, position, order, spare = (
+        tree[PREORDER.size],
+        tree[PREORDER.position],
+        tree[PREORDER.order],
+        tree[PREORDER.spare],
+    )
     begin, count = position[out], size[out]
     # The subtree goes directly behind `above` or behind the subtree of `above`, whichever is nearer.
     first, last = position[above] + 1, position[above] + size[above]
@@ -207,7 +212,7 @@ def _reattach(tree: Any, flow: Any, node: int, above: int, out: int, moved: int)
 @spliced
 def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced: float, n: int, m: int) -> None:
     """Let the cell of the nodes `row` and `column` enter the tree."""
-    parent, size, position = tree[TREE.parent], tree[TREE.size], tree[TREE.position]
+    parent, size, position = tree[PREORDER.parent], tree[PREORDER.size], tree[PREORDER.position]
     # Mass enters at the new edge from row to column. It leaves every second edge of the path between them, from the
     # ends on.
     moved, out, behind_row = np.int64(2**62), row, True
@@ -240,20 +245,20 @@ def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced:
     # Potentials are defined up to a constant, so those of the smaller part change.
     by = reduced if behind_row else -reduced
     if 2 * (end - begin) <= n + m:
-        _shift_potentials(tree[TREE.order], potential, begin, end, by, n)
+        _shift_potentials(tree[PREORDER.order], potential, begin, end, by, n)
     else:
         first = begin - begin  # numba would compile another version for a literal 0
-        _shift_potentials(tree[TREE.order], potential, first, begin, -by, n)
-        _shift_potentials(tree[TREE.order], potential, end, n + m, -by, n)
+        _shift_potentials(tree[PREORDER.order], potential, first, begin, -by, n)
+        _shift_potentials(tree[PREORDER.order], potential, end, n + m, -by, n)
 
 
 @spliced
 def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, max_pivots: int, counter: Any) -> int:
     """Pivot until no reduced cost is negative; return the pivots made, or -1 where `max_pivots` do not suffice."""
     f, g = potential[:n], potential[n:]
-    mask, rows_at_once = place_mask(m), max(LIMITS.cells_of_a_look // m, 2)
+    mask, rows_at_once = place_mask(m), max(PIVOT_LIMITS.cells_of_a_look // m, 2)
     rows_at_once = rows_at_once if rows_at_once < n else n
-    pivots, i, rows_looked_at, rounding, is_refreshed = 0, 0, 0, LIMITS.rounding, True
+    pivots, i, rows_looked_at, rounding, is_refreshed = 0, 0, 0, PIVOT_LIMITS.rounding, True
     while True:
         best, row = np.int64(-1), 0
         for _ in range(rows_at_once):

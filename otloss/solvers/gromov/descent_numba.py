@@ -16,9 +16,10 @@ import numpy as np
 
 from otloss._numba.compile import compiled, inner
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.exact.simplex_numba import OUTCOME, solve_one
+from otloss.solvers.exact.results import OUTCOME
 from otloss.solvers.exact.simplex_numba import allocate_results as allocate_exact_results
 from otloss.solvers.exact.simplex_numba import scratch as scratch_of_exact
+from otloss.solvers.exact.simplex_numba import solve_one
 
 
 class Problems(NamedTuple):

@@ -57,11 +57,11 @@ def _blocks(problem: Problem, matrix: Tensor, p: np.ndarray, q: np.ndarray) -> l
     for k, key in enumerate(zip(owners.tolist(), widths.tolist(), strict=True)):
         if key not in known:  # many problems may share a matrix
             known[key] = blocks_of_matrix(matrices[key[0]] < EPSILONS_OF_A_PRICE * key[1])
-        _, differs, lacking = known[key].balanced(p[k], q[k], problem.weight_rounding)
-        equal = known[key].merged(differs)
-        pays = abs(lacking) * float(matrices[key[0]].max()) > NEGLIGIBLE_COST * key[1] * p[k].sum()
+        balanced = known[key].balanced(p[k], q[k], problem.weight_rounding)
+        equal = known[key].merged(balanced.differs)
+        pays = abs(balanced.lacking) * float(matrices[key[0]].max()) > NEGLIGIBLE_COST * key[1] * p[k].sum()
         mass_p, mass_q = known[key].masses(p[k], q[k])
-        must_leave = (differs & ((mass_p > 0) != (mass_q > 0))).any()  # the derivative there is a price
+        must_leave = (balanced.differs & ((mass_p > 0) != (mass_q > 0))).any()  # the derivative there is a price
         blocks.append(None if pays or must_leave or equal.count == 1 else equal)
     return blocks
 

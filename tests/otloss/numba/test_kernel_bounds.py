@@ -34,7 +34,7 @@ from otloss.costs.order import Ordering
 from otloss.solvers.entropic.clusters import Clustering
 from otloss.solvers.entropic.interface import Budget
 from otloss.solvers.entropic.newton import SparseNewton
-from otloss.solvers.entropic.sinkhorn_cpu import Limits
+from otloss.solvers.entropic.sinkhorn_cpu import MatrixLimits
 from otloss.solvers.exact import clouds as exact_clouds
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
@@ -53,8 +53,8 @@ METRICS = ("sqeuclidean", "euclidean", "l1")
 # Sizes at which solvers change the method, so that small problems take the way of large ones.
 FROM_CLOUDS: dict[str, Any] = {
     "otloss.costs.order.ORDERING": Ordering(min_pairs=0),
-    "otloss.solvers.entropic.sinkhorn_cpu.LIMITS": Limits(largest_matrix=0),
-    "otloss.solvers.exact.clouds.LIMITS": exact_clouds.Limits(
+    "otloss.solvers.entropic.sinkhorn_cpu.MATRIX_LIMITS": MatrixLimits(largest_matrix=0),
+    "otloss.solvers.exact.clouds.CLOUD_LIMITS": exact_clouds.CloudLimits(
         min_pairs=0, min_pairs_of_others=0, min_points=0, largest_matrix=4
     ),
 }

@@ -14,7 +14,7 @@ from otloss.costs.order import can_leave_out
 from otloss.solvers.entropic import clusters
 from otloss.solvers.exact import clouds as exact_clouds
 from otloss.solvers.exact.clouds import solve_between_clouds
-from otloss.solvers.exact.simplex import solve_exactly
+from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
 
@@ -124,7 +124,9 @@ def _cases() -> dict[str, tuple[Tensor | None, Tensor | None, PointCost]]:
 
 @pytest.mark.parametrize("name", _cases())
 def test_the_optimum_is_that_of_the_dense_solver(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(exact_clouds, "LIMITS", exact_clouds.Limits(largest_matrix=32))  # clusters of clusters
+    monkeypatch.setattr(
+        exact_clouds, "CLOUD_LIMITS", exact_clouds.CloudLimits(largest_matrix=32)
+    )  # clusters of clusters
     p, q, cost = _cases()[name]
     wide = PointCost(cost.x.double(), cost.y.double(), metric=cost.metric)  # rounds no cost
     problem = pose(p, q, cost, epsilon=None, settings=Settings())
@@ -162,7 +164,7 @@ def test_gradients_are_those_of_the_matrix(metric: str) -> None:
     p, q, x, y = _clouds(LEAST, LEAST, 2)
     p = torch.where(p > 0, p, 1e-4)
     p = p / p.sum()
-    assert exact_clouds.LIMITS.min_pairs <= LEAST * LEAST
+    assert exact_clouds.CLOUD_LIMITS.min_pairs <= LEAST * LEAST
     inputs = [t.clone().requires_grad_() for t in (p, q, x, y)]
     value = emd(inputs[0], inputs[1], PointCost(inputs[2], inputs[3], metric=metric))
     got = torch.autograd.grad(3 * value, inputs)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from otloss import emd
 from otloss.solvers.exact.batch import solve_batch
-from otloss.solvers.exact.simplex import Optimum, check_outcome, solve_exact
+from otloss.solvers.exact.optimum import Optimum, solve_arrays
+from otloss.solvers.exact.results import check_outcome
 from tests.otloss.draws import draw, normal
 from tests.otloss.oracles import as_double
 
@@ -74,10 +75,10 @@ def test_solutions_are_certified_and_those_of_pot(kind: str) -> None:
     for seed, (n, m) in enumerate([(1, 1), (1, 7), (9, 1), (2, 3), (8, 8), (17, 5), (33, 64), (90, 70)]):
         p, q, matrix = problem_of(kind, seed, n, m)
         P, Q, C = map(as_double, (p, q, matrix))
-        actual = solve_exact(P, Q, C)
+        actual = solve_arrays(P, Q, C)
         check_optimal(P, Q, C, actual)
         if kind == "beside huge ones" and min(n, m) > 1:
-            rest = solve_exact(2 * P[:-1], 2 * Q[:-1], C[:-1, :-1])
+            rest = solve_arrays(2 * P[:-1], 2 * Q[:-1], C[:-1, :-1])
             assert float(actual.value) == pytest.approx(float(rest.value) / 2, rel=1e-9)
         if kind in ("general", "points"):  # one optimum only
             np.testing.assert_allclose(actual.plan(), ot.emd(p, q, matrix), atol=1e-12)
@@ -96,7 +97,7 @@ def by_scipy(matrix: Tensor) -> float:
 def test_assignments_are_optimal(kind: str) -> None:
     for n in (1, 2, 3, 17, 120):
         matrix = as_double(costs(kind, np.random.default_rng(n), n, n))
-        actual = solve_exact(uniform(n), uniform(n), matrix)
+        actual = solve_arrays(uniform(n), uniform(n), matrix)
         check_optimal(uniform(n), uniform(n), matrix, actual)
         assert float(actual.value) == pytest.approx(by_scipy(matrix), rel=1e-12)
         assert set((actual.plan() * n).flatten().round(decimals=12).tolist()) <= {0.0, 1.0}
@@ -107,7 +108,7 @@ def test_assignments_are_optimal(kind: str) -> None:
 def test_hard_assignments_are_left_to_the_simplex() -> None:
     for n, kinds in ((300, ("general", "products", "points", "clouds apart")), (800, ("shifted",))):
         matrices = torch.stack([as_double(costs(kind, np.random.default_rng(0), n, n)) for kind in kinds])
-        actual = solve_exact(uniform(len(kinds), n), uniform(len(kinds), n), matrices)
+        actual = solve_arrays(uniform(len(kinds), n), uniform(len(kinds), n), matrices)
         for value, gap, matrix in zip(actual.value, actual.gap, matrices, strict=True):
             assert float(value) == pytest.approx(by_scipy(matrix), rel=1e-12)
             assert abs(float(gap)) <= 1e-12 * float(matrix.max())
@@ -118,20 +119,20 @@ def test_a_start_nearby_saves_pivots_and_changes_no_value(kind: str) -> None:
     cold = warm = again = 0
     for seed in range(3):
         p, q, matrix = (as_double(a) for a in problem_of(kind, seed, 60, 60))
-        before = solve_exact(p, q, matrix)
+        before = solve_arrays(p, q, matrix)
         after = matrix * (1 + 0.01 * draw(60, 60, seed=seed))
-        without, started = (solve_exact(p, q, after, start=start) for start in (None, (before.f, before.g)))
-        far = solve_exact(p, q, after, start=(before.f, 10 * normal(60, seed=seed)))
+        without, started = (solve_arrays(p, q, after, start=start) for start in (None, (before.f, before.g)))
+        far = solve_arrays(p, q, after, start=(before.f, 10 * normal(60, seed=seed)))
         for actual in (started, far):
             check_optimal(p, q, after, actual)
             torch.testing.assert_close(actual.value, without.value, rtol=1e-12, atol=0)
         cold, warm = cold + int(without.iterations), warm + int(started.iterations)
-        again += int(solve_exact(p, q, matrix, start=(before.f, before.g)).iterations)
+        again += int(solve_arrays(p, q, matrix, start=(before.f, before.g)).iterations)
     assert warm < 0.5 * cold
     # In an assignment the first step may give rows columns that others need.
     assert again <= (0.2 if kind == "uniform" else 0.1) * cold
     with pytest.raises(ValueError, match="start g holds 60 NaN"):
-        solve_exact(p, q, matrix, start=(before.f, before.g * torch.nan))
+        solve_arrays(p, q, matrix, start=(before.f, before.g * torch.nan))
 
 
 def test_solutions_that_are_not_optimal_raise() -> None:

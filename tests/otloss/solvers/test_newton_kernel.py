@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from otloss.costs.softmin_numba import as_columns
-from otloss.solvers.entropic.newton_reference import DenseDual, solve_in_stages
+from tests.otloss.newton_reference import DenseDual, solve_in_stages
 from tests.otloss.uncompiled_kernels import import_uncompiled
 
 newton, ascent = import_uncompiled(
@@ -273,7 +273,7 @@ def test_edges_are_taken_once_and_freed() -> None:
     for weight in (1.0, 2.0, 4.0):
         newton.add_tree(edges, ranks, columns, np.array([1.0, weight]), 1.0, work, 0.5)
     seen, near, weights = np.full(4, -1), np.empty(4, np.int64), np.empty(4)
-    assert newton.take_neighbours(edges, 0, seen, near, weights) == 1
+    assert newton.remove_neighbours(edges, 0, seen, near, weights) == 1
     assert (near[0], weights[0]) == (3, 7.0)
     assert (seen == -1).all()
     free, e = 0, edges.heads[4]

@@ -12,7 +12,7 @@ from torch import Tensor
 import otloss
 from otloss import ConvergenceWarning
 from otloss.costs import PointCost
-from otloss.solvers.exact.clouds import Limits
+from otloss.solvers.exact.clouds import CloudLimits
 from tests.otloss.oracles import linprog_value
 
 
@@ -149,7 +149,7 @@ def test_weights_of_16_bits_are_as_they_are() -> None:
 
 
 def test_one_far_and_light_point_of_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otloss.solvers.exact.clouds.LIMITS", Limits(min_pairs=2**15))
+    monkeypatch.setattr("otloss.solvers.exact.clouds.CLOUD_LIMITS", CloudLimits(min_pairs=2**15))
     x, y = torch.randn(2, 300, 2, generator=torch.Generator().manual_seed(0))
     x[0], weights = 1e4, torch.ones(300)
     weights[0] = 1e-4
@@ -162,7 +162,7 @@ def test_one_far_and_light_point_of_a_cloud(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clouds_far_apart_keep_small_potentials(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a matrix: nothing is exchanged between two clusters, so that any constant between them is optimal."""
-    monkeypatch.setattr("otloss.solvers.exact.clouds.LIMITS", Limits(min_pairs=2**15))
+    monkeypatch.setattr("otloss.solvers.exact.clouds.CLOUD_LIMITS", CloudLimits(min_pairs=2**15))
     x, y = torch.randn(2, 300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[:150], y[:150] = x[:150] + 1e4, y[:150] + 1e4
     cost = PointCost(x.to(dtype), y.to(dtype))
@@ -177,7 +177,7 @@ def test_clouds_far_apart_keep_small_potentials(dtype: torch.dtype, monkeypatch:
 def test_clusters_so_far_apart_that_costs_between_them_have_no_digits_for_those_within(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("otloss.solvers.exact.clouds.LIMITS", Limits(min_pairs=2**15))
+    monkeypatch.setattr("otloss.solvers.exact.clouds.CLOUD_LIMITS", CloudLimits(min_pairs=2**15))
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 300, 1, generator=generator, dtype=torch.float64)
     p, q = torch.rand(2, 300, generator=generator, dtype=torch.float64) + 0.01

@@ -12,8 +12,8 @@ from otloss.costs.softmin_numba import as_columns
 from otloss.solvers.exact import clouds_numba as clouds
 from otloss.solvers.exact import simplex_numba as simplex
 from otloss.solvers.exact import tree_numba as tree
-from otloss.solvers.exact.simplex_numba import NONE, WHOLE
-from otloss.solvers.exact.tree_numba import TREE
+from otloss.solvers.exact.simplex_numba import INTEGERS, NONE
+from otloss.solvers.exact.tree_numba import PREORDER
 
 SIZES = ((1, 1), (1, 5), (4, 1), (3, 4), (17, 12))
 
@@ -30,19 +30,19 @@ def entries(rows: Any, price: Any, bound: Any) -> Any:
 @numba.njit
 def greedy(p: Any, q: Any, cost: Any, f: Any, g: Any, whole: Any, nodes: Any, from_prices: bool) -> Any:
     n, m = cost.shape
-    simplex.whole_masses(p, q, n, m, whole[WHOLE.units])
-    units, near = whole[WHOLE.units].copy(), np.empty(n + m)
-    whole[WHOLE.hint] = NONE
+    simplex.whole_masses(p, q, n, m, whole[INTEGERS.units])
+    units, near = whole[INTEGERS.units].copy(), np.empty(n + m)
+    whole[INTEGERS.hint] = NONE
     last = n - 1
     for i in range(n):
-        whole[WHOLE.sequence, i] = i
+        whole[INTEGERS.sequence, i] = i
     if from_prices:
-        simplex._shortest_tree(cost, f.copy(), g.copy(), n, m, near, whole[WHOLE.hint], whole[WHOLE.sequence])
+        simplex._shortest_tree(cost, f.copy(), g.copy(), n, m, near, whole[INTEGERS.hint], whole[INTEGERS.sequence])
         last = n + m - 1
     else:
         simplex._write_first_prices(cost, n, m, f, g)
-    hint = whole[WHOLE.hint].copy()
-    simplex._ship(cost, whole, nodes, f.copy(), g.copy(), n, m, whole[WHOLE.sequence], last)
+    hint = whole[INTEGERS.hint].copy()
+    simplex._ship(cost, whole, nodes, f.copy(), g.copy(), n, m, whole[INTEGERS.sequence], last)
     return units, hint
 
 
@@ -94,7 +94,7 @@ def check_tree(parent: np.ndarray, size: np.ndarray, flow: np.ndarray, units: np
 
 
 def check_preorder(nodes: np.ndarray, subtrees: list[set[int]]) -> None:
-    position, order, size = nodes[TREE.position], nodes[TREE.order], nodes[TREE.size]
+    position, order, size = nodes[PREORDER.position], nodes[PREORDER.order], nodes[PREORDER.size]
     np.testing.assert_array_equal(order[position], np.arange(len(order)))
     assert all(set(order[p : p + s]) == below for p, s, below in zip(position, size, subtrees, strict=True))
 
@@ -131,7 +131,7 @@ def test_a_tree_stays_a_plan_and_its_potentials_fit_after_each_pivot(from_prices
     units, hint = greedy(p, q, cost, f, g, whole, nodes, from_prices)
     np.testing.assert_allclose(units / 2.0**61, np.concatenate([p, q]), atol=1e-15)
     assert units[:n].sum() == units[n:].sum()
-    flow = whole[WHOLE.flow]
+    flow = whole[INTEGERS.flow]
     if from_prices:
         # The hints are a shortest spanning tree by reduced costs.
         lengths = np.maximum(cost - f[:, None] - g, 0.0)
@@ -144,10 +144,10 @@ def test_a_tree_stays_a_plan_and_its_potentials_fit_after_each_pivot(from_prices
         np.testing.assert_array_equal(g, cost.min(0))
     refresh(cost, nodes, potential)
     for _ in range(30):
-        check_preorder(nodes, check_tree(nodes[TREE.parent], nodes[TREE.size], flow, units, n))
-        check_edges(nodes[TREE.parent], potential, cost)
+        check_preorder(nodes, check_tree(nodes[PREORDER.parent], nodes[PREORDER.size], flow, units, n))
+        check_edges(nodes[PREORDER.parent], potential, cost)
         row, column = rng.integers(n), rng.integers(m)
-        if nodes[TREE.parent, row] != n + column and nodes[TREE.parent, n + column] != row:
+        if nodes[PREORDER.parent, row] != n + column and nodes[PREORDER.parent, n + column] != row:
             pivot(nodes, flow, cost, potential, row, column)
 
 
@@ -201,8 +201,8 @@ def test_a_tree_between_clouds_stays_a_plan_until_it_is_optimal(n: int, m: int, 
     )
     pivots = -1
     while pivots < 0:
-        check_tree(nodes[clouds.TREE.parent], nodes[clouds.TREE.size], flow, units, n)
-        check_edges(nodes[clouds.TREE.parent], potential, cost)
+        check_tree(nodes[clouds.LINKED.parent], nodes[clouds.LINKED.size], flow, units, n)
+        check_edges(nodes[clouds.LINKED.parent], potential, cost)
         check_children(nodes)
         pivots = clouds.search_cells(
             np.zeros(3, np.int64), rows, columns + n, cost.reshape(-1), nodes, flow, edges, potential, n, root, 2
@@ -210,7 +210,7 @@ def test_a_tree_between_clouds_stays_a_plan_until_it_is_optimal(n: int, m: int, 
     assert (cost - potential[:n, None] - potential[n:] >= -1e-14).all()
     moved, plan = clouds.flows_of(nodes, p, q, root), np.zeros((n, m))
     for v in np.delete(np.arange(n + m), root):
-        above = nodes[clouds.TREE.parent, v]
+        above = nodes[clouds.LINKED.parent, v]
         plan[min(v, above), max(v, above) - n] += moved[v]
     np.testing.assert_allclose(plan.sum(1), p, atol=1e-15)
     np.testing.assert_allclose(plan.sum(0), q, atol=1e-15)
@@ -226,7 +226,7 @@ def whole_masses(p: Any, q: Any, units: Any) -> None:
 
 def check_children(nodes: np.ndarray) -> None:
     """The lists of children hold each node below its parent once, in both directions."""
-    names, found = clouds.TREE, []
+    names, found = clouds.LINKED, []
     for above, child in enumerate(nodes[names.child]):
         previous, node = NONE, child
         while node != NONE:

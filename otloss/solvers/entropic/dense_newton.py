@@ -20,8 +20,8 @@ from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
 
-class Accuracy(NamedTuple):
-    """When potentials count as accurate.
+class DenseNewton(NamedTuple):
+    """When potentials count as accurate, and when the steps with dense equations end.
 
     Attributes:
         negligible_error: a smaller error of potentials over epsilon never counts, even if the potentials hardly differ.
@@ -38,7 +38,7 @@ class Accuracy(NamedTuple):
     ridge: float = 1e-13
 
 
-ACCURACY = Accuracy()
+DENSE_NEWTON = DenseNewton()
 
 
 def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
@@ -46,22 +46,22 @@ def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Bud
 
     It is the result itself where nothing is left to do.
     """
-    error, spread, eigenvalue = result.potential_error, result.spread, result.least_eigenvalue
-    if error is None or spread is None or eigenvalue is None or not result.iterations.numel():
+    error, range_of_g, eigenvalue = result.potential_error, result.potential_range, result.least_eigenvalue
+    if error is None or range_of_g is None or eigenvalue is None or not result.iterations.numel():
         return result
-    allowed = budget.largest_change * spread + ACCURACY.negligible_error * problem.epsilon.detach()
-    is_poor = ~(error <= allowed) | (eigenvalue < ACCURACY.resolved_eigenvalue)
-    is_poor = is_poor & (result.error <= budget.tolerance)
-    if not bool(is_poor.any()) or not (is_dense_fast(problem) and SparseNewton().applies(problem)):
+    allowed = budget.largest_change * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
+    is_inaccurate = ~(error <= allowed) | (eigenvalue < DENSE_NEWTON.resolved_eigenvalue)
+    is_inaccurate = is_inaccurate & (result.error <= budget.tolerance)
+    if not bool(is_inaccurate.any()) or not (is_dense_fast(problem) and SparseNewton().applies(problem)):
         return result
     max_iterations = budget.max_iterations - int(result.iterations.amax())
     if max_iterations < 1:
         return result
     budget = dataclasses.replace(budget, max_iterations=max_iterations)
-    new = _run_dense(select(problem, is_poor), result.g[is_poor].cpu().double(), budget)
-    merged = better(result, scatter(result, is_poor, new), budget.tolerance)
-    has_failed = is_poor.clone()
-    has_failed[is_poor] = ~(new.error <= budget.tolerance).to(is_poor.device)
+    new = _run_dense(select(problem, is_inaccurate), result.g[is_inaccurate].cpu().double(), budget)
+    merged = better(result, scatter(result, is_inaccurate, new), budget.tolerance)
+    has_failed = is_inaccurate.clone()
+    has_failed[is_inaccurate] = ~(new.error <= budget.tolerance).to(is_inaccurate.device)
     assert merged.potential_error is not None
     return dataclasses.replace(merged, potential_error=merged.potential_error.masked_fill(has_failed, torch.inf))
 
@@ -73,14 +73,14 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     b = g / updates.epsilon
     tiny = torch.finfo(b.dtype).tiny
     steps = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
-    for _ in range(min(ACCURACY.max_steps, budget.max_iterations)):
-        gradient, curvature = dual.derivatives(b, ridge=ACCURACY.ridge)
+    for _ in range(min(DENSE_NEWTON.max_steps, budget.max_iterations)):
+        gradient, curvature = dual.derivatives(b, ridge=DENSE_NEWTON.ridge)
         step, failed = torch.linalg.solve_ex(curvature, gradient)
         spread = step.amax(-1) - step.amin(-1) if dual.is_balanced else 2 * step.abs().amax(-1)
         spread = spread.clamp(min=tiny)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         error = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
-        is_active = (error > 0.1 * budget.tolerance) | ((spread > ACCURACY.smallest_step) & (error > ROUNDING))
+        is_active = (error > 0.1 * budget.tolerance) | ((spread > DENSE_NEWTON.smallest_step) & (error > ROUNDING))
         is_active = is_active & (failed == 0) & torch.isfinite(spread)
         if not bool(is_active.any()):
             break

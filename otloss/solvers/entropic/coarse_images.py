@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate, pad
 
 from otloss._numba import may_run_on
 from otloss.costs import GridCost
-from otloss.solvers.entropic.interface import Budget, SearchResult
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.problem import Problem
@@ -46,7 +46,7 @@ SIZE = 4  # cells along each axis that become one block
 _INTERPOLATION = {2: "bilinear", 3: "trilinear"}
 
 
-class Blocks:
+class CoarseImages(Method):
     """The method for large balanced images on a CPU: Sinkhorn from the potentials and the w of a coarser image."""
 
     def applies(self, problem: Problem) -> bool:
@@ -55,10 +55,10 @@ class Blocks:
             return False
         return problem.start is None and len(cost.cells) in _INTERPOLATION and cost.shape[0] > COARSENING.smallest
 
-    def run(self, problem: Problem, found: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from a coarser image; see `interface.Method`."""
-        if found is not None:
-            return Sinkhorn().run(problem, found, budget)
+        if previous is not None:
+            return Sinkhorn().run(problem, previous, budget)
         start, relaxation = _start_from_blocks(problem)
         return Sinkhorn().run(problem, start, budget, relaxation=relaxation)
 
@@ -69,11 +69,10 @@ def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*
     assert cost is not None
     larger = cost.coarser(SIZE)
     coarse = _in_blocks(problem, cost, larger)
-    # A finite change makes the kernel estimate the least eigenvalue.
-    budget = Budget(COARSENING.tolerance, COARSENING.max_iterations, largest_change=1e3)
+    budget = Budget(COARSENING.tolerance, COARSENING.max_iterations, needs_eigenvalue=True)
     if coarse.cost.shape[0] > COARSENING.largest_coarse:
         start, w = _start_from_blocks(coarse)
-        result = Sinkhorn().run(coarse, start, dataclasses.replace(budget, largest_change=math.inf), relaxation=w)
+        result = Sinkhorn().run(coarse, start, budget, relaxation=w)
     else:
         result = SinkhornOnCPU().run(coarse, None, budget)
         least = result.least_eigenvalue
