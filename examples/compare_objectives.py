@@ -6,8 +6,9 @@
 An arm is an objective and options of its own; what this script does not know is an option of `python -m otloss_llm
 train`, which runs every arm and seed in a folder of its own. A run that was killed is resumed by the same command.
 
-The arms of a seed are measured on the same rows: nats per token (nll), transport cost, and the share of tokens that are
-the most probable ones. The interval is over seeds (95 %, Student's t), of the difference from the first arm.
+The arms of a seed are measured on the same rows: nats per token (nll), and the share of tokens that are the most
+probable ones. The interval is over seeds (95 %, Student's t), of the difference from the first arm. The transport cost
+is left out: an arm may have a cost of its own, and values under two costs do not compare.
 Give each objective a learning rate of its own before you say that one is better, and keep the control: what random rows
 gain as well is not the meaning of the tokens.
 """
@@ -27,7 +28,7 @@ from matplotlib import pyplot as plt
 from scipy.stats import t
 
 Runs = dict[str, list[dict[str, float]]]  # the results of each arm, one for each seed
-COLUMNS = {"eval_nll": "nll", "eval_transport_cost": "transport cost", "eval_mean_token_accuracy": "right tokens"}
+COLUMNS = {"eval_nll": "nll, nats per token", "eval_mean_token_accuracy": "right tokens"}
 
 
 def train(arm: str, seed: int, output: Path, shared: Sequence[str]) -> dict[str, float]:
@@ -55,25 +56,22 @@ def interval(values: Sequence[float]) -> str:
 
 
 def table(runs: Runs) -> str:
-    columns = {key: head for key, head in COLUMNS.items() if any(key in one for each in runs.values() for one in each)}
     first = next(iter(runs.values()))
-    lines = [["arm", *columns.values(), "nll minus the first arm's"], ["---", *(len(columns) + 1) * ["---:"]]]
+    lines = [["arm", *COLUMNS.values(), "nll minus the first arm's"], ["---", *(len(COLUMNS) + 1) * ["---:"]]]
     for arm, each in runs.items():
-        means = [[one[key] for one in each if key in one] for key in columns]
-        cells = [f"{fmean(values):.4f}" if values else "" for values in means]
+        cells = [f"{fmean(one[key] for one in each):.4f}" for key in COLUMNS]
         apart = [one["eval_nll"] - other["eval_nll"] for one, other in zip(each, first, strict=True)]
         lines.append([arm, *cells, "" if each is first else interval(apart)])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def draw(path: Path, runs: Runs) -> None:
-    """Save nll and transport cost of every run; lower and further left is better."""
+    """Save nll and right tokens of every run; higher and further left is better."""
     figure, ax = plt.subplots(figsize=(6, 4), layout="constrained")
     for arm, each in runs.items():
-        ax.plot(
-            [one["eval_nll"] for one in each], [one.get("eval_transport_cost", 0.0) for one in each], "o", label=arm
-        )
-    ax.set(xlabel="nll, nats per token", ylabel="transport cost", title="On rows that were not trained on")
+        ax.plot(*([one[key] for one in each] for key in COLUMNS), "o", label=arm)
+    nll, right = COLUMNS.values()
+    ax.set(xlabel=nll, ylabel=right, title="On rows that were not trained on")
     ax.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -92,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     text = table(runs)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "report.md").write_text(f"{text}\n![nll and transport cost](compare.png)\n", encoding="utf-8")
+    (options.output / "report.md").write_text(f"{text}\n![nll and right tokens](compare.png)\n", encoding="utf-8")
     draw(options.output / "compare.png", runs)
     print(text)
 

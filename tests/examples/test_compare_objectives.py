@@ -21,7 +21,8 @@ def test_differences_are_paired_by_seed(
 
     def train(arm: str, seed: int, output: Path, shared: list[str]) -> dict[str, float]:
         asked.append(shared)
-        return {"eval_nll": nll[arm, seed], "eval_transport_cost": 0.5}
+        # The cost is another one in each arm.
+        return {"eval_nll": nll[arm, seed], "eval_mean_token_accuracy": 0.5, "eval_transport_cost": 0.1 * len(arm)}
 
     monkeypatch.setitem(MAIN.__globals__, "train", train)
     arms = ["mle", "emo --learning_rate 1e-4"]
@@ -29,6 +30,7 @@ def test_differences_are_paired_by_seed(
     assert asked == 4 * [["--max_steps", "3"]]
     lines = capsys.readouterr().out.splitlines()
     half = stats.t.interval(0.95, 1, scale=stats.sem([0.1, -0.1]))[1]
+    assert lines[0] == "| arm | nll, nats per token | right tokens | nll minus the first arm's |"
     assert lines[2] == "| mle | 2.5000 | 0.5000 |  |"
     assert lines[3] == f"| emo --learning_rate 1e-4 | 2.5000 | 0.5000 | {np.mean([0.1, -0.1]):+.4f} ± {half:.4f} |"
     assert (tmp_path / "out/compare.png").stat().st_size > 5_000
