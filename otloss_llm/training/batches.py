@@ -68,6 +68,15 @@ def check_weights_kept(inputs: dict[str, Any]) -> None:
         )
 
 
+def check_labelled(labels: float, what: str) -> None:
+    """Raise ValueError unless there are labels; `what` is for the message."""
+    if not labels > 0:
+        raise ValueError(
+            f"no token of the {what} is labelled: all labels are -100, or weigh 0; expected a label behind the first "
+            "token of a row at least. Look at the rows: empty text, or a collator or template that masks all of them."
+        )
+
+
 def columns_of(rows: Any) -> tuple[str, ...]:
     """The columns of a data set, as far as it can tell without reading it all."""
     names = getattr(rows, "column_names", None)

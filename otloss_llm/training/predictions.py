@@ -20,38 +20,55 @@ LEAST = -200.0  # exp of it is 0 in float32, and its product with 0 is not NaN
 
 @torch.no_grad()
 def prediction_sums(
-    hidden: Float[Tensor, "*batch width"], labels: Int[Tensor, "*batch"], head: ScoredHead, most: int | None = None
-) -> Float[Tensor, "3"]:
-    """Sums over labelled positions of (entropy, label is a most probable token, 1).
+    hidden: Float[Tensor, "batch length width"],
+    labels: Int[Tensor, "batch length"],
+    head: ScoredHead,
+    most: int | None = None,
+) -> Float[Tensor, "batch 3"]:
+    """Sums over the labelled positions of each example of (entropy, label is a most probable token, 1).
 
     Args:
-        most: take so many positions, evenly spaced; None takes all.
+        most: take so many positions of the batch, evenly spaced, each for as many as it stands for; None takes all.
     """
     valid = labels != IGNORE_INDEX
-    h, y = hidden[valid], labels[valid]
+    h, y, example = hidden[valid], labels[valid], valid.nonzero()[:, 0]
+    share = 1.0
     if most is not None and len(y) > most:
+        share = len(y) / most
         spread = torch.arange(most, device=y.device) * len(y) // most
-        h, y = h[spread], y[spread]
+        h, y, example = h[spread], y[spread], example[spread]
     h, weight, bias = check_head(h, head.weight, head.bias, y)
     rows = max(1, CHUNK_ENTRIES // len(weight))
-    total = torch.zeros(3, device=h.device)
+    found = []
     with torch.autocast(h.device.type, enabled=False):
         for some, label in zip(h.split(rows), y.split(rows), strict=True):
             z = nn.functional.linear(some, weight, bias).float().mul_(head.logit_scale)
             if head.logit_softcap is not None:
                 z = z.div_(head.logit_softcap).tanh_().mul_(head.logit_softcap)
-            total += logit_sums(z, label)
-    return total
+            found.append(_of_each(z, label))
+    return _by_example(share * torch.cat(found), example, len(labels))
 
 
 @torch.no_grad()
-def logit_sums(logits: Float[Tensor, "*batch vocab"], labels: Int[Tensor, "*batch"]) -> Float[Tensor, "3"]:
+def logit_sums(
+    logits: Float[Tensor, "batch length vocab"], labels: Int[Tensor, "batch length"]
+) -> Float[Tensor, "batch 3"]:
     """As `prediction_sums`, from logits."""
     valid = labels != IGNORE_INDEX
-    z, y = logits[valid].float(), labels[valid]
+    return _by_example(_of_each(logits[valid].float(), labels[valid]), valid.nonzero()[:, 0], len(labels))
+
+
+def _of_each(z: Float[Tensor, "tokens vocab"], y: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens 3"]:
+    """What is summed, of each token; the logits are overwritten."""
     z = z.sub_(z.amax(-1, keepdim=True)).clamp_(min=LEAST)
     e = z.exp()
     total = e.sum(-1)
     entropy = total.log() - torch.linalg.vecdot(e, z) / total
-    hits = z.gather(-1, y.unsqueeze(-1)) == 0
-    return torch.stack([entropy.sum(), hits.sum().float(), valid.sum().float()])
+    hits = z.gather(-1, y.unsqueeze(-1)).squeeze(-1) == 0
+    return torch.stack([entropy, hits.float(), torch.ones_like(entropy)], -1)
+
+
+def _by_example(
+    values: Float[Tensor, "tokens 3"], example: Int[Tensor, " tokens"], examples: int
+) -> Float[Tensor, "examples 3"]:
+    return values.new_zeros(examples, 3).index_add_(0, example, values)

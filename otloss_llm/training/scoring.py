@@ -21,10 +21,17 @@ from otloss_llm.training.predictions import TRAINING_TOKENS, logit_sums, predict
 
 
 class Scored(NamedTuple):
-    """The objective, the loss that balances experts if the model returns one, and the model's output if asked for."""
+    """A scored batch.
+
+    Attributes:
+        auxiliary: the loss that balances experts, if the model returns one.
+        predictions: the sums of `training.predictions` of each example, if they were asked for.
+        output: that of the model, if it was asked for.
+    """
 
     result: TokenLoss
     auxiliary: Tensor | None
+    predictions: Tensor | None = None
     output: Any = None
 
 
@@ -35,7 +42,7 @@ class Scoring:
     Attributes:
         objective, num_items, impl, chunk_size: as in `linear_token_loss`.
         cost_on: returns the cost on a device, or None; the head may be on another device than the batch (device_map).
-        log_predictions: takes the sums of `training.predictions`; None where they are not logged.
+        predictions: whether to make the sums of `training.predictions`; not where the rows of the head are sharded.
     """
 
     objective: Sum
@@ -43,7 +50,7 @@ class Scoring:
     cost_on: Callable[[torch.device], TokenCost | None]
     impl: str = "auto"
     chunk_size: int | None = None
-    log_predictions: Callable[[Tensor], None] | None = None
+    predictions: bool = False
 
     def from_hidden(
         self,
@@ -55,6 +62,7 @@ class Scoring:
         keep_output: bool = False,
     ) -> Scored:
         """Inside the forward pass of the model, which forms no logits."""
+        predictions: list[Tensor] = []
 
         def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
             if hidden.shape[:-1] != targets.labels.shape:
@@ -63,9 +71,9 @@ class Scoring:
                     f"{tuple(targets.labels.shape)}; models that add or drop positions are not supported."
                 )
             labels = targets.labels.to(hidden.device)
-            if self.log_predictions is not None and not hasattr(head.weight, "placements"):
+            if self.predictions and not hasattr(head.weight, "placements"):
                 most = TRAINING_TOKENS if model.training else None
-                self.log_predictions(prediction_sums(hidden, labels, head, most))
+                predictions.append(prediction_sums(hidden, labels, head, most))
             return linear_token_loss(
                 hidden, labels=labels, impl=self.impl, chunk_size=self.chunk_size,
                 **head._asdict(), **self._settings(hidden.device, targets),
@@ -74,7 +82,8 @@ class Scoring:
         with fused_loss(model, transform, score, keep_output=keep_output):
             outputs = model(**inputs)
         result = TokenLoss(outputs["loss"], **{name: outputs.get(name) for name in Statistics._fields})
-        return _scored(result, outputs, targets)._replace(output=outputs.get("output"))
+        made = predictions[0] if predictions else None
+        return _scored(result, outputs, targets, made)._replace(output=outputs.get("output"))
 
     def from_logits(self, model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Scored:
         """From the model's own logits, which are part of its output."""
@@ -83,10 +92,9 @@ class Scoring:
             outputs = CausalLMOutput(logits=outputs[0])
         logits = outputs["logits"]
         labels = targets.labels.to(logits.device)
-        if self.log_predictions is not None:
-            self.log_predictions(logit_sums(logits, labels))
+        predictions = logit_sums(logits, labels) if self.predictions else None
         result = token_loss(logits, labels, **self._settings(logits.device, targets))
-        return _scored(result, outputs, targets)._replace(output=outputs)
+        return _scored(result, outputs, targets, predictions)._replace(output=outputs)
 
     def _settings(self, device: torch.device, targets: Targets) -> dict[str, Any]:
         items, weight = self.num_items, targets.token_weight
@@ -99,11 +107,9 @@ class Scoring:
         }
 
 
-def _scored(result: TokenLoss, outputs: Any, targets: Targets) -> Scored:
+def _scored(result: TokenLoss, outputs: Any, targets: Targets, predictions: Tensor | None) -> Scored:
     """On the device of the batch."""
     device = targets.labels.device
     statistics = result.statistics().map(lambda vector: vector.to(device))
-    auxiliary = auxiliary_loss(outputs)
-    return Scored(
-        TokenLoss(result.loss.to(device), **statistics._asdict()), None if auxiliary is None else auxiliary.to(device)
-    )
+    others = (None if one is None else one.to(device) for one in (auxiliary_loss(outputs), predictions))
+    return Scored(TokenLoss(result.loss.to(device), **statistics._asdict()), *others)

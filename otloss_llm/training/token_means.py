@@ -22,13 +22,18 @@ from otloss_llm.training.batches import Targets
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """What the means are made of, each of shape (batch, length)."""
+    """What the means are made of: of shape (batch, length), and the sums of each example of `training.predictions`."""
 
     result: TokenLoss
     targets: Targets
     objective: Sum
     cost: TokenCost | None
     auxiliary: Tensor | None
+    predictions: Tensor | None = None
+
+    def prediction(self, which: int) -> Tensor | None:
+        """One of the sums of predictions, a column; None where they were not made."""
+        return None if self.predictions is None else self.predictions[:, which : which + 1]
 
     @property
     def valid(self) -> Tensor:
@@ -61,11 +66,11 @@ class ScoredBatch:
 class Mean:
     """The sum of `total` over that of `count`; `empty` where the count is 0 (NaN: the mean is left out of the logs).
 
-    `total` may be None or NaN where it was not measured. A statistic of tokens is measured if the objective reads it.
+    Both may be None or NaN where they were not measured. A statistic of tokens is measured if the objective reads it.
     """
 
     total: Callable[[ScoredBatch], Tensor | None]
-    count: Callable[[ScoredBatch], Tensor] = lambda batch: batch.valid
+    count: Callable[[ScoredBatch], Tensor | None] = lambda batch: batch.valid
     empty: float = math.nan
 
 
@@ -76,6 +81,9 @@ MEANS = {
     "aux_loss": Mean(  # that balances the experts of a mixture, one number for a batch
         lambda batch: None if batch.auxiliary is None else batch.auxiliary * batch.one, lambda batch: batch.one
     ),
+    # Under TRL's names.
+    "entropy": Mean(lambda batch: batch.prediction(0), lambda batch: batch.prediction(2)),
+    "mean_token_accuracy": Mean(lambda batch: batch.prediction(1), lambda batch: batch.prediction(2)),
     # Not logged: for a term whose mean is over weighted number positions.
     "weighted_cost": Mean(
         lambda batch: None if batch.result.cost is None else batch.weight * batch.result.cost,
@@ -106,5 +114,5 @@ def token_means(sums: Float[Tensor, "means 2"]) -> dict[str, float]:
 
 
 def tokens_in(sums: Float[Tensor, "means 2"]) -> float:
-    """How many tokens were predicted."""
-    return float(sums[list(MEANS).index("nll"), 1])
+    """How many tokens were predicted, or the sum of their weights."""
+    return float(sums[list(MEANS).index("loss"), 1])

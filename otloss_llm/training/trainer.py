@@ -22,6 +22,7 @@ from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objectiv
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
     Targets,
+    check_labelled,
     check_rows_tokenised,
     check_weights_kept,
     collate_tokens,
@@ -93,19 +94,22 @@ class ObjectiveMixin:
     the mean over number positions, and is left out where there are none; that of a `RatingCost` is signed, how much too
     high the expected rating is;
     `NumberToken(weight)` adds `weight` times this mean to that of nll, in training over the tokens of one optimizer
-    step. Logs of TRL's `SFTTrainer` have its `entropy` and `mean_token_accuracy` (not `num_tokens`), in training over
-    at most 512 tokens of each batch, unless torch has sharded the rows of the head over processes.
+    step. Beside TRL's `SFTTrainer` logs and `evaluate()` have its `entropy` and `mean_token_accuracy` (not
+    `num_tokens`), token-weighted as well, in training from at most 512 tokens of each batch, unless torch has sharded
+    the rows of the head over processes.
 
     Raises:
         TypeError, ValueError: the trainer has a loss of its own (DPO, KTO, GRPO, GKD, rewards), the head of the model
             is not supported, the cost has another vocabulary, the objective is unknown, or a setting would change the
             trainer's own loss (`loss_type`, `compute_loss_func`, `use_liger_kernel`, sequence parallelism). On the
-            first batch: the model sees later tokens, or its loss has a term that an objective would leave out.
+            first batch: the model sees later tokens, or its loss has a term that an objective would leave out. At the
+            end of a training or an evaluation: no token of it was labelled.
     """
 
     # Of the trainer beside it in the class.
     model: Any
     args: Any
+    control: Any
     accelerator: Any
     compute_loss_func: Any
     processing_class: Any
@@ -148,6 +152,7 @@ class ObjectiveMixin:
         self._make_cost = functools.partial(cost_for, cost=cost, numbers=numbers, seed=self.args.seed)
         self._begin(self.model)
         self._outputs_unused = self._warned_unlabelled = False
+        self._labelled: bool | None = None  # whether a step of the training had a label; None before the first
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
@@ -236,20 +241,20 @@ class ObjectiveMixin:
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
-        if num_items is None or bool(torch.as_tensor(num_items) > 0):
-            return num_items
-        if not self._warned_unlabelled:
+        labelled = num_items is None or bool(torch.as_tensor(num_items) > 0)
+        if not labelled and not self._warned_unlabelled:
             self._warned_unlabelled = True
             logger.warning("no token of this step is labelled (all labels are -100, or weigh 0): its loss is 0")
-        return 1
+        self._labelled = bool(self._labelled) or labelled
+        return num_items if labelled else 1
 
     def _scoring(self, targets: Targets, num_items: Any, training: bool) -> Scoring:
         objective = self._objective_of_step(targets, num_items) if training else self._total
         wanted = objective.needs_cost or not training
-        log = (lambda sums: self._log_predictions(sums, training)) if self._logs_predictions() else None
-        return Scoring(
-            objective, num_items, self._cost_on if wanted else lambda device: None, self.impl, self.chunk_size, log
-        )
+        cost_on = self._cost_on if wanted else lambda device: None
+        # TRL's trainers, which have these metrics, log entropy and accuracy.
+        predictions = isinstance(getattr(self, "_metrics", None), dict)
+        return Scoring(objective, num_items, cost_on, self.impl, self.chunk_size, predictions)
 
     def _objective_of_step(self, targets: Targets, num_items: Any) -> Sum:
         """The objective of this step; with numbers the weight that makes of their share of all tokens a mean."""
@@ -338,12 +343,21 @@ class ObjectiveMixin:
             check_sample(self.transport_cost, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # of the Trainer
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """As the trainer's; what a training without a label ends with is not saved."""
+        if self.control.should_training_stop and self._labelled is not None:
+            steps = torch.tensor(float(self._labelled), device=self.args.device)
+            check_labelled(float(self.accelerator.reduce(steps, reduction="sum")), "training")
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+
     # ---- logs and metrics -------------------------------------------------------------------------------------------
 
     def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> None:
         # The distance of numbers is a mean over other positions, which is added to that of the rest.
         rest = self._total.without(NumberDistance)
-        sums = example_sums(ScoredBatch(scored.result, targets, rest, self.transport_cost, scored.auxiliary))
+        sums = example_sums(
+            ScoredBatch(scored.result, targets, rest, self.transport_cost, scored.auxiliary, scored.predictions)
+        )
         total = sums.sum(0) if training else self._gathered(sums).sum(0)
         name = "_train_sums" if training else "_eval_sums"
         before = getattr(self, name)
@@ -359,17 +373,6 @@ class ObjectiveMixin:
         state = self.accelerator.gradient_state
         return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
 
-    def _logs_predictions(self) -> bool:
-        """Whether the trainer beside this class is TRL's, whose `log` adds the means of what it finds in `_metrics`."""
-        return isinstance(getattr(self, "_metrics", None), dict)
-
-    def _log_predictions(self, sums: Tensor, training: bool) -> None:
-        """Give TRL's `log` the means over this batch of all processes, under TRL's names."""
-        entropy, hits, tokens = self.accelerator.gather(sums.to(self.accelerator.device).unsqueeze(0)).sum(0).tolist()
-        metrics = self._metrics["train" if training else "eval"]
-        for name, total in (("entropy", entropy), ("mean_token_accuracy", hits)):
-            metrics[name].append(total / max(tokens, 1.0))
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the trainer's, with the token-weighted means of `token_means` beside `loss`."""
         if "loss" in logs and self._train_sums is not None:
@@ -384,8 +387,7 @@ class ObjectiveMixin:
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
         if self._eval_sums is not None:
-            if not tokens_in(self._eval_sums) > 0:
-                raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
+            check_labelled(tokens_in(self._eval_sums), "evaluation")
             means = token_means(self._eval_sums)
             means["loss"] += self._total.weight_of(NumberDistance) * means.pop("weighted_cost", 0.0)
             if "aux_loss" in means:

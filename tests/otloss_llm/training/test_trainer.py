@@ -144,17 +144,35 @@ def test_ways_to_train_have_the_gradient_of_the_logits(tmp_path: Path, way: str)
 
 
 def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 4
-    made = trainer(tmp_path, tiny_model("llama"), objective="emo", train_dataset=data, optim="sgd", max_steps=2)
-    before = weights(made.model)
-    made.train()
-    assert all(torch.equal(before[name], weight) for name, weight in weights(made.model).items())
-    assert caplog.text.count("no token of this step is labelled") == 1
-    # Beside others in the accumulated batch it adds nothing.
     model = tiny_model("llama")
     alone = one_step(tmp_path, copy.deepcopy(model), "emo", train_dataset=rows(4))
+    data = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 4
+    made = trainer(
+        tmp_path, copy.deepcopy(model), objective="emo", train_dataset=data * 2 + rows(4), max_steps=3, optim="sgd",
+        learning_rate=1.0, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    made.train()
+    assert caplog.text.count("no token of this step is labelled") == 1
+    assert logs(made, "loss")[:2] == [0.0, 0.0]
+    changed = {name: weight - weights(made.model)[name] for name, weight in weights(model).items()}
+    torch.testing.assert_close(changed, alone, rtol=1e-4, atol=1e-6)
+    # Beside others in the accumulated batch it adds nothing.
     both = one_step(tmp_path, copy.deepcopy(model), "emo", train_dataset=rows(4) + data, per_device_train_batch_size=8)
     torch.testing.assert_close(both, alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("without", ["labels", "weight"])
+def test_a_run_without_a_label_raises(tmp_path: Path, without: str) -> None:
+    labels, weight = ([-100] * 4, 1.0) if without == "labels" else ([3, 4, 5, 6], 0.0)
+    data = [{"input_ids": [3, 4, 5, 6], "labels": labels, "token_weight": [weight] * 4}] * 4
+    made = trainer(
+        tmp_path, tiny_model("llama"), objective="emo", train_dataset=data, eval_dataset=data, max_steps=2,
+        save_strategy="steps", save_steps=2,
+    )  # fmt: skip
+    for call, what in ((made.train, "training"), (made.evaluate, "evaluation")):
+        with pytest.raises(ValueError, match=f"no token of the {what} is labelled: .*expected a label"):
+            call()
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -370,13 +388,11 @@ def test_unsupported_trainers_and_models_raise(tmp_path: Path) -> None:
             return 2
 
     llama = tiny_model("llama")
-    ignored = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 3
     for call, message in (
         (lambda: trainer(tmp_path, bert).evaluate(), r"BertLMHeadModel\) sees the tokens to its right"),
         (lambda: trainer(tmp_path, llama, kind=Ulysses), r"sp_size=2, and an objective does not work with"),
         (lambda: trainer(tmp_path, llama, impl="fast"), "impl is 'fast'"),
         (lambda: trainer(tmp_path, llama, label_smoothing_factor=1.1), "epsilon is 1.1, expected a number in"),
-        (lambda: trainer(tmp_path, llama, eval_dataset=ignored).evaluate(), "no labelled token"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -161,3 +161,30 @@ def test_sft_has_the_loss_computed_by_hand(tmp_path: Path, mode: str, name: str)
     run.train()
     for key in ("loss", "nll", "transport_cost") if name.startswith("emo") else ("loss", "nll"):
         assert logs(run, key)[0] == pytest.approx(expected[key], rel=1e-5), key
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize("size", [1, 3])
+def test_entropy_and_accuracy_are_means_over_tokens(tmp_path: Path, size: int) -> None:
+    """Answers of 3 to 15 tokens, in batches of 1 and of 3: one log of 4 or 2 steps, an evaluation and a prediction."""
+    model = tiny_model("llama", vocab_size=257, max_position_embeddings=96)
+    data = asked_in("completion")[0]
+    sft(tmp_path, model, "mle", data, learning_rate=1e-2, optim="adamw_torch", max_steps=8).train()  # some are right
+    run = sft(
+        tmp_path, model, "mle", data, learning_rate=0.0, num_train_epochs=1, max_steps=-1,
+        per_device_train_batch_size=size, per_device_eval_batch_size=size, logging_strategy="epoch",
+    )  # fmt: skip
+    entropy, right = [], []
+    for row in run.train_dataset:
+        labels = torch.tensor(row["labels"][1:])
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1][labels != -100].double()
+        entropy += torch.distributions.Categorical(logits=logits).entropy().tolist()
+        right += (logits.argmax(-1) == labels[labels != -100]).double().tolist()
+    expected = {"entropy": sum(entropy) / len(entropy), "mean_token_accuracy": sum(right) / len(right)}
+    assert 0 < expected["mean_token_accuracy"] < 1
+    run.train()
+    evaluated, predicted = run.evaluate(run.train_dataset), run.predict(run.train_dataset).metrics
+    for key, value in expected.items():
+        found = [*logs(run, key), evaluated[f"eval_{key}"], predicted[f"test_{key}"]]
+        assert found == pytest.approx(3 * [value], rel=1e-5), key
