@@ -72,8 +72,8 @@ def check_labelled(labels: float, what: str) -> None:
     """Raise ValueError unless there are labels; `what` is for the message."""
     if not labels > 0:
         raise ValueError(
-            f"no token of the {what} is labelled: all labels are -100, or weigh 0; expected a label behind the first "
-            "token of a row at least. Look at the rows: empty text, or a collator or template that masks all of them."
+            f"no token of the {what} is labelled: got only labels of -100, of weight 0, or of a row's first token; "
+            "expected at least one other. Look for rows of empty text, or a template or collator that masks labels."
         )
 
 

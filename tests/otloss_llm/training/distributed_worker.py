@@ -58,12 +58,13 @@ def run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, A
         per_device_train_batch_size=per_device, ddp_find_unused_parameters=False,
         **{"train_dataset": data} | given, **FSDP if fsdp else {},
     )  # fmt: skip
+    made._metrics = {}  # a trainer of TRL has them, and logs predictions
     made.train()
     assert made.accelerator.is_fsdp2 == fsdp == hasattr(made.model.lm_head.weight, "placements")
     whole = {key: p.full_tensor() if fsdp else p for key, p in made.model.named_parameters()}  # type: ignore[operator]
     metrics = made.evaluate()
     logs = [entry for entry in made.state.log_history if "nll" in entry]
-    wanted = ("loss", "nll", "transport_cost")
+    wanted = ("loss", "nll", "transport_cost", "entropy", "mean_token_accuracy")
     return {
         "weights": {key: p.detach() for key, p in whole.items()},
         "logs": [[entry[key] for key in wanted] for entry in logs],
