@@ -46,6 +46,7 @@ def run(asked: Asked) -> str:
     rows = checked_split(splits, name, "name one with --dataset_test_split", text_field=args.dataset_text_field)
     if args.assistant_only_loss is None:
         args.assistant_only_loss = "messages" in next(iter(rows))
+    asked.model.use_peft = False  # the adapter of a folder comes with it; a new one would take its place
     model, tokenizer = load_model(asked)
     with TemporaryDirectory() as folder:
         args.output_dir, args.eval_strategy, args.max_steps = folder, "no", 1  # a stream needs a number of steps

@@ -32,13 +32,13 @@ def run(asked: Asked) -> str:
     if args.assistant_only_loss is None:
         args.assistant_only_loss = "messages" in next(iter(rows))
     model, tokenizer = load_model(asked)
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"{asked.model.model_name_or_path!r} is the folder of an adapter, which loads frozen; merge it into its "
+            "base model (merge_and_unload) and save that, then train it."
+        )
     settings = asked.settings() | {"rows": digest(rows), "model": fingerprint(model.named_parameters())}
     trainer = build_trainer(asked, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
-    if not any(weight.requires_grad for weight in trainer.model.parameters()):
-        raise ValueError(
-            "no weight of the model requires grad: the folder of an adapter loads frozen; merge it into its base model "
-            "(merge_and_unload) and save that, then train it."
-        )
     report_numbers(trainer, asked.objective.objective)
     folder = Path(args.output_dir)
     with args.main_process_first(desc="open the output folder"):

@@ -307,10 +307,14 @@ def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(
     layers = {name.rpartition(".")[2] for name in config["target_modules"]}
     assert layers == {*(f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down"))}
     assert config["lora_dropout"] == 0
-    before, after = (cli(*asked("evaluate", path, sums)).json["nll"] for path in (tiny.llama, run))
+    kinds = ((tiny.llama, False), (run, False), (run, True))
+    before, after, same = (cli(*asked("evaluate", path, sums, use_peft=peft)).json["nll"] for path, peft in kinds)
     assert after < before - 1e-3
+    assert same == after, "the options of the training evaluate its adapter, not a new one"
     assert not (run / "model.safetensors").exists()
-    assert "merge_and_unload" in cli(*asked("train", run, sums, output_dir=tmp_path / "again")).error
+    for peft in (False, True):
+        given = asked("train", run, sums, output_dir=tmp_path / "again", use_peft=peft)
+        assert "merge_and_unload" in cli(*given).error
 
 
 @pytest.mark.slow
