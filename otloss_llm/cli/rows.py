@@ -12,7 +12,7 @@ from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-SAMPLED = 64  # rows that identify a data set
+SAMPLED = 64  # rows that identify a stream
 
 
 def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int) -> dict[str, Any]:
@@ -89,10 +89,12 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
 
 
 def digest(rows: Any) -> str:
-    """Return a short hash of the number of rows and of some of them, or of the first rows of a stream."""
+    """Return a short hash of all rows, or of the first ones of a stream; it is the same in another process."""
+    hashed = hashlib.sha256(str(rows.features).encode())
     if hasattr(rows, "__len__"):
-        picked = [len(rows), *(rows[i] for i in range(0, len(rows), max(1, len(rows) // SAMPLED)))]
+        for table in rows.with_format("arrow").iter(1000):
+            for batch in table.combine_chunks().to_batches():
+                hashed.update(batch.serialize())
     else:
-        picked = list(rows.take(SAMPLED))
-    text = json.dumps(picked, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        hashed.update(json.dumps(list(rows.take(SAMPLED)), default=lambda value: type(value).__name__).encode())
+    return hashed.hexdigest()[:16]

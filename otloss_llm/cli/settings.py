@@ -17,6 +17,17 @@ from otloss_llm.losses.positions import IMPLEMENTATIONS
 from otloss_llm.objectives import Objective, Sum, parse_objective
 from otloss_llm.objectives.names import EXPECTED
 
+# Beginnings of options that a resumed run may change: paths, logs, checkpoints, evaluation, devices and memory. The model
+# and the rows are compared by their content.
+MAY_DIFFER = (
+    "output_dir", "model_name", "model_revision", "trust_remote", "run_name", "project", "trackio", "log", "report_to",
+    "disable_tqdm", "include_", "skip_memory", "debug", "save", "load_best", "metric_for", "greater_is", "enable_jit",
+    "resume_from", "push", "hub", "do_", "eval", "per_device_eval", "prediction_loss", "batch_eval", "bf16_full",
+    "fp16_full", "use_cpu", "local_rank", "ddp", "fsdp", "deepspeed", "parallelism", "dataloader_num", "dataloader_pin",
+    "dataloader_pers", "dataloader_pre", "dataloader_multi", "dataset_num_proc", "impl", "chunk_size", "attn_impl",
+    "use_cache", "torch_compile", "torch_empty", "gradient_checkpointing", "activation_",
+)  # fmt: skip
+
 
 @dataclass
 class RunConfig(SFTConfig):
@@ -113,11 +124,11 @@ class Asked(NamedTuple):
     others: tuple[Any, ...]  # of this command alone
 
     def settings(self) -> dict[str, Any]:
-        """What another run cannot continue with: the objective, the adapter, the rows, and what seeds and steps are."""
-        adapter = {name: value for name, value in asdict(self.model).items() if name.startswith(("lora", "use_"))}
-        names = ("max_length", "packing", "packing_strategy", "assistant_only_loss", "completion_only_loss",
-                 "learning_rate", "seed")  # fmt: skip
-        return asdict(self.objective) | adapter | {name: getattr(self.args, name) for name in names}
+        """Return what a run keeps to: all options but `MAY_DIFFER`."""
+        tokens = {name: getattr(self.args, name) for name in ("eos_token", "pad_token")}  # which `to_dict` masks
+        streamed = {"dataset_streaming": self.script.dataset_streaming}
+        options = self.args.to_dict() | tokens | asdict(self.model) | asdict(self.objective) | streamed
+        return {name: value for name, value in options.items() if not name.startswith(MAY_DIFFER)}
 
 
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from otloss_llm.cli.guard import FinishedError, RunGuard, diverged, fingerprint, last_checkpoint, open_folder
+from otloss_llm.cli.guard import (
+    DivergenceError,
+    FinishedError,
+    RunGuard,
+    diverged,
+    fingerprint,
+    last_checkpoint,
+    open_folder,
+)
 from otloss_llm.cli.numbers import report_numbers
 from otloss_llm.cli.rows import checked_split, digest, load_splits
 from otloss_llm.cli.settings import Asked, parse
@@ -62,9 +70,11 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
         trainer.is_in_train = False
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
+    except DivergenceError:
+        raise
     except ValueError as error:
         if trainer.state.global_step > 0 and "NaN" in str(error):  # of a kernel
-            raise diverged(trainer.state.global_step, str(error)) from error
+            raise diverged(trainer.state.global_step, "the model's output is NaN or infinite") from error
         raise
 
 
