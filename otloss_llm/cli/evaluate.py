@@ -18,7 +18,8 @@ from otloss_llm.cli.trainer import build_trainer, load_model
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 BINS = 15  # of confidence
-MEASURES = ("loss", "nll", "perplexity", "transport_cost", "entropy", "accuracy", "calibration_error", "aux_loss")
+MEASURES = ("loss", "nll", "perplexity", "transport_cost", "entropy", "accuracy", "calibration_error", "aux_loss",
+            "rows", "tokens")  # fmt: skip
 
 
 @dataclass
@@ -44,8 +45,6 @@ def run(asked: Asked) -> str:
     splits = load_splits(script, asked.mixture, seed=args.seed)
     name = next(iter(splits)) if len(splits) == 1 else script.dataset_test_split
     rows = checked_split(splits, name, "name one with --dataset_test_split", text_field=args.dataset_text_field)
-    if args.assistant_only_loss is None:
-        args.assistant_only_loss = "messages" in next(iter(rows))
     asked.model.use_peft = False  # the adapter of a folder comes with it; a new one would take its place
     model, tokenizer = load_model(asked)
     with TemporaryDirectory() as folder:
@@ -79,7 +78,7 @@ def confidences(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def calibration(evaluated: Any) -> dict[str, float]:
-    """Return the accuracy of the most probable tokens, and their expected calibration error.
+    """Return the accuracy of the most probable tokens, their expected calibration error, and what was measured.
 
     The error is the mean over tokens of |accuracy - mean confidence| in bins of equal width of the confidence.
     """
@@ -89,7 +88,9 @@ def calibration(evaluated: Any) -> dict[str, float]:
     correct = token == labels[valid]
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     errors = np.bincount(bins, weights=correct - confidence.astype(np.float64), minlength=BINS)
-    return {"accuracy": float(correct.mean()), "calibration_error": float(np.abs(errors).sum() / len(bins))}
+    error = float(np.abs(errors).sum() / len(bins))
+    counts = {"rows": len(labels), "tokens": len(bins)}
+    return {"accuracy": float(correct.mean()), "calibration_error": error} | counts
 
 
 def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -55,9 +57,21 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the newest complete checkpoint: its state is written last."""
-    complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    """Return the newest complete checkpoint."""
+    complete = [path for path in folder.glob("checkpoint-*") if _is_complete(path)]
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether the state, which is written last, can be read, and no other file is cut off."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        for path in checkpoint.glob("*.safetensors"):
+            with safe_open(path, "pt"):  # reads the header, and compares the size
+                pass
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return all(is_zipfile(path) for path in checkpoint.glob("*.pt*"))  # torch.save writes a zip: its end is its index
 
 
 class RunGuard(TrainerCallback):

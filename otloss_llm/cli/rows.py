@@ -30,12 +30,14 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed:
 
     set_seed(seed)  # TRL draws the share of a mixture with numpy's global generator
     try:
+        if mixture.datasets and script.dataset_name is not None:
+            raise ValueError("datasets of --config and --dataset_name are both given; leave one out.")
         if mixture.datasets:
             return dict(get_dataset(mixture))
         splits = dict(_load(script))
     except (DatasetsError, StopIteration) as error:  # the latter for an empty file
         cause = error.__cause__ or error
-        raise ValueError(f"the data set {script.dataset_name!r} cannot be read: {cause or 'it has no rows'}") from error
+        raise ValueError(f"the data set {script.dataset_name!r} cannot be read: {str(cause) or 'no rows'}") from error
     train = script.dataset_train_split
     if mixture.test_split_size is not None and train in splits:
         if script.dataset_streaming:
@@ -85,7 +87,33 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
             f"the data set has the columns {sorted(first)}, expected {text_field}, prompt and completion, or messages; "
             "rename them (dataset.rename_column), for example question to prompt and answer to completion."
         )
-    return rows.map(maybe_convert_to_chatml, remove_columns="conversations") if "conversations" in first else rows
+    if "conversations" in first:
+        rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations")
+    check_rows(rows.take(1), text_field=text_field)
+    return rows
+
+
+def check_rows(rows: Any, *, text_field: str) -> None:
+    """Raise ValueError where a row to train on is neither text nor messages, as a null or a number."""
+    kinds = (("input_ids",), ("messages",), ("prompt", "completion"), (text_field,))
+    for i, row in enumerate(rows):
+        names = next((names for names in kinds if row.keys() >= set(names)), ())
+        for name in names:
+            if not (name == "input_ids" or _is_text(row[name], name) or _is_messages(row[name])):
+                text = "" if name == "messages" else "text or "
+                raise ValueError(
+                    f"{name} of row {i} is {str(row[name])[:60]!r}, expected {text}a list of messages with role and "
+                    "content; drop or correct such rows (dataset.filter)."
+                )
+
+
+def _is_text(value: Any, name: str) -> bool:
+    return isinstance(value, str) and name != "messages"
+
+
+def _is_messages(value: Any) -> bool:
+    parts = value if isinstance(value, list) else []
+    return bool(parts) and all(isinstance(part, dict) and isinstance(part.get("role"), str) for part in parts)
 
 
 def digest(rows: Any) -> str:

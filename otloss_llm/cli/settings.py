@@ -9,16 +9,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+from yaml import YAMLError
 
 from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.costs.named import COST_SOURCES
 from otloss_llm.losses.positions import IMPLEMENTATIONS
-from otloss_llm.objectives import Objective, Sum, parse_objective
+from otloss_llm.objectives import Sum, parse_objective
 from otloss_llm.objectives.names import EXPECTED
 
-# Beginnings of options that a resumed run may change: paths, logs, checkpoints, evaluation, devices and memory. The model
-# and the rows are compared by their content.
+# Beginnings of options that a resumed run may change: paths, logs, checkpoints, evaluation, devices and memory. The
+# model and the rows are compared by their content.
 MAY_DIFFER = (
     "output_dir", "model_name", "model_revision", "trust_remote", "run_name", "project", "trackio", "log", "report_to",
     "disable_tqdm", "include_", "skip_memory", "debug", "save", "load_best", "metric_for", "greater_is", "enable_jit",
@@ -27,6 +28,14 @@ MAY_DIFFER = (
     "dataloader_pers", "dataloader_pre", "dataloader_multi", "dataset_num_proc", "impl", "chunk_size", "attn_impl",
     "use_cache", "torch_compile", "torch_empty", "gradient_checkpointing", "activation_",
 )  # fmt: skip
+
+REPLACED = {
+    "--train_text": "--dataset_name F --packing true --packing_strategy wrapped",
+    "--train_questions": "--dataset_name F with the columns prompt and completion",
+    "--train_chat": "--dataset_name F with the column messages",
+    "--block_size": "--max_length",
+    "--validation_fraction": "--eval_strategy epoch --test_split_size S",
+}
 
 
 @dataclass
@@ -93,15 +102,12 @@ class ObjectiveArguments:
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens in a chunk of the kernel."})
 
     def __post_init__(self) -> None:
+        self.parsed = parse_objective(self.objective)
         if self.cost_embedding is not None and self.cost_kind not in ("embedding", "mixed"):
             raise ValueError(
                 f"{self.objective} reads no embedding, got --cost_embedding {self.cost_embedding}; leave it out, or "
                 "take emo+number."
             )
-
-    @property
-    def parsed(self) -> Objective:
-        return parse_objective(self.objective)
 
     @property
     def cost_kind(self) -> str:
@@ -131,6 +137,11 @@ class Asked(NamedTuple):
         return {name: value for name, value in options.items() if not name.startswith(MAY_DIFFER)}
 
 
+def _split_config(argument: str) -> list[str]:
+    """`--config=F` as two words, which TRL reads."""
+    return argument.split("=", 1) if argument.startswith("--config=") else [argument]
+
+
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:
     """Parse options, and those of a YAML file (`--config`), by TRL's parser.
 
@@ -147,7 +158,15 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:
         raise ValueError(f"{message} (see {command} --help).")
 
     parser.error = fail  # argparse's own prints the names of all options
-    *parsed, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
+    arguments = [part for argument in arguments for part in _split_config(argument)]
+    if arguments[-1:] == ["--config"]:
+        fail("--config has no value, expected a YAML file")
+    try:
+        *parsed, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
+    except YAMLError as error:
+        raise ValueError(f"the file of --config is not YAML: {error}") from error
+    if unknown and unknown[0] in REPLACED:
+        fail(f"{command} has no option {unknown[0]!r}; use {REPLACED[unknown[0]]}")
     if unknown:
         near = get_close_matches(unknown[0], parser._option_string_actions, n=1)
         fail(f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''}")

@@ -37,8 +37,6 @@ def run(asked: Asked) -> str:
     if args.eval_strategy != "no":
         fix = "name one with --dataset_test_split, or cut one off with --test_split_size 0.05"
         evaluation = checked_split(splits, script.dataset_test_split, fix, **given)
-    if args.assistant_only_loss is None:
-        args.assistant_only_loss = "messages" in next(iter(rows))
     model, tokenizer = load_model(asked)
     if hasattr(model, "peft_config"):
         raise ValueError(
