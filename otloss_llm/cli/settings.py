@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
-from yaml import YAMLError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
