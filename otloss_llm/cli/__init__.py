@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"there is no command {arguments[0]!r}; expected {' | '.join(COMMANDS)} (see --help).")
     try:
         command = import_module(f"otloss_llm.cli.{arguments[0]}")
-        asked = command.asked_for(arguments[1:])
+        request = command.parse_request(arguments[1:])
         with redirect_stdout(sys.stderr):  # to which the trainer and others print
-            text = command.run(asked)
+            text = command.run(request)
         if text:
             print(text, flush=True)
     except SystemExit as stop:  # of --help

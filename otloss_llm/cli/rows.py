@@ -57,15 +57,15 @@ def _load(script: ScriptArguments) -> Any:
     if not path.exists() and (path.suffix in FORMATS or not HUB_NAME.fullmatch(name)):
         raise FileNotFoundError(f"there is no file or folder {name!r} in {Path.cwd()}; check the path.")
     if not path.is_file():
-        whole = {"sample_by": "document"} if path.is_dir() and any(path.rglob("*.txt")) else {}
+        by_document = {"sample_by": "document"} if path.is_dir() and any(path.rglob("*.txt")) else {}
         source = str(path) if path.is_dir() else name
-        return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **whole)
+        return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **by_document)
     kind = FORMATS.get(path.suffix)
     if kind is None:
         raise ValueError(f"{name!r} ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}.")
-    whole = {"sample_by": "document"} if kind == "text" else {}
+    by_document = {"sample_by": "document"} if kind == "text" else {}
     files = {script.dataset_train_split: str(path)}
-    return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **whole)
+    return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **by_document)
 
 
 def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: str) -> Any:
@@ -81,8 +81,8 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
     first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"the split {name!r} of the data set has no rows; give at least one.")
-    wanted = ({"input_ids"}, {"messages"}, {"prompt", "completion"}, {text_field}, {"conversations"})
-    if not any(columns <= first.keys() for columns in wanted):
+    expected = ({"input_ids"}, {"messages"}, {"prompt", "completion"}, {text_field}, {"conversations"})
+    if not any(columns <= first.keys() for columns in expected):
         raise ValueError(
             f"the data set has the columns {sorted(first)}, expected {text_field}, prompt and completion, or messages; "
             "rename them (dataset.rename_column), for example question to prompt and answer to completion."

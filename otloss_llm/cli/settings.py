@@ -119,7 +119,7 @@ class ObjectiveArguments:
         return None if self.number_scaling == "symlog" else NumberSettings(scaling=self.number_scaling)
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What a command was asked for."""
 
     script: ScriptArguments
@@ -142,7 +142,7 @@ def _split_config(argument: str) -> list[str]:
     return argument.split("=", 1) if argument.startswith("--config=") else [argument]
 
 
-def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:
+def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     """Parse options, and those of a YAML file (`--config`), by TRL's parser.
 
     Args:
@@ -171,4 +171,4 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:
         near = get_close_matches(unknown[0], parser._option_string_actions, n=1)
         fail(f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''}")
     script, args, model, mixture, objective, *others = parsed
-    return Asked(script, args, model, mixture, objective, tuple(others))
+    return Request(script, args, model, mixture, objective, tuple(others))

@@ -13,7 +13,7 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config, is_convers
 from trl.trainer.utils import create_model_from_path
 
 from otloss_llm.cli.rows import HUB_NAME, check_rows
-from otloss_llm.cli.settings import Asked, RunConfig
+from otloss_llm.cli.settings import Request, RunConfig
 from otloss_llm.costs.named import load_cost
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
 from otloss_llm.models.heads import is_encoder_decoder
@@ -30,9 +30,9 @@ class CommandTrainer(ObjectiveMixin, SFTTrainer):
         """As TRL's. Packing that splits rows between blocks loses nothing, so that it is left to TRL."""
         splits = packing and args.packing_strategy != "bfd"
         if args.max_length is not None and not splits:
-            whole = copy.copy(args)
-            whole.max_length = None
-            rows = super()._prepare_dataset(dataset, processing_class, whole, False, *rest)
+            uncut = copy.copy(args)
+            uncut.max_length = None
+            rows = super()._prepare_dataset(dataset, processing_class, uncut, False, *rest)
             dataset = rows.filter(lambda ids: len(ids) <= args.max_length, input_columns="input_ids")
             if hasattr(rows, "__len__"):
                 _report_dropped(len(rows) - len(dataset), len(rows), args.max_length)
@@ -50,9 +50,9 @@ def _report_dropped(dropped: int, rows: int, longest: int) -> None:
     logger.warning("%s and were dropped; %s", text, fix)
 
 
-def load_model(asked: Asked) -> tuple[Any, Any]:
+def load_model(request: Request) -> tuple[Any, Any]:
     """Return the model and its tokenizer as `trl sft` loads them; the folder of an adapter with its base model."""
-    args, model_args = asked.args, asked.model
+    args, model_args = request.args, request.model
     settings = {
         "revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype,
@@ -77,13 +77,13 @@ def load_model(asked: Asked) -> tuple[Any, Any]:
         raise ValueError(f"the model {name!r} cannot be loaded from a folder or the hub: {error}") from error
 
 
-def build_trainer(asked: Asked, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:
+def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:
     """Return the trainer of a command.
 
     Raises:
         ValueError: the rows, the model and the objective do not go together.
     """
-    args, options = asked.args, asked.objective
+    args, options = request.args, request.objective
     args.model_init_kwargs = None  # the model is loaded
     if is_encoder_decoder(model):
         raise ValueError(
@@ -105,7 +105,7 @@ def build_trainer(asked: Asked, model: Any, tokenizer: Any, train: Any, evaluati
     try:
         trainer = CommandTrainer(
             model=model, args=args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-            peft_config=get_peft_config(asked.model), objective=options.parsed, cost=cost, impl=options.impl,
+            peft_config=get_peft_config(request.model), objective=options.parsed, cost=cost, impl=options.impl,
             numbers=options.numbers if cost == "auto" else None, chunk_size=options.chunk_size, **settings,
         )  # fmt: skip
     except (RuntimeError, AttributeError, KeyError, TypeError, TemplateError) as error:
