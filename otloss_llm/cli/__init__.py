@@ -26,6 +26,10 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
 
 --version prints the version. With --traceback an error prints its traceback.
 """
+REPLACED = {
+    "generate": "transformers.pipeline('text-generation', FOLDER)",
+    "compare": "examples/compare_objectives.py of a clone",
+}
 _OF_THE_EXTRA = ("transformers", "trl", "datasets", "accelerate", "tokenizers", "safetensors")
 
 
@@ -40,13 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"otloss-llm {__version__}")
         return 0
+    if arguments[0] in REPLACED:
+        return _fail(f"there is no command {arguments[0]!r} any more; use {REPLACED[arguments[0]]}.")
     if arguments[0] not in COMMANDS:
         return _fail(f"there is no command {arguments[0]!r}; expected {' | '.join(COMMANDS)} (see --help).")
     try:
         command = import_module(f"otloss_llm.cli.{arguments[0]}")
-        asked = command.asked_for(arguments[1:])
+        request = command.parse_request(arguments[1:])
         with redirect_stdout(sys.stderr):  # to which the trainer and others print
-            text = command.run(asked)
+            text = command.run(request)
         if text:
             print(text, flush=True)
     except SystemExit as stop:  # of --help

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from otloss_llm.cli.rows import checked_split, load_splits
-from otloss_llm.cli.settings import Asked, parse
+from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 BINS = 15  # of confidence
-MEASURES = ("loss", "nll", "perplexity", "transport_cost", "entropy", "accuracy", "calibration_error", "aux_loss")
+MEASURES = ("loss", "nll", "perplexity", "transport_cost", "entropy", "accuracy", "calibration_error", "aux_loss",
+            "rows", "tokens")  # fmt: skip
 
 
 @dataclass
@@ -33,33 +34,38 @@ class EvaluateArguments:
     mauve_rows: int = field(default=1000, metadata={"help": "Rows that are continued for MAUVE, the first ones."})
 
 
-def asked_for(arguments: Sequence[str]) -> Asked:
+def parse_request(arguments: Sequence[str]) -> Request:
     return parse("evaluate", arguments, EvaluateArguments)
 
 
-def run(asked: Asked) -> str:
+def run(request: Request) -> str:
     """Return the measures as JSON: of the test split, or of the only one."""
-    args, script, (wanted,) = asked.args, asked.script, asked.others
-    mauve = None if wanted.mauve_model is None else _import_mauve()
-    splits = load_splits(script, asked.mixture, seed=args.seed)
+    args, script, (extra,) = request.args, request.script, request.others
+    mauve = None if extra.mauve_model is None else _import_mauve()
+    splits = load_splits(script, request.mixture, seed=args.seed)
     name = next(iter(splits)) if len(splits) == 1 else script.dataset_test_split
     rows = checked_split(splits, name, "name one with --dataset_test_split", text_field=args.dataset_text_field)
-    if args.assistant_only_loss is None:
-        args.assistant_only_loss = "messages" in next(iter(rows))
-    model, tokenizer = load_model(asked)
+    request.model.use_peft = False  # the adapter of a folder comes with it; a new one would take its place
+    model, tokenizer = load_model(request)
     with TemporaryDirectory() as folder:
         args.output_dir, args.eval_strategy, args.max_steps = folder, "no", 1  # a stream needs a number of steps
         trainer = build_trainer(
-            asked, model, tokenizer, rows, None, compute_metrics=calibration, preprocess_logits_for_metrics=confidences
+            request,
+            model,
+            tokenizer,
+            rows,
+            None,
+            compute_metrics=calibration,
+            preprocess_logits_for_metrics=confidences,
         )
         trainer.eval_dataset = trainer.train_dataset  # tokenised once
         evaluated = trainer.evaluate()
     measures = {name: evaluated[f"eval_{name}"] for name in MEASURES if f"eval_{name}" in evaluated}
     if mauve is not None:
-        texts, references = continuations(trainer, wanted.mauve_rows)
+        texts, references = continuations(trainer, extra.mauve_rows)
         device = torch.cuda.current_device() if trainer.args.device.type == "cuda" else -1
         measures["mauve"] = float(mauve.compute_mauve(
-            p_text=references, q_text=texts, featurize_model_name=wanted.mauve_model, device_id=device
+            p_text=references, q_text=texts, featurize_model_name=extra.mauve_model, device_id=device
         ).mauve)  # fmt: skip
     return json.dumps(measures, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
 
@@ -78,7 +84,7 @@ def confidences(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def calibration(evaluated: Any) -> dict[str, float]:
-    """Return the accuracy of the most probable tokens, and their expected calibration error.
+    """Return the accuracy of the most probable tokens, their expected calibration error, and what was measured.
 
     The error is the mean over tokens of |accuracy - mean confidence| in bins of equal width of the confidence.
     """
@@ -88,7 +94,9 @@ def calibration(evaluated: Any) -> dict[str, float]:
     correct = token == labels[valid]
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     errors = np.bincount(bins, weights=correct - confidence.astype(np.float64), minlength=BINS)
-    return {"accuracy": float(correct.mean()), "calibration_error": float(np.abs(errors).sum() / len(bins))}
+    error = float(np.abs(errors).sum() / len(bins))
+    counts = {"rows": len(labels), "tokens": len(bins)}
+    return {"accuracy": float(correct.mean()), "calibration_error": error} | counts
 
 
 def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -27,13 +29,14 @@ def open_folder(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS_FILE
     settings = json.loads(json.dumps(settings, default=str))
     if any([*folder.glob("checkpoint-*"), *folder.glob("*.safetensors")]):
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        keys = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
+        fix = "choose another --output_dir, or delete that one"
+        if not path.is_file():
+            raise ValueError(f"{folder} holds a model that this command did not write ({path.name} is missing); {fix}.")
+        previous = json.loads(path.read_text(encoding="utf-8"))
+        keys = sorted(key for key in previous.keys() | settings.keys() if previous.get(key) != settings.get(key))
         if keys:
-            pairs = [f"{key}: {before.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:5]]
-            raise ValueError(
-                f"{folder} holds another run ({'; '.join(pairs)}); choose another --output_dir, or delete that one."
-            )
+            pairs = [f"{key}: {previous.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:8]]
+            raise ValueError(f"{folder} holds another run ({'; '.join(pairs)}); {fix}.")
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -54,9 +57,21 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the newest complete checkpoint: its state is written last."""
-    complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    """Return the newest complete checkpoint."""
+    complete = [path for path in folder.glob("checkpoint-*") if _is_complete(path)]
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether the state, which is written last, can be read, and no other file is cut off."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        for path in checkpoint.glob("*.safetensors"):
+            with safe_open(path, "pt"):  # reads the header, and compares the size
+                pass
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return all(is_zipfile(path) for path in checkpoint.glob("*.pt*"))  # torch.save writes a zip: its end is its index
 
 
 class RunGuard(TrainerCallback):
@@ -69,10 +84,13 @@ class RunGuard(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if control.should_save:
             control.should_log = True
-            if not all(weight.isfinite().all() for weight in model.parameters() if weight.requires_grad):
-                raise diverged(state.global_step, "weights are NaN or infinite")
+            self.on_train_end(args, state, control, model)
 
     on_epoch_end = on_step_end
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not all(weight.isfinite().all() for weight in model.parameters() if weight.requires_grad):
+            raise diverged(state.global_step, "weights are NaN or infinite")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         for key in ("nll", "transport_cost", "eval_nll"):

@@ -12,7 +12,7 @@ from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-SAMPLED = 64  # rows that identify a data set
+SAMPLED = 64  # rows that identify a stream
 
 
 def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int) -> dict[str, Any]:
@@ -30,12 +30,14 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed:
 
     set_seed(seed)  # TRL draws the share of a mixture with numpy's global generator
     try:
+        if mixture.datasets and script.dataset_name is not None:
+            raise ValueError("datasets of --config and --dataset_name are both given; leave one out.")
         if mixture.datasets:
             return dict(get_dataset(mixture))
         splits = dict(_load(script))
     except (DatasetsError, StopIteration) as error:  # the latter for an empty file
         cause = error.__cause__ or error
-        raise ValueError(f"the data set {script.dataset_name!r} cannot be read: {cause or 'it has no rows'}") from error
+        raise ValueError(f"the data set {script.dataset_name!r} cannot be read: {str(cause) or 'no rows'}") from error
     train = script.dataset_train_split
     if mixture.test_split_size is not None and train in splits:
         if script.dataset_streaming:
@@ -55,15 +57,15 @@ def _load(script: ScriptArguments) -> Any:
     if not path.exists() and (path.suffix in FORMATS or not HUB_NAME.fullmatch(name)):
         raise FileNotFoundError(f"there is no file or folder {name!r} in {Path.cwd()}; check the path.")
     if not path.is_file():
-        whole = {"sample_by": "document"} if path.is_dir() and any(path.rglob("*.txt")) else {}
+        by_document = {"sample_by": "document"} if path.is_dir() and any(path.rglob("*.txt")) else {}
         source = str(path) if path.is_dir() else name
-        return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **whole)
+        return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **by_document)
     kind = FORMATS.get(path.suffix)
     if kind is None:
         raise ValueError(f"{name!r} ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}.")
-    whole = {"sample_by": "document"} if kind == "text" else {}
+    by_document = {"sample_by": "document"} if kind == "text" else {}
     files = {script.dataset_train_split: str(path)}
-    return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **whole)
+    return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **by_document)
 
 
 def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: str) -> Any:
@@ -79,20 +81,48 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
     first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"the split {name!r} of the data set has no rows; give at least one.")
-    wanted = ({"input_ids"}, {"messages"}, {"prompt", "completion"}, {text_field}, {"conversations"})
-    if not any(columns <= first.keys() for columns in wanted):
+    expected = ({"input_ids"}, {"messages"}, {"prompt", "completion"}, {text_field}, {"conversations"})
+    if not any(columns <= first.keys() for columns in expected):
         raise ValueError(
             f"the data set has the columns {sorted(first)}, expected {text_field}, prompt and completion, or messages; "
             "rename them (dataset.rename_column), for example question to prompt and answer to completion."
         )
-    return rows.map(maybe_convert_to_chatml, remove_columns="conversations") if "conversations" in first else rows
+    if "conversations" in first:
+        rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations")
+    check_rows(rows.take(1), text_field=text_field)
+    return rows
+
+
+def check_rows(rows: Any, *, text_field: str) -> None:
+    """Raise ValueError where a row to train on is neither text nor messages, as a null or a number."""
+    kinds = (("input_ids",), ("messages",), ("prompt", "completion"), (text_field,))
+    for i, row in enumerate(rows):
+        names = next((names for names in kinds if row.keys() >= set(names)), ())
+        for name in names:
+            if not (name == "input_ids" or _is_text(row[name], name) or _is_messages(row[name])):
+                text = "" if name == "messages" else "text or "
+                raise ValueError(
+                    f"{name} of row {i} is {str(row[name])[:60]!r}, expected {text}a list of messages with role and "
+                    "content; drop or correct such rows (dataset.filter)."
+                )
+
+
+def _is_text(value: Any, name: str) -> bool:
+    return isinstance(value, str) and name != "messages"
+
+
+def _is_messages(value: Any) -> bool:
+    parts = value if isinstance(value, list) else []
+    return bool(parts) and all(isinstance(part, dict) and isinstance(part.get("role"), str) for part in parts)
 
 
 def digest(rows: Any) -> str:
-    """Return a short hash of the number of rows and of some of them, or of the first rows of a stream."""
+    """Return a short hash of all rows, or of the first ones of a stream; it is the same in another process."""
+    hashed = hashlib.sha256(str(rows.features).encode())
     if hasattr(rows, "__len__"):
-        picked = [len(rows), *(rows[i] for i in range(0, len(rows), max(1, len(rows) // SAMPLED)))]
+        for table in rows.with_format("arrow").iter(1000):
+            for batch in table.combine_chunks().to_batches():
+                hashed.update(batch.serialize())
     else:
-        picked = list(rows.take(SAMPLED))
-    text = json.dumps(picked, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        hashed.update(json.dumps(list(rows.take(SAMPLED)), default=lambda value: type(value).__name__).encode())
+    return hashed.hexdigest()[:16]

@@ -9,13 +9,33 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.costs.named import COST_SOURCES
 from otloss_llm.losses.positions import IMPLEMENTATIONS
-from otloss_llm.objectives import Objective, Sum, parse_objective
+from otloss_llm.objectives import Sum, parse_objective
 from otloss_llm.objectives.names import EXPECTED
+
+# Beginnings of options that a resumed run may change: paths, logs, checkpoints, evaluation, devices and memory. The
+# model and the rows are compared by their content.
+MAY_DIFFER = (
+    "output_dir", "model_name", "model_revision", "trust_remote", "run_name", "project", "trackio", "log", "report_to",
+    "disable_tqdm", "include_", "skip_memory", "debug", "save", "load_best", "metric_for", "greater_is", "enable_jit",
+    "resume_from", "push", "hub", "do_", "eval", "per_device_eval", "prediction_loss", "batch_eval", "bf16_full",
+    "fp16_full", "use_cpu", "local_rank", "ddp", "fsdp", "deepspeed", "parallelism", "dataloader_num", "dataloader_pin",
+    "dataloader_pers", "dataloader_pre", "dataloader_multi", "dataset_num_proc", "impl", "chunk_size", "attn_impl",
+    "use_cache", "torch_compile", "torch_empty", "gradient_checkpointing", "activation_",
+)  # fmt: skip
+
+REPLACED = {
+    "--train_text": "--dataset_name F --packing true --packing_strategy wrapped",
+    "--train_questions": "--dataset_name F with the columns prompt and completion",
+    "--train_chat": "--dataset_name F with the column messages",
+    "--block_size": "--max_length",
+    "--validation_fraction": "--eval_strategy epoch --test_split_size S",
+}
 
 
 @dataclass
@@ -82,15 +102,12 @@ class ObjectiveArguments:
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens in a chunk of the kernel."})
 
     def __post_init__(self) -> None:
+        self.parsed = parse_objective(self.objective)
         if self.cost_embedding is not None and self.cost_kind not in ("embedding", "mixed"):
             raise ValueError(
                 f"{self.objective} reads no embedding, got --cost_embedding {self.cost_embedding}; leave it out, or "
                 "take emo+number."
             )
-
-    @property
-    def parsed(self) -> Objective:
-        return parse_objective(self.objective)
 
     @property
     def cost_kind(self) -> str:
@@ -102,7 +119,7 @@ class ObjectiveArguments:
         return None if self.number_scaling == "symlog" else NumberSettings(scaling=self.number_scaling)
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What a command was asked for."""
 
     script: ScriptArguments
@@ -113,14 +130,19 @@ class Asked(NamedTuple):
     others: tuple[Any, ...]  # of this command alone
 
     def settings(self) -> dict[str, Any]:
-        """What another run cannot continue with: the objective, the adapter, the rows, and what seeds and steps are."""
-        adapter = {name: value for name, value in asdict(self.model).items() if name.startswith(("lora", "use_"))}
-        names = ("max_length", "packing", "packing_strategy", "assistant_only_loss", "completion_only_loss",
-                 "learning_rate", "seed")  # fmt: skip
-        return asdict(self.objective) | adapter | {name: getattr(self.args, name) for name in names}
+        """Return what a run keeps to: all options but `MAY_DIFFER`."""
+        tokens = {name: getattr(self.args, name) for name in ("eos_token", "pad_token")}  # which `to_dict` masks
+        streamed = {"dataset_streaming": self.script.dataset_streaming}
+        options = self.args.to_dict() | tokens | asdict(self.model) | asdict(self.objective) | streamed
+        return {name: value for name, value in options.items() if not name.startswith(MAY_DIFFER)}
 
 
-def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:
+def _split_config(argument: str) -> list[str]:
+    """`--config=F` as two words, which TRL reads."""
+    return argument.split("=", 1) if argument.startswith("--config=") else [argument]
+
+
+def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     """Parse options, and those of a YAML file (`--config`), by TRL's parser.
 
     Args:
@@ -136,9 +158,17 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Asked:
         raise ValueError(f"{message} (see {command} --help).")
 
     parser.error = fail  # argparse's own prints the names of all options
-    *parsed, unknown = parser.parse_args_and_config(list(arguments), return_remaining_strings=True)
+    arguments = [part for argument in arguments for part in _split_config(argument)]
+    if arguments[-1:] == ["--config"]:
+        fail("--config has no value, expected a YAML file")
+    try:
+        *parsed, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
+    except YAMLError as error:
+        raise ValueError(f"the file of --config is not YAML: {error}") from error
+    if unknown and unknown[0] in REPLACED:
+        fail(f"{command} has no option {unknown[0]!r}; use {REPLACED[unknown[0]]}")
     if unknown:
         near = get_close_matches(unknown[0], parser._option_string_actions, n=1)
         fail(f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''}")
     script, args, model, mixture, objective, *others = parsed
-    return Asked(script, args, model, mixture, objective, tuple(others))
+    return Request(script, args, model, mixture, objective, tuple(others))

@@ -8,38 +8,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from otloss_llm.cli.guard import FinishedError, RunGuard, diverged, fingerprint, last_checkpoint, open_folder
+from otloss_llm.cli.guard import (
+    DivergenceError,
+    FinishedError,
+    RunGuard,
+    diverged,
+    fingerprint,
+    last_checkpoint,
+    open_folder,
+)
 from otloss_llm.cli.numbers import report_numbers
 from otloss_llm.cli.rows import checked_split, digest, load_splits
-from otloss_llm.cli.settings import Asked, parse
+from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
 
 
-def asked_for(arguments: Sequence[str]) -> Asked:
+def parse_request(arguments: Sequence[str]) -> Request:
     return parse("train", arguments)
 
 
-def run(asked: Asked) -> str:
+def run(request: Request) -> str:
     """Train, save the model, and return the results as JSON."""
-    args, script = asked.args, asked.script
-    splits = load_splits(script, asked.mixture, seed=args.seed)
-    given = {"text_field": args.dataset_text_field}
-    rows = checked_split(splits, script.dataset_train_split, "name one with --dataset_train_split", **given)
+    args, script = request.args, request.script
+    splits = load_splits(script, request.mixture, seed=args.seed)
+    columns = {"text_field": args.dataset_text_field}
+    rows = checked_split(splits, script.dataset_train_split, "name one with --dataset_train_split", **columns)
     evaluation = None
     if args.eval_strategy != "no":
         fix = "name one with --dataset_test_split, or cut one off with --test_split_size 0.05"
-        evaluation = checked_split(splits, script.dataset_test_split, fix, **given)
-    if args.assistant_only_loss is None:
-        args.assistant_only_loss = "messages" in next(iter(rows))
-    model, tokenizer = load_model(asked)
-    settings = asked.settings() | {"rows": digest(rows), "model": fingerprint(model.named_parameters())}
-    trainer = build_trainer(asked, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
-    if not any(weight.requires_grad for weight in trainer.model.parameters()):
+        evaluation = checked_split(splits, script.dataset_test_split, fix, **columns)
+    model, tokenizer = load_model(request)
+    if hasattr(model, "peft_config"):
         raise ValueError(
-            "no weight of the model requires grad: the folder of an adapter loads frozen; merge it into its base model "
-            "(merge_and_unload) and save that, then train it."
+            f"{request.model.model_name_or_path!r} is the folder of an adapter, which loads frozen; merge it into its "
+            "base model (merge_and_unload) and save that, then train it."
         )
-    report_numbers(trainer, asked.objective.objective)
+    settings = request.settings() | {"rows": digest(rows), "model": fingerprint(model.named_parameters())}
+    trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
+    report_numbers(trainer, request.objective.objective)
     folder = Path(args.output_dir)
     with args.main_process_first(desc="open the output folder"):
         if args.process_index == 0:
@@ -62,9 +68,11 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
         trainer.is_in_train = False
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
+    except DivergenceError:
+        raise
     except ValueError as error:
         if trainer.state.global_step > 0 and "NaN" in str(error):  # of a kernel
-            raise diverged(trainer.state.global_step, str(error)) from error
+            raise diverged(trainer.state.global_step, "the model's output is NaN or infinite") from error
         raise
 
 

@@ -7,15 +7,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoProcessor
-from trl import SFTTrainer, get_peft_config, get_quantization_config
+from trl import SFTTrainer, get_peft_config, get_quantization_config, is_conversational
 from trl.trainer.utils import create_model_from_path
 
-from otloss_llm.cli.rows import HUB_NAME
-from otloss_llm.cli.settings import Asked
+from otloss_llm.cli.rows import HUB_NAME, check_rows
+from otloss_llm.cli.settings import Request, RunConfig
 from otloss_llm.costs.named import load_cost
-from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
 from otloss_llm.models.heads import is_encoder_decoder
+from otloss_llm.training.batches import label_counts
 from otloss_llm.training.trainer import ObjectiveMixin
 
 logger = logging.getLogger(__name__)
@@ -28,9 +30,9 @@ class CommandTrainer(ObjectiveMixin, SFTTrainer):
         """As TRL's. Packing that splits rows between blocks loses nothing, so that it is left to TRL."""
         splits = packing and args.packing_strategy != "bfd"
         if args.max_length is not None and not splits:
-            whole = copy.copy(args)
-            whole.max_length = None
-            rows = super()._prepare_dataset(dataset, processing_class, whole, False, *rest)
+            uncut = copy.copy(args)
+            uncut.max_length = None
+            rows = super()._prepare_dataset(dataset, processing_class, uncut, False, *rest)
             dataset = rows.filter(lambda ids: len(ids) <= args.max_length, input_columns="input_ids")
             if hasattr(rows, "__len__"):
                 _report_dropped(len(rows) - len(dataset), len(rows), args.max_length)
@@ -48,9 +50,9 @@ def _report_dropped(dropped: int, rows: int, longest: int) -> None:
     logger.warning("%s and were dropped; %s", text, fix)
 
 
-def load_model(asked: Asked) -> tuple[Any, Any]:
+def load_model(request: Request) -> tuple[Any, Any]:
     """Return the model and its tokenizer as `trl sft` loads them; the folder of an adapter with its base model."""
-    args, model_args = asked.args, asked.model
+    args, model_args = request.args, request.model
     settings = {
         "revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype,
@@ -75,34 +77,57 @@ def load_model(asked: Asked) -> tuple[Any, Any]:
         raise ValueError(f"the model {name!r} cannot be loaded from a folder or the hub: {error}") from error
 
 
-def build_trainer(asked: Asked, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:
+def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:
     """Return the trainer of a command.
 
     Raises:
         ValueError: the rows, the model and the objective do not go together.
     """
-    args, wanted = asked.args, asked.objective
+    args, options = request.args, request.objective
     args.model_init_kwargs = None  # the model is loaded
     if is_encoder_decoder(model):
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder, whose rows TRL does not prepare; train it in Python, with "
             "class Trainer(ObjectiveMixin, Seq2SeqTrainer)."
         )
-    context = context_length(model)
-    if args.max_length is not None and context is not None and context < args.max_length:
-        logger.warning("max_length is %d, the context of the model %d tokens, which is taken", args.max_length, context)
-        args.max_length = context
+    _fit_to_model(args, model, tokenizer)
+    first = next(iter(train))
+    if is_conversational(first) and not (tokenizer.chat_template or args.chat_template_path):
+        raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")
+    if args.assistant_only_loss is None:
+        args.assistant_only_loss = "messages" in first
     cost: Any = "auto"
-    if wanted.cost_embedding is not None:
+    if options.cost_embedding is not None:
         cost = load_cost(
-            wanted.cost_embedding, model, seed=args.seed, kind=wanted.cost_kind, tokenizer=tokenizer,
-            numbers=wanted.numbers,
+            options.cost_embedding, model, seed=args.seed, kind=options.cost_kind, tokenizer=tokenizer,
+            numbers=options.numbers,
         )  # fmt: skip
     try:
-        return CommandTrainer(
+        trainer = CommandTrainer(
             model=model, args=args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-            peft_config=get_peft_config(asked.model), objective=wanted.parsed, cost=cost, impl=wanted.impl,
-            numbers=wanted.numbers if cost == "auto" else None, chunk_size=wanted.chunk_size, **settings,
+            peft_config=get_peft_config(request.model), objective=options.parsed, cost=cost, impl=options.impl,
+            numbers=options.numbers if cost == "auto" else None, chunk_size=options.chunk_size, **settings,
         )  # fmt: skip
-    except RuntimeError as error:  # a template without marks, or a report to a package that is not installed
+    except (RuntimeError, AttributeError, KeyError, TypeError, TemplateError) as error:
+        # A null among the rows, a template that refuses them, or a report to a package that is not installed.
+        for rows in (train, evaluation or []):
+            check_rows(rows, text_field=args.dataset_text_field)
         raise ValueError(f"the trainer cannot be built: {error}") from error
+    counts = label_counts(trainer.train_dataset, model.get_input_embeddings().num_embeddings, shifted=True)
+    if counts is not None and not counts.sum():  # None of a stream
+        raise ValueError("no token of the rows is trained on: all are empty, or masked; check the columns.")
+    return trainer
+
+
+def _fit_to_model(args: Any, model: Any, tokenizer: Any) -> None:
+    """Cut `max_length` to the context; raises ValueError unless the model writes tokens, and all of the tokenizer."""
+    if not model.can_generate():
+        raise ValueError(f"{type(model).__name__} is not a causal language model; take a model that writes text.")
+    check_vocabulary(model, 0, max(getattr(tokenizer, "tokenizer", tokenizer).get_vocab().values()))
+    context = context_length(model)
+    if args.max_length is not None and context is not None and context < args.max_length:
+        if args.max_length != RunConfig.max_length:  # nothing is said of a default
+            logger.warning(
+                "--max_length %d is more than the context of the model: %d is taken", args.max_length, context
+            )
+        args.max_length = context

@@ -1,6 +1,7 @@
 """The command line: rows as TRL makes them, runs that resume, what is measured, and one line for wrong input."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -99,6 +100,9 @@ def test_help_version_and_missing_options(cli: Cli, model: Path) -> None:
     nothing = cli()
     assert (nothing.code, nothing.out, nothing.err[:6]) == (2, "", "usage:")
     assert "nonsense" in cli("nonsense").error
+    assert "compare_objectives" in cli("compare").error
+    assert "--config has no value" in cli("train", "--config").error
+    assert "none.yaml" in cli("train", "--config=none.yaml").error
     assert "--model_name_or_path is missing" in cli("train").error
     assert "--dataset_name is missing" in cli("train", *options(model_name_or_path=model)).error
 
@@ -229,9 +233,12 @@ def interrupted_at(step: int) -> Iterator[None]:
         hook.remove()
 
 
-@pytest.mark.parametrize("torn", [False, True])
+TORN = {"": 0, "trainer_state.json": 0, "model.safetensors": 100, "optimizer.pt": 100}
+
+
+@pytest.mark.parametrize("torn", TORN)
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(
-    cli: Cli, tiny: Tiny, sums: Path, tmp_path: Path, torn: bool
+    cli: Cli, tiny: Tiny, sums: Path, tmp_path: Path, torn: str
 ) -> None:
     """With dropout, and EMO, whose cost is that of the start model though the weights are a checkpoint's."""
     uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
@@ -239,8 +246,8 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     with interrupted_at(5):
         ended = cli(*asked("train", tiny.llama, sums, output_dir=broken))
     assert (ended.code, "interrupted" in ended.err) == (130, True)
-    if torn:  # killed while it was written
-        (broken / "checkpoint-4/trainer_state.json").unlink()
+    if torn:  # killed while it was written: cut off
+        os.truncate(broken / "checkpoint-4" / torn, TORN[torn])
     assert cli(*asked("train", tiny.llama, sums, output_dir=broken)).code == 0
     assert weights_of(uninterrupted) == weights_of(broken)
     first, second = (read(run / "trainer_state.json")["log_history"][:6] for run in (uninterrupted, broken))
@@ -261,13 +268,16 @@ def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: 
     folder = tmp_path / "run"
     assert "mlee" in cli(*asked("train", start, sums, output_dir=folder, objective="mlee")).error
     cli(*asked("train", start, sums, output_dir=folder, max_steps=2))
-    more = write(tmp_path / "more.jsonl", [*SUMS, SUMS[0]])
-    changes: dict[str, object] = {"objective": "mle", "learning_rate": 1e-3, "dataset_name": more, "use_peft": True}
-    error = cli(*asked("train", start, sums, output_dir=folder, **changes)).error
+    rows = write(tmp_path / "rows.jsonl", [*SUMS[:-2], SUMS[0], SUMS[1]])
+    others: dict[str, object] = {"dataset_name": rows, "impl": "reference", "save_steps": 5, "logging_steps": 3}
+    changes = {"objective": "mle", "learning_rate": 1e-3, "weight_decay": 0.3, "optim": "sgd", "data_seed": 3,
+               "per_device_train_batch_size": 2}  # fmt: skip
+    error = cli(*asked("train", start, sums, output_dir=folder, max_steps=2, **changes | others)).error
     assert "objective: 'emo' there, 'mle' asked for" in error
-    assert all(f"{name}: " in error for name in ("learning_rate", "rows", "use_peft"))
+    named = re.findall(r"(\w+): \S+ there", error)
+    assert named == sorted([*changes, "rows"]), "what changes only the kernel, the logs or the checkpoints may differ"
     assert "cost_embedding: None there, 'raw'" in cli(
-        *asked("train", start, sums, output_dir=folder, cost_embedding="raw")
+        *asked("train", start, sums, output_dir=folder, max_steps=2, cost_embedding="raw")
     ).error  # fmt: skip
     changed = transformers.AutoModelForCausalLM.from_pretrained(start)
     with torch.no_grad():
@@ -275,13 +285,18 @@ def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: 
     changed.save_pretrained(start)
     assert "model: " in cli(*asked("train", start, sums, output_dir=folder, max_steps=2)).error
     (folder / "run.json").unlink()
-    assert "holds another run" in cli(*asked("train", model, sums, output_dir=folder, max_steps=2)).error
+    assert "run.json is missing" in cli(*asked("train", model, sums, output_dir=folder, max_steps=2)).error
 
 
 def test_divergence_ends_a_run_and_leaves_no_diverged_checkpoint(
     cli: Cli, model: Path, sums: Path, tmp_path: Path
 ) -> None:
-    """The loss of the next step shows it, or the weights before they are saved."""
+    """The loss of the next step shows it, or the weights before they are saved, as a checkpoint or at the end."""
+    given = asked(
+        "train", model, sums, output_dir=tmp_path / "end", learning_rate=1e38, max_steps=1, save_strategy="no"
+    )
+    assert re.search("diverged by step 1: weights are NaN or infinite", cli(*given).error)
+    assert not (tmp_path / "end/model.safetensors").exists()
     given = asked("train", model, sums, output_dir=tmp_path / "run", learning_rate=1e30, max_grad_norm=0, save_steps=6)
     assert re.search("diverged by step 1: .*NaN.*learning rate", cli(*given).error)
     given = asked("train", model, sums, output_dir=tmp_path / "run", save_steps=1)
@@ -307,10 +322,14 @@ def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(
     layers = {name.rpartition(".")[2] for name in config["target_modules"]}
     assert layers == {*(f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down"))}
     assert config["lora_dropout"] == 0
-    before, after = (cli(*asked("evaluate", path, sums)).json["nll"] for path in (tiny.llama, run))
+    kinds = ((tiny.llama, False), (run, False), (run, True))
+    before, after, same = (cli(*asked("evaluate", path, sums, use_peft=peft)).json["nll"] for path, peft in kinds)
     assert after < before - 1e-3
+    assert same == after, "the options of the training evaluate its adapter, not a new one"
     assert not (run / "model.safetensors").exists()
-    assert "merge_and_unload" in cli(*asked("train", run, sums, output_dir=tmp_path / "again")).error
+    for peft in (False, True):
+        given = asked("train", run, sums, output_dir=tmp_path / "again", use_peft=peft)
+        assert "merge_and_unload" in cli(*given).error
 
 
 @pytest.mark.slow
@@ -373,7 +392,7 @@ def test_evaluate_prints_what_the_logits_say(cli: Cli, model: Path, sums: Path, 
     gaps = [abs(np.sum((np.array(correct) - np.array(confidence))[bins == b])) for b in range(15)]
     expected = {
         "nll": np.mean(nll), "transport_cost": np.mean(transport), "perplexity": np.exp(np.mean(nll)),
-        "accuracy": np.mean(correct), "calibration_error": sum(gaps) / len(nll),
+        "rows": len(SUMS), "tokens": len(nll), "accuracy": np.mean(correct), "calibration_error": sum(gaps) / len(nll),
     }  # fmt: skip
     streamed = cli(*asked("evaluate", model, sums, dataset_streaming=True))
     for measures in (ended.json, streamed.json):
@@ -400,7 +419,18 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"loss_type": "dft"}, "loss_type"),
     ({"dataset_name": "none.jsonl"}, "no file or folder 'none.jsonl'"),
     ({"dataset_name": "notes.md"}, "'.md', expected one of .jsonl"),
-    ({"dataset_name": "empty.jsonl"}, "empty.jsonl"),
+    ({"config": "broken.yaml"}, "--config is not YAML"),
+    ({"train_text": "x"}, "no option '--train_text'; use --dataset_name"),
+    ({"dataset_name": "empty.jsonl"}, "empty.jsonl.*no rows"),
+    ({"dataset_name": "blank.jsonl"}, "no token of the rows is trained on"),
+    ({"dataset_name": "null.jsonl"}, "completion of row 1 is 'None', expected text"),
+    ({"dataset_name": "number.jsonl"}, "text of row 0 is '5', expected text"),
+    ({"dataset_name": "roles.jsonl"}, "messages of row 0 .* expected a list of messages with role"),
+    ({"dataset_name": "chat.jsonl", "model_name_or_path": "silent"}, "no chat template"),
+    ({"dataset_name": "chat.jsonl", "chat_template_path": "strict.jinja"}, "roles must alternate"),
+    ({"model_name_or_path": "bert"}, "BertForMaskedLM is not a causal"),
+    ({"model_name_or_path": "few"}, "token ids run from 0 to .* vocabulary of 200"),
+    ({"config": "mixture.yaml"}, "both given"),
     ({"dataset_name": "torn.jsonl"}, "torn.jsonl"),
     ({"dataset_name": "asked.jsonl"}, r"columns \['answer', 'question'\].*rename"),
     ({"dataset_train_split": "other", "dataset_name": "folder"}, "splits .*'train'.* and no 'other'"),
@@ -413,15 +443,35 @@ BAD: list[tuple[dict[str, object], str]] = [
 ]
 
 
+def save_others(model: Path, folder: Path) -> None:
+    """Models that cannot be trained on: without a template, masked, and with fewer tokens than the tokenizer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = None
+    gpt2 = transformers.AutoModelForCausalLM.from_pretrained(model)
+    save(gpt2, tokenizer, folder / "silent")
+    gpt2.resize_token_embeddings(200)
+    save(gpt2, tokenizer, folder / "few")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    save(transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=300, **sizes)), tokenizer, folder / "bert")
+
+
 @pytest.mark.parametrize(("changes", "said"), BAD, ids=[said for _, said in BAD])
 def test_invalid_options_print_one_line_before_training(
     cli: Cli, model: Path, sums: Path, tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
     write(tmp_path / "asked.jsonl", [{"question": "1 + 1", "answer": "2"}])
     write(tmp_path / "chat.jsonl", chats())
+    write(tmp_path / "null.jsonl", [SUMS[0], {"prompt": "1", "completion": None}])
+    write(tmp_path / "number.jsonl", [{"text": 5}])
+    write(tmp_path / "blank.jsonl", [{"text": ""}])
+    write(tmp_path / "roles.jsonl", [{"messages": [{"content": "a"}]}])
+    if changes.get("model_name_or_path") in ("silent", "bert", "few"):
+        save_others(model, tmp_path)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder/train.jsonl", SUMS)
     files = {"notes.md": "x", "empty.jsonl": "", "torn.jsonl": '{"prompt": "a', "keys.yaml": "objectiv: mle\n",
+             "broken.yaml": "a: [1,\n b", "mixture.yaml": "datasets:\n  - path: json\n    data_files: asked.jsonl\n",
+             "strict.jinja": "{{ raise_exception('roles must alternate') }}{% generation %}{% endgeneration %}",
              "plain.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}"}  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
