@@ -109,7 +109,7 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
             numbers=options.numbers if cost == "auto" else None, chunk_size=options.chunk_size, **settings,
         )  # fmt: skip
     except (RuntimeError, AttributeError, KeyError, TypeError, TemplateError) as error:
-        # A null among the rows, a template that refuses them, or a report to a package that is not installed.
+        # A null among the rows, a template that raises, or a report to a package that is not installed.
         for rows in (train, evaluation or []):
             check_rows(rows, text_field=args.dataset_text_field)
         raise ValueError(f"the trainer cannot be built: {error}") from error
