@@ -17,7 +17,6 @@ from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import check_kernel, cost_positions
 from otloss_llm.models.heads import find_head, is_encoder_decoder, weights_kept
-from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
@@ -29,7 +28,7 @@ from otloss_llm.training.batches import (
     has_weights,
     targets_of,
 )
-from otloss_llm.training.first_batch import examine, with_decoder_inputs
+from otloss_llm.training.first_batch import Examination, examine, with_decoder_inputs
 from otloss_llm.training.fused import measure_transform, unwrap
 from otloss_llm.training.scoring import Scored, Scoring
 from otloss_llm.training.token_means import LOGGED, ScoredBatch, example_sums, token_means, tokens_in
@@ -165,7 +164,7 @@ class ObjectiveMixin:
         root = unwrap(model)
         head = find_head(root)
         self._encoder_decoder = is_encoder_decoder(root)
-        self._transform: LogitTransform | None = None  # until the first batch
+        self._examination: Examination | None = None  # until the first batch
         self.transport_cost = self._make_cost(
             self.objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
             tokenizer=self.processing_class,
@@ -214,8 +213,8 @@ class ObjectiveMixin:
         targets = targets_of(inputs, shift=not self._encoder_decoder)
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
             inputs["output_router_logits"] = True
-        if self._transform is None:
-            self._transform = self._examined(model, inputs, targets, shifted_by_user)
+        if self._examination is None or not self._examination.is_complete:
+            self._examination = self._examined(model, inputs, targets, shifted_by_user)
         inputs = with_decoder_inputs(model, inputs, targets.labels)
         check_numbers(self.objective, self.transport_cost)
         num_items = self._positive(num_items_in_batch) if training else None
@@ -225,7 +224,7 @@ class ObjectiveMixin:
         if form_logits:
             scored = scoring.from_logits(model, inputs, targets)
         else:
-            scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
+            scored = scoring.from_hidden(model, inputs, targets, self._examination.transform, keep_output=keep_output)
         self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
         if not return_outputs:
@@ -234,10 +233,13 @@ class ObjectiveMixin:
         outputs["loss"] = loss
         return loss, outputs
 
-    def _examined(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted: bool) -> LogitTransform:
+    def _examined(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted: bool) -> Examination:
+        """What a batch shows of the model; complete in all processes or in none, as passes of sharded models are."""
         if self.get_cp_size() > 1:  # a process has a part of each sequence, and its own order of tokens
-            return measure_transform(model, with_decoder_inputs(model, inputs, targets.labels))
-        return examine(model, inputs, targets, shifted_by_user=shifted)
+            return Examination(measure_transform(model, with_decoder_inputs(model, inputs, targets.labels)), True)
+        found = examine(model, inputs, targets, shifted_by_user=shifted)
+        complete = torch.tensor([found.is_complete], device=self.accelerator.device)
+        return found._replace(is_complete=bool(self.accelerator.gather(complete).all()))
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""

@@ -11,6 +11,7 @@ from otloss_llm.objectives import LabelSmoothing, Objective, Sum, ZLoss
 from otloss_llm.objectives.formulas import uniform_cross_entropy
 from otloss_llm.training.fused import unwrap
 
+_OF_SFT = ("trl", "unsloth", "unsloth_compiled_cache", "UnslothSFTTrainer")  # modules of an SFTTrainer
 LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
 
 
@@ -70,15 +71,15 @@ def set_best_metric(args: Any, cost: TokenCost | None) -> None:
 
 
 def auxiliary_weight(trainer: Any, model: nn.Module) -> float:
-    """The weight of the loss that balances experts: TRL's setting, else the one that the model itself uses."""
+    """The weight of the loss that balances experts: TRL's setting, else the one that the model itself uses.
+
+    Args:
+        trainer: None for the model's own.
+    """
+    root: Any = unwrap(model)
+    root = root.get_base_model() if hasattr(root, "get_base_model") else root
     # up to TRL 1.10 the setting is in the arguments only
-    return auxiliary_weight_of(unwrap(model), trainer, trainer.args)
-
-
-def auxiliary_weight_of(model: Any, *before: Any) -> float:
-    """The weight of the loss that balances experts in a model, unless one of the objects `before` it has one."""
-    root: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for owner in (*before, root, root.config.get_text_config()):
+    for owner in (trainer, getattr(trainer, "args", None), root, root.config.get_text_config()):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             weight = getattr(owner, name, None)
             if weight is not None:
@@ -102,8 +103,9 @@ def check_loss_is_replaceable(cls: type, mixin: type, trainer: type) -> None:
     for base in order[order.index(mixin) + 1 : order.index(trainer)]:
         own = vars(base).keys() & {"compute_loss", "_compute_loss"}
         own |= {"training_step"} & vars(base).keys() if base.__module__.startswith("trl.") else set()
-        # Its loss is the cross-entropy, in the versions of other libraries too.
-        if own and not base.__name__.endswith("SFTTrainer"):
+        # Its loss is the cross-entropy, in the version of Unsloth too, whose modules are written when it is imported.
+        library = base.__module__.partition(".")[0]
+        if own and not (library in _OF_SFT and base.__name__.endswith("SFTTrainer")):
             raise TypeError(
                 f"{base.__name__} has a loss of its own ({', '.join(sorted(own))}), which an objective would replace; "
                 f"{mixin.__name__} goes with Trainer, Seq2SeqTrainer and SFTTrainer, which take the model's loss. "

@@ -324,6 +324,52 @@ def test_adapters_train_as_by_the_own_loss(tmp_path: Path, kind: str) -> None:
     )
 
 
+def embedded(model: Any) -> tuple[Any, Batch]:
+    """A batch of embeddings instead of tokens."""
+    batch = words()
+    return model, batch | {"inputs_embeds": model.get_input_embeddings()(batch.pop("input_ids")).detach()}
+
+
+def after_one_token(model: Any) -> tuple[Any, Batch]:
+    """A batch whose first row has a single token."""
+    batch = words()
+    batch["attention_mask"][0, 1:], batch["labels"][0, 1:] = 0, -100
+    return model, batch
+
+
+def paligemma_of_prefixes() -> tuple[Any, Batch]:
+    """All rows but the first are prefix, and labelled."""
+    model, batch = paligemma()
+    batch["token_type_ids"][1:] = 0
+    batch["labels"][1:] = batch["input_ids"][1:].masked_fill(batch["input_ids"][1:] == IMAGE, -100)
+    return model, batch
+
+
+def with_loss(change: Callable[[Any, Any], Any], name: str = "Llama", *, keywords: bool = False) -> tuple[Any, Batch]:
+    """A model whose loss is changed by `change(model, output)`."""
+    parent: Any = getattr(transformers, f"{name}ForCausalLM")
+
+    class Changed(parent):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+            output = super().forward(input_ids, attention_mask, labels=labels, **others)
+            if labels is not None:
+                output["loss"] = change(self, output)
+            return output
+
+    class Forwards(Changed):
+        def forward(self, *args: Any, **others: Any) -> Any:
+            return super().forward(*args, **others)
+
+    config = getattr(transformers, f"{name}Config")(**CAUSAL[name])
+    return (Forwards if keywords else Changed)(config), words()
+
+
+class SeesLabels(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        ids = input_ids if labels is None else input_ids.flip(0)
+        return super().forward(ids, attention_mask, labels=labels, **others)
+
+
 # name -> (model and batch, message)
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Batch]], str]] = {
     "encoder": (lambda: (made("BertLMHeadModel", _BASE), words()), r"BertLMHeadModel\) sees the tokens to its right"),
@@ -344,6 +390,20 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Batch]], str]] = {
         "num_encoder_attention_heads": 2, "decoder_ffn_dim": 24, "num_decoder_layers": 1, "decoder_start_token_id": 0,
         "num_decoder_attention_heads": 2, "max_position_embeddings": 32,
     }, "ForConditionalGeneration"), words()), "loss of ProphetNetForConditionalGeneration is .* switch it off"),
+    "z-loss of embeddings": (lambda: embedded(made("Bamba", CAUSAL["Bamba"] | {"z_loss_coefficient": 0.01})),
+                             "loss of BambaForCausalLM is .* has a term"),
+    "encoder of embeddings": (lambda: embedded(made("BertLMHeadModel", _BASE)), "sees the tokens to its right"),
+    "unshifted embeddings": (lambda: embedded(made("TrOCR", _BART)), "scores label t at position t"),
+    "encoder after one token": (lambda: after_one_token(made("BertLMHeadModel", _BASE)), "sees the tokens to its"),
+    "rows of a prefix": (paligemma_of_prefixes, "sees the tokens to its right"),
+    "keywords": (lambda: with_loss(lambda model, output: 3 * output["loss"], keywords=True), "loss of Forwards is"),
+    "in training": (lambda: with_loss(lambda model, output: output["loss"] + 0.1 * model.training),
+                    "loss of Changed is .* switch it off"),
+    "experts and a term": (lambda: with_loss(lambda model, output: output["loss"] + 0.1, "Mixtral"), "switch it off"),
+    "experts weighed twice": (lambda: with_loss(lambda model, output: output["loss"] + 0.3 * output["aux_loss"],
+                                                "Mixtral"), "has a term that an objective would leave out"),
+    "labels as inputs": (lambda: (SeesLabels(transformers.LlamaConfig(**_BASE)), words()),
+                         "logits of SeesLabels are others when it gets labels"),
 }  # fmt: skip
 
 
@@ -358,6 +418,31 @@ def test_a_model_with_another_loss_raises_on_its_first_batch(tmp_path: Path, nam
         with pytest.raises(ValueError, match=message):
             run.compute_loss(model.train(mode), dict(batch))
     assert all(torch.equal(before[key], weight) for key, weight in weights(model).items())
+
+
+def test_a_batch_that_shows_nothing_leaves_the_examination_to_the_next(tmp_path: Path) -> None:
+    """Rows of one token, in which nothing is predicted; random numbers of the run are not used up."""
+    model, batch = REFUSED["z-loss"][0]()
+    single = {"input_ids": torch.tensor([[5], [6]]), "labels": torch.tensor([[5], [6]])}
+    run = objective_trainer(tmp_path, model, cost=None)
+    state = torch.get_rng_state()
+    assert run.compute_loss(model, single) == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="loss of BambaForCausalLM is"):
+        run.compute_loss(model, dict(batch))
+    with pytest.raises(ValueError, match=r"neither input_ids nor inputs_embeds.*put one of them into the batch"):
+        run.compute_loss(model, {"labels": batch["labels"]})
+
+
+def test_equally_many_images_as_rows_need_not_be_one_for_each_row(tmp_path: Path) -> None:
+    model, text = case("Llava")[0], torch.randint(3, IMAGE - 3, (4, 13))
+    text[2:, 1:9] = IMAGE  # two images
+    batch = {
+        "input_ids": text,
+        "labels": text.masked_fill(text == IMAGE, -100),
+        "pixel_values": torch.randn(4, 3, 8, 8),
+    }
+    compare_with_own_loss(tmp_path, model, batch)
 
 
 def test_a_model_that_cannot_be_fused_raises_at_once(tmp_path: Path) -> None:

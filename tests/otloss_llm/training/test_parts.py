@@ -37,13 +37,17 @@ def test_labels_and_weights_are_taken_out_of_a_batch_and_aligned() -> None:
 
 
 def test_a_small_part_of_a_batch_is_examined() -> None:
-    """Where the tokens are, and of a packed batch as one sequence; images of all rows in one tensor stay whole."""
+    """Where the labels are, and of a packed batch as one sequence; images of all rows in one tensor stay whole."""
     ids = torch.arange(150).view(3, 50)
     mask = (torch.arange(50) >= torch.tensor([[40], [30], [0]])).long()  # padded on the left
-    part, labels = part_of({"input_ids": ids, "attention_mask": mask, "use_cache": False}, ids, False)
-    assert torch.equal(part["input_ids"], ids[:2, 18:])
-    assert (part["attention_mask"].sum().item(), part["use_cache"]) == (30, False)
-    assert torch.equal(labels, part["input_ids"])
+    for given in (ids.masked_fill(mask == 0, -100), torch.full_like(ids, -100)):
+        part, labels = part_of({"input_ids": ids, "attention_mask": mask, "use_cache": False}, given, False)
+        assert torch.equal(part["input_ids"], ids[1:, 18:])
+        assert (part["attention_mask"].sum().item(), part["use_cache"]) == (52, False)
+        assert torch.equal(labels, given[1:, 18:])
+    answer = ids.masked_fill(torch.arange(50) < torch.tensor([[50], [45], [50]]), -100)
+    part, labels = part_of({"inputs_embeds": torch.ones(3, 50, 4)}, answer, False)
+    assert (part["inputs_embeds"].shape, labels[labels != -100].tolist()) == ((2, 32, 4), [95, 96, 97, 98, 99])
     part, _ = part_of({"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 9, 50])}, ids[:1], False)
     assert torch.equal(part.pop("input_ids"), ids[:1, :32])
     assert not part
@@ -54,6 +58,10 @@ def test_a_small_part_of_a_batch_is_examined() -> None:
     assert labels.shape == (2, 32)
     part, labels = part_of({"input_ids": ids, "pixel_values": torch.ones(7, 6)}, ids, False)
     assert (len(part["input_ids"]), len(part["pixel_values"]), len(labels)) == (3, 7, 3)
+    for images, kept in (([0, 1, 2], 3), ([1, 1, 1], 2)):  # equally many images as rows are not one for each row
+        row = torch.tensor([[7] * count + [1] * (4 - count) for count in images])
+        part, _ = part_of({"input_ids": row, "pixel_values": torch.ones(3, 6)}, row, False, {7, 8})
+        assert len(part["pixel_values"]) == len(part["input_ids"]) == kept
 
 
 def arguments(**settings: Any) -> Any:

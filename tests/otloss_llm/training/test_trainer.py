@@ -299,6 +299,9 @@ def test_trainers_that_cannot_have_an_objective_raise_where_they_are_written() -
 
     with pytest.raises(TypeError, match=r"Penalised has a loss of its own \(compute_loss\).*belongs into Mixed itself"):
         type("Mixed", (ObjectiveMixin, Penalised), {})
+    PenalisedSFTTrainer = type("PenalisedSFTTrainer", (Penalised,), {"compute_loss": Penalised.compute_loss})
+    with pytest.raises(TypeError, match=r"PenalisedSFTTrainer has a loss of its own"):
+        type("Mixed", (ObjectiveMixin, PenalisedSFTTrainer), {})
     with pytest.raises(TypeError, match=r"put it first: class Mixed\(ObjectiveMixin, Trainer\)"):
         type("Mixed", (transformers.Trainer, ObjectiveMixin), {})
 
