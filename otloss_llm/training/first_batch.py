@@ -213,8 +213,9 @@ def check_causal(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> bo
 def _tokens(inputs: dict[str, Any], labels: Tensor) -> Tensor:
     """Which positions of a decoder are no padding."""
     mask = inputs.get("attention_mask")
-    usable = isinstance(mask, Tensor) and mask.shape == labels.shape
-    return mask.to(labels.device) != 0 if usable else torch.ones_like(labels, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        return mask.to(labels.device) != 0
+    return torch.ones_like(labels, dtype=torch.bool)
 
 
 def _with_another(tokens: Tensor, labels: Tensor, places: Tensor) -> Tensor:
