@@ -65,8 +65,9 @@ class ObjectiveMixin:
             the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "rating"
             takes the digits of that tokenizer for ratings (`RatingCost`); "auto" the one of them that the objective is
             meant for; or any vocabulary cost; or None. It is used by objectives that need it, and reported by
-            `evaluate()`. With `model_init` a named cost is made again for each model. A checkpoint holds a few costs
-            of an embedding: a run that resumes with another model than it began with raises ValueError.
+            `evaluate()`. With `model_init` a named cost is made again for each model. A checkpoint holds a few of the
+            costs: a run that resumes with others than it began with (of another model too) raises ValueError. It does
+            not hold the objective, which may change.
         numbers: settings of the costs "number" and "mixed".
         z_loss: weight of Z^2 in the loss, Z the logsumexp of a token's logits (`ZLoss`); 0 for none.
         impl, chunk_size: as in `linear_token_loss`.
@@ -367,12 +368,18 @@ class ObjectiveMixin:
 
     def _gathered(self, sums: Tensor) -> Tensor:
         """The sums of each example of all processes, without examples repeated to fill the last batch."""
-        ranks = self._ranks_per_batch()
+        ranks, state = self._ranks_per_batch(), self.accelerator.gradient_state
+        examples = self.args.eval_batch_size
+        if self.accelerator.num_processes > ranks and state.remainder > 0 and len(sums) < examples:
+            raise ValueError(
+                f"an evaluation batch of {examples} examples has {len(sums)} rows (padding_free?), and the number of "
+                "examples is no multiple of those that all processes evaluate at a time, so some are repeated and "
+                "cannot be told apart. Evaluate in one process, with padding, or so many examples that none is left."
+            )
         if ranks == 1:
             return self.accelerator.gather_for_metrics(sums)
         # Ranks that share a batch have parts of its sequences, or all of them; gather_for_metrics would drop some.
         whole = self.accelerator.gather(sums).unflatten(0, (-1, ranks, len(sums))).sum(1).flatten(0, 1)
-        state = self.accelerator.gradient_state
         return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

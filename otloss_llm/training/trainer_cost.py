@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otloss.costs import CosineCost
+from otloss.costs import CosineCost, Cost
 from otloss_llm.costs.choice import NumberSettings, choose_cost, near_duplicates_in
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.hubs import hub_share
-from otloss_llm.costs.number_cost import MixedCost
-from otloss_llm.costs.vocabulary import TokenCost
+from otloss_llm.costs.number_cost import MixedCost, NumberCost
+from otloss_llm.costs.sharded import ShardedEmbeddingCost
+from otloss_llm.costs.vocabulary import FewColumns, LabelRows, TokenCost, as_vocabulary_cost
 from otloss_llm.losses.positions import check_objective
 from otloss_llm.objectives import NumberDistance, Objective, Sum
 from otloss_llm.training.batches import label_counts
@@ -77,31 +78,48 @@ SAMPLED_TOKENS, SAME_COSTS = 64, 1e-3  # rows in bfloat16 and in float32 differ 
 
 
 def save_sample(cost: TokenCost | None, folder: str | Path) -> None:
-    """Write the costs between some tokens beside a checkpoint, if they come from an embedding."""
-    embedding = _embedding_in(cost)
-    if embedding is not None:
-        torch.save(_sample(embedding), Path(folder) / SAMPLE_FILE)
+    """Write the costs between some tokens beside a checkpoint; nothing for a cost that is sharded over processes."""
+    if not isinstance(cost, ShardedEmbeddingCost):
+        torch.save(_sample(cost), Path(folder) / SAMPLE_FILE)
 
 
 def check_sample(cost: TokenCost | None, folder: str | Path) -> None:
-    """Raise ValueError if the run of a checkpoint had the costs of another embedding; without a sample do nothing."""
-    embedding, file = _embedding_in(cost), Path(folder) / SAMPLE_FILE
-    if embedding is None or not file.is_file():
+    """Raise ValueError if the run of a checkpoint had other costs; a checkpoint of another trainer has no sample."""
+    file = Path(folder) / SAMPLE_FILE
+    if isinstance(cost, ShardedEmbeddingCost) or not file.is_file():
         return
-    here, there = _sample(embedding), torch.load(file, weights_only=True)
-    difference = float((here - there).abs().max()) if here.shape == there.shape else float("inf")
-    if not difference <= SAME_COSTS:
+    here, there = _sample(cost), torch.load(file, weights_only=True)
+    if here.shape != there.shape:
+        kind = None if cost is None else type(cost).__name__
         raise ValueError(
-            f"the transport cost differs by {difference:.2g} from that of the run that wrote {str(folder)!r}: it comes "
-            "from the model that the trainer was given. Give it the model that the run began with (resuming loads the "
-            "weights of the checkpoint), or the cost of that model as cost=."
+            f"the transport cost is {kind}, and the run that wrote {str(folder)!r} had a cost of another kind, or none "
+            f"({len(there)} of its tokens were recorded, {len(here)} expected); give the trainer the cost= of that run."
+        )
+    if not torch.allclose(here, there, rtol=SAME_COSTS, atol=SAME_COSTS, equal_nan=True):
+        difference = float((here - there).abs().nan_to_num(torch.inf).max())
+        raise ValueError(
+            f"the transport cost differs by {difference:.2g} from that of the run that wrote {str(folder)!r}. One of "
+            "an embedding comes from the model that the trainer was given. Give it the model that the run began with "
+            "(resuming loads the weights of the checkpoint), or the cost of that run as cost=."
         )
 
 
-def _sample(embedding: EmbeddingCost) -> Tensor:
-    vocab = embedding.shape[0]
-    ids = torch.linspace(0, vocab - 1, min(SAMPLED_TOKENS, vocab)).long().to(embedding.device)
-    return embedding.rows(ids)[:, ids].float().cpu()
+def _sample(cost: TokenCost | None) -> Tensor:
+    """The costs between some of the tokens that have any (number tokens of a cost of numbers); (0, 0) for None."""
+    if cost is None:
+        return torch.empty(0, 0)
+    every = torch.arange(cost.shape[0], device=cost.device)
+    every = every[as_vocabulary_cost(cost).positions(every, every >= 0)]
+    ids = every[torch.linspace(0, len(every) - 1, min(SAMPLED_TOKENS, len(every))).long().to(every.device)]
+    rows = cost.rows(ids) if isinstance(cost, Cost | NumberCost) else _rows(cost.for_labels(ids), ids, cost.shape[1])
+    return rows[:, ids].float().cpu()
+
+
+def _rows(costs: LabelRows | FewColumns, ids: Tensor, vocab: int) -> Tensor:
+    if isinstance(costs, LabelRows):
+        return costs.rows(ids, None)
+    rows = costs.rest[costs.which].unsqueeze(1).repeat(1, vocab)
+    return rows.index_copy(1, costs.columns, costs.costs[costs.which])
 
 
 # ---- what the cost says of the training set -------------------------------------------------------------------------

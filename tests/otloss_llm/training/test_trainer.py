@@ -1,8 +1,10 @@
 """ObjectiveTrainer: losses, logs, evaluation, prediction, the best model, what labels are, and errors."""
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,21 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, ObjectiveMixin, ObjectiveTrainer, TaiLr, token_loss
+from otloss.costs import DenseCost
+from otloss_llm import (
+    EMO,
+    MLE,
+    EmbeddingCost,
+    NumberCost,
+    ObjectiveMixin,
+    ObjectiveTrainer,
+    RatingCost,
+    TaiLr,
+    token_loss,
+)
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import pad_rows
+from otloss_llm.training.trainer_cost import check_sample, save_sample
 from tests.otloss_llm.tiny_models import TINY, VOCAB, build, lora, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     Row,
@@ -341,6 +355,47 @@ def test_a_run_resumes_with_the_cost_that_it_began_with(tmp_path: Path) -> None:
     given = trainer(tmp_path, from_checkpoint, cost=whole.transport_cost, **settings)
     given.train(resume_from_checkpoint=str(half))
     assert_same_weights(given.model, whole.model)
+    with pytest.raises(ValueError, match=r"cost is None, and the run .*checkpoint-2.*31 of its tokens"):
+        trainer(tmp_path, tiny_model("llama"), **settings | {"objective": "mle"}, cost=None).train(
+            resume_from_checkpoint=str(half)
+        )
+
+
+def test_a_checkpoint_knows_costs_of_every_kind(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    values = torch.arange(float(VOCAB)).masked_fill(torch.arange(VOCAB) % 2 == 0, math.nan)
+    costs: list[Any] = [
+        None,
+        *(DenseCost(torch.rand(VOCAB, VOCAB)) for _ in range(2)),
+        EmbeddingCost(torch.rand(VOCAB, 3)),
+    ]
+    costs += [NumberCost(values), NumberCost(values * 1.1), RatingCost(values)]
+    check_sample(costs[1], tmp_path)  # of another trainer
+    for before in costs:
+        save_sample(before, tmp_path)
+        for now in costs:
+            if now is before:
+                check_sample(now, tmp_path)
+                continue
+            with pytest.raises(ValueError, match=r"the transport cost (differs by|is) .*cost"):
+                check_sample(now, tmp_path)
+
+
+def test_repeated_examples_in_a_flattened_batch_raise() -> None:
+    """Two processes of 2 examples each: 5 of them leave a remainder, which a batch of one row cannot be cut to."""
+
+    def gathered(rows: int, remainder: int) -> Any:
+        accelerator = SimpleNamespace(
+            num_processes=2, gradient_state=SimpleNamespace(remainder=remainder), gather_for_metrics=lambda sums: sums
+        )
+        run = SimpleNamespace(
+            accelerator=accelerator, args=SimpleNamespace(eval_batch_size=2), _ranks_per_batch=lambda: 1
+        )
+        return ObjectiveMixin._gathered(run, torch.ones(rows, 3))  # type: ignore[arg-type]
+
+    assert (len(gathered(2, 1)), len(gathered(1, 0))) == (2, 1)
+    with pytest.raises(ValueError, match=r"batch of 2 examples has 1 rows .*Evaluate in one process"):
+        gathered(1, 1)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
