@@ -99,7 +99,7 @@ MORE_CAUSAL: dict[str, dict[str, Any]] = {
     "GraniteMoeShared": _EXPERTS | _LOCAL | {"shared_intermediate_size": 8},
     "Ernie4_5_Moe": _EXPERTS | {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 8, "head_dim": 8,
                                 "moe_layer_start_index": 0},
-    "MiniMax": _EXPERTS | _LOCAL | {"head_dim": 8}, "Doge": _EXPERTS | {"num_experts": 4, "is_moe": True},
+    "MiniMax": _EXPERTS | _LOCAL | {"head_dim": 8}, "Doge": _BASE,
     "Jamba": _EXPERTS | _NAMED | {
         "mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
         "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False,
@@ -395,6 +395,9 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Batch]], str]] = {
     "encoder of embeddings": (lambda: embedded(made("BertLMHeadModel", _BASE)), "sees the tokens to its right"),
     "unshifted embeddings": (lambda: embedded(made("TrOCR", _BART)), "scores label t at position t"),
     "encoder after one token": (lambda: after_one_token(made("BertLMHeadModel", _BASE)), "sees the tokens to its"),
+    # The scores of its experts are reshaped so that they belong to other tokens, later ones too.
+    "experts of later tokens": (lambda: (made("Doge", _EXPERTS | {"num_experts": 4, "is_moe": True}), words()),
+                                r"DogeForCausalLM\) sees the tokens to its right"),
     "rows of a prefix": (paligemma_of_prefixes, "sees the tokens to its right"),
     "keywords": (lambda: with_loss(lambda model, output: 3 * output["loss"], keywords=True), "loss of Forwards is"),
     "in training": (lambda: with_loss(lambda model, output: output["loss"] + 0.1 * model.training),
