@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.paper.costs import COST_SOURCES
 from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
+from otloss_llm.costs.named import COST_SOURCES
 from otloss_llm.objectives import Sum, parse_objective
 
 _DEFAULT_SCALING = NumberSettings().scaling
@@ -27,6 +27,11 @@ _EXPECTED = (
     "objective[/raw | /as-is | /random | /shuffled][/shuffled-values | /equal]"
     f"[/{' | /'.join(SCALINGS)}][/T=temperature]"
 )
+
+
+def named_source(source: str | None) -> str:
+    """The source of the embedding cost by name, as in `load_cost`: None is the first of `COST_SOURCES`."""
+    return COST_SOURCES[0] if source is None else source
 
 
 @dataclass(frozen=True)

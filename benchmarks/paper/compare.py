@@ -19,18 +19,19 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from benchmarks.paper.arms import Arm
+from benchmarks.paper.arms import Arm, named_source
 from benchmarks.paper.arms import parse_arm as parse_arm
-from benchmarks.paper.costs import load_cost, named_source
 from benchmarks.paper.data.blocks import PackedBlocks
 from benchmarks.paper.data.questions import AnsweredQuestions, spread
 from benchmarks.paper.data.sources import number_share
 from benchmarks.paper.evaluation.answer_scores import answer_style
 from benchmarks.paper.folders import full_disk_reported, locked, open_run
 from benchmarks.paper.measuring import METRICS, Data, QuestionBench, QuestionData, TextBench
-from benchmarks.paper.models import fingerprint, load_model, load_tokenizer
+from benchmarks.paper.models import load_model, load_tokenizer
 from benchmarks.paper.runs import check_fit, decisive_settings, environment, train_run
+from otloss_llm.cli.guard import fingerprint
 from otloss_llm.costs.choice import number_cost, number_tokens, settings_of_near_duplicates
+from otloss_llm.costs.named import load_cost
 from otloss_llm.models.heads import find_head
 from otloss_llm.objectives import parse_objective
 

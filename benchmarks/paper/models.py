@@ -1,14 +1,10 @@
-"""Models and tokenizers of the experiments: from a folder or the hub, checked; LoRA; and a short hash of weights."""
+"""Models and tokenizers of the experiments: from a folder or the hub, checked; and LoRA."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from otloss_llm.models.heads import find_head
 
@@ -53,16 +49,6 @@ def load_model_and_tokenizer(path: str) -> tuple[Any, Any]:
     if len(tokenizer) > vocab:
         raise ValueError(f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model only {vocab}.")
     return model, tokenizer
-
-
-def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a short hash of names, shapes and up to 2,000 entries of each tensor; it changes with any training."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        flat = tensor.detach().flatten()
-        picked = flat[:: max(1, flat.numel() // 1024)].float().cpu()
-        digest.update(f"{name} {tuple(tensor.shape)}\0".encode() + picked.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

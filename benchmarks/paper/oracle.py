@@ -25,8 +25,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import SchedulerType, TrainingArguments
 
-from benchmarks.paper.arms import parse_arm
-from benchmarks.paper.costs import load_cost, named_source
+from benchmarks.paper.arms import named_source, parse_arm
 from benchmarks.paper.data.blocks import PackedBlocks
 from benchmarks.paper.evaluation.divergences import TokenDivergence, token_divergence
 from benchmarks.paper.evaluation.mauve import cluster_divergence, last_hidden_states, mauve
@@ -34,9 +33,11 @@ from benchmarks.paper.evaluation.neighbours import neighbour_overlap
 from benchmarks.paper.evaluation.overlap import rouge
 from benchmarks.paper.folders import full_disk_reported, locked, open_run, replaced
 from benchmarks.paper.measuring import once
-from benchmarks.paper.models import Lora, add_adapter, fingerprint, load_model, load_tokenizer
+from benchmarks.paper.models import Lora, add_adapter, load_model, load_tokenizer
 from benchmarks.paper.runs import train_run
+from otloss_llm.cli.guard import fingerprint
 from otloss_llm.costs.embedding import all_but_the_top
+from otloss_llm.costs.named import load_cost
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.evaluation.perplexity import check_temperature, context_length
 from otloss_llm.models.heads import evaluation_mode, find_head

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,3 +140,17 @@ def dense_statistics(z: Tensor, label: Tensor, rows: Tensor) -> dict[str, Tensor
     tempered = 0.7 * ((z - top[:, None]) / 0.7).exp().sum(-1).log() + top
     return {"nll": nll, "cost": (q * rows).sum(-1), "entropy": entropy, "logsumexp": logsumexp,
             "tempered_logsumexp": tempered, "mean_logit": z.sum(-1) / z.shape[-1]}  # fmt: skip
+
+
+def in_float64(model: Any) -> Any:
+    """A copy of the model, for independent sums."""
+    copy = type(model)(model.config).double().eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def log_probabilities(model: Any, ids: list[int]) -> Tensor:
+    """log q of every next token given those before it, for one unpadded sequence in float64."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+    return torch.log_softmax(logits, dim=-1)

@@ -13,6 +13,7 @@ from benchmarks.paper.evaluation.overlap import distinct_n, rouge
 from benchmarks.paper.evaluation.sampling import sample_texts
 from otloss_llm.data import train_bpe_tokenizer
 from tests.otloss_llm import tiny_models as models
+from tests.otloss_llm.oracles import in_float64, log_probabilities
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
 VOCABULARY = 270
@@ -41,17 +42,7 @@ def gpt2():
 
 @pytest.fixture
 def doubled(model):
-    """The model in float64, for independent sums."""
-    copy = type(model)(model.config).double().eval()
-    copy.load_state_dict(model.state_dict())
-    return copy
-
-
-def log_probabilities(model, ids):
-    """log q of every next token given those before it, for one unpadded sequence in float64."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
-    return torch.log_softmax(logits, dim=-1)
+    return in_float64(model)
 
 
 # sequence_nll and score_texts

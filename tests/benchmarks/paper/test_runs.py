@@ -10,13 +10,13 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.paper.arguments import RunArguments
-from benchmarks.paper.costs import load_cost
 from benchmarks.paper.data.blocks import PackedBlocks
 from benchmarks.paper.data.text import read_texts
 from benchmarks.paper.folders import last_complete_checkpoint, open_run, write_json
 from benchmarks.paper.models import load_model, load_tokenizer
 from benchmarks.paper.runs import DivergenceError, train_run
 from otloss_llm import EMO
+from otloss_llm.costs.named import load_cost
 from tests.otloss_llm.conftest import BLOCK, Tiny, read, without_wall_times
 
 
@@ -30,7 +30,14 @@ def train(tiny: Tiny, folder: Path, **changes: Any) -> dict[str, Any]:
     rows = PackedBlocks.from_texts(read_texts(tiny.text), tokenizer, BLOCK, progress=False)
     args = RunArguments(output_dir=str(folder), **settings | changes)
     return train_run(
-        model, tokenizer, rows, args=args, objective=EMO(), cost=load_cost(None, model), settings={}, bar="run"
+        model,
+        tokenizer,
+        rows,
+        args=args,
+        objective=EMO(),
+        cost=load_cost("all-but-the-top", model),
+        settings={},
+        bar="run",
     )
 
 

@@ -7,6 +7,7 @@ from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.evaluation import perplexity
 from tests.otloss.oracles import cosine_matrix
 from tests.otloss_llm import tiny_models as models
+from tests.otloss_llm.oracles import in_float64, log_probabilities
 
 VOCABULARY = 270
 
@@ -24,17 +25,7 @@ def model(request):
 
 @pytest.fixture
 def doubled(model):
-    """The model in float64, for independent sums."""
-    copy = type(model)(model.config).double().eval()
-    copy.load_state_dict(model.state_dict())
-    return copy
-
-
-def log_probabilities(model, ids):
-    """log q of every next token given those before it, for one unpadded sequence in float64."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
-    return torch.log_softmax(logits, dim=-1)
+    return in_float64(model)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
