@@ -160,6 +160,10 @@ def is_differentiated(*tensors: Tensor) -> bool:
     return any(tensor.requires_grad for tensor in tensors) or has_tangent(*tensors)
 
 
+class NotFiniteError(ValueError):
+    """Numbers that have to be finite are NaN or infinite."""
+
+
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError naming the first NaN or infinity in `tensor`."""
     check_not_meta(name, tensor)
@@ -170,7 +174,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
     bad = ~torch.isfinite(tensor)
     if bad.any():
         first = tuple(int(i) for i in bad.nonzero()[0])
-        raise ValueError(
+        raise NotFiniteError(
             f"{name} holds {int(bad.sum())} NaN or infinite values, the first at index {first} "
             f"({float(tensor[first])}); expected finite numbers. Find where they arise before this call."
         )
@@ -181,7 +185,7 @@ def check_below_infinity(name: str, tensor: Tensor) -> None:
     tensor = numbers(tensor)
     if tensor.numel() and not tensor.amax() < torch.inf:  # NaN where any entry is
         bad = tensor[~(tensor < torch.inf)]
-        raise ValueError(
+        raise NotFiniteError(
             f"{name} holds {bad.numel()} NaN or +inf, the first {float(bad[0])}; expected finite numbers, or -inf at "
             "bins that take no part. Find where they arise before this call."
         )

@@ -20,8 +20,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from otloss_llm.cli.guard import is_complete
+
 SETTINGS_FILE, RESULTS_FILE, LOG_FILE, LOCK_FILE = "run.json", "results.json", "log.json", ".lock"
-STATE_FILE = "trainer_state.json"
 
 # What torch and safetensors say where the system says ENOSPC or EDQUOT; theirs are no OSErrors.
 _FULL = (
@@ -159,24 +160,16 @@ def _check_same_settings(folder: Path, before: dict[str, Any], now: dict[str, An
 
 def last_complete_checkpoint(folder: Path) -> str | None:
     """The newest complete checkpoint, or None."""
-    complete = [checkpoint for checkpoint in _checkpoints(folder) if _is_complete(checkpoint)]
+    complete = [checkpoint for checkpoint in _checkpoints(folder) if is_complete(checkpoint)]
     return str(complete[-1]) if complete else None
 
 
 def incomplete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints that a killed process left incomplete."""
-    return [checkpoint for checkpoint in _checkpoints(folder) if not _is_complete(checkpoint)]
+    return [checkpoint for checkpoint in _checkpoints(folder) if not is_complete(checkpoint)]
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     """By step."""
     numbered = ((path.name.rpartition("-")[2], path) for path in folder.glob("checkpoint-*") if path.is_dir())
     return [path for _, path in sorted((int(step), path) for step, path in numbered if step.isdigit())]
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True

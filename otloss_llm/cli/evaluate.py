@@ -90,6 +90,8 @@ def calibration(evaluated: Any) -> dict[str, float]:
     """
     labels = evaluated.label_ids[:, 1:]
     valid = labels != IGNORE_INDEX
+    if not valid.any():
+        return {}  # the evaluation raises
     confidence, token = np.moveaxis(evaluated.predictions[:, :-1][valid], -1, 0)
     correct = token == labels[valid]
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)

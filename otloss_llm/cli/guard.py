@@ -58,11 +58,11 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def last_checkpoint(folder: Path) -> str | None:
     """Return the newest complete checkpoint."""
-    complete = [path for path in folder.glob("checkpoint-*") if _is_complete(path)]
+    complete = [path for path in folder.glob("checkpoint-*") if is_complete(path)]
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
 
 
-def _is_complete(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Path) -> bool:
     """Whether the state, which is written last, can be read, and no other file is cut off."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from otloss._checks import NotFiniteError
 from otloss_llm.cli.guard import (
-    DivergenceError,
     FinishedError,
     RunGuard,
     diverged,
@@ -68,10 +68,8 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
         trainer.is_in_train = False
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
-    except DivergenceError:
-        raise
-    except ValueError as error:
-        if trainer.state.global_step > 0 and "NaN" in str(error):  # of a kernel
+    except NotFiniteError as error:  # of the loss
+        if trainer.state.global_step > 0:
             raise diverged(trainer.state.global_step, "the model's output is NaN or infinite") from error
         raise
 

@@ -74,7 +74,7 @@ def load_model(request: Request) -> tuple[Any, Any]:
             path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"the model {name!r} cannot be loaded from a folder or the hub: {error}") from error
+        raise ValueError(f"the model {name!r} cannot be loaded: {error}") from error
 
 
 def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
+from otloss._checks import NotFiniteError, check_finite, check_floating, check_reduction, check_tensor
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost, as_vocabulary_cost
 from otloss_llm.objectives import EMO, Objective, Statistics, Sum
 
@@ -242,7 +242,7 @@ def raise_not_finite(statistics: Statistics, labels: Tensor, objective: Sum, **i
     bad = ~torch.isfinite(nll)
     if bad.any():
         first = int(bad.nonzero()[0])
-        raise ValueError(
+        raise NotFiniteError(
             f"-log q is {float(nll[first])} for label {int(labels[first])}: its logit is -inf or overflowed; "
             "expected finite logits at every label. Unmask that token, or set its label to ignore_index."
         )

@@ -390,12 +390,18 @@ class ObjectiveMixin:
             logs |= {name: means[name] for name in LOGGED if name in means}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
         """As the trainer's, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums = None
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
-        if self._eval_sums is not None:
+            output = super().evaluation_loop(  # type: ignore[misc]  # of the Trainer
+                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+            )
+        if description == "Prediction" and self._eval_sums is not None and not tokens_in(self._eval_sums):
+            output.metrics.pop(f"{metric_key_prefix}_loss", None)  # of rows without a label: 0
+        elif self._eval_sums is not None:
             check_labelled(tokens_in(self._eval_sums), "evaluation")
             means = token_means(self._eval_sums)
             means["loss"] += self._total.weight_of(NumberDistance) * means.pop("weighted_cost", 0.0)

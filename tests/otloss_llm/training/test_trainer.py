@@ -187,6 +187,9 @@ def test_a_run_without_a_label_raises(tmp_path: Path, without: str) -> None:
         with pytest.raises(ValueError, match=f"no token of the {what} is labelled: .*expected at least one"):
             call()
     assert not list(tmp_path.glob("checkpoint-*"))
+    predicted = made.predict(data)
+    assert predicted.predictions.shape[:2] == (4, 4)
+    assert "test_loss" not in predicted.metrics
 
 
 @pytest.mark.parametrize("steps", [1, 4])
