@@ -24,10 +24,13 @@ from torch import Tensor
 from otloss._checks import broadcast_shape
 
 # Per dtype of the points: the dtypes of the products to try, and the least share of s_ij at which they are right.
-_DTYPES = {
+Tries = tuple[tuple[torch.dtype, float], ...]
+_DTYPES: dict[torch.dtype, Tries] = {
     torch.float32: ((torch.float32, 0.5), (torch.float64, 1e-6)),
     torch.float64: ((torch.float64, 1 / 16),),
 }
+# In a search the potentials are as large as s_ij, or nearly so, and have the roundings of that.
+_DTYPES_OF_SEARCH: dict[torch.dtype, Tries] = _DTYPES | {torch.float64: ((torch.float64, 1e-6),)}
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Products:
             multiplications in all.
         min_coordinates_of_gradients: of the smaller cloud, for the gradients of distances.
         block_entries: of a block of rows, 8 MiB at most: they stay in the cache between product and comparison.
+        max_kept_entries: of all matrices that a search keeps, a quarter of what Newton's method may hold.
     """
 
     min_axes: int = 24
@@ -46,24 +50,34 @@ class Products:
     min_multiplications: int = 2**18
     min_coordinates_of_gradients: int = 2**13
     block_entries: int = 2**20
+    max_kept_entries: int = 2**26
 
 
 PRODUCTS = Products()
 
 
 def distances(
-    x: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch m d"], *, order: float = 2.0, squared: bool = False
+    x: Float[Tensor, "*batch n d"],
+    y: Float[Tensor, "*batch m d"],
+    *,
+    order: float = 2.0,
+    squared: bool = False,
+    for_search: bool = False,
 ) -> Float[Tensor, "*batch n m"]:
-    """Return the distances of all points of x to all of y in the norm of `order`, 1 or 2, without a graph."""
+    """Return the distances of all points of x to all of y in the norm of `order`, 1 or 2, without a graph.
+
+    `for_search` allows float64 distances an error of some roundings of s_ij, down to 1e-6 of it.
+    """
     if order != 2 or not suit_products(x, y):
         lengths = _from_differences(x, y, order)
         return lengths.square_() if squared else lengths
-    return by_problems(lambda a, b: (_by_rows(a, b, squared),), x, y)[0]
+    tries = (_DTYPES_OF_SEARCH if for_search else _DTYPES)[x.dtype]
+    return by_problems(lambda a, b: (_by_rows(a, b, squared, tries),), x, y)[0]
 
 
-def _by_rows(x: Tensor, y: Tensor, squared: bool) -> Tensor:
+def _by_rows(x: Tensor, y: Tensor, squared: bool, tries: Tries) -> Tensor:
     batch, (n, m) = broadcast_shape(x.shape[:-2], y.shape[:-2]), (x.shape[-2], y.shape[-2])
-    centred = _Centred(y)
+    centred = _Centred(y, tries)
     step = max(1, PRODUCTS.block_entries // (batch.numel() * m))
     with torch.autocast(x.device.type, enabled=False):
         if step >= n:
@@ -106,10 +120,14 @@ class _CentredPoints(NamedTuple):
 
 
 class _Centred:
-    """The points y relative to their centre, in each dtype that is asked for."""
+    """The points y relative to their centre, in each dtype that is asked for.
 
-    def __init__(self, y: Tensor) -> None:
+    `tries` are the products for the next block of rows: those that were not right for a block are left out.
+    """
+
+    def __init__(self, y: Tensor, tries: Tries) -> None:
         self._y = y
+        self.tries = tries
         self._cache: dict[torch.dtype, _CentredPoints] = {}
 
     def in_dtype(self, dtype: torch.dtype) -> _CentredPoints:
@@ -122,7 +140,7 @@ class _Centred:
 
 
 def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:
-    for dtype, share in _DTYPES[x.dtype]:
+    for dtype, share in centred.tries:
         centre, b, b_squares = centred.in_dtype(dtype)
         a = x.to(dtype) - centre
         a_squares = a.square().sum(-1, keepdim=True)
@@ -134,6 +152,7 @@ def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:
         near = (squares >= sums.mul_(share)).logical_not_().nonzero()
         if len(near) * x.shape[-1] <= PRODUCTS.block_entries:
             return _from_near(squares, near, x, y)
+        centred.tries = centred.tries[1:]
     return _from_differences(x, y, 2.0).square_()
 
 
