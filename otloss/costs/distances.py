@@ -43,6 +43,8 @@ class Products:
         min_coordinates_of_gradients: of the smaller cloud, for the gradients of distances.
         block_entries: of a block of rows, 8 MiB at most: they stay in the cache between product and comparison.
         max_kept_entries: of all matrices that a search keeps, a quarter of what Newton's method may hold.
+        max_entries_in_both: of matrices that it keeps in float32 and in float64.
+        sample: points of a cloud, to tell whether many pairs are near.
     """
 
     min_axes: int = 24
@@ -51,6 +53,8 @@ class Products:
     min_coordinates_of_gradients: int = 2**13
     block_entries: int = 2**20
     max_kept_entries: int = 2**26
+    max_entries_in_both: int = 2**24
+    sample: int = 32
 
 
 PRODUCTS = Products()
@@ -81,12 +85,15 @@ def _by_rows(x: Tensor, y: Tensor, squared: bool, tries: Tries) -> Tensor:
     step = max(1, PRODUCTS.block_entries // (batch.numel() * m))
     with torch.autocast(x.device.type, enabled=False):
         if step >= n:
-            squares = _squares(x, y, centred)
+            squares = _squares(x, centred, 0 if x is y else None)
             return (squares if squared else squares.sqrt_()).to(x.dtype)
         lengths = x.new_empty(*batch, n, m)
         for start in range(0, n, step):
-            squares = _squares(x[..., start : start + step, :], y, centred)
-            lengths[..., start : start + step, :] = squares if squared else squares.sqrt_()
+            first, block = start if x is y else None, slice(start, start + step)
+            squares = _squares(x[..., block, :], centred, first)
+            lengths[..., block, first:] = squares if squared else squares.sqrt_()
+            if x is y:  # the half below the diagonal follows from the half above
+                lengths[..., block.stop :, block] = lengths[..., block, block.stop :].mT
     return lengths
 
 
@@ -99,6 +106,15 @@ def by_problems(function: Callable[..., tuple[Tensor, ...]], x: Tensor, y: Tenso
     flat = [t.reshape(-1, *t.shape[-2:]).split(together) for t in (x, y, *others)]
     blocks = [function(*block) for block in zip(*flat, strict=True)]
     return [torch.cat(parts).unflatten(0, batch) for parts in zip(*blocks, strict=True)]
+
+
+def are_near(x: Tensor, y: Tensor) -> bool:
+    """Whether float32 products are not right for many pairs of points, by a sample of x."""
+    dtype, share = _DTYPES[torch.float32][0]
+    sample = x[..., :: -(-x.shape[-2] // PRODUCTS.sample), :]
+    squares, sums = _product(sample, _Centred(y, ()), dtype, None)
+    near = int((squares >= sums.mul_(share)).logical_not_().sum()) - (len(sample) if x is y else 0)
+    return near * x.shape[-1] > squares.numel()
 
 
 def suit_products(x: Tensor, y: Tensor, *, coordinates: int = PRODUCTS.min_coordinates) -> bool:
@@ -126,34 +142,44 @@ class _Centred:
     """
 
     def __init__(self, y: Tensor, tries: Tries) -> None:
-        self._y = y
+        self.y = y
         self.tries = tries
         self._cache: dict[torch.dtype, _CentredPoints] = {}
 
     def in_dtype(self, dtype: torch.dtype) -> _CentredPoints:
         if dtype not in self._cache:
-            y = self._y.to(dtype)
+            y = self.y.to(dtype)
             centre = y.mean(-2, keepdim=True)
             y = y - centre
             self._cache[dtype] = _CentredPoints(centre, y, y.square().sum(-1).unsqueeze(-2))
         return self._cache[dtype]
 
 
-def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:
+def _squares(x: Tensor, centred: _Centred, first: int | None) -> Tensor:
+    """Return the squared distances of rows x to all points, or to those from `first` on, which the rows begin with."""
+    y = centred.y[..., first:, :]
     for dtype, share in centred.tries:
-        centre, b, b_squares = centred.in_dtype(dtype)
-        a = x.to(dtype) - centre
-        a_squares = a.square().sum(-1, keepdim=True)
-        if not a_squares.amax() + b_squares.amax() < torch.inf:
+        squares, sums = _product(x, centred, dtype, first)
+        if not sums.amax() < torch.inf:
             continue
-        sums = a_squares + b_squares
-        squares = sums - 2 * (a @ b.mT) if sums.dim() > 2 else torch.addmm(sums, a, b.mT, alpha=-2)
         # Written so that NaN, the difference of two infinities, counts as near.
-        near = (squares >= sums.mul_(share)).logical_not_().nonzero()
-        if len(near) * x.shape[-1] <= PRODUCTS.block_entries:
-            return _from_near(squares, near, x, y)
+        near = (squares >= sums.mul_(share)).logical_not_()
+        if first is not None:  # points and themselves
+            near.diagonal(0, -2, -1).fill_(False)
+            squares.diagonal(0, -2, -1).fill_(0.0)
+        pairs = near.nonzero()
+        if len(pairs) * x.shape[-1] <= PRODUCTS.block_entries:
+            return _from_near(squares, pairs, x, y)
         centred.tries = centred.tries[1:]
     return _from_differences(x, y, 2.0).square_()
+
+
+def _product(x: Tensor, centred: _Centred, dtype: torch.dtype, first: int | None) -> tuple[Tensor, Tensor]:
+    """Return |x_i - y_j|^2 by a product, and s_ij."""
+    centre, points, y_squares = centred.in_dtype(dtype)
+    a, b = x.to(dtype) - centre, points[..., first:, :]
+    sums = a.square().sum(-1, keepdim=True) + y_squares[..., first:]
+    return sums - 2 * (a @ b.mT) if sums.dim() > 2 else torch.addmm(sums, a, b.mT, alpha=-2), sums
 
 
 def _from_near(squares: Tensor, near: Tensor, x: Tensor, y: Tensor) -> Tensor:

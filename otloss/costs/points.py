@@ -42,7 +42,7 @@ from otloss.costs.cost import (
     softmin_of,
     unit_rows,
 )
-from otloss.costs.distances import PRODUCTS, by_problems, distances, suit_products
+from otloss.costs.distances import PRODUCTS, are_near, by_problems, distances, suit_products
 from otloss.costs.gaussian_sums import SUMMATION, GaussianSums, in_blocks
 from otloss.costs.order import METRICS as METRICS_OF_KERNELS
 from otloss.costs.order import can_leave_out, order_of
@@ -266,6 +266,7 @@ class PointCost(Cost):
             if self.x is self.y:  # both ends of a pair move
                 back = (log_q[..., part], log_p)
                 weights += scaled_plan_rows(rows, g[..., part], f, back, epsilon, upstream)
+                weights.diagonal(start, -2, -1).fill_(0.0)  # which cancels, and in the products not to the last digit
             forces = 2 * weights
             if self.metric == "euclidean":  # where near pairs count without being many
                 forces = weights.double() / rows.masked_fill(rows == 0, torch.inf)
@@ -388,17 +389,33 @@ class PointCost(Cost):
 
 
 class _Matrices:
-    """The matrix of a cost and its transpose, in the dtype that was asked for last."""
+    """The matrix of a cost and its transpose, each computed when it is first asked for.
+
+    Where float32 points need products in float64, the matrix is kept in both dtypes: Newton's method asks for float64.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[bool, Tensor] = {}
+        self._kept: dict[tuple[torch.dtype, bool], Tensor] = {}
 
     def read(self, cost: PointCost, *, is_transposed: bool) -> Tensor:
-        self._kept = {key: matrix for key, matrix in self._kept.items() if matrix.dtype == cost.dtype}
-        if is_transposed not in self._kept:
-            other = self._kept.get(not is_transposed)
-            self._kept[is_transposed] = cost._entries_to_keep() if other is None else other.mT.contiguous()
-        return self._kept[is_transposed]
+        key = cost.dtype, is_transposed
+        if key not in self._kept:
+            self._keep(key, self._make(cost, key))
+        return self._kept[key]
+
+    def _make(self, cost: PointCost, key: tuple[torch.dtype, bool]) -> Tensor:
+        dtype, is_transposed = key
+        if (other := self._kept.get((dtype, not is_transposed))) is not None:
+            return other.mT.contiguous()
+        wide = torch.float64, is_transposed
+        if dtype == torch.float32 and wide not in self._kept and are_near(cost.x.detach(), cost.y.detach()):
+            self._keep(wide, cost.to(torch.float64)._entries_to_keep())
+        return self._kept[wide].to(dtype) if wide in self._kept else cost._entries_to_keep()
+
+    def _keep(self, key: tuple[torch.dtype, bool], matrix: Tensor) -> None:
+        if matrix.numel() > PRODUCTS.max_entries_in_both:
+            self._kept = {other: kept for other, kept in self._kept.items() if other[0] == key[0]}
+        self._kept[key] = matrix
 
 
 def _picked(points: Float[Tensor, "*own n d"], index: Int[Tensor, "*batch cells"]) -> Float[Tensor, "*batch cells d"]:
