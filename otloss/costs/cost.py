@@ -59,8 +59,8 @@ class Cost(ABC):
 
     What else solvers want to know of a cost they ask, and never look at its class: `largest`, `softmin_work`,
     `stored_matrix`, `contiguous`, `with_matrix`, `has_plain_entries`, `is_symmetric`, `costs_within`, `centroid_bound`,
-    `as_points`, `as_grid` and `as_line`. The default answers are right for every cost; others save time. A class that overrides
-    `rows` gets the defaults of what follows from the rows, unless it overrides that too.
+    `as_points`, `as_grid` and `as_line`. The default answers are right for every cost; others save time. A class that
+    overrides `rows` gets the defaults of what follows from the rows, unless it overrides that too.
     """
 
     def __init_subclass__(cls, **settings: Any) -> None:

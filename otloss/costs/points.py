@@ -455,7 +455,7 @@ class _SquaredDistances(torch.autograd.Function):
 def _pulls(forces: Float[Tensor, "*batch n m"], x: Tensor, y: Tensor) -> Float[Tensor, "*batch n d"]:
     """Return sum_j F_ij (x_i - y_j) in the dtype of x, by a product.
 
-    It cancels where pairs that are near each other count and lie far from the centre. float32 then gives way to float64.
+    It cancels where pairs that are near each other count and lie far from the centre. float64 then replaces float32.
     """
     dtype, wide_y = forces.dtype, y.to(forces.dtype)
     centre = wide_y.detach().mean(-2, keepdim=True)
@@ -463,11 +463,11 @@ def _pulls(forces: Float[Tensor, "*batch n m"], x: Tensor, y: Tensor) -> Float[T
     with torch.autocast(x.device.type, enabled=False):
         terms = forces.sum(-1).unsqueeze(-1) * a
         pulls = terms - forces @ b
-    if dtype == torch.float32 and x.numel() and y.numel() and x.device.type != "mps":
-        # float32 keeps four digits of the mean.
-        if not float(terms.detach().abs().amax()) <= 1e3 * float(pulls.detach().abs().mean()):
-            return _pulls(forces.double(), x.double(), y.double()).to(x.dtype)
-    return pulls.to(x.dtype)
+    if dtype != torch.float32 or not (x.numel() and y.numel()) or x.device.type == "mps":
+        return pulls.to(x.dtype)
+    if float(terms.detach().abs().amax()) <= 1e3 * float(pulls.detach().abs().mean()):
+        return pulls  # with four digits of the mean
+    return _pulls(forces.double(), x.double(), y.double()).to(x.dtype)
 
 
 def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
