@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.hard_kinds import BLURS, KINDS, SIZES, Hard
+from benchmarks.hard_kinds import BLURS, KINDS, MANY_AXES, MANY_AXES_SIZES, SIZES, Hard, words_file
 from benchmarks.hard_references import marginal_error, references
 from benchmarks.measure import SMALL_SIZES, Limit, Settings, hardware, heading, say, table
 
@@ -112,6 +112,11 @@ def potentials_of(cell: Cell, clouds: Hard) -> tuple[Tensor, Tensor] | None:
 
 
 def takes(cell: Cell) -> bool:
+    if "d" in cell.size or cell.kind in MANY_AXES:
+        if cell.kind not in MANY_AXES or "d" not in cell.size or cell.work != DIVERGENCE or cell.blur != 0.05:
+            return False
+        has_points = words_file() is not None if cell.kind == "words" else True
+        return (cell.kind == "words") == cell.size.endswith("d25") and has_points and cell.name not in (POT, OTT)
     *batch, n = map(int, cell.size.split("x"))
     if (cell.work != DIVERGENCE and not batch) or (cell.name == EXACT and cell.work != DIVERGENCE):
         return False
@@ -308,8 +313,10 @@ def row_of(cell: Cell, worker: Worker) -> dict[str, Any]:
 def parsed(arguments: Sequence[str], *, small: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks hard_clouds", allow_abbrev=False)
     parser.add_argument("--works", nargs="+", default=WORKS, choices=WORKS)
-    parser.add_argument("--kinds", nargs="+", default=("uniform", "clusters") if small else KINDS, choices=KINDS)
-    parser.add_argument("--sizes", nargs="+", default=SMALL if small else SIZES, help="points, or PROBLEMSxPOINTS")
+    parser.add_argument("--kinds", nargs="+", default=("uniform", "clusters") if small else (*KINDS, *MANY_AXES),
+                        choices=(*KINDS, *MANY_AXES))  # fmt: skip
+    parser.add_argument("--sizes", nargs="+", default=SMALL if small else (*SIZES, *MANY_AXES_SIZES),
+                        help="points, PROBLEMSxPOINTS, or POINTSdAXES")  # fmt: skip
     parser.add_argument("--blurs", nargs="+", type=float, default=(0.5,) if small else BLURS)
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for a cell (%(default)s)")
@@ -400,7 +407,9 @@ def limits_of(work: str, size: str) -> list[tuple[str, float]]:
     """What the time of a kind is compared with, and how many times that it may take."""
     if work != DIVERGENCE or "x" in size:
         return [(OURS, {DIVERGENCE: 4.0, UNBALANCED: 5.0, BARYCENTER: 10.0}[work])]
+    default = next(iter(GEOMLOSS))
+    if "d" in size:
+        return [(default, 0.5), (EXACT, 3.0)]
     if int(size) >= 20_000:
         return [(OURS, 5.0)]
-    default = next(iter(GEOMLOSS))
     return [(default, 1.0), *([(EXACT, 3.0)] if int(size) >= 6000 else [])]

@@ -7,10 +7,13 @@ unit cube), except for "narrow", where it is a sixth. Blur is told in units of t
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -18,6 +21,8 @@ KINDS = (
     "uniform", "clusters", "narrow", "heavy", "heavier", "outlier", "colours", "moons", "axes", "weights",
 )  # fmt: skip
 SIZES = ("16x256", "500", "2000", "6000", "20000")
+MANY_AXES = ("gaussian", "low rank", "distant clusters", "sphere", "words")  # of size POINTSdAXES; words have 25 axes
+MANY_AXES_SIZES = ("2000d25", "2000d512")
 BLURS = (0.5, 0.05, 0.01)
 CENTRES, WIDTH, NARROW = 8, 0.3, 0.05
 ORDERS = 12  # of magnitude, of the weights
@@ -35,9 +40,13 @@ class Hard:
 
     @staticmethod
     def of(kind: str, size: str) -> Hard:
-        """`size` is a number of points in 3-D, or PROBLEMSxPOINTS in the plane."""
-        *batch, n = map(int, size.split("x"))
+        """`size` is a number of points in 3-D, PROBLEMSxPOINTS in the plane, or POINTSdAXES for `MANY_AXES`."""
         generator = Generator().manual_seed(zlib.crc32(f"{kind} {size}".encode()))
+        if "d" in size:
+            n, axes = map(int, size.split("d"))
+            x, y = _embeddings(generator, kind, n, axes)
+            return Hard(x, y, torch.full((n,), 1 / n), torch.full((n,), 1 / n), 1.0)
+        *batch, n = map(int, size.split("x"))
         pairs = [_PAIRS[kind](generator, n, 2 if batch else 3) for _ in range(math.prod(batch))]
         x, y = (torch.stack(clouds) if batch else clouds[0] for clouds in zip(*pairs, strict=True))
         weights = [torch.ones(x.shape[:-1]), torch.ones(x.shape[:-1])]
@@ -122,6 +131,30 @@ def _two_scales(generator: Generator, n: int, axes: int) -> tuple[Tensor, Tensor
     scale = torch.ones(axes)
     scale[0] = 30.0
     return x * scale, y * scale
+
+
+def words_file() -> Path | None:
+    path = Path(os.environ.get("OTLOSS_DATA", "")) / "words" / "glove_twitter_25d.npz"
+    return path if path.is_file() else None
+
+
+def _embeddings(generator: Generator, kind: str, n: int, axes: int) -> tuple[Tensor, Tensor]:
+    """Clouds, or modes of clouds, whose points lie one from the centre in the mean."""
+    if kind == "words":
+        with np.load(str(words_file())) as arrays:
+            words = torch.from_numpy(next(a for a in arrays.values() if a.ndim == 2)).float()
+        words = words / (words - words.mean(0)).square().sum(-1).mean().sqrt()
+        drawn = words[torch.randperm(len(words), generator=generator)[: 2 * n]]
+        return drawn[:n].clone(), drawn[n:].clone()
+    x, y = torch.randn(2, n, axes, generator=generator) / axes**0.5
+    if kind == "low rank":  # 8 directions, with noise
+        directions = torch.randn(8, axes, generator=generator) / axes**0.5
+        x, y = (torch.randn(n, 8, generator=generator) / 8**0.5 @ directions + 0.05 * t for t in (x, y))
+    if kind == "distant clusters":
+        centres = 5 / WIDTH * torch.randn(CENTRES, axes, generator=generator) / axes**0.5
+        return tuple(t + centres[torch.randint(CENTRES, (n,), generator=generator)] for t in (x, y))
+    y = 0.9 * y + 0.3 * torch.randn(axes, generator=generator) / axes**0.5
+    return tuple(t / t.norm(dim=-1, keepdim=True) for t in (x, y)) if kind == "sphere" else (x, y)
 
 
 _PAIRS: dict[str, Callable[[Generator, int, int], tuple[Tensor, Tensor]]] = {

@@ -92,7 +92,7 @@ def marginal_error(clouds: Hard, f: Tensor, g: Tensor, epsilon: float, rho: floa
     size = max(1, BLOCK // q.numel())
     for start in range(0, p.shape[-1], size):
         part = slice(start, start + size)
-        cost = (x[..., part, None, :] - y[..., None, :, :]).square().sum(-1)
+        cost = torch.cdist(x[..., part, :], y, compute_mode="donot_use_mm_for_euclid_dist").square()
         scores = (f[..., part, None] + g[..., None, :] - cost) / epsilon
         plan = p[..., part, None] * q[..., None, :] * scores.exp()
         rows[..., part] = plan.sum(-1)

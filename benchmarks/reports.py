@@ -585,7 +585,7 @@ def hard_row(kind: str, size: str, name: str, *, blur: str = "0.05") -> Row | No
 def hard_clouds_table() -> str:
     """Seconds of ours, and of GeomLoss with the relative error of its value."""
     rows = []
-    for kind in dict.fromkeys(row["kind"] for row in rows_of("hard_clouds")):
+    for kind in dict.fromkeys(row["kind"] for row in rows_of("hard_clouds") if "d" not in row["size"]):
         cells = []
         for size in HARD_SIZES:
             ours, other = (hard_row(kind, size, name) for name in ("otloss", GEOMLOSS))

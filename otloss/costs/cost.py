@@ -58,9 +58,9 @@ class Cost(ABC):
     is the cost among the bins of one side: symmetric, with zeros on the diagonal.
 
     What else solvers want to know of a cost they ask, and never look at its class: `largest`, `softmin_work`,
-    `stored_matrix`, `contiguous`, `has_plain_entries`, `is_symmetric`, `costs_within`, `centroid_bound`, `as_points`,
-    `as_grid` and `as_line`. The default answers are right for every cost; others save time. A class that overrides
-    `rows` gets the defaults of what follows from the rows, unless it overrides that too.
+    `stored_matrix`, `contiguous`, `with_matrix`, `has_plain_entries`, `is_symmetric`, `costs_within`, `centroid_bound`,
+    `as_points`, `as_grid` and `as_line`. The default answers are right for every cost; others save time. A class that
+    overrides `rows` gets the defaults of what follows from the rows, unless it overrides that too.
     """
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -70,7 +70,7 @@ class Cost(ABC):
         # The formulas of its base are those of other costs. T and the costs within a side are of the class itself.
         follow = (
             "row_block", "dense", "diagonal", "apply", "softmin", "plan_gradients", "largest", "softmin_work",
-            "stored_matrix", "contiguous", "has_plain_entries", "is_symmetric", "centroid_bound",
+            "stored_matrix", "contiguous", "with_matrix", "has_plain_entries", "is_symmetric", "centroid_bound",
         )  # fmt: skip
         for name in set(follow).difference(vars(cls)):
             setattr(cls, name, vars(Cost)[name])
@@ -248,6 +248,14 @@ class Cost(ABC):
         """Return the same cost for many soft minima: a matrix that is held lies in memory row by row."""
         return self
 
+    def with_matrix(self) -> Self:
+        """Return the same cost for a whole search; entries that take long to compute are computed once, and kept.
+
+        The search and its derivatives use the result. It does not outlive them, since the tensors that it is made of
+        may change in place.
+        """
+        return self
+
     @property
     def has_plain_entries(self) -> bool:
         """Whether all entries are finite and at least 0. Solvers see no other cost (`reductions.plain_costs`)."""
@@ -409,6 +417,21 @@ def plan_rows(
     exponent = (f.unsqueeze(-1) + g.unsqueeze(-2) - rows) / width + log_p.unsqueeze(-1) + log_q.unsqueeze(-2)
     plan = exponent.clamp_(min=_LEAST_EXPONENT).exp_()
     return torch.threshold_(plan, 1.01 * math.exp(_LEAST_EXPONENT), 0.0)
+
+
+def scaled_plan_rows(
+    rows: Tensor, f: Tensor, g: Tensor, log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor, upstream: Tensor
+) -> Tensor:
+    """Return these rows of the plans times `upstream`, summed over the problems that share a matrix."""
+    own = rows.shape[:-2]
+    if may_run_on(rows, f) and broadcast_shape(f.shape[:-1], g.shape[:-1], upstream.shape, own) == own:
+        from otloss.costs.plan_numba import scaled_plans
+
+        inverse = 1 / torch.as_tensor(epsilon, dtype=torch.float64, device=rows.device)
+        a, b = (h * inverse[..., None] + log_w for h, log_w in zip((f, g), log_weights, strict=True))
+        return scaled_plans(rows, (a, b), inverse, upstream)
+    plan = plan_rows(rows, f, g, log_weights, epsilon)
+    return (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
 
 
 def block_entries() -> int:

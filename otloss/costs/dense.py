@@ -11,7 +11,7 @@ from torch import Tensor
 
 from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating
 from otloss._numba import may_run_on
-from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, plan_rows, softmin_of
+from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, scaled_plan_rows, softmin_of
 
 
 class DenseCost(Cost):
@@ -112,17 +112,13 @@ class DenseCost(Cost):
             return ()
         batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
         if may_run_on(self.matrix, f) and batch == self.batch_shape:
-            from otloss.costs.plan_numba import scaled_plans
-
-            inverse = 1 / torch.as_tensor(epsilon, dtype=torch.float64, device=self.device)
-            a, b = (h * inverse[..., None] + log_weights for h, log_weights in ((f, log_p), (g, log_q)))
-            return (scaled_plans(self.matrix, (a, b), inverse, upstream),)
+            return (scaled_plan_rows(self.matrix, f, g, (log_p, log_q), epsilon, upstream),)
         gradient = torch.empty_like(self.matrix, requires_grad=False)
         for start, stop in self._blocks(batch):
             part = slice(start, stop)
             rows = self.matrix.detach()[..., part, :]
-            plan = plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon)
-            gradient[..., part, :] = (plan * upstream[..., None, None]).sum_to_size(rows.shape)
+            plan = scaled_plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon, upstream)
+            gradient[..., part, :] = plan
         return (gradient,)
 
     def largest(self) -> Float[Tensor, "*batch"]:

@@ -24,10 +24,13 @@ from torch import Tensor
 from otloss._checks import broadcast_shape
 
 # Per dtype of the points: the dtypes of the products to try, and the least share of s_ij at which they are right.
-_DTYPES = {
+Tries = tuple[tuple[torch.dtype, float], ...]
+_DTYPES: dict[torch.dtype, Tries] = {
     torch.float32: ((torch.float32, 0.5), (torch.float64, 1e-6)),
     torch.float64: ((torch.float64, 1 / 16),),
 }
+# In a search the potentials are as large as s_ij, or nearly so, and have the roundings of that.
+_DTYPES_OF_SEARCH: dict[torch.dtype, Tries] = _DTYPES | {torch.float64: ((torch.float64, 1e-6),)}
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Products:
             multiplications in all.
         min_coordinates_of_gradients: of the smaller cloud, for the gradients of distances.
         block_entries: of a block of rows, 8 MiB at most: they stay in the cache between product and comparison.
+        max_kept_entries: of all matrices that a search keeps, a quarter of what Newton's method may hold.
+        max_entries_in_both: of matrices that it keeps in float32 and in float64.
+        sample: points of a cloud, to tell whether many pairs are near.
     """
 
     min_axes: int = 24
@@ -46,33 +52,48 @@ class Products:
     min_multiplications: int = 2**18
     min_coordinates_of_gradients: int = 2**13
     block_entries: int = 2**20
+    max_kept_entries: int = 2**26
+    max_entries_in_both: int = 2**24
+    sample: int = 32
 
 
 PRODUCTS = Products()
 
 
 def distances(
-    x: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch m d"], *, order: float = 2.0, squared: bool = False
+    x: Float[Tensor, "*batch n d"],
+    y: Float[Tensor, "*batch m d"],
+    *,
+    order: float = 2.0,
+    squared: bool = False,
+    for_search: bool = False,
 ) -> Float[Tensor, "*batch n m"]:
-    """Return the distances of all points of x to all of y in the norm of `order`, 1 or 2, without a graph."""
+    """Return the distances of all points of x to all of y in the norm of `order`, 1 or 2, without a graph.
+
+    `for_search` allows float64 distances an error of some roundings of s_ij, down to 1e-6 of it.
+    """
     if order != 2 or not suit_products(x, y):
         lengths = _from_differences(x, y, order)
         return lengths.square_() if squared else lengths
-    return by_problems(lambda a, b: (_by_rows(a, b, squared),), x, y)[0]
+    tries = (_DTYPES_OF_SEARCH if for_search else _DTYPES)[x.dtype]
+    return by_problems(lambda a, b: (_by_rows(a, b, squared, tries),), x, y)[0]
 
 
-def _by_rows(x: Tensor, y: Tensor, squared: bool) -> Tensor:
+def _by_rows(x: Tensor, y: Tensor, squared: bool, tries: Tries) -> Tensor:
     batch, (n, m) = broadcast_shape(x.shape[:-2], y.shape[:-2]), (x.shape[-2], y.shape[-2])
-    centred = _Centred(y)
+    centred = _Centred(y, tries)
     step = max(1, PRODUCTS.block_entries // (batch.numel() * m))
     with torch.autocast(x.device.type, enabled=False):
         if step >= n:
-            squares = _squares(x, y, centred)
+            squares = _squares(x, centred, 0 if x is y else None)
             return (squares if squared else squares.sqrt_()).to(x.dtype)
         lengths = x.new_empty(*batch, n, m)
         for start in range(0, n, step):
-            squares = _squares(x[..., start : start + step, :], y, centred)
-            lengths[..., start : start + step, :] = squares if squared else squares.sqrt_()
+            first, block = start if x is y else None, slice(start, start + step)
+            squares = _squares(x[..., block, :], centred, first)
+            lengths[..., block, first:] = squares if squared else squares.sqrt_()
+            if x is y:  # the half below the diagonal follows from the half above
+                lengths[..., block.stop :, block] = lengths[..., block, block.stop :].mT
     return lengths
 
 
@@ -85,6 +106,15 @@ def by_problems(function: Callable[..., tuple[Tensor, ...]], x: Tensor, y: Tenso
     flat = [t.reshape(-1, *t.shape[-2:]).split(together) for t in (x, y, *others)]
     blocks = [function(*block) for block in zip(*flat, strict=True)]
     return [torch.cat(parts).unflatten(0, batch) for parts in zip(*blocks, strict=True)]
+
+
+def are_near(x: Tensor, y: Tensor) -> bool:
+    """Whether float32 products are not right for many pairs of points, by a sample of x."""
+    dtype, share = _DTYPES[torch.float32][0]
+    sample = x[..., :: -(-x.shape[-2] // PRODUCTS.sample), :]
+    squares, sums = _product(sample, _Centred(y, ()), dtype, None)
+    near = int((squares >= sums.mul_(share)).logical_not_().sum()) - (len(sample) if x is y else 0)
+    return near * x.shape[-1] > squares.numel()
 
 
 def suit_products(x: Tensor, y: Tensor, *, coordinates: int = PRODUCTS.min_coordinates) -> bool:
@@ -106,35 +136,50 @@ class _CentredPoints(NamedTuple):
 
 
 class _Centred:
-    """The points y relative to their centre, in each dtype that is asked for."""
+    """The points y relative to their centre, in each dtype that is asked for.
 
-    def __init__(self, y: Tensor) -> None:
-        self._y = y
+    `tries` are the products for the next block of rows: those that were not right for a block are left out.
+    """
+
+    def __init__(self, y: Tensor, tries: Tries) -> None:
+        self.y = y
+        self.tries = tries
         self._cache: dict[torch.dtype, _CentredPoints] = {}
 
     def in_dtype(self, dtype: torch.dtype) -> _CentredPoints:
         if dtype not in self._cache:
-            y = self._y.to(dtype)
+            y = self.y.to(dtype)
             centre = y.mean(-2, keepdim=True)
             y = y - centre
             self._cache[dtype] = _CentredPoints(centre, y, y.square().sum(-1).unsqueeze(-2))
         return self._cache[dtype]
 
 
-def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:
-    for dtype, share in _DTYPES[x.dtype]:
-        centre, b, b_squares = centred.in_dtype(dtype)
-        a = x.to(dtype) - centre
-        a_squares = a.square().sum(-1, keepdim=True)
-        if not a_squares.amax() + b_squares.amax() < torch.inf:
+def _squares(x: Tensor, centred: _Centred, first: int | None) -> Tensor:
+    """Return the squared distances of rows x to all points, or to those from `first` on, which the rows begin with."""
+    y = centred.y[..., first:, :]
+    for dtype, share in centred.tries:
+        squares, sums = _product(x, centred, dtype, first)
+        if not sums.amax() < torch.inf:
             continue
-        sums = a_squares + b_squares
-        squares = sums - 2 * (a @ b.mT) if sums.dim() > 2 else torch.addmm(sums, a, b.mT, alpha=-2)
         # Written so that NaN, the difference of two infinities, counts as near.
-        near = (squares >= sums.mul_(share)).logical_not_().nonzero()
-        if len(near) * x.shape[-1] <= PRODUCTS.block_entries:
-            return _from_near(squares, near, x, y)
+        near = (squares >= sums.mul_(share)).logical_not_()
+        if first is not None:  # points and themselves
+            near.diagonal(0, -2, -1).fill_(False)
+            squares.diagonal(0, -2, -1).fill_(0.0)
+        pairs = near.nonzero()
+        if len(pairs) * x.shape[-1] <= PRODUCTS.block_entries:
+            return _from_near(squares, pairs, x, y)
+        centred.tries = centred.tries[1:]
     return _from_differences(x, y, 2.0).square_()
+
+
+def _product(x: Tensor, centred: _Centred, dtype: torch.dtype, first: int | None) -> tuple[Tensor, Tensor]:
+    """Return |x_i - y_j|^2 by a product, and s_ij."""
+    centre, points, y_squares = centred.in_dtype(dtype)
+    a, b = x.to(dtype) - centre, points[..., first:, :]
+    sums = a.square().sum(-1, keepdim=True) + y_squares[..., first:]
+    return sums - 2 * (a @ b.mT) if sums.dim() > 2 else torch.addmm(sums, a, b.mT, alpha=-2), sums
 
 
 def _from_near(squares: Tensor, near: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -33,8 +33,16 @@ from otloss._checks import (
 )
 from otloss._numba import is_small, may_run_on
 from otloss.costs.centroids import between_directions, drift, power_of_drift
-from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph, unit_rows
-from otloss.costs.distances import PRODUCTS, by_problems, distances, suit_products
+from otloss.costs.cost import (
+    CentroidBound,
+    Cost,
+    arithmetic_dtype,
+    makes_graph,
+    scaled_plan_rows,
+    softmin_of,
+    unit_rows,
+)
+from otloss.costs.distances import PRODUCTS, are_near, by_problems, distances, suit_products
 from otloss.costs.gaussian_sums import SUMMATION, GaussianSums, in_blocks
 from otloss.costs.order import METRICS as METRICS_OF_KERNELS
 from otloss.costs.order import can_leave_out, order_of
@@ -98,6 +106,8 @@ class PointCost(Cost):
         # Clouds and their orders for the kernels, shared with what is made of this cost. An order stays a permutation
         # where a cloud is changed in place, so it can be out of date, but not wrong.
         self._orders: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
+        self._matrices: _Matrices | None = None  # of `with_matrix`
+        self._is_transposed = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -115,13 +125,20 @@ class PointCost(Cost):
     def T(self) -> PointCost:  # noqa: N802
         if callable(self.metric):
             return self.between(self.y, self.x, _Swapped(self.metric))
-        return self if self.x is self.y else self.between(self.y, self.x, self.metric)
+        if self.x is self.y:
+            return self
+        transposed = self.between(self.y, self.x, self.metric)
+        transposed._matrices, transposed._is_transposed = self._matrices, not self._is_transposed
+        return transposed
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
         index = self._checked_index(index)
         return self._costs(self.x[index], index)
 
     def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
+        matrix = self._matrix()
+        if matrix is not None:
+            return matrix[..., start:stop, :]
         return self._costs(self.x[..., start:stop, :], torch.arange(start, stop, device=self.device))
 
     def diagonal(self) -> Float[Tensor, "*batch n"]:
@@ -162,7 +179,11 @@ class PointCost(Cost):
     ) -> Float[Tensor, "*batch n"]:
         """As `Cost.softmin`; where pairs of large clouds are left out, up to this share of a row's sum may be."""
         check_floating("potential", potential)
-        if makes_graph(potential, self.x, self.y) or not self._has_kernel(potential):
+        matrix = None if makes_graph(potential) else self._matrix()
+        if matrix is not None:
+            potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
+            return softmin_of(matrix, potential, epsilon)
+        if makes_graph(potential, self.x, self.y) or not self._has_kernel(potential) or self._suits_products():
             return super().softmin(potential, epsilon)
         from otloss.costs.points_numba import points_softmin
 
@@ -206,9 +227,11 @@ class PointCost(Cost):
         parameters = self.parameters()
         if not parameters or not self._has_kernel(f, g):
             return super().plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+        epsilon = check_epsilon(epsilon, above_zero=True)
+        if self._suits_products():
+            return self._gradients_by_products((f, g), (log_p, log_q), epsilon, upstream)
         from otloss.costs.points_numba import gradients_in_x
 
-        epsilon = check_epsilon(epsilon, above_zero=True)
         width = epsilon.unsqueeze(-1) if isinstance(epsilon, Tensor) else epsilon
         a, b = f + width * log_p, g + width * log_q
         by_points: dict[int, Tensor] = {}
@@ -228,6 +251,31 @@ class PointCost(Cost):
                 gradient = (gradient * upstream[..., None, None].to(gradient)).sum_to_size(points.shape)
                 by_points[id(points)] = by_points[id(points)] + gradient if id(points) in by_points else gradient
         return tuple(by_points[id(t)] for t in parameters)
+
+    def _gradients_by_products(
+        self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor,
+        upstream: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """As `plan_gradients`; with forces F_ij = upstream P_ij dC_ij / d(x_i - y_j) over x_i - y_j."""
+        (f, g), (log_p, log_q) = potentials, log_weights
+        totals = {id(t): torch.zeros_like(t, requires_grad=False) for t in self.parameters()}
+        batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
+        for start, stop in self._blocks(batch):
+            rows, part = self.row_block(start, stop), slice(start, stop)
+            weights = scaled_plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon, upstream)
+            if self.x is self.y:  # both ends of a pair move
+                back = (log_q[..., part], log_p)
+                weights += scaled_plan_rows(rows, g[..., part], f, back, epsilon, upstream)
+                weights.diagonal(start, -2, -1).fill_(0.0)  # which cancels, and in the products not to the last digit
+            forces = 2 * weights
+            if self.metric == "euclidean":  # where near pairs count without being many
+                forces = weights.double() / rows.masked_fill(rows == 0, torch.inf)
+            x, y = self.x[..., part, :], self.y
+            if self.x.requires_grad:
+                totals[id(self.x)][..., part, :] += _pulls(forces, x, y).sum_to_size(x.shape)
+            if self.y.requires_grad and self.y is not self.x:
+                totals[id(self.y)] += _pulls(forces.mT, y, x).sum_to_size(y.shape)
+        return tuple(totals.values())
 
     def sums_near(
         self, f: Float[Tensor, " n"], g: Float[Tensor, " m"], *, epsilon: float, share: float, is_bound: bool = True
@@ -280,6 +328,31 @@ class PointCost(Cost):
             return False
         return may_run_on(self.x, self.y, *potentials)
 
+    def _suits_products(self) -> bool:
+        return self.metric in ("sqeuclidean", "euclidean") and suit_products(self.x, self.y)
+
+    def with_matrix(self) -> PointCost:
+        """As `Cost.with_matrix`, where distances are products of matrices (`costs.distances`) and fit the memory."""
+        entries = self.batch_shape.numel() * self.shape[0] * self.shape[1]
+        if self._matrices is not None or needs_torch(self.x, self.y) or entries > PRODUCTS.max_kept_entries:
+            return self
+        if not (self._suits_products() or (self.metric == "cosine" and suit_products(self.x, self.y))):
+            return self
+        cost = copy.copy(self)
+        cost._matrices = _Matrices()
+        return cost
+
+    def _matrix(self) -> Float[Tensor, "*batch n m"] | None:
+        """Return the matrix that is kept, without a graph; None where none is, or a graph is wanted."""
+        if self._matrices is None or makes_graph(self.x, self.y):
+            return None
+        return self._matrices.read(self, is_transposed=self._is_transposed)
+
+    def _entries_to_keep(self) -> Float[Tensor, "*batch n m"]:
+        if self.metric == "cosine":
+            return self._costs(self.x, torch.arange(self.shape[0], device=self.device))
+        return distances(self.x, self.y, squared=self.metric == "sqeuclidean", for_search=True)
+
     def without_graph(self) -> PointCost:
         """The same cost of points that have no graph."""
         x = self.x.detach()
@@ -289,6 +362,7 @@ class PointCost(Cost):
         """The cost between clouds that are already checked and, for "cosine", of length one."""
         cost = copy.copy(self)
         cost.x, cost.y, cost.metric = x, y, metric
+        cost._matrices, cost._is_transposed = None, False
         return cost
 
     def _costs(self, x: Tensor, index: Tensor) -> Tensor:
@@ -312,6 +386,36 @@ class PointCost(Cost):
     def __repr__(self) -> str:
         name = self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "a function")
         return super().__repr__()[:-1] + f", metric={name!r}, axes={self.x.shape[-1]})"
+
+
+class _Matrices:
+    """The matrix of a cost and its transpose, each computed when it is first asked for.
+
+    Where float32 points need products in float64, the matrix is kept in both dtypes: Newton's method asks for float64.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.dtype, bool], Tensor] = {}
+
+    def read(self, cost: PointCost, *, is_transposed: bool) -> Tensor:
+        key = cost.dtype, is_transposed
+        if key not in self._kept:
+            self._keep(key, self._make(cost, key))
+        return self._kept[key]
+
+    def _make(self, cost: PointCost, key: tuple[torch.dtype, bool]) -> Tensor:
+        dtype, is_transposed = key
+        if (other := self._kept.get((dtype, not is_transposed))) is not None:
+            return other.mT.contiguous()
+        wide = torch.float64, is_transposed
+        if dtype == torch.float32 and wide not in self._kept and are_near(cost.x.detach(), cost.y.detach()):
+            self._keep(wide, cost.to(torch.float64)._entries_to_keep())
+        return self._kept[wide].to(dtype) if wide in self._kept else cost._entries_to_keep()
+
+    def _keep(self, key: tuple[torch.dtype, bool], matrix: Tensor) -> None:
+        if matrix.numel() > PRODUCTS.max_entries_in_both:
+            self._kept = {other: kept for other, kept in self._kept.items() if other[0] == key[0]}
+        self._kept[key] = matrix
 
 
 def _picked(points: Float[Tensor, "*own n d"], index: Int[Tensor, "*batch cells"]) -> Float[Tensor, "*batch cells d"]:
@@ -339,29 +443,31 @@ class _SquaredDistances(torch.autograd.Function):
         return distances(x, y, squared=True)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, y = ctx.saved_tensors
-        (by_x, by_y), is_accurate = _square_gradients(gradients[0], x, y)
-        if not is_accurate and x.dtype == torch.float32 and x.device.type != "mps":
-            (by_x, by_y), _ = _square_gradients(gradients[0].double(), x.double(), y.double())
-        return by_x.sum_to_size(x.shape).to(x.dtype), by_y.sum_to_size(y.shape).to(y.dtype)
+        upstream, (needs_x, needs_y) = 2 * gradients[0], ctx.needs_input_grad
+        return (
+            _pulls(upstream, x, y).sum_to_size(x.shape) if needs_x else None,
+            _pulls(upstream.mT, y, x).sum_to_size(y.shape) if needs_y else None,
+        )
 
 
-def _square_gradients(upstream: Tensor, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Return the gradients by products, and whether they keep their digits.
+def _pulls(forces: Float[Tensor, "*batch n m"], x: Tensor, y: Tensor) -> Float[Tensor, "*batch n d"]:
+    """Return sum_j F_ij (x_i - y_j) in the dtype of x, by a product.
 
-    The products cancel where pairs that are near each other count and lie far from the centre.
+    It cancels where pairs that are near each other count and lie far from the centre. float64 then replaces float32.
     """
-    centre = y.detach().mean(-2, keepdim=True)
-    a, b = x - centre, y - centre
+    dtype, wide_y = forces.dtype, y.to(forces.dtype)
+    centre = wide_y.detach().mean(-2, keepdim=True)
+    a, b = x.to(dtype) - centre, wide_y - centre
     with torch.autocast(x.device.type, enabled=False):
-        terms = upstream.sum(-1).unsqueeze(-1) * a, upstream.sum(-2).unsqueeze(-1) * b
-        gradients = 2 * (terms[0] - upstream @ b), 2 * (terms[1] - upstream.mT @ a)
-    if not x.numel() or not y.numel():
-        return gradients, True
-    largest = max(float(term.detach().abs().amax()) for term in terms)
-    mean = min(float(part.detach().abs().mean()) for part in gradients)
-    return gradients, largest <= 1e3 * mean  # float32 then keeps four digits of the mean
+        terms = forces.sum(-1).unsqueeze(-1) * a
+        pulls = terms - forces @ b
+    if dtype != torch.float32 or not (x.numel() and y.numel()) or x.device.type == "mps":
+        return pulls.to(x.dtype)
+    if float(terms.detach().abs().amax()) <= 1e3 * float(pulls.detach().abs().mean()):
+        return pulls  # with four digits of the mean
+    return _pulls(forces.double(), x.double(), y.double()).to(x.dtype)
 
 
 def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
@@ -404,7 +510,7 @@ class _Distances(torch.autograd.Function):
             and suit_products(x, y, coordinates=PRODUCTS.min_coordinates_of_gradients)
         )
         if not torch.is_grad_enabled() and by_products:
-            by_x, by_y = by_problems(_gradients_by_products, x, y, lengths, upstream)
+            by_x, by_y = by_problems(_gradients_of_lengths, x, y, lengths, upstream)
         elif not torch.is_grad_enabled():
             batch = lengths.shape[:-2]
             wide_x, wide_y = (t.expand(*batch, *t.shape[-2:]).contiguous() for t in (x, y))
@@ -423,16 +529,10 @@ class _Distances(torch.autograd.Function):
         return by_x.sum_to_size(x.shape), by_y.sum_to_size(y.shape), None
 
 
-def _gradients_by_products(x: Tensor, y: Tensor, lengths: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients_of_lengths(x: Tensor, y: Tensor, lengths: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients through float32 distances, by products in float64: these keep the digits that near points cancel."""
-    batch, wide_y = lengths.shape[:-2], y.double()
-    centre = wide_y.mean(-2, keepdim=True)
-    a, b = (x.double() - centre).expand(*batch, *x.shape[-2:]), (wide_y - centre).expand(*batch, *y.shape[-2:])
-    with torch.autocast(x.device.type, enabled=False):
-        forces = upstream.double() / lengths.masked_fill(lengths == 0, torch.inf)
-        by_x = forces.sum(-1, keepdim=True) * a - forces @ b
-        by_y = forces.sum(-2).unsqueeze(-1) * b - forces.mT @ a
-    return by_x.to(x), by_y.to(y)
+    forces = upstream.double() / lengths.masked_fill(lengths == 0, torch.inf)
+    return _pulls(forces, x, y), _pulls(forces.mT, y, x)
 
 
 def _square_product(cost: PointCost, v: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def dense_divergence(x: Tensor, y: Tensor, epsilon: float) -> float:
         C, f, g = torch.cdist(x, y).square(), x.new_zeros(len(x)), y.new_zeros(len(y))
         for stage in range(4, -1, -1):
             width = epsilon * 2.0**stage
-            for _ in range(200):
+            for _ in range(120):
                 f = -width * (torch.logsumexp((g - C) / width, 1) - math.log(len(y)))
                 g = -width * (torch.logsumexp((f - C.mT) / width, 1) - math.log(len(x)))
         return float(f.mean() + g.mean())
@@ -206,3 +206,66 @@ test_bad_registration = raising(
     ({"y": torch.zeros(4, 2)}, "x has 3 coordinates"),
     call=lambda change: register(**({"x": torch.rand(4, 3), "y": torch.rand(5, 3), "epsilon": 0.1} | change)),
 )
+
+
+def many_axes(kind: str, d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two pairs of clouds of more pairs than torch takes alone, in numbers that float32 holds, and weights."""
+    generator = torch.Generator().manual_seed(d)
+    x, y = (torch.randn(2, n, d, generator=generator) / d**0.5 for n in (260, 270))
+    parts = [torch.arange(t.shape[1]) % 3 for t in (x, y)]
+    a, b = (torch.rand(len(part), generator=generator, dtype=torch.float64) + 0.2 for part in parts)
+    if kind != "one":  # parts of equal masses: plain updates hardly exchange mass between them
+        a, b = (w / torch.zeros(3).double().index_add_(0, i, w)[i] for w, i in zip((a, b), parts, strict=True))
+    if kind == "clusters":
+        centres = 10 * torch.randn(3, d, generator=generator) / d**0.5
+        x, y = (t + centres[part] for t, part in zip((x, y), parts, strict=True))
+    if kind == "near":  # far from the centre, with duplicates and points that nearly are
+        x, y = (t + 3.0 * (part > 0).unsqueeze(-1) / d**0.5 for t, part in zip((x, y), parts, strict=True))
+        y[:, 10:40] = x[:, 10:40]
+        y[:, 20:40] += 1e-4 * torch.randn(20, d, generator=generator)
+        x[:, 50:60:3] = x[:, 50:51]
+    return x, y, a / a.sum(), b / b.sum()
+
+
+def divergence_by_matrices(
+    x: Tensor, y: Tensor, a: Tensor, b: Tensor, rho: float | None, epsilon: float = 0.3
+) -> tuple[Tensor, Tensor]:
+    """The divergence between squared distances and its gradient in x, in float64 from differences, by plain updates."""
+    damping = 1.0 if rho is None else rho / (rho + epsilon)
+    value, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(x)
+    if rho is None:
+        a, b = (w / w.sum() * (a.sum() + b.sum()) / 2 for w in (a, b))
+    for one, other, p, q, share in ((x, y, a, b, 1.0), (x, x, a, a, -0.5), (y, y, b, b, -0.5)):
+        costs = torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist").square()
+        f, g = torch.zeros_like(p), torch.zeros_like(q)
+        for _ in range(120):
+            new_f = -damping * epsilon * ((g - costs) / epsilon + q.log()).logsumexp(-1)
+            f = (f + new_f) / 2 if one is other else new_f
+            g = f if one is other else -damping * epsilon * ((f - costs.mT) / epsilon + p.log()).logsumexp(-1)
+        plan = ((f.unsqueeze(-1) + g - costs) / epsilon).exp() * p.unsqueeze(-1) * q
+        if rho is None:
+            value = value + share * (f @ p + g @ q)
+        else:
+            kept = sum(w @ (1 - (-h / rho).exp()) for w, h in ((p, f), (q, g)))
+            value = value + share * (rho * kept - epsilon * (plan.sum() - p.sum() * q.sum()))
+        if one is x:
+            gradient = gradient + share * (2 if other is y else 4) * (plan.sum(-1, keepdim=True) * one - plan @ other)
+    return value + (0 if rho is None else epsilon * (a.sum() - b.sum()) ** 2 / 2), gradient
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-5), (torch.float64, 1e-8)])
+@pytest.mark.parametrize(
+    ("kind", "d", "rho"), [("one", 1536, None), ("clusters", 64, None), ("near", 64, None), ("near", 64, 2.0)]
+)
+def test_clouds_of_many_axes(kind: str, d: int, rho: float | None, dtype: torch.dtype, rtol: float) -> None:
+    clouds = many_axes(kind, d)
+    x, y, a, b = (t.to(dtype) for t in clouds)
+    x = x.clone().requires_grad_()
+    values = cloud_loss(x, y, a, b, epsilon=0.3, marginal_penalty=rho, tolerance=0.05 * rtol)
+    gradients = torch.autograd.grad(values.sum(), x)[0]
+    x, y, a, b = (t.double() for t in clouds)
+    for k in range(2):
+        value, gradient = divergence_by_matrices(x[k], y[k], a, b, rho)
+        torch.testing.assert_close(values[k].double(), value, rtol=rtol, atol=0)
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(gradients[k].double(), gradient, rtol=0, atol=rtol * largest)
