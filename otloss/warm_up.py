@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from types import ModuleType
 
 from otloss._warm_up import DTYPES, EXAMPLES, warm_up
 
@@ -25,8 +26,12 @@ def main(arguments: list[str] | None = None) -> None:
     warm_up(*options.names, dtypes=[DTYPES[name] for name in options.dtypes])
 
 
+class _Function(ModuleType):
+    """This module is called as the function, since any import of it sets the attribute `otloss.warm_up`."""
+
+    __call__ = staticmethod(warm_up)
+
+
+sys.modules[__name__].__class__ = _Function
 if __name__ == "__main__":
     main()
-else:
-    # An import of this file sets the attribute of the package, which is the function.
-    sys.modules[__name__] = warm_up  # type: ignore[assignment]
