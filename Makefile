@@ -34,8 +34,11 @@ gallery: $(FOR_DEV)  ## all examples, with their figures in gallery-output/galle
 gallery-page: $(FOR_DEV)  ## the same, and docs/reports/gallery.md is updated by the examples that had their real data
 	$(BIN)/python examples/gallery.py --docs
 
+# Before the tests, each kernel once: workers that run at the same time would each compile their own.
+COMPILE := $(BIN)/python -m otloss.warm_up && $(BIN)/python -c "import otloss_llm; otloss_llm.warm_up()"
+
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
-	@OMP_NUM_THREADS=1 $(BIN)/python .ci/compile_kernels.py
+	@$(COMPILE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(FOR_DEV)  ## the slow tests too
@@ -45,7 +48,7 @@ test-all: $(FOR_DEV)  ## the slow tests too
 CHECKED := NUMBA_BOUNDSCHECK=1 NUMBA_OPT=1 NUMBA_LOOP_VECTORIZE=0 NUMBA_CACHE_DIR=$(CURDIR)/build/bounds
 
 test-bounds: $(FOR_DEV)  ## the tests of kernels, and a sweep of sizes, with an error for each index beyond an array; about 10 minutes
-	@OMP_NUM_THREADS=1 $(CHECKED) $(BIN)/python .ci/compile_kernels.py
+	@export $(CHECKED) && $(COMPILE)
 	OMP_NUM_THREADS=1 $(CHECKED) $(BIN)/python -m pytest -n auto $(wildcard tests/otloss/*/test_*kernel*.py) tests/otloss_llm/kernels
 
 # The same numbers come out of other instructions and orders of summation, up to rounding.

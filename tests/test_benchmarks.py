@@ -42,6 +42,13 @@ def run(name: str, output: Path, *more: str) -> list[dict[str, str]]:
     return kept
 
 
+def test_first_calls_count_the_kernels_that_they_compile(tmp_path: Path) -> None:
+    kept = {row["name"].removeprefix("loop, ordinal_loss, "): row for row in run("first_calls", tmp_path)}
+    counts = {name: int(row["error"].removesuffix(" kernels compiled")) for name, row in kept.items()}
+    assert counts == {"after the first step": 0, "compiling": 1, "compiled before": 0}
+    assert float(kept["compiling"]["seconds"]) > float(kept["compiled before"]["seconds"])
+
+
 def test_token_loss_without_its_data(tmp_path: Path, no_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = run("token_loss", tmp_path)
     said = capsys.readouterr().out

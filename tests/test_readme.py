@@ -106,8 +106,12 @@ print(len(before) > 30, sorted(compiled() - before))
 """
 
 
-def test_warm_up_compiles_what_the_readme_needs(empty_folder: Path) -> None:
+def test_warm_up_compiles_what_the_readme_and_the_guide_need(empty_folder: Path) -> None:
+    guide = [page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "guide"]
+    guide = [page for page in guide if "Megatron" not in page and "transformers" not in page]
+    need_packages_of("".join(guide))
     blocks = [block for block in BLOCKS if "transformers" not in block or find_spec("trl")]
+    blocks += ["\n".join(BLOCK.findall(page)) for page in guide]
     given: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", KERNELS, *blocks], check=True, timeout=600, **given)
     assert done.stdout.splitlines()[-1] == "True []"

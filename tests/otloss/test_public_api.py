@@ -1,4 +1,4 @@
-"""The public face: names, signatures, warm_up, and the other package of the name otloss."""
+"""The public face: names, signatures, and the other package of the name otloss."""
 
 import inspect
 import os
@@ -12,9 +12,7 @@ import torch
 import otloss
 import otloss.boosting
 import otloss.losses
-import otloss_llm
 from otloss.solvers.options import Settings
-from tests.errors import raising
 
 
 def test_all_lists_every_public_name() -> None:
@@ -44,30 +42,6 @@ def run(code: str, folder: Path | None = None, **environment: str) -> subprocess
     environment |= {} if folder is None else {"PYTHONPATH": str(folder)}
     given = {"env": os.environ | environment, "cwd": folder, "capture_output": True, "text": True, "timeout": 300}
     return subprocess.run([sys.executable, "-c", code], check=False, **given)  # type: ignore[call-overload]
-
-
-def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
-    call = "import torch, otloss; torch.set_num_threads(2); otloss.warm_up('cdf_distance')"
-    first, second = (run(call, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2))
-    assert (first.returncode, second.returncode, second.stderr) == (0, 0, "")
-    lines = first.stderr.splitlines()
-    assert all("takes about 1 s, once; kept in" in line and str(tmp_path) in line for line in lines)
-    for kernel in ("cdf_values for float32", "cdf_gradients for float32", "cdf_values for float64"):
-        assert sum(kernel in line for line in lines) == 1
-
-
-test_names_and_dtypes_are_checked = raising(
-    (["emdd"], [torch.float32], "no kernels are known for .'emdd'.; expected some of"),
-    ([], [torch.float16], "dtypes are .torch.float16.; expected torch.float32, torch.float64 or both"),
-    call=lambda names, dtypes: otloss.warm_up(*names, dtypes=dtypes),
-)
-
-
-def test_every_name_runs_also_where_gradients_are_off() -> None:
-    otloss.warm_up()
-    with torch.inference_mode():
-        otloss.warm_up("emd")
-        otloss_llm.warm_up()
 
 
 ROOT = Path(__file__).parents[2]
