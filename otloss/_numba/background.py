@@ -1,7 +1,7 @@
 """Compilation by another process, while this one goes on without the kernel.
 
 A method that can be done without runs within `declining()`. There a kernel that is neither in memory nor on disk raises
-`StillCompiling`, and a process begins to compile it. What it compiles stays on disk, also if this process ends before.
+`StillCompilingError`, and a process begins to compile it. What it compiles stays on disk, even if this one ends first.
 
     python -m otloss._numba.background    compiles what its input names: pickled modules, names and signatures
 """
@@ -16,14 +16,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import BaseFileLock, FileLock, Timeout
 
 Kernels = tuple[tuple[Any, tuple[Any, ...]], ...]  # with their signatures
 
 
-class StillCompiling(Exception):
+class StillCompilingError(Exception):
     """A kernel is compiled by another process."""
 
 
@@ -45,7 +47,7 @@ _ready: set[Any] = set()
 
 @contextmanager
 def declining() -> Iterator[None]:
-    """Within this context kernels that are not compiled raise `StillCompiling`."""
+    """Within this context kernels that are not compiled raise `StillCompilingError`."""
     before, _state.declines = _state.declines, SWITCH.is_on
     try:
         yield
@@ -59,7 +61,7 @@ def is_declining() -> bool:
 
 
 def check_compiled(*calls: tuple[Any, tuple[Any, ...]]) -> None:
-    """Raise StillCompiling if a kernel is missing; each call has the kernel and its arguments."""
+    """Raise StillCompilingError if a kernel is missing; each call has the kernel and its arguments."""
     missing = []
     for kernel, arguments in calls:
         kinds = kernel, _kinds(arguments)
@@ -71,7 +73,7 @@ def check_compiled(*calls: tuple[Any, tuple[Any, ...]]) -> None:
         else:
             missing.append((kernel, signature))
     if missing and _is_compiling(tuple(missing)):
-        raise StillCompiling
+        raise StillCompilingError
 
 
 def _kinds(arguments: Any) -> Any:
@@ -92,16 +94,27 @@ def _is_ready(kernel: Any, signature: tuple[Any, ...]) -> bool:
 
 
 def _is_compiling(missing: Kernels) -> bool:
-    """Whether another process compiles the kernels; one is started the first time."""
+    """Whether another process compiles; one is started if no process compiles in this folder."""
     if missing not in _processes:
         from otloss._numba.notices import announce
 
-        announce(missing, elsewhere=True)
+        lock = FileLock(Path(missing[0][0].stats.cache_path, "compiling.lock"), thread_local=False)
         try:
+            lock.acquire(timeout=0)
+            announce(missing, elsewhere=True)
             _processes[missing] = _start(missing)
+        except Timeout:
+            return True
         except OSError:
+            lock.release()
             return False
+        threading.Thread(target=_release_after, args=(_processes[missing], lock), daemon=True).start()
     return _processes[missing].poll() is None  # else it has failed
+
+
+def _release_after(process: subprocess.Popen[bytes], lock: BaseFileLock) -> None:
+    process.wait()
+    lock.release()
 
 
 def _start(missing: Kernels) -> subprocess.Popen[bytes]:
@@ -118,13 +131,8 @@ def _start(missing: Kernels) -> subprocess.Popen[bytes]:
 
 
 def _compile_all() -> None:
-    """Compile in a child, one process at a time in each folder."""
-    from filelock import FileLock
-
     for module, name, signature in pickle.load(sys.stdin.buffer):
-        kernel = getattr(import_module(module), name)
-        with FileLock(os.path.join(kernel.stats.cache_path, "compiling.lock")):
-            kernel.compile(signature)  # or read what another process has compiled
+        getattr(import_module(module), name).compile(signature)
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from otloss._numba.background import StillCompiling, declining
+from otloss._numba.background import StillCompilingError, declining
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, in_float64, rounds_costs
@@ -65,7 +65,7 @@ def _run(method: Method, problem: Problem, result: SearchResult | None, budget: 
         try:
             with declining():
                 return better(result, method.run(problem, result, budget), budget.tolerance)
-        except StillCompiling:
+        except StillCompilingError:
             result = better(result, meanwhile.run(problem, result), budget.tolerance)
         if result.is_within(budget.tolerance):
             return result

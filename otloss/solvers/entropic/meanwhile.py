@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from otloss._numba.background import StillCompiling, declining
+from otloss._numba.background import StillCompilingError, declining
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
@@ -16,11 +16,12 @@ from otloss.solvers.problem import Problem
 
 ENTRIES = 2e7  # of all costs and iterations together: some tenths of a second, until one looks for the kernel again
 LEAST = 16  # iterations
-PAUSE = 0.05  # seconds
+WORTH = 10.0  # seconds, about as long as a kernel takes to compile
+PAUSE = 0.05  # seconds between two looks where iterations are not worth while
 
 
 class Meanwhile:
-    """Iterations in the place of a method. They do not count, and with as many as the budget allows they end."""
+    """Iterations in the place of a method. They do not count, and end where they are many or take too long."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = dataclasses.replace(budget, patience=math.inf)
@@ -32,11 +33,22 @@ class Meanwhile:
         count = min(self._left, max(LEAST, int(ENTRIES / max(1, entries))))
         self._left -= count
         if count or previous is None:
+            began = time.perf_counter()
             result = _run(problem, previous, dataclasses.replace(self._budget, max_iterations=max(1, count)))
+            if not self._ends_soon(previous, result, time.perf_counter() - began):
+                self._left = 0
         else:
             time.sleep(PAUSE)
             result = previous
         return dataclasses.replace(result, iterations=torch.zeros_like(result.iterations))
+
+    def _ends_soon(self, previous: SearchResult | None, result: SearchResult, seconds: float) -> bool:
+        """Whether the iterations would reach the tolerance within `WORTH` seconds, by what some of them took."""
+        if previous is None or not bool(previous.error.isfinite().all()):
+            return True  # it is not known yet
+        fallen = float((previous.error.log() - result.error.log()).amin())
+        needed = math.log(max(float(result.error.amax()), self._budget.tolerance) / self._budget.tolerance)
+        return needed * seconds <= WORTH * fallen
 
 
 def _run(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
@@ -44,6 +56,6 @@ def _run(problem: Problem, previous: SearchResult | None, budget: Budget) -> Sea
         with declining():
             if SinkhornOnCPU().applies(problem):
                 return SinkhornOnCPU().run(problem, previous, budget)
-    except StillCompiling:
+    except StillCompilingError:
         pass
     return Sinkhorn().run(problem, previous, budget)

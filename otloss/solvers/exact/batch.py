@@ -70,7 +70,8 @@ def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, ma
         counter = np.zeros(3, np.int64)
         kernel, simplex_arguments, memory = _simplex(start, problems, results, max_pivots=max_pivots)
         calls = (
-            (assign_problems, (counter, *arguments, scratch(1))), (kernel, (counter, *simplex_arguments, memory(1, 1)))
+            (assign_problems, (counter, *arguments, scratch(1))),
+            (kernel, (counter, *simplex_arguments, memory(1, 1))),
         )
         if is_declining():
             check_compiled(*calls)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import otloss
-from otloss._numba.background import StillCompiling
+from otloss._numba.background import StillCompilingError
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 
@@ -20,7 +20,9 @@ SCRIPT = """
 import logging, sys, torch, otloss
 from otloss._numba import background
 lines = []
-logging.getLogger("otloss").addHandler(type("Keep", (logging.Handler,), {"emit": lambda s, r: lines.append(r.getMessage())})())
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("otloss").addHandler(handler)
 logging.getLogger("otloss").setLevel(logging.INFO)
 costs = torch.rand(4, 30, 40, generator=torch.Generator().manual_seed(0))
 first = otloss.sinkhorn(None, None, costs, epsilon=0.1)
@@ -48,7 +50,7 @@ def test_iterations_go_on_without_a_kernel(monkeypatch: pytest.MonkeyPatch, meth
     def not_yet(self: Any, *arguments: Any) -> Any:
         waits.append(1)
         if len(waits) < 4:
-            raise StillCompiling
+            raise StillCompilingError
         return run(self, *arguments)
 
     monkeypatch.setattr(method, "run", not_yet)
@@ -59,7 +61,5 @@ def test_iterations_go_on_without_a_kernel(monkeypatch: pytest.MonkeyPatch, meth
 
 def test_another_process_compiles(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
