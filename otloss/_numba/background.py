@@ -46,6 +46,16 @@ _ready: set[Any] = set()
 
 
 @contextmanager
+def compiling_here() -> Iterator[None]:
+    """Within this context no other process compiles."""
+    before, SWITCH.is_on = SWITCH.is_on, False
+    try:
+        yield
+    finally:
+        SWITCH.is_on = before
+
+
+@contextmanager
 def declining() -> Iterator[None]:
     """Within this context kernels that are not compiled raise `StillCompilingError`."""
     before, _state.declines = _state.declines, SWITCH.is_on
