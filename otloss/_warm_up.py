@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otloss._numba.background import compiling_here
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.losses import document_distance, ordinal_loss
@@ -86,7 +87,7 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
 
 def _run(task: str) -> None:
     name, dtype = task.split()
-    with torch.inference_mode(False), torch.enable_grad():
+    with compiling_here(), torch.inference_mode(False), torch.enable_grad():
         EXAMPLES[name](DTYPES[dtype])
 
 

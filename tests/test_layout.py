@@ -60,9 +60,10 @@ def test_files_are_named_by_what_they_do() -> None:
 
 
 # Beside the kernels' own tests: the notices of the compiler, and what a command line checks before torch is imported;
-# the table of names of other packages; the name of the distribution and how hints name it; kernels that run in Python.
+# the table of names of other packages; the name of the distribution and how hints name it; kernels that run in Python;
+# no test lets another process compile.
 PRIVATE = {
-    "test_warm_up.py", "test_cli.py",
+    "conftest.py", "test_warm_up.py", "test_cli.py",
     "test_foreign_keywords.py", "test_public_api.py", "test_llm_api.py", "uncompiled.py",
 }  # fmt: skip
 

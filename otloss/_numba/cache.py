@@ -42,7 +42,7 @@ class KernelCache(FunctionCache):
         self._cache_file = _Files(locator.get_cache_path(), self._impl.filename_base, stamp)
 
     def is_kept(self, signature: tuple[Any, ...], context: Any) -> bool:
-        """Whether there is a file for the signature, which may be damaged."""
+        """Whether there is a file for the signature, of the sources as they are."""
         context.refresh()
         return self._cache_file.has(self._index_key(signature, context.codegen()))
 
@@ -63,15 +63,22 @@ class _Files(IndexDataCacheFile):
     """The files of a kernel: a digest and the pickled result of numba."""
 
     def has(self, key: Any) -> bool:
-        return self._path(key).exists()
+        return self._read(key) is not None
 
     def load(self, key: Any) -> Any:
+        data = self._read(key)
+        try:
+            return None if data is None else pickle.loads(data)
+        except (pickle.UnpicklingError, AttributeError, ImportError):
+            return None
+
+    def _read(self, key: Any) -> bytes | None:
         try:
             content = self._path(key).read_bytes()
-            digest, data = content[: sha256().digest_size], content[sha256().digest_size :]
-            return pickle.loads(data) if digest == self._digest(data) else None
-        except (OSError, pickle.UnpicklingError, AttributeError, ImportError):
+        except OSError:
             return None
+        digest, data = content[: sha256().digest_size], content[sha256().digest_size :]
+        return data if digest == self._digest(data) else None
 
     def save(self, key: Any, result: Any) -> None:
         data = self._dump(result)

@@ -14,6 +14,7 @@ from numba.extending import intrinsic, overload
 
 from otloss._numba import notices as notices  # registers its listener
 from otloss._numba.cache import KernelCache
+from otloss._numba.linked import LinkedCompiler
 
 
 class _Exp(NamedTuple):
@@ -82,7 +83,7 @@ def inner(**options: Any) -> Callable[[Any], Any]:
     It has no wrappers for Python, so it compiles in half the time, and a call from Python crashes.
     """
     chosen: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy", **options}
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **chosen)
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=LinkedCompiler, **chosen)
 
 
 # For a large function with one caller. Its body becomes a part of the caller's and is compiled once, with the caller's

@@ -49,7 +49,7 @@ class _Listener(event.Listener):
             with suppress(Exception):
                 compilation = occurrence.data["dispatcher"], tuple(occurrence.data["args"])
                 if compilation not in self.announced:
-                    _announce([compilation])
+                    announce([compilation])
 
     def on_end(self, occurrence: Any) -> None:
         if self._depth == 1:
@@ -75,19 +75,21 @@ def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
     of one shape compiles it with the first.
     """
     compilations = [(kernel, tuple(map(kernel.typeof_pyval, arguments))) for kernel, arguments in calls]
-    missing = [one for one in compilations if one[1] not in one[0].overloads and not _is_kept(*one)]
+    missing = [one for one in compilations if one[1] not in one[0].overloads and not is_kept(*one)]
     if len(missing) > 1:
-        _announce(missing)
+        announce(missing)
         _listener.announced.update(missing)
     for kernel, signature in compilations:
         kernel.compile(signature)
 
 
-def _is_kept(kernel: Any, signature: tuple[Any, ...]) -> bool:
+def is_kept(kernel: Any, signature: tuple[Any, ...]) -> bool:
+    """Whether a kernel is on disk."""
     return isinstance(kernel._cache, KernelCache) and kernel._cache.is_kept(signature, kernel.targetctx)
 
 
-def _announce(compilations: Sequence[tuple[Any, Any]]) -> None:
+def announce(compilations: Sequence[tuple[Any, Any]], *, elsewhere: bool = False) -> None:
+    """Log a line before kernels are compiled, here or by another process."""
     folder = compilations[0][0].stats.cache_path
     kept = f"kept in {folder}" if folder else (
         "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"
@@ -95,7 +97,8 @@ def _announce(compilations: Sequence[tuple[Any, Any]]) -> None:
     names = " and ".join(_name(kernel) + _dtype(arguments) + _purpose(kernel) for kernel, arguments in compilations)
     seconds = " and ".join(f"{getattr(kernel.py_func, 'seconds', 1)} s" for kernel, _ in compilations)
     plural, takes = ("", "takes") if len(compilations) == 1 else ("s", "take")
-    _log.warning("compiling the CPU kernel%s %s: %s about %s, once; %s", plural, names, takes, seconds, kept)
+    place = " in another process, without which calls are slower until then" if elsewhere else ""
+    _log.warning("compiling the CPU kernel%s %s%s: %s about %s, once; %s", plural, names, place, takes, seconds, kept)
 
 
 def _purpose(kernel: Any) -> str:

@@ -14,6 +14,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -32,6 +33,7 @@ from otloss._checks import (
     has_tangent,
 )
 from otloss._numba import is_small, may_run_on
+from otloss._numba.background import StillCompilingError, declining
 
 if TYPE_CHECKING:
     from otloss.costs.grid import GridCost
@@ -385,7 +387,8 @@ def softmin_of(
     if not small and may_run_on(rows, potential) and not makes_graph(rows, potential):
         from otloss.costs.softmin_numba import dense_softmin
 
-        return dense_softmin(rows, potential, epsilon)
+        with suppress(StillCompilingError), declining():
+            return dense_softmin(rows, potential, epsilon)
     return softmin_in_torch(rows, potential, epsilon)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from otloss._checks import (
     needs_torch,
 )
 from otloss._numba import is_small, may_run_on
+from otloss._numba.background import StillCompilingError, declining
 from otloss.costs.centroids import between_directions, drift, power_of_drift
 from otloss.costs.cost import (
     CentroidBound,
@@ -189,9 +191,11 @@ class PointCost(Cost):
 
         potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
         orders = self._orders_of(self.x, self.y)
-        return points_softmin(
-            self.x, self.y, potential, epsilon=epsilon, metric=str(self.metric), orders=orders, left_out=left_out
-        )
+        with suppress(StillCompilingError), declining():
+            return points_softmin(
+                self.x, self.y, potential, epsilon=epsilon, metric=str(self.metric), orders=orders, left_out=left_out
+            )
+        return super().softmin(potential, epsilon)
 
     def _orders_of(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         return (self._order(x, order_of), self._order(y, order_of)) if can_leave_out(x, y) else None

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from otloss._numba.background import StillCompilingError, declining
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, in_float64, rounds_costs
+from otloss.solvers.entropic.meanwhile import Meanwhile
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
@@ -55,6 +57,15 @@ def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
 
 
 def _run(method: Method, problem: Problem, result: SearchResult | None, budget: Budget) -> SearchResult:
+    """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, go on without it."""
     used = 0 if result is None else result.most_iterations
-    part = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used))
-    return better(result, method.run(problem, result, part), budget.tolerance)
+    budget = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used))
+    meanwhile = Meanwhile(budget)
+    while True:
+        try:
+            with declining():
+                return better(result, method.run(problem, result, budget), budget.tolerance)
+        except StillCompilingError:
+            result = better(result, meanwhile.run(problem, result), budget.tolerance)
+        if result.is_within(budget.tolerance):
+            return result

@@ -58,6 +58,7 @@ def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
 
 
 def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> None:
+    from otloss._numba.background import check_compiled, is_declining
     from otloss._numba.notices import compile_together
     from otloss.solvers.exact.assignment_numba import assign_problems, scratch
 
@@ -68,9 +69,13 @@ def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, ma
     if kind not in _compiled:
         counter = np.zeros(3, np.int64)
         kernel, simplex_arguments, memory = _simplex(start, problems, results, max_pivots=max_pivots)
-        compile_together(
-            (assign_problems, (counter, *arguments, scratch(1))), (kernel, (counter, *simplex_arguments, memory(1, 1)))
+        calls = (
+            (assign_problems, (counter, *arguments, scratch(1))),
+            (kernel, (counter, *simplex_arguments, memory(1, 1))),
         )
+        if is_declining():
+            check_compiled(*calls)
+        compile_together(*calls)
         _compiled.add(kind)
     run_on_threads(assign_problems, count, arguments, lambda: (scratch(n),), work=work)
 

@@ -1,0 +1,151 @@
+"""Compilation by another process, while this one goes on without the kernel.
+
+A method that can be done without runs within `declining()`. There a kernel that is neither in memory nor on disk raises
+`StillCompilingError`, and a process begins to compile it. What it compiles stays on disk, even if this one ends first.
+
+    python -m otloss._numba.background    compiles what its input names: pickled modules, names and signatures
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import BaseFileLock, FileLock, Timeout
+
+Kernels = tuple[tuple[Any, tuple[Any, ...]], ...]  # with their signatures
+
+
+class StillCompilingError(Exception):
+    """A kernel is compiled by another process."""
+
+
+class _State(threading.local):
+    declines = False
+
+
+class _Switch:
+    """Whether other processes compile at all. Those of `warm_up` and of the tests compile for themselves."""
+
+    is_on = True
+
+
+SWITCH = _Switch()
+_state = _State()
+_processes: dict[Any, subprocess.Popen[bytes]] = {}
+_ready: set[Any] = set()
+
+
+@contextmanager
+def compiling_here() -> Iterator[None]:
+    """Within this context no other process compiles."""
+    before, SWITCH.is_on = SWITCH.is_on, False
+    try:
+        yield
+    finally:
+        SWITCH.is_on = before
+
+
+@contextmanager
+def declining() -> Iterator[None]:
+    """Within this context kernels that are not compiled raise `StillCompilingError`."""
+    before, _state.declines = _state.declines, SWITCH.is_on
+    try:
+        yield
+    finally:
+        _state.declines = before
+
+
+def is_declining() -> bool:
+    """Whether this thread is within `declining()`."""
+    return _state.declines
+
+
+def check_compiled(*calls: tuple[Any, tuple[Any, ...]]) -> None:
+    """Raise StillCompilingError if a kernel is missing; each call has the kernel and its arguments."""
+    missing = []
+    for kernel, arguments in calls:
+        kinds = kernel, _kinds(arguments)
+        if kinds in _ready:
+            continue
+        signature = tuple(map(kernel.typeof_pyval, arguments))
+        if _is_ready(kernel, signature):
+            _ready.add(kinds)
+        else:
+            missing.append((kernel, signature))
+    if missing and _is_compiling(tuple(missing)):
+        raise StillCompilingError
+
+
+def _kinds(arguments: Any) -> Any:
+    """Return what the signature follows from, in a tenth of the time that numba takes."""
+    if isinstance(arguments, tuple):
+        return tuple(map(_kinds, arguments))
+    kind = type(arguments)
+    return (arguments.dtype.char, arguments.ndim, arguments.flags.num) if kind is np.ndarray else kind
+
+
+def _is_ready(kernel: Any, signature: tuple[Any, ...]) -> bool:
+    """Whether a call compiles nothing, or no other process could compile for this one."""
+    from otloss._numba.notices import is_kept
+
+    if signature in kernel.overloads or is_kept(kernel, signature):
+        return True
+    return kernel.stats.cache_path is None or not sys.executable
+
+
+def _is_compiling(missing: Kernels) -> bool:
+    """Whether another process compiles; one is started if no process compiles in this folder."""
+    if missing not in _processes:
+        from otloss._numba.notices import announce
+
+        lock = FileLock(Path(missing[0][0].stats.cache_path, "compiling.lock"), thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+            announce(missing, elsewhere=True)
+            _processes[missing] = _start(missing)
+        except Timeout:
+            return True
+        except OSError:
+            lock.release()
+            return False
+        threading.Thread(target=_release_after, args=(_processes[missing], lock), daemon=True).start()
+    return _processes[missing].poll() is None  # else it has failed
+
+
+def _release_after(process: subprocess.Popen[bytes], lock: BaseFileLock) -> None:
+    process.wait()
+    lock.release()
+
+
+def _start(missing: Kernels) -> subprocess.Popen[bytes]:
+    jobs = [(kernel.py_func.__module__, kernel.py_func.__name__, signature) for kernel, signature in missing]
+    path = os.pathsep.join(filter(None, sys.path))  # the same package
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(pickle.dumps(jobs))
+    return process
+
+
+def _compile_all() -> None:
+    for module, name, signature in pickle.load(sys.stdin.buffer):
+        getattr(import_module(module), name).compile(signature)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_processes.clear)
+if __name__ == "__main__":
+    _compile_all()

@@ -1,0 +1,61 @@
+"""What is done while another process compiles the kernel of a method: iterations that need none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import torch
+
+from otloss._numba.background import StillCompilingError, declining
+from otloss.solvers.entropic.interface import Budget, SearchResult
+from otloss.solvers.entropic.sinkhorn import Sinkhorn
+from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
+from otloss.solvers.problem import Problem
+
+ENTRIES = 2e7  # of all costs and iterations together: some tenths of a second, until one looks for the kernel again
+LEAST = 16  # iterations
+WORTH = 10.0  # seconds, about as long as a kernel takes to compile
+PAUSE = 0.05  # seconds between two looks where iterations are not worth while
+
+
+class Meanwhile:
+    """Iterations in the place of a method. They do not count, and end where they are many or take too long."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = dataclasses.replace(budget, patience=math.inf)
+        self._left = budget.max_iterations
+
+    def run(self, problem: Problem, previous: SearchResult | None) -> SearchResult:
+        """Return where some iterations of Sinkhorn end, by its kernel if that one is compiled."""
+        entries = problem.batch.numel() * math.prod(problem.cost.shape)
+        count = min(self._left, max(LEAST, int(ENTRIES / max(1, entries))))
+        self._left -= count
+        if count or previous is None:
+            began = time.perf_counter()
+            result = _run(problem, previous, dataclasses.replace(self._budget, max_iterations=max(1, count)))
+            if not self._ends_soon(previous, result, time.perf_counter() - began):
+                self._left = 0
+        else:
+            time.sleep(PAUSE)
+            result = previous
+        return dataclasses.replace(result, iterations=torch.zeros_like(result.iterations))
+
+    def _ends_soon(self, previous: SearchResult | None, result: SearchResult, seconds: float) -> bool:
+        """Whether the iterations would reach the tolerance within `WORTH` seconds, by what some of them took."""
+        if previous is None or not bool(previous.error.isfinite().all()):
+            return True  # it is not known yet
+        fallen = float((previous.error.log() - result.error.log()).amin())
+        needed = math.log(max(float(result.error.amax()), self._budget.tolerance) / self._budget.tolerance)
+        return needed * seconds <= WORTH * fallen
+
+
+def _run(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+    try:
+        with declining():
+            if SinkhornOnCPU().applies(problem):
+                return SinkhornOnCPU().run(problem, previous, budget)
+    except StillCompilingError:
+        pass
+    return Sinkhorn().run(problem, previous, budget)
