@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -33,6 +35,7 @@ from otloss_llm.training.trainer_settings import auxiliary_weight
 ROWS, LENGTH = 2, 32  # of the part of a batch: its logits are formed
 # Of sequences that are packed without padding; a part of them is one sequence.
 _OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_SIZES = ("expert_capacity", "max_seq_len_cached")  # attributes of modules
 # Tokens that stand for parts of an image, a video or a sound, as configs name them.
 _MEDIA_TOKENS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
 
@@ -62,7 +65,7 @@ def examine(model: nn.Module, inputs: dict[str, Any], targets: Targets, *, shift
         model = model.module
     root = unwrap(model)
     part, labels = part_of(inputs, targets.labels, is_encoder_decoder(root), _media_tokens(root))
-    with _capacities_kept(model), evaluation_mode(model), _same_draws_after():
+    with _same_draws_after(), evaluation_mode(model), _state_kept(model):
         causal = check_causal(model, part, labels)
         checked = check_own_loss(model, part, labels, shifted_by_user=shifted_by_user)
         transform = measure_transform(model, with_decoder_inputs(model, part, labels))
@@ -75,8 +78,14 @@ def examine(model: nn.Module, inputs: dict[str, Any], targets: Targets, *, shift
 def _same_draws_after() -> Iterator[None]:
     """After this context random numbers are those that would have been drawn without it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        yield
+    masks = np.random.get_state()  # numpy draws those of SpecAugment, and Python the layers of LayerDrop
+    layers = random.getstate()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        np.random.set_state(masks)
+        random.setstate(layers)
 
 
 def _media_tokens(root: Any) -> set[int]:
@@ -84,15 +93,31 @@ def _media_tokens(root: Any) -> set[int]:
 
 
 @contextmanager
-def _capacities_kept(model: nn.Module) -> Iterator[None]:
-    """After this context experts have their capacity again, which NLLB-MoE in eval mode sets to that of a batch."""
-    routers: list[Any] = [module for module in model.modules() if hasattr(module, "expert_capacity")]
-    capacities = [router.expert_capacity for router in routers]
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """After this context modules have the buffers and the sizes of before.
+
+    A pass in training mode updates the statistics of batch normalisation and the load counters of routers. NLLB-MoE in
+    eval mode sets the capacity of experts to that of a batch; rotary embeddings grow with the longest sequence.
+    """
+    modules = list(model.modules())
+    own = [dict(module._buffers) for module in modules]
+    sizes = [{key: value for key, value in vars(module).items() if key.endswith(_SIZES)} for module in modules]
+    # Packed weights of quantised models are buffers too: large ones of integers.
+    copies = [(buffer, buffer.clone()) for buffer in model.buffers() if _is_state(buffer)]
     try:
         yield
     finally:
-        for router, capacity in zip(routers, capacities, strict=True):
-            router.expert_capacity = capacity
+        for module, buffers, attributes in zip(modules, own, sizes, strict=True):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            vars(module).update(attributes)
+        for buffer, copy in copies:
+            if not torch.equal(buffer, copy):  # a graph may need those that have not changed
+                buffer.copy_(copy)
+
+
+def _is_state(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.ndim < 2
 
 
 def part_of(

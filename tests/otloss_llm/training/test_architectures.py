@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -435,6 +436,39 @@ def test_a_batch_that_shows_nothing_leaves_the_examination_to_the_next(tmp_path:
         run.compute_loss(model, dict(batch))
     with pytest.raises(ValueError, match=r"neither input_ids nor inputs_embeds.*put one of them into the batch"):
         run.compute_loss(model, {"labels": batch["labels"]})
+
+
+class Normalised(transformers.LlamaForCausalLM):
+    """A model with the state that others have: statistics of batches, a counter, masks drawn by numpy."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.statistics = torch.nn.BatchNorm1d(config.hidden_size)
+        self.register_buffer("load", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        embeds = self.statistics(self.get_input_embeddings()(input_ids).transpose(1, 2)).transpose(1, 2)
+        if self.training:
+            self.load = self.load + 1
+            embeds = embeds * (1 + 0.1 * np.random.rand())
+        return super().forward(None, attention_mask, inputs_embeds=embeds, labels=labels, **others)
+
+
+def test_the_first_batch_leaves_no_trace(tmp_path: Path) -> None:
+    """An evaluation changes no buffer, and a training has the statistics, draws and losses of transformers' trainer."""
+    model = Normalised(transformers.LlamaConfig(**_BASE))
+    other, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    data = [{"input_ids": row["input_ids"][:6], "labels": [-100, *row["input_ids"][1:6]]} for row in rows(12)]
+    args = arguments(tmp_path, optim="sgd")
+    ours = ObjectiveTrainer(model, args, pad_rows, data, data, objective="mle", cost=None)
+    plain = transformers.Trainer(other, args, pad_rows, data, data)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0.0, atol=0.0)
+    ours._examination = None  # a training that begins without an evaluation
+    for run in (ours, plain):
+        run.train()
+    assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def test_equally_many_images_as_rows_need_not_be_one_for_each_row(tmp_path: Path) -> None:
