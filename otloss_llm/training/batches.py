@@ -14,6 +14,7 @@ from transformers import default_data_collator
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 TOKEN_WEIGHT = "token_weight"  # a column of the data set
+UNPACKED = "set eval_packing=False, evaluate in one process, or give so many examples that none is left"
 
 
 class Targets(NamedTuple):
@@ -57,6 +58,23 @@ def targets_of(inputs: dict[str, Any], *, shift: bool) -> Targets:
         return Targets(labels, weights)
     aligned = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
     return Targets(aligned, None if weights is None else nn.functional.pad(weights[..., 1:], (0, 1), value=0))
+
+
+def is_flattened(labels: Tensor, position_ids: Any) -> bool:
+    """Whether a batch is one row of several sequences: whether positions begin again."""
+    restarts = isinstance(position_ids, Tensor) and position_ids.shape == labels.shape and len(labels) == 1
+    return restarts and int((position_ids == 0).sum()) > 1
+
+
+def first_sequences(targets: Targets, position_ids: Any, examples: int, count: int) -> Targets:
+    """The labels of the first sequences of a flattened batch of `examples`; raises ValueError if it has others."""
+    sequence = (position_ids == 0).cumsum(1)
+    if int(sequence[0, -1]) != examples:
+        raise ValueError(
+            f"an evaluation batch of {examples} examples has {int(sequence[0, -1])} sequences in one row (packing?), "
+            f"some of which are repeated and cannot be told apart; {UNPACKED}."
+        )
+    return targets._replace(labels=targets.labels.masked_fill(sequence > count, IGNORE_INDEX))
 
 
 def check_weights_kept(inputs: dict[str, Any]) -> None:

@@ -25,7 +25,9 @@ from otloss_llm.training.batches import (
     check_rows_tokenised,
     check_weights_kept,
     collate_tokens,
+    first_sequences,
     has_weights,
+    is_flattened,
     targets_of,
 )
 from otloss_llm.training.first_batch import Examination, examine, with_decoder_inputs
@@ -38,6 +40,7 @@ from otloss_llm.training.trainer_settings import (
     check_loss_is_replaceable,
     check_loss_settings,
     check_no_virtual_tokens,
+    check_packed_evaluation,
     check_sequence_parallelism,
     set_best_metric,
     with_terms,
@@ -114,6 +117,7 @@ class ObjectiveMixin:
     compute_loss_func: Any
     processing_class: Any
     train_dataset: Any
+    eval_dataset: Any
     _signature_columns: Any
     current_gradient_accumulation_steps: int
     loss_is_scaled_for_ga: bool | None
@@ -147,6 +151,7 @@ class ObjectiveMixin:
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
         check_loss_settings(self.args, self.compute_loss_func, self.objective)
         check_sequence_parallelism(self.get_sp_size())
+        check_packed_evaluation(self.args, self.eval_dataset, self._ranks_per_batch())
         check_kernel(impl, chunk_size)
         _ = self._total  # raises for settings that are not valid
         self._make_cost = functools.partial(cost_for, cost=cost, numbers=numbers, seed=self.args.seed)
@@ -218,6 +223,8 @@ class ObjectiveMixin:
             self._examination = self._examined(model, inputs, targets, shifted_by_user)
         inputs = with_decoder_inputs(model, inputs, targets.labels)
         check_numbers(self.objective, self.transport_cost)
+        if not training:
+            targets = self._without_repeated(targets, inputs.get("position_ids"))
         num_items = self._positive(num_items_in_batch) if training else None
         # The trainer divides by the number of accumulated batches if this is false.
         self.loss_is_scaled_for_ga = num_items is not None
@@ -226,7 +233,8 @@ class ObjectiveMixin:
             scored = scoring.from_logits(model, inputs, targets)
         else:
             scored = scoring.from_hidden(model, inputs, targets, self._examination.transform, keep_output=keep_output)
-        self._add_sums(scored, targets, training)
+        whole = is_flattened(targets.labels, inputs.get("position_ids"))
+        self._add_sums(scored, targets, training, whole)
         loss = self._scaled(scored, num_items)
         if not return_outputs:
             return loss
@@ -355,32 +363,36 @@ class ObjectiveMixin:
 
     # ---- logs and metrics -------------------------------------------------------------------------------------------
 
-    def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> None:
+    def _add_sums(self, scored: Scored, targets: Targets, training: bool, whole: bool) -> None:
         # The distance of numbers is a mean over other positions, which is added to that of the rest.
         rest = self._total.without(NumberDistance)
         sums = example_sums(
             ScoredBatch(scored.result, targets, rest, self.transport_cost, scored.auxiliary, scored.predictions)
         )
-        total = sums.sum(0) if training else self._gathered(sums).sum(0)
+        total = sums.sum(0) if training else self._gathered(sums, whole=whole).sum(0)
         name = "_train_sums" if training else "_eval_sums"
         before = getattr(self, name)
         setattr(self, name, total if before is None else before + total)
 
-    def _gathered(self, sums: Tensor) -> Tensor:
-        """The sums of each example of all processes, without examples repeated to fill the last batch."""
+    def _without_repeated(self, targets: Targets, position_ids: Tensor | None) -> Targets:
+        """Of a batch flattened into one row: without the labels of examples that are repeated to fill the last one."""
+        ranks, state, size = self._ranks_per_batch(), self.accelerator.gradient_state, self.args.eval_batch_size
+        repeats = self.accelerator.num_processes > ranks and state.end_of_dataloader and state.remainder > 0
+        if not (repeats and size > 1 and is_flattened(targets.labels, position_ids)):
+            return targets
+        return first_sequences(
+            targets, position_ids, size, state.remainder - size * (self.accelerator.process_index // ranks)
+        )
+
+    def _gathered(self, sums: Tensor, *, whole: bool) -> Tensor:
+        """The sums of each example of all processes; unless `whole`, without those repeated to fill the last batch."""
         ranks, state = self._ranks_per_batch(), self.accelerator.gradient_state
-        examples = self.args.eval_batch_size
-        if self.accelerator.num_processes > ranks and state.remainder > 0 and len(sums) < examples:
-            raise ValueError(
-                f"an evaluation batch of {examples} examples has {len(sums)} rows (padding_free?), and the number of "
-                "examples is no multiple of those that all processes evaluate at a time, so some are repeated and "
-                "cannot be told apart. Evaluate in one process, with padding, or so many examples that none is left."
-            )
         if ranks == 1:
-            return self.accelerator.gather_for_metrics(sums)
+            return self.accelerator.gather(sums) if whole else self.accelerator.gather_for_metrics(sums)
         # Ranks that share a batch have parts of its sequences, or all of them; gather_for_metrics would drop some.
-        whole = self.accelerator.gather(sums).unflatten(0, (-1, ranks, len(sums))).sum(1).flatten(0, 1)
-        return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
+        every = self.accelerator.gather(sums).unflatten(0, (-1, ranks, len(sums))).sum(1).flatten(0, 1)
+        repeats = not whole and state.end_of_dataloader and state.remainder > 0
+        return every[: state.remainder] if repeats else every
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the trainer's, with the token-weighted means of `token_means` beside `loss`."""
