@@ -12,10 +12,12 @@ from otloss._checks import NotFiniteError
 from otloss_llm.cli.guard import (
     FinishedError,
     RunGuard,
+    check_same_run,
     diverged,
     fingerprint,
     last_checkpoint,
     open_folder,
+    tokenizer_fingerprint,
 )
 from otloss_llm.cli.numbers import report_numbers
 from otloss_llm.cli.rows import checked_split, digest, load_splits
@@ -45,8 +47,14 @@ def run(request: Request) -> str:
         )
     settings = request.settings() | {"rows": digest(rows), "model": fingerprint(model.named_parameters())}
     trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
+    settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
     report_numbers(trainer, request.objective.objective)
     folder = Path(args.output_dir)
+    if args.resume_from_checkpoint:
+        check_same_run(
+            Path(args.resume_from_checkpoint).parent, settings,
+            "resume with its settings, or start from its weights with --model_name_or_path",
+        )  # fmt: skip
     with args.main_process_first(desc="open the output folder"):
         if args.process_index == 0:
             open_folder(folder, settings)

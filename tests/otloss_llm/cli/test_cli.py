@@ -279,6 +279,21 @@ def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: 
     assert "cost_embedding: None there, 'raw'" in cli(
         *asked("train", start, sums, output_dir=folder, max_steps=2, cost_embedding="raw")
     ).error  # fmt: skip
+    resumed = {"max_steps": 2, "resume_from_checkpoint": folder / "checkpoint-2"}
+    error = cli(*asked("train", start, sums, output_dir=tmp_path / "new", objective="mle", **resumed)).error
+    assert "objective: 'emo' there, 'mle' asked for); resume with its settings" in error
+    assert not list((tmp_path / "new").glob("*"))
+    content = read(start / "tokenizer.json")
+    ids = content["model"]["vocab"]
+    ids["1"], ids["2"] = ids["2"], ids["1"]
+    texts = {"tokenizer.json": json.dumps(content), "chat_template.jinja": TEMPLATE.replace("A:", "B:")}
+    for file, text in texts.items():
+        previous = (start / file).read_text(encoding="utf-8")
+        (start / file).write_text(text, encoding="utf-8")
+        error = cli(*asked("train", start, sums, output_dir=folder, max_steps=2)).error
+        assert re.findall(r"(\w+): \S+ there", error) == ["tokenizer"]
+        (start / file).write_text(previous, encoding="utf-8")
+    assert cli(*asked("train", start, sums, output_dir=folder, max_steps=2)).code == 0
     changed = transformers.AutoModelForCausalLM.from_pretrained(start)
     with torch.no_grad():
         changed.get_output_embeddings().weight[5] += 1e-3
