@@ -126,11 +126,13 @@ def part_of(
     """Return the two rows with most labels and the 32 tokens with most of them, as far as a batch can be cut.
 
     Images of all rows may be in one tensor: rows are cut only where each has the same number of the tokens `media` that
-    stand for them. All rows stay where types of tokens (a prefix) may differ between them.
+    stand for them. All rows stay beside a list or a tuple, and where types of tokens (a prefix) may differ.
     """
     inputs = {name: value for name, value in inputs.items() if name not in _OF_PACKED}
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    if not _has_items_by_row(tensors, labels, encoder_decoder, media or set()):
+    others = [value for name, value in inputs.items() if name not in tensors]  # lists may have an entry for each row
+    settings = all(value is None or isinstance(value, bool | int | float | str) for value in others)
+    if not (settings and _has_items_by_row(tensors, labels, encoder_decoder, media or set())):
         return inputs, labels
     length = labels.shape[1]
     worth = (labels != IGNORE_INDEX).int() * (length + 1) + _tokens(tensors, labels).int()
@@ -236,11 +238,12 @@ def check_causal(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> bo
 
 
 def _tokens(inputs: dict[str, Any], labels: Tensor) -> Tensor:
-    """Which positions of a decoder are no padding."""
+    """Which positions of a decoder are no padding; under a mask of pairs, whose padding may see all, the labelled."""
     mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        return mask.to(labels.device) != 0
-    return torch.ones_like(labels, dtype=torch.bool)
+    if mask is None:
+        return torch.ones_like(labels, dtype=torch.bool)
+    is_token = isinstance(mask, Tensor) and mask.shape == labels.shape
+    return mask.to(labels.device) != 0 if is_token else labels != IGNORE_INDEX
 
 
 def _with_another(tokens: Tensor, labels: Tensor, places: Tensor) -> Tensor:

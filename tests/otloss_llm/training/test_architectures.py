@@ -315,6 +315,37 @@ def test_an_architecture_trains_as_by_its_own_loss(tmp_path: Path, name: str) ->
     compare_with_own_loss(tmp_path, *case(name))
 
 
+class OfImages(transformers.LlamaForCausalLM):
+    """Takes a list of images, of several sizes, one for each row."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, images: Any = (), **others: Any) -> Any:
+        embeds = self.get_input_embeddings()(input_ids) + torch.stack([image.mean() for image in images])[:, None, None]
+        return super().forward(None, attention_mask, inputs_embeds=embeds, **others)
+
+
+def test_a_batch_with_lists_is_not_cut(tmp_path: Path) -> None:
+    """Outputs of an encoder in a tuple, and a list of images."""
+    model, batch = case("T5")
+    encoded = model.get_encoder()(batch.pop("input_ids"), batch["attention_mask"]).last_hidden_state.detach()
+    compare_with_own_loss(tmp_path, model, batch | {"encoder_outputs": (encoded,)})
+    images = [torch.randn(size) for size in (2, 5, 3)]
+    compare_with_own_loss(tmp_path, OfImages(transformers.LlamaConfig(**_BASE)), words() | {"images": images})
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padding_of_a_mask_of_pairs_may_see_all(tmp_path: Path, attention: str) -> None:
+    """A causal mask to add, whose rows of padding are all the least number; a mask that is not causal still raises."""
+    (model, batch), least = case("Llama"), torch.finfo(torch.float32).min
+    model.set_attn_implementation(attention)
+    token = batch["attention_mask"].bool()
+    pairs = token[:, None] & token[:, :, None]
+    causal = torch.where(pairs.tril(), 0.0, least)[:, None]
+    compare_with_own_loss(tmp_path, model, batch | {"attention_mask": causal})
+    both = batch | {"attention_mask": torch.where(pairs, 0.0, least)[:, None]}
+    with pytest.raises(ValueError, match="sees the tokens to its right"):
+        objective_trainer(tmp_path, model).compute_loss(model, both)
+
+
 @pytest.mark.parametrize("kind", ["IA3Config", "PrefixTuningConfig"])
 def test_adapters_train_as_by_the_own_loss(tmp_path: Path, kind: str) -> None:
     peft = pytest.importorskip("peft")
