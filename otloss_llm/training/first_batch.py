@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from transformers import set_seed
 
 from otloss_llm.losses.positions import IGNORE_INDEX
 from otloss_llm.models.heads import evaluation_mode, is_encoder_decoder
@@ -223,18 +224,26 @@ def check_causal(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> bo
     labelled = labels != IGNORE_INDEX
     last = torch.where(is_token, places, 0).amax(1)
     first = torch.where(labelled.any(1), labelled.int().argmax(1) + 1, last).clamp(max=labels.shape[1] - 1)
-    original, tested = _logits(model(**inputs)), False
-    for changed in (first, last):
+    changes = [(places_changed, is_token & _just_before(places, places_changed)) for places_changed in (first, last)]
+    logits = _logits(model(**inputs))
+    tolerance = _rounding(logits)
+    originals = [logits[compared.to(logits.device)] for _, compared in changes]
+    del logits  # those of a batch that cannot be cut are large
+    for (changed, compared), original in zip(changes, originals, strict=True):
         logits = _logits(model(**inputs | {name: _with_another(inputs[name], labels, changed)}))
-        before = is_token & (places < changed.unsqueeze(1))
-        one, other = (some[before.to(some.device)].float() for some in (original, logits))
-        tested = tested or one.numel() > 0
-        if one.numel() and (one - other).abs().max() > _rounding(original) * one.abs().max():
+        difference = logits[compared.to(logits.device)].float() - original.float()
+        del logits
+        if len(original) and difference.abs().max() > tolerance * original.abs().max():
             raise ValueError(
                 f"the model ({type(unwrap(model)).__name__}) sees the tokens to its right, so it is not a causal "
                 "language model; use a decoder, or one trained with is_decoder=true."
             )
-    return tested
+    return any(len(original) for original in originals)
+
+
+def _just_before(places: Tensor, changed: Tensor) -> Tensor:
+    """Of each row, the positions before the changed one, as many as the part of a batch has."""
+    return (places < changed.unsqueeze(1)) & (places >= changed.unsqueeze(1) - LENGTH)
 
 
 def _tokens(inputs: dict[str, Any], labels: Tensor) -> Tensor:
@@ -276,27 +285,25 @@ def check_own_loss(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, 
     base = root.get_base_model() if hasattr(root, "get_base_model") else root
     if not _takes_labels(base):
         return True
-    both = is_encoder_decoder(root)
-    labels = _known_labels(root, labels if both else _own_labels(inputs, labels))
+    labels = _known_labels(root, labels if is_encoder_decoder(root) else _own_labels(inputs, labels))
     own, logits = _own_output(model, inputs, labels)
     if own.get("loss") is None:
         return True
-    if not model.training:
-        _check_logits(model, inputs, labels, logits)
-    at = float(cross_entropy(logits.flatten(0, 1), labels.flatten()))
-    before = float(cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
-    nll = at if both else before
+    _check_logits(model, inputs, labels, logits)
+    unshifted = _mean_nll(logits, labels)
+    nll = unshifted if is_encoder_decoder(root) else _mean_nll(logits[:, :-1], labels[:, 1:])
     if math.isnan(nll):  # no token is behind another one
         return False
     experts = auxiliary_loss(own)
     # With the model's own weight: a trainer may have another one, which the model does not know.
-    known = 0.0 if experts is None else float(auxiliary_weight(None, root) * experts)
-    # The experts' loss may be in 16 bits, and the other not.
-    tolerance = (1e-5 if own["loss"].dtype == torch.float32 else 2.0**-6) * nll + 2.0**-8 * abs(known)
-    if abs(float(own["loss"]) - known - nll) <= tolerance:
+    term = 0.0 if experts is None else float(auxiliary_weight(None, root) * experts)
+    tolerance = _rounding_of_loss(own["loss"]) * nll + (0.0 if experts is None else _rounding_of_loss(experts)) * abs(
+        term
+    )
+    if abs(float(own["loss"]) - term - nll) <= tolerance:
         return True
-    if not abs(float(own["loss"]) - known - at) <= tolerance:
-        _raise_unknown_term(root, own, nll + known)
+    if not abs(float(own["loss"]) - term - unshifted) <= tolerance:
+        _raise_unknown_term(root, own, nll + term)
     if not shifted_by_user:
         raise ValueError(
             f"the loss of {type(base).__name__} scores label t at position t, those of other causal language models at "
@@ -304,6 +311,16 @@ def check_own_loss(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, 
             "predicts at t (and set remove_unused_columns=False)."
         )
     return True
+
+
+def _mean_nll(logits: Tensor, labels: Tensor) -> float:
+    """The cross-entropy, in float32 of the labelled positions alone; NaN if there are none."""
+    labelled = labels != IGNORE_INDEX
+    return float(cross_entropy(logits[labelled.to(logits.device)].float(), labels[labelled].to(logits.device)))
+
+
+def _rounding_of_loss(loss: Tensor) -> float:
+    return 1e-5 if loss.dtype == torch.float32 else 2.0**-6
 
 
 def _takes_labels(base: Any) -> bool:
@@ -322,14 +339,17 @@ def _own_labels(inputs: dict[str, Any], labels: Tensor) -> Tensor:
 
 def _own_output(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> tuple[Any, Tensor]:
     """The model's output for labels, as a dict, and its logits: of a second pass if the first makes none."""
-    torch.manual_seed(0)
+    set_seed(0)
     own = model(**inputs, labels=labels.clone())
     if not isinstance(own, dict):  # return_dict=False
         own = {"loss": own[0], "logits": own[1]} if own[0].ndim == 0 else {"logits": own[0]}
-    if own.get("logits") is None:
-        torch.manual_seed(0)  # the same dropout
-        return own, _logits(model(**with_decoder_inputs(model, inputs, labels))).float()
-    return own, _logits(own).float()
+    return own, _own_logits(model, inputs, labels) if own.get("logits") is None else _logits(own)
+
+
+def _own_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    """The logits without labels, with the dropout of other passes."""
+    set_seed(0)
+    return _logits(model(**with_decoder_inputs(model, inputs, labels)))
 
 
 def _known_labels(root: Any, labels: Tensor) -> Tensor:
@@ -360,11 +380,12 @@ def _raise_unknown_term(root: Any, own: Any, expected: float) -> None:
 def _check_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, logits: Tensor) -> None:
     """Raise ValueError if logits depend on labels: by a decoder's inputs that are not ours, or in another way."""
     labelled = (labels != IGNORE_INDEX).to(logits.device)
-    ours = _logits(model(**with_decoder_inputs(model, inputs, labels)))
-    tolerance = _rounding(ours)
-    ours, logits = ours.float()[labelled], logits[labelled]
-    if not len(logits) or logits.isnan().any() or (ours - logits).abs().max() <= tolerance * logits.abs().max():
+    logits = logits[labelled]
+    ours = _own_logits(model, inputs, labels)[labelled]
+    if _agree(ours, logits):
         return
+    if model.training and not _agree(ours, _own_logits(model, inputs, labels)[labelled]):
+        return  # draws of its own, which no seed repeats
     name = type(unwrap(model)).__name__
     if is_encoder_decoder(unwrap(model)):
         raise ValueError(
@@ -375,6 +396,14 @@ def _check_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, logi
         f"the logits of {name} are others when it gets labels, and an objective gives it none; make its forward "
         "independent of labels, except for its loss."
     )
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether logits of the same tokens and the same draws are equal, up to the order of sums on a GPU; or NaN."""
+    if not len(b) or b.isnan().any():
+        return True
+    tolerance = 1e-5 if torch.finfo(b.dtype).bits >= 32 else 2.0**-6
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.abs().max())
 
 
 def _rounding(logits: Tensor) -> float:

@@ -58,7 +58,8 @@ class ObjectiveMixin:
     decoder whose own loss does not shift (`TrOCRForCausalLM`, `BartForCausalLM`) needs batches with `shift_labels`.
 
     The model is examined on its first batch: it must not see the tokens that it has to predict, and its own loss must
-    be the cross-entropy and, in a mixture of experts, the loss that balances them.
+    be the cross-entropy and, in a mixture of experts, the loss that balances them. This forms logits of two rows and 32
+    tokens; of the whole batch where that cannot be cut, as one whose images are all in one tensor (Qwen2-VL).
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number",

@@ -402,6 +402,13 @@ class SeesLabels(transformers.LlamaForCausalLM):
         return super().forward(ids, attention_mask, labels=labels, **others)
 
 
+class SeesLabelsInTraining(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        if labels is not None and self.training:
+            others["position_ids"] = torch.arange(input_ids.shape[1]).flip(0).expand_as(input_ids)
+        return super().forward(input_ids, attention_mask, labels=labels, **others)
+
+
 # name -> (model and batch, message)
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Batch]], str]] = {
     "encoder": (lambda: (made("BertLMHeadModel", _BASE), words()), r"BertLMHeadModel\) sees the tokens to its right"),
@@ -439,6 +446,10 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Batch]], str]] = {
                                                 "Mixtral"), "has a term that an objective would leave out"),
     "labels as inputs": (lambda: (SeesLabels(transformers.LlamaConfig(**_BASE)), words()),
                          "logits of SeesLabels are others when it gets labels"),
+    "labels as inputs in training": (lambda: (SeesLabelsInTraining(transformers.LlamaConfig(**_BASE)), words()),
+                                     "logits of SeesLabelsInTraining are others when it gets labels"),
+    "experts weighed a bit more": (lambda: with_loss(lambda model, output: output["loss"] + 0.001 * output["aux_loss"],
+                                                     "Mixtral"), "has a term that an objective would leave out"),
 }  # fmt: skip
 
 
