@@ -55,8 +55,13 @@ class RunConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.bf16 is None and (self.use_cpu or not torch.accelerator.is_available()):
-            self.bf16 = False
+        if self.use_cpu or not torch.accelerator.is_available():
+            self.bf16 = bool(self.bf16)
+            if self.activation_offloading:
+                raise ValueError(
+                    "--activation_offloading keeps the activations of an accelerator in the memory of the CPU, and "
+                    "this run is on a CPU; leave it out."
+                )
         super().__post_init__()
 
 
@@ -165,6 +170,8 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
         *parsed, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
     except YAMLError as error:
         raise ValueError(f"the file of --config is not YAML: {error}") from error
+    except OSError as error:
+        raise ValueError(f"the file of --config cannot be read: {error}; check the path.") from error
     if unknown and unknown[0] in REPLACED:
         fail(f"{command} has no option {unknown[0]!r}; use {REPLACED[unknown[0]]}")
     if unknown:

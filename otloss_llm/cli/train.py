@@ -20,9 +20,12 @@ from otloss_llm.cli.guard import (
     tokenizer_fingerprint,
 )
 from otloss_llm.cli.numbers import report_numbers
-from otloss_llm.cli.rows import checked_split, digest, load_splits
+from otloss_llm.cli.rows import checked_split, digest, load_splits, naming_rows
 from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
+from otloss_llm.training.token_means import LOGGED
+
+METRICS = ("loss", "perplexity", *LOGGED)
 
 
 def parse_request(arguments: Sequence[str]) -> Request:
@@ -32,6 +35,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
 def run(request: Request) -> str:
     """Train, save the model, and return the results as JSON."""
     args, script = request.args, request.script
+    _check_best_metric(args.metric_for_best_model)
     splits = load_splits(script, request.mixture, seed=args.seed)
     columns = {"text_field": args.dataset_text_field}
     rows = checked_split(splits, script.dataset_train_split, "name one with --dataset_train_split", **columns)
@@ -58,7 +62,9 @@ def run(request: Request) -> str:
     with args.main_process_first(desc="open the output folder"):
         if args.process_index == 0:
             open_folder(folder, settings)
-    _train(trainer, args.resume_from_checkpoint or (None if args.save_only_model else last_checkpoint(folder)))
+    checkpoint = args.resume_from_checkpoint or (None if args.save_only_model else last_checkpoint(folder))
+    with naming_rows(rows, evaluation, args=args):  # those of a stream are prepared in the training
+        _train(trainer, checkpoint)
     trainer.save_model(args.output_dir)
     trainer.save_state()
     results = _results(trainer)
@@ -67,6 +73,12 @@ def run(request: Request) -> str:
     trainer.end()  # trackers, and the group of processes
     print(f"the model is in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
+
+
+def _check_best_metric(metric: str | None) -> None:
+    """Raise ValueError for a metric that no evaluation has, which the trainer would find after some steps."""
+    if metric is not None and metric.removeprefix("eval_") not in METRICS:
+        raise ValueError(f"--metric_for_best_model is {metric!r}, expected one of {', '.join(METRICS)}.")
 
 
 def _train(trainer: Any, checkpoint: str | None) -> None:

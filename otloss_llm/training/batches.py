@@ -14,7 +14,7 @@ from transformers import default_data_collator
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 TOKEN_WEIGHT = "token_weight"  # a column of the data set
-UNPACKED = "set eval_packing=False, evaluate in one process, or give so many examples that none is left"
+UNPACKED = "evaluate without packing (eval_packing=False) or in one process, or give so many examples that none is left"
 
 
 class Targets(NamedTuple):

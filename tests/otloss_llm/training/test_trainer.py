@@ -405,7 +405,7 @@ def test_repeated_examples_of_a_flattened_batch_are_left_out() -> None:
     for whole in ({"remainder": 0}, {"end_of_dataloader": False}):
         assert labels(1, places, **whole) == [4, 5, 6]
     assert labels(1, torch.arange(5)[None]) == [4, 5, 6]  # of a stream: a batch of one example
-    with pytest.raises(ValueError, match=r"2 examples has 3 sequences in one row .*eval_packing=False"):
+    with pytest.raises(ValueError, match=r"2 examples has 3 sequences in one row .*without packing"):
         labels(0, torch.tensor([[0, 1, 0, 0, 1]]))
     args, packed = SimpleNamespace(world_size=2, eval_batch_size=2), [{"seq_lengths": [2, 3]}] * 5
     check_packed_evaluation(args, packed[:4], 1)
