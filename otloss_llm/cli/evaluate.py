@@ -128,8 +128,8 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
 
 
 def _batches(rows: Any, count: int, size: int) -> Iterator[list[dict[str, list[int]]]]:
-    taken = list(rows.take(count))
-    return (taken[i : i + size] for i in range(0, len(taken), size))
+    first = list(rows.take(count))
+    return (first[i : i + size] for i in range(0, len(first), size))
 
 
 def _start(row: dict[str, list[int]]) -> int:

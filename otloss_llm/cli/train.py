@@ -54,14 +54,9 @@ def run(request: Request) -> str:
     settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
     report_numbers(trainer, request.objective.objective)
     folder = Path(args.output_dir)
-    if args.resume_from_checkpoint:
-        check_same_run(
-            Path(args.resume_from_checkpoint).parent, settings,
-            "resume with its settings, or start from its weights with --model_name_or_path",
-        )  # fmt: skip
     with args.main_process_first(desc="open the output folder"):
         if args.process_index == 0:
-            open_folder(folder, settings)
+            _open(folder, args.resume_from_checkpoint, settings)
     checkpoint = args.resume_from_checkpoint or (None if args.save_only_model else last_checkpoint(folder))
     with naming_rows(rows, evaluation, args=args):  # those of a stream are prepared in the training
         _train(trainer, checkpoint)
@@ -73,6 +68,13 @@ def run(request: Request) -> str:
     trainer.end()  # trackers, and the group of processes
     print(f"the model is in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
+
+
+def _open(folder: Path, checkpoint: str | None, settings: dict[str, Any]) -> None:
+    if checkpoint:
+        fix = "resume with its settings, or start from its weights with --model_name_or_path"
+        check_same_run(Path(checkpoint).parent, settings, fix)
+    open_folder(folder, settings)
 
 
 def _check_best_metric(metric: str | None) -> None:

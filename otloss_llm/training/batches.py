@@ -36,7 +36,7 @@ class Targets(NamedTuple):
         return torch.stack([weights[mask].sum() for mask in (self.valid, numbers)]).float()
 
 
-def targets_of(inputs: dict[str, Any], *, shift: bool) -> Targets:
+def pop_targets(inputs: dict[str, Any], *, shift: bool) -> Targets:
     """Take labels and weights out of a batch and align them.
 
     Those of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are.
@@ -95,7 +95,7 @@ def check_labelled(labels: float, what: str) -> None:
         )
 
 
-def columns_of(rows: Any) -> tuple[str, ...]:
+def column_names(rows: Any) -> tuple[str, ...]:
     """The columns of a data set, as far as it can tell without reading it all."""
     names = getattr(rows, "column_names", None)
     if names is None and isinstance(rows, list) and rows and isinstance(rows[0], dict):
@@ -105,7 +105,7 @@ def columns_of(rows: Any) -> tuple[str, ...]:
 
 def has_weights(rows: Any) -> bool:
     """Whether a data set has the column of weights."""
-    return TOKEN_WEIGHT in columns_of(rows)
+    return TOKEN_WEIGHT in column_names(rows)
 
 
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def collate_tokens(items: Sequence[dict[str, Any]], *, aligned: bool = False) ->
 def check_rows_tokenised(rows: Any) -> None:
     """Raise ValueError for a data set, or one among several by name, whose columns are known and not tokenised."""
     for part in rows.values() if isinstance(rows, dict) else [rows]:
-        columns = columns_of(part)
+        columns = column_names(part)
         text = isinstance(part, list) and bool(part) and isinstance(part[0], str)
         if columns or text:
             check_tokenised(columns, part[0] if text else columns)
@@ -177,7 +177,7 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
         rows: a `datasets.Dataset` or a list of rows.
         shifted: whether the first label of each row is not predicted.
     """
-    if "labels" not in columns_of(rows) or not hasattr(rows, "__len__"):
+    if "labels" not in column_names(rows) or not hasattr(rows, "__len__"):
         return None
     if hasattr(rows, "with_format"):
         rows = rows.with_format("numpy", columns=["labels"])  # no lists of Python's numbers

@@ -65,7 +65,7 @@ def examine(model: nn.Module, inputs: dict[str, Any], targets: Targets, *, shift
     if isinstance(model, DistributedDataParallel):
         model = model.module
     root = unwrap(model)
-    part, labels = part_of(inputs, targets.labels, is_encoder_decoder(root), _media_tokens(root))
+    part, labels = cut_batch(inputs, targets.labels, is_encoder_decoder(root), _media_tokens(root))
     with _same_draws_after(), evaluation_mode(model), _state_kept(model):
         causal = check_causal(model, part, labels)
         checked = check_own_loss(model, part, labels, shifted_by_user=shifted_by_user)
@@ -121,7 +121,7 @@ def _is_state(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.ndim < 2
 
 
-def part_of(
+def cut_batch(
     inputs: dict[str, Any], labels: Tensor, encoder_decoder: bool, media: set[int] | None = None
 ) -> tuple[dict[str, Any], Tensor]:
     """Return the two rows with most labels and the 32 tokens with most of them, as far as a batch can be cut.
@@ -177,8 +177,8 @@ def with_decoder_inputs(model: nn.Module, inputs: dict[str, Any], labels: Tensor
 def decoder_inputs(root: Any, labels: Tensor) -> Tensor:
     """Return the labels shifted to the right behind the token that starts a text; `check_own_loss` verifies it."""
     if hasattr(root, "prepare_decoder_input_ids_from_labels"):
-        made: Tensor = root.prepare_decoder_input_ids_from_labels(labels.clone())  # FSMT writes into its argument
-        return made
+        ids: Tensor = root.prepare_decoder_input_ids_from_labels(labels.clone())  # FSMT writes into its argument
+        return ids
     start, pad = _setting(root, "decoder_start_token_id"), _setting(root, "pad_token_id")
     if start is None or pad is None:
         raise ValueError(
@@ -220,11 +220,7 @@ def check_causal(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> bo
             f"the batch has {sorted(inputs)} and neither input_ids nor inputs_embeds, so it cannot be tested whether "
             f"{type(unwrap(model)).__name__} sees the tokens that it has to predict; put one of them into the batch."
         )
-    is_token, places = _tokens(inputs, labels), torch.arange(labels.shape[1], device=labels.device)
-    labelled = labels != IGNORE_INDEX
-    last = torch.where(is_token, places, 0).amax(1)
-    first = torch.where(labelled.any(1), labelled.int().argmax(1) + 1, last).clamp(max=labels.shape[1] - 1)
-    changes = [(places_changed, is_token & _just_before(places, places_changed)) for places_changed in (first, last)]
+    changes = _changes(inputs, labels)
     logits = _logits(model(**inputs))
     tolerance = _rounding(logits)
     originals = [logits[compared.to(logits.device)] for _, compared in changes]
@@ -241,9 +237,15 @@ def check_causal(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> bo
     return any(len(original) for original in originals)
 
 
-def _just_before(places: Tensor, changed: Tensor) -> Tensor:
-    """Of each row, the positions before the changed one, as many as the part of a batch has."""
-    return (places < changed.unsqueeze(1)) & (places >= changed.unsqueeze(1) - LENGTH)
+def _changes(inputs: dict[str, Any], labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """A place in each row at which to change the token, and which of the 32 positions before it are tokens; twice."""
+    is_token, places = _tokens(inputs, labels), torch.arange(labels.shape[1], device=labels.device)
+    labelled = labels != IGNORE_INDEX
+    last = torch.where(is_token, places, 0).amax(1)
+    first = torch.where(labelled.any(1), labelled.int().argmax(1) + 1, last).clamp(max=labels.shape[1] - 1)
+    distances = [place.unsqueeze(1) - places for place in (first, last)]
+    masks = [is_token & (distance > 0) & (distance <= LENGTH) for distance in distances]
+    return list(zip((first, last), masks, strict=True))
 
 
 def _tokens(inputs: dict[str, Any], labels: Tensor) -> Tensor:
@@ -259,13 +261,13 @@ def _with_another(tokens: Tensor, labels: Tensor, places: Tensor) -> Tensor:
     """The tokens with another one at a place of each row: one that is a label (others may stand for an image)."""
     changed = tokens.clone()
     for row, place in enumerate(places.tolist()):
-        now = tokens[row, place]
+        token = tokens[row, place]
         if tokens.is_floating_point():
-            changed[row, place] = -now
+            changed[row, place] = -token
             continue
-        known = torch.cat([labels[row], labels.flatten()]).to(tokens.device)
-        others = known[(known != IGNORE_INDEX) & (known != now)]
-        changed[row, place] = others[0] if len(others) else (now + 1) % 3
+        candidates = torch.cat([labels[row], labels.flatten()]).to(tokens.device)
+        candidates = candidates[(candidates != IGNORE_INDEX) & (candidates != token)]
+        changed[row, place] = candidates[0] if len(candidates) else (token + 1) % 3
     return changed
 
 
@@ -294,12 +296,8 @@ def check_own_loss(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, 
     nll = unshifted if is_encoder_decoder(root) else _mean_nll(logits[:, :-1], labels[:, 1:])
     if math.isnan(nll):  # no token is behind another one
         return False
-    experts = auxiliary_loss(own)
-    # With the model's own weight: a trainer may have another one, which the model does not know.
-    term = 0.0 if experts is None else float(auxiliary_weight(None, root) * experts)
-    tolerance = _rounding_of_loss(own["loss"]) * nll + (0.0 if experts is None else _rounding_of_loss(experts)) * abs(
-        term
-    )
+    term, rounding = _experts_term(root, own)
+    tolerance = (1e-5 if own["loss"].dtype == torch.float32 else 2.0**-6) * nll + rounding
     if abs(float(own["loss"]) - term - nll) <= tolerance:
         return True
     if not abs(float(own["loss"]) - term - unshifted) <= tolerance:
@@ -319,8 +317,14 @@ def _mean_nll(logits: Tensor, labels: Tensor) -> float:
     return float(cross_entropy(logits[labelled.to(logits.device)].float(), labels[labelled].to(logits.device)))
 
 
-def _rounding_of_loss(loss: Tensor) -> float:
-    return 1e-5 if loss.dtype == torch.float32 else 2.0**-6
+def _experts_term(root: nn.Module, own: Any) -> tuple[float, float]:
+    """What a model adds to its loss to balance its experts, and the rounding error of this.
+
+    The weight is the model's own: a trainer may have another one, which the model does not know.
+    """
+    experts = auxiliary_loss(own)
+    term = 0.0 if experts is None else float(auxiliary_weight(None, root) * experts)
+    return term, abs(term) * (1e-5 if experts is None or experts.dtype == torch.float32 else 2.0**-8)
 
 
 def _takes_labels(base: Any) -> bool:

@@ -28,7 +28,7 @@ from otloss_llm.training.batches import (
     first_sequences,
     has_weights,
     is_flattened,
-    targets_of,
+    pop_targets,
 )
 from otloss_llm.training.first_batch import Examination, examine, with_decoder_inputs
 from otloss_llm.training.fused import measure_transform, unwrap
@@ -144,8 +144,8 @@ class ObjectiveMixin:
         z_loss: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        weighted = has_weights(given.get("train_dataset"))  # TRL may drop the column
+        arguments = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        weighted = has_weights(arguments.get("train_dataset"))  # TRL may drop the column
         super().__init__(*args, **kwargs)
         self._weighted = weighted or has_weights(self.train_dataset)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
@@ -217,7 +217,7 @@ class ObjectiveMixin:
         keep_output = return_outputs and not self._outputs_unused
         form_logits = not inputs.pop("skip_logits", False) and keep_output
         shifted_by_user = "shift_labels" in inputs
-        targets = targets_of(inputs, shift=not self._encoder_decoder)
+        targets = pop_targets(inputs, shift=not self._encoder_decoder)
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
             inputs["output_router_logits"] = True
         if self._examination is None or not self._examination.is_complete:
@@ -247,9 +247,9 @@ class ObjectiveMixin:
         """What a batch shows of the model; complete in all processes or in none, as passes of sharded models are."""
         if self.get_cp_size() > 1:  # a process has a part of each sequence, and its own order of tokens
             return Examination(measure_transform(model, with_decoder_inputs(model, inputs, targets.labels)), True)
-        found = examine(model, inputs, targets, shifted_by_user=shifted)
-        complete = torch.tensor([found.is_complete], device=self.accelerator.device)
-        return found._replace(is_complete=bool(self.accelerator.gather(complete).all()))
+        examination = examine(model, inputs, targets, shifted_by_user=shifted)
+        complete = torch.tensor([examination.is_complete], device=self.accelerator.device)
+        return examination._replace(is_complete=bool(self.accelerator.gather(complete).all()))
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
@@ -262,8 +262,7 @@ class ObjectiveMixin:
 
     def _scoring(self, targets: Targets, num_items: Any, training: bool) -> Scoring:
         objective = self._objective_of_step(targets, num_items) if training else self._total
-        wanted = objective.needs_cost or not training
-        cost_on = self._cost_on if wanted else lambda device: None
+        cost_on = self._cost_on if objective.needs_cost or not training else lambda device: None
         # TRL's trainers, which have these metrics, log entropy and accuracy.
         predictions = isinstance(getattr(self, "_metrics", None), dict)
         return Scoring(objective, num_items, cost_on, self.impl, self.chunk_size, predictions)
@@ -314,7 +313,7 @@ class ObjectiveMixin:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
-        targets = (targets_of(dict(batch), shift=not self._encoder_decoder) for batch in batches)
+        targets = (pop_targets(dict(batch), shift=not self._encoder_decoder) for batch in batches)
         counts = torch.stack([self._counts(some) for some in targets]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
@@ -372,8 +371,8 @@ class ObjectiveMixin:
         )
         total = sums.sum(0) if training else self._gathered(sums, whole=whole).sum(0)
         name = "_train_sums" if training else "_eval_sums"
-        before = getattr(self, name)
-        setattr(self, name, total if before is None else before + total)
+        previous = getattr(self, name)
+        setattr(self, name, total if previous is None else previous + total)
 
     def _without_repeated(self, targets: Targets, position_ids: Tensor | None) -> Targets:
         """Of a batch flattened into one row: without the labels of examples that are repeated to fill the last one."""
