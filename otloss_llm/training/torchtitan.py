@@ -66,7 +66,7 @@ class ObjectiveLoss(ChunkedLossWrapper):
         if self.lm_head is None or not isinstance(pred, Tensor):
             got = "no head" if self.lm_head is None else f"a {type(pred).__name__} of predictions"
             raise ValueError(
-                f"ObjectiveLoss has {got}; call set_lm_head(head) first, and pass one tensor of hidden states."
+                f"ObjectiveLoss has {got}; set a head (set_lm_head), and pass one tensor of hidden states."
             )
         count = None if global_valid_tokens is None else torch.as_tensor(global_valid_tokens).clamp(min=1)
         results: list[TokenLoss] = []
@@ -85,12 +85,9 @@ class ObjectiveLoss(ChunkedLossWrapper):
             return results[0].loss
 
         loss = self._through_hooks(head, scored, pred) if _is_fsdp(self.lm_head) else scored(pred)
+        share = 1.0 if count is None else count
         means = {"nll/mean": results[0].nll, "transport_cost/mean": results[0].cost}
-        return loss, {
-            name: vector.sum() / (1.0 if count is None else count)
-            for name, vector in means.items()
-            if vector is not None
-        }
+        return loss, {name: vector.sum() / share for name, vector in means.items() if vector is not None}
 
     @staticmethod
     def _through_hooks(head: LanguageModelHead, scored: Callable[[Tensor], Tensor], pred: Tensor) -> Tensor:
