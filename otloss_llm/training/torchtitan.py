@@ -58,15 +58,13 @@ class ObjectiveLoss(ChunkedLossWrapper):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum over labelled tokens, divided by `global_valid_tokens` if given, and means of nll and transport cost.
 
-        Other `loss_inputs` are left out, as torchtitan's cross-entropy does.
-
-        Raises:
-            ValueError: several predictions (multi-token prediction), or no head.
+        Other `loss_inputs` are left out, as torchtitan's cross-entropy does. Raises ValueError for several predictions
+        (multi-token prediction), and without a head.
         """
         if self.lm_head is None or not isinstance(pred, Tensor):
             got = "no head" if self.lm_head is None else f"a {type(pred).__name__} of predictions"
             raise ValueError(
-                f"ObjectiveLoss has {got}; set a head (set_lm_head), and pass one tensor of hidden states."
+                f"ObjectiveLoss has {got}; call set_lm_head(head) first, and pass one tensor of hidden states."
             )
         count = None if global_valid_tokens is None else torch.as_tensor(global_valid_tokens).clamp(min=1)
         results: list[TokenLoss] = []
