@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss_llm.cli.rows import checked_split, load_splits
+from otloss_llm.cli.rows import checked_split, load_splits, naming_rows
 from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
 from otloss_llm.losses.positions import IGNORE_INDEX
@@ -59,8 +59,11 @@ def run(request: Request) -> str:
             preprocess_logits_for_metrics=confidences,
         )
         trainer.eval_dataset = trainer.train_dataset  # tokenised once
-        evaluated = trainer.evaluate()
+        with naming_rows(rows, args=args):
+            evaluated = trainer.evaluate()
     measures = {name: evaluated[f"eval_{name}"] for name in MEASURES if f"eval_{name}" in evaluated}
+    if trainer.padding_free or args.packing:
+        del measures["rows"]  # what was counted is batches or blocks
     if mauve is not None:
         texts, references = continuations(trainer, extra.mauve_rows)
         device = torch.cuda.current_device() if trainer.args.device.type == "cuda" else -1
@@ -125,8 +128,8 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
 
 
 def _batches(rows: Any, count: int, size: int) -> Iterator[list[dict[str, list[int]]]]:
-    taken = list(rows.take(count))
-    return (taken[i : i + size] for i in range(0, len(taken), size))
+    first = list(rows.take(count))
+    return (first[i : i + size] for i in range(0, len(first), size))
 
 
 def _start(row: dict[str, list[int]]) -> int:

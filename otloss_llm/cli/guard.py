@@ -27,18 +27,39 @@ class FinishedError(Exception):
 def open_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Write the settings of a run into its folder; raises ValueError if it holds a run with other settings."""
     path = folder / SETTINGS_FILE
-    settings = json.loads(json.dumps(settings, default=str))
     if any([*folder.glob("checkpoint-*"), *folder.glob("*.safetensors")]):
         fix = "choose another --output_dir, or delete that one"
         if not path.is_file():
             raise ValueError(f"{folder} holds a model that this command did not write ({path.name} is missing); {fix}.")
-        previous = json.loads(path.read_text(encoding="utf-8"))
-        keys = sorted(key for key in previous.keys() | settings.keys() if previous.get(key) != settings.get(key))
-        if keys:
-            pairs = [f"{key}: {previous.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:8]]
-            raise ValueError(f"{folder} holds another run ({'; '.join(pairs)}); {fix}.")
+        check_same_run(folder, settings, fix)
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(_as_json(settings) + "\n", encoding="utf-8")
+
+
+def check_same_run(folder: Path, settings: dict[str, Any], fix: str) -> None:
+    """Raise ValueError if a folder holds a run with other settings; a folder of another program has none."""
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        return
+    there, here = json.loads(path.read_text(encoding="utf-8")), json.loads(_as_json(settings))
+    keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+    if keys:
+        pairs = [f"{key}: {there.get(key)!r} there, {here.get(key)!r} asked for" for key in keys[:8]]
+        raise ValueError(f"{folder} holds another run ({'; '.join(pairs)}); {fix}.")
+
+
+def _as_json(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, indent=2, sort_keys=True, default=str)
+
+
+def tokenizer_fingerprint(processor: Any) -> str:
+    """Return a short hash of what makes tokens of rows: the tokenizer, its special tokens and the chat template."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    content |= {"padding": None, "truncation": None}  # of the last call
+    parts = [content, tokenizer.special_tokens_map, getattr(processor, "chat_template", None)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:

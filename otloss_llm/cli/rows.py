@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 SAMPLED = 64  # rows that identify a stream
+CHECKED = 100_000  # rows among which an invalid one is looked for
 
 
 def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int) -> dict[str, Any]:
@@ -93,8 +97,27 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
     return rows
 
 
-def check_rows(rows: Any, *, text_field: str) -> None:
-    """Raise ValueError where a row to train on is neither text nor messages, as a null or a number."""
+@contextmanager
+def naming_rows(*splits: Any, args: Any) -> Iterator[None]:
+    """Where an error comes from an invalid row, raise ValueError that names the row.
+
+    A null, a template that raises, and an empty list of messages make errors of many kinds in TRL and datasets.
+    """
+    try:
+        yield
+    except (RuntimeError, AttributeError, LookupError, TypeError, ValueError, TemplateError):
+        for rows in splits:
+            if rows is not None:
+                check_rows(rows.take(CHECKED), text_field=args.dataset_text_field, answers=args.assistant_only_loss)
+        raise
+
+
+def check_rows(rows: Any, *, text_field: str, answers: bool = False) -> None:
+    """Raise ValueError where a row to train on is neither text nor messages, as a null or a number.
+
+    Args:
+        answers: whether only answers are trained on, so that a conversation needs one.
+    """
     kinds = (("input_ids",), ("messages",), ("prompt", "completion"), (text_field,))
     for i, row in enumerate(rows):
         names = next((names for names in kinds if row.keys() >= set(names)), ())
@@ -104,6 +127,11 @@ def check_rows(rows: Any, *, text_field: str) -> None:
                 raise ValueError(
                     f"{name} of row {i} is {str(row[name])[:60]!r}, expected {text}a list of messages with role and "
                     "content; drop or correct such rows (dataset.filter)."
+                )
+            if answers and name == "messages" and all(part["role"] != "assistant" for part in row[name]):
+                raise ValueError(
+                    f"messages of row {i} have no answer, expected a message with the role assistant; drop such rows "
+                    "(dataset.filter), or train on all messages with --assistant_only_loss false."
                 )
 
 

@@ -18,15 +18,26 @@ from otloss_llm.losses.positions import IMPLEMENTATIONS
 from otloss_llm.objectives import Sum, parse_objective
 from otloss_llm.objectives.names import EXPECTED
 
-# Beginnings of options that a resumed run may change: paths, logs, checkpoints, evaluation, devices and memory. The
-# model and the rows are compared by their content.
+# Options that a resumed run may change: paths, logs, checkpoints, evaluation, devices and memory. One that a later
+# version of TRL adds is compared. The model and the rows are compared by their content.
 MAY_DIFFER = (
-    "output_dir", "model_name", "model_revision", "trust_remote", "run_name", "project", "trackio", "log", "report_to",
-    "disable_tqdm", "include_", "skip_memory", "debug", "save", "load_best", "metric_for", "greater_is", "enable_jit",
-    "resume_from", "push", "hub", "do_", "eval", "per_device_eval", "prediction_loss", "batch_eval", "bf16_full",
-    "fp16_full", "use_cpu", "local_rank", "ddp", "fsdp", "deepspeed", "parallelism", "dataloader_num", "dataloader_pin",
-    "dataloader_pers", "dataloader_pre", "dataloader_multi", "dataset_num_proc", "impl", "chunk_size", "attn_impl",
-    "use_cache", "torch_compile", "torch_empty", "gradient_checkpointing", "activation_",
+    "output_dir", "bf16_full_eval", "fp16_full_eval", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend",
+    "torch_compile_mode", "use_cache", "torch_empty_cache_steps", "logging_strategy", "logging_steps",
+    "logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen",
+    "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id",
+    "trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay",
+    "per_device_eval_batch_size", "prediction_loss_only", "eval_on_start", "eval_do_concat_batches",
+    "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics",
+    "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit",
+    "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
+    "hub_always_push", "hub_revision", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "use_cpu", "parallelism_config", "dataloader_num_workers", "dataloader_pin_memory",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
+    "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend",
+    "ddp_timeout", "fsdp", "fsdp_config", "deepspeed", "debug", "skip_memory_metrics", "do_train", "do_eval",
+    "do_predict", "resume_from_checkpoint", "local_rank", "trust_remote_code", "dataset_num_proc", "eval_packing",
+    "activation_offloading", "model_name_or_path", "model_revision", "attn_implementation", "impl", "chunk_size",
 )  # fmt: skip
 
 REPLACED = {
@@ -55,8 +66,13 @@ class RunConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.bf16 is None and (self.use_cpu or not torch.accelerator.is_available()):
-            self.bf16 = False
+        if self.use_cpu or not torch.accelerator.is_available():
+            self.bf16 = bool(self.bf16)
+            if self.activation_offloading:
+                raise ValueError(
+                    "--activation_offloading keeps the activations of an accelerator in the memory of the CPU, and "
+                    "this run is on a CPU; leave it out."
+                )
         super().__post_init__()
 
 
@@ -134,7 +150,7 @@ class Request(NamedTuple):
         tokens = {name: getattr(self.args, name) for name in ("eos_token", "pad_token")}  # which `to_dict` masks
         streamed = {"dataset_streaming": self.script.dataset_streaming}
         options = self.args.to_dict() | tokens | asdict(self.model) | asdict(self.objective) | streamed
-        return {name: value for name, value in options.items() if not name.startswith(MAY_DIFFER)}
+        return {name: value for name, value in options.items() if name not in MAY_DIFFER}
 
 
 def _split_config(argument: str) -> list[str]:
@@ -165,6 +181,8 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
         *parsed, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
     except YAMLError as error:
         raise ValueError(f"the file of --config is not YAML: {error}") from error
+    except OSError as error:
+        raise ValueError(f"the file of --config cannot be read: {error}; check the path.") from error
     if unknown and unknown[0] in REPLACED:
         fail(f"{command} has no option {unknown[0]!r}; use {REPLACED[unknown[0]]}")
     if unknown:

@@ -12,15 +12,20 @@ from otloss._checks import NotFiniteError
 from otloss_llm.cli.guard import (
     FinishedError,
     RunGuard,
+    check_same_run,
     diverged,
     fingerprint,
     last_checkpoint,
     open_folder,
+    tokenizer_fingerprint,
 )
 from otloss_llm.cli.numbers import report_numbers
-from otloss_llm.cli.rows import checked_split, digest, load_splits
+from otloss_llm.cli.rows import checked_split, digest, load_splits, naming_rows
 from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
+from otloss_llm.training.token_means import LOGGED
+
+METRICS = ("loss", "perplexity", *LOGGED)
 
 
 def parse_request(arguments: Sequence[str]) -> Request:
@@ -30,6 +35,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
 def run(request: Request) -> str:
     """Train, save the model, and return the results as JSON."""
     args, script = request.args, request.script
+    _check_best_metric(args.metric_for_best_model)
     splits = load_splits(script, request.mixture, seed=args.seed)
     columns = {"text_field": args.dataset_text_field}
     rows = checked_split(splits, script.dataset_train_split, "name one with --dataset_train_split", **columns)
@@ -45,12 +51,15 @@ def run(request: Request) -> str:
         )
     settings = request.settings() | {"rows": digest(rows), "model": fingerprint(model.named_parameters())}
     trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
+    settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
     report_numbers(trainer, request.objective.objective)
     folder = Path(args.output_dir)
     with args.main_process_first(desc="open the output folder"):
         if args.process_index == 0:
-            open_folder(folder, settings)
-    _train(trainer, args.resume_from_checkpoint or (None if args.save_only_model else last_checkpoint(folder)))
+            _open(folder, args.resume_from_checkpoint, settings)
+    checkpoint = args.resume_from_checkpoint or (None if args.save_only_model else last_checkpoint(folder))
+    with naming_rows(rows, evaluation, args=args):  # those of a stream are prepared in the training
+        _train(trainer, checkpoint)
     trainer.save_model(args.output_dir)
     trainer.save_state()
     results = _results(trainer)
@@ -59,6 +68,19 @@ def run(request: Request) -> str:
     trainer.end()  # trackers, and the group of processes
     print(f"the model is in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
+
+
+def _open(folder: Path, checkpoint: str | None, settings: dict[str, Any]) -> None:
+    if checkpoint:
+        fix = "resume with its settings, or start from its weights with --model_name_or_path"
+        check_same_run(Path(checkpoint).parent, settings, fix)
+    open_folder(folder, settings)
+
+
+def _check_best_metric(metric: str | None) -> None:
+    """Raise ValueError for a metric that no evaluation has, which the trainer would find after some steps."""
+    if metric is not None and metric.removeprefix("eval_") not in METRICS:
+        raise ValueError(f"--metric_for_best_model is {metric!r}, expected one of {', '.join(METRICS)}.")
 
 
 def _train(trainer: Any, checkpoint: str | None) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor
 from trl import SFTTrainer, get_peft_config, get_quantization_config, is_conversational
 from trl.trainer.utils import create_model_from_path
 
-from otloss_llm.cli.rows import HUB_NAME, check_rows
+from otloss_llm.cli.rows import HUB_NAME, naming_rows
 from otloss_llm.cli.settings import Request, RunConfig
 from otloss_llm.costs.named import load_cost
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
@@ -44,7 +44,7 @@ def _report_dropped(dropped: int, rows: int, longest: int) -> None:
     if not dropped:
         return
     text = f"{dropped} of {rows} rows are longer than --max_length {longest}"
-    fix = "raise it, or cut text into blocks with --packing true --packing_strategy wrapped"
+    fix = "raise it where the context allows, or cut text into blocks with --packing true --packing_strategy wrapped"
     if dropped == rows:
         raise ValueError(f"{text}, and none is left; {fix}.")
     logger.warning("%s and were dropped; %s", text, fix)
@@ -103,15 +103,14 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
             numbers=options.numbers,
         )  # fmt: skip
     try:
-        trainer = CommandTrainer(
-            model=model, args=args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-            peft_config=get_peft_config(request.model), objective=options.parsed, cost=cost, impl=options.impl,
-            numbers=options.numbers if cost == "auto" else None, chunk_size=options.chunk_size, **settings,
-        )  # fmt: skip
-    except (RuntimeError, AttributeError, KeyError, TypeError, TemplateError) as error:
-        # A null among the rows, a template that raises, or a report to a package that is not installed.
-        for rows in (train, evaluation or []):
-            check_rows(rows, text_field=args.dataset_text_field)
+        with naming_rows(train, evaluation, args=args):
+            trainer = CommandTrainer(
+                model=model, args=args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+                peft_config=get_peft_config(request.model), objective=options.parsed, cost=cost, impl=options.impl,
+                numbers=options.numbers if cost == "auto" else None, chunk_size=options.chunk_size, **settings,
+            )  # fmt: skip
+    except (RuntimeError, AttributeError, LookupError, TypeError, TemplateError) as error:
+        # A template that raises, or a report to a package that is not installed.
         raise ValueError(f"the trainer cannot be built: {error}") from error
     counts = label_counts(trainer.train_dataset, model.get_input_embeddings().num_embeddings, shifted=True)
     if counts is not None and not counts.sum():  # None of a stream

@@ -14,6 +14,7 @@ from transformers import default_data_collator
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 TOKEN_WEIGHT = "token_weight"  # a column of the data set
+UNPACKED = "evaluate without packing (eval_packing=False) or in one process, or give so many examples that none is left"
 
 
 class Targets(NamedTuple):
@@ -35,7 +36,7 @@ class Targets(NamedTuple):
         return torch.stack([weights[mask].sum() for mask in (self.valid, numbers)]).float()
 
 
-def targets_of(inputs: dict[str, Any], *, shift: bool) -> Targets:
+def pop_targets(inputs: dict[str, Any], *, shift: bool) -> Targets:
     """Take labels and weights out of a batch and align them.
 
     Those of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are.
@@ -59,6 +60,23 @@ def targets_of(inputs: dict[str, Any], *, shift: bool) -> Targets:
     return Targets(aligned, None if weights is None else nn.functional.pad(weights[..., 1:], (0, 1), value=0))
 
 
+def is_flattened(labels: Tensor, position_ids: Any) -> bool:
+    """Whether a batch is one row of several sequences: whether positions begin again."""
+    restarts = isinstance(position_ids, Tensor) and position_ids.shape == labels.shape and len(labels) == 1
+    return restarts and int((position_ids == 0).sum()) > 1
+
+
+def first_sequences(targets: Targets, position_ids: Any, examples: int, count: int) -> Targets:
+    """The labels of the first sequences of a flattened batch of `examples`; raises ValueError if it has others."""
+    sequence = (position_ids == 0).cumsum(1)
+    if int(sequence[0, -1]) != examples:
+        raise ValueError(
+            f"an evaluation batch of {examples} examples has {int(sequence[0, -1])} sequences in one row (packing?), "
+            f"some of which are repeated and cannot be told apart; {UNPACKED}."
+        )
+    return targets._replace(labels=targets.labels.masked_fill(sequence > count, IGNORE_INDEX))
+
+
 def check_weights_kept(inputs: dict[str, Any]) -> None:
     """Raise ValueError if a batch of weighted rows has lost its weights."""
     if TOKEN_WEIGHT not in inputs:
@@ -77,7 +95,7 @@ def check_labelled(labels: float, what: str) -> None:
         )
 
 
-def columns_of(rows: Any) -> tuple[str, ...]:
+def column_names(rows: Any) -> tuple[str, ...]:
     """The columns of a data set, as far as it can tell without reading it all."""
     names = getattr(rows, "column_names", None)
     if names is None and isinstance(rows, list) and rows and isinstance(rows[0], dict):
@@ -87,7 +105,7 @@ def columns_of(rows: Any) -> tuple[str, ...]:
 
 def has_weights(rows: Any) -> bool:
     """Whether a data set has the column of weights."""
-    return TOKEN_WEIGHT in columns_of(rows)
+    return TOKEN_WEIGHT in column_names(rows)
 
 
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
@@ -130,7 +148,7 @@ def collate_tokens(items: Sequence[dict[str, Any]], *, aligned: bool = False) ->
 def check_rows_tokenised(rows: Any) -> None:
     """Raise ValueError for a data set, or one among several by name, whose columns are known and not tokenised."""
     for part in rows.values() if isinstance(rows, dict) else [rows]:
-        columns = columns_of(part)
+        columns = column_names(part)
         text = isinstance(part, list) and bool(part) and isinstance(part[0], str)
         if columns or text:
             check_tokenised(columns, part[0] if text else columns)
@@ -159,7 +177,7 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
         rows: a `datasets.Dataset` or a list of rows.
         shifted: whether the first label of each row is not predicted.
     """
-    if "labels" not in columns_of(rows) or not hasattr(rows, "__len__"):
+    if "labels" not in column_names(rows) or not hasattr(rows, "__len__"):
         return None
     if hasattr(rows, "with_format"):
         rows = rows.with_format("numpy", columns=["labels"])  # no lists of Python's numbers

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from transformers import set_seed
 
 from otloss_llm.losses.positions import IGNORE_INDEX
 from otloss_llm.models.heads import evaluation_mode, is_encoder_decoder
@@ -33,6 +36,7 @@ from otloss_llm.training.trainer_settings import auxiliary_weight
 ROWS, LENGTH = 2, 32  # of the part of a batch: its logits are formed
 # Of sequences that are packed without padding; a part of them is one sequence.
 _OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_SIZES = ("expert_capacity", "max_seq_len_cached")  # attributes of modules
 # Tokens that stand for parts of an image, a video or a sound, as configs name them.
 _MEDIA_TOKENS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
 
@@ -61,8 +65,8 @@ def examine(model: nn.Module, inputs: dict[str, Any], targets: Targets, *, shift
     if isinstance(model, DistributedDataParallel):
         model = model.module
     root = unwrap(model)
-    part, labels = part_of(inputs, targets.labels, is_encoder_decoder(root), _media_tokens(root))
-    with _capacities_kept(model), evaluation_mode(model), _same_draws_after():
+    part, labels = cut_batch(inputs, targets.labels, is_encoder_decoder(root), _media_tokens(root))
+    with _same_draws_after(), evaluation_mode(model), _state_kept(model):
         causal = check_causal(model, part, labels)
         checked = check_own_loss(model, part, labels, shifted_by_user=shifted_by_user)
         transform = measure_transform(model, with_decoder_inputs(model, part, labels))
@@ -75,8 +79,14 @@ def examine(model: nn.Module, inputs: dict[str, Any], targets: Targets, *, shift
 def _same_draws_after() -> Iterator[None]:
     """After this context random numbers are those that would have been drawn without it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        yield
+    masks = np.random.get_state()  # numpy draws those of SpecAugment, and Python the layers of LayerDrop
+    layers = random.getstate()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        np.random.set_state(masks)
+        random.setstate(layers)
 
 
 def _media_tokens(root: Any) -> set[int]:
@@ -84,28 +94,46 @@ def _media_tokens(root: Any) -> set[int]:
 
 
 @contextmanager
-def _capacities_kept(model: nn.Module) -> Iterator[None]:
-    """After this context experts have their capacity again, which NLLB-MoE in eval mode sets to that of a batch."""
-    routers: list[Any] = [module for module in model.modules() if hasattr(module, "expert_capacity")]
-    capacities = [router.expert_capacity for router in routers]
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """After this context modules have the buffers and the sizes of before.
+
+    A pass in training mode updates the statistics of batch normalisation and the load counters of routers. NLLB-MoE in
+    eval mode sets the capacity of experts to that of a batch; rotary embeddings grow with the longest sequence.
+    """
+    modules = list(model.modules())
+    own = [dict(module._buffers) for module in modules]
+    sizes = [{key: value for key, value in vars(module).items() if key.endswith(_SIZES)} for module in modules]
+    # Packed weights of quantised models are buffers too: large ones of integers.
+    copies = [(buffer, buffer.clone()) for buffer in model.buffers() if _is_state(buffer)]
     try:
         yield
     finally:
-        for router, capacity in zip(routers, capacities, strict=True):
-            router.expert_capacity = capacity
+        for module, buffers, attributes in zip(modules, own, sizes, strict=True):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            vars(module).update(attributes)
+        for buffer, copy in copies:
+            if not torch.equal(buffer, copy):  # a graph may need those that have not changed
+                buffer.copy_(copy)
 
 
-def part_of(
+def _is_state(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.ndim < 2
+
+
+def cut_batch(
     inputs: dict[str, Any], labels: Tensor, encoder_decoder: bool, media: set[int] | None = None
 ) -> tuple[dict[str, Any], Tensor]:
     """Return the two rows with most labels and the 32 tokens with most of them, as far as a batch can be cut.
 
     Images of all rows may be in one tensor: rows are cut only where each has the same number of the tokens `media` that
-    stand for them. All rows stay where types of tokens (a prefix) may differ between them.
+    stand for them. All rows stay beside a list or a tuple, and where types of tokens (a prefix) may differ.
     """
     inputs = {name: value for name, value in inputs.items() if name not in _OF_PACKED}
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    if not _has_items_by_row(tensors, labels, encoder_decoder, media or set()):
+    others = [value for name, value in inputs.items() if name not in tensors]  # lists may have an entry for each row
+    settings = all(value is None or isinstance(value, bool | int | float | str) for value in others)
+    if not (settings and _has_items_by_row(tensors, labels, encoder_decoder, media or set())):
         return inputs, labels
     length = labels.shape[1]
     worth = (labels != IGNORE_INDEX).int() * (length + 1) + _tokens(tensors, labels).int()
@@ -149,8 +177,8 @@ def with_decoder_inputs(model: nn.Module, inputs: dict[str, Any], labels: Tensor
 def decoder_inputs(root: Any, labels: Tensor) -> Tensor:
     """Return the labels shifted to the right behind the token that starts a text; `check_own_loss` verifies it."""
     if hasattr(root, "prepare_decoder_input_ids_from_labels"):
-        made: Tensor = root.prepare_decoder_input_ids_from_labels(labels.clone())  # FSMT writes into its argument
-        return made
+        ids: Tensor = root.prepare_decoder_input_ids_from_labels(labels.clone())  # FSMT writes into its argument
+        return ids
     start, pad = _setting(root, "decoder_start_token_id"), _setting(root, "pad_token_id")
     if start is None or pad is None:
         raise ValueError(
@@ -192,43 +220,54 @@ def check_causal(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> bo
             f"the batch has {sorted(inputs)} and neither input_ids nor inputs_embeds, so it cannot be tested whether "
             f"{type(unwrap(model)).__name__} sees the tokens that it has to predict; put one of them into the batch."
         )
-    is_token, places = _tokens(inputs, labels), torch.arange(labels.shape[1], device=labels.device)
-    labelled = labels != IGNORE_INDEX
-    last = torch.where(is_token, places, 0).amax(1)
-    first = torch.where(labelled.any(1), labelled.int().argmax(1) + 1, last).clamp(max=labels.shape[1] - 1)
-    original, tested = _logits(model(**inputs)), False
-    for changed in (first, last):
+    changes = _changes(inputs, labels)
+    logits = _logits(model(**inputs))
+    tolerance = _rounding(logits)
+    originals = [logits[compared.to(logits.device)] for _, compared in changes]
+    del logits  # those of a batch that cannot be cut are large
+    for (changed, compared), original in zip(changes, originals, strict=True):
         logits = _logits(model(**inputs | {name: _with_another(inputs[name], labels, changed)}))
-        before = is_token & (places < changed.unsqueeze(1))
-        one, other = (some[before.to(some.device)].float() for some in (original, logits))
-        tested = tested or one.numel() > 0
-        if one.numel() and (one - other).abs().max() > _rounding(original) * one.abs().max():
+        difference = logits[compared.to(logits.device)].float() - original.float()
+        del logits
+        if len(original) and difference.abs().max() > tolerance * original.abs().max():
             raise ValueError(
                 f"the model ({type(unwrap(model)).__name__}) sees the tokens to its right, so it is not a causal "
                 "language model; use a decoder, or one trained with is_decoder=true."
             )
-    return tested
+    return any(len(original) for original in originals)
+
+
+def _changes(inputs: dict[str, Any], labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """A place in each row at which to change the token, and which of the 32 positions before it are tokens; twice."""
+    is_token, places = _tokens(inputs, labels), torch.arange(labels.shape[1], device=labels.device)
+    labelled = labels != IGNORE_INDEX
+    last = torch.where(is_token, places, 0).amax(1)
+    first = torch.where(labelled.any(1), labelled.int().argmax(1) + 1, last).clamp(max=labels.shape[1] - 1)
+    distances = [place.unsqueeze(1) - places for place in (first, last)]
+    masks = [is_token & (distance > 0) & (distance <= LENGTH) for distance in distances]
+    return list(zip((first, last), masks, strict=True))
 
 
 def _tokens(inputs: dict[str, Any], labels: Tensor) -> Tensor:
-    """Which positions of a decoder are no padding."""
+    """Which positions of a decoder are no padding; under a mask of pairs, whose padding may see all, the labelled."""
     mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        return mask.to(labels.device) != 0
-    return torch.ones_like(labels, dtype=torch.bool)
+    if mask is None:
+        return torch.ones_like(labels, dtype=torch.bool)
+    is_token = isinstance(mask, Tensor) and mask.shape == labels.shape
+    return mask.to(labels.device) != 0 if is_token else labels != IGNORE_INDEX
 
 
 def _with_another(tokens: Tensor, labels: Tensor, places: Tensor) -> Tensor:
     """The tokens with another one at a place of each row: one that is a label (others may stand for an image)."""
     changed = tokens.clone()
     for row, place in enumerate(places.tolist()):
-        now = tokens[row, place]
+        token = tokens[row, place]
         if tokens.is_floating_point():
-            changed[row, place] = -now
+            changed[row, place] = -token
             continue
-        known = torch.cat([labels[row], labels.flatten()]).to(tokens.device)
-        others = known[(known != IGNORE_INDEX) & (known != now)]
-        changed[row, place] = others[0] if len(others) else (now + 1) % 3
+        candidates = torch.cat([labels[row], labels.flatten()]).to(tokens.device)
+        candidates = candidates[(candidates != IGNORE_INDEX) & (candidates != token)]
+        changed[row, place] = candidates[0] if len(candidates) else (token + 1) % 3
     return changed
 
 
@@ -248,27 +287,21 @@ def check_own_loss(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, 
     base = root.get_base_model() if hasattr(root, "get_base_model") else root
     if not _takes_labels(base):
         return True
-    both = is_encoder_decoder(root)
-    labels = _known_labels(root, labels if both else _own_labels(inputs, labels))
+    labels = _known_labels(root, labels if is_encoder_decoder(root) else _own_labels(inputs, labels))
     own, logits = _own_output(model, inputs, labels)
     if own.get("loss") is None:
         return True
-    if not model.training:
-        _check_logits(model, inputs, labels, logits)
-    at = float(cross_entropy(logits.flatten(0, 1), labels.flatten()))
-    before = float(cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
-    nll = at if both else before
+    _check_logits(model, inputs, labels, logits)
+    unshifted = _mean_nll(logits, labels)
+    nll = unshifted if is_encoder_decoder(root) else _mean_nll(logits[:, :-1], labels[:, 1:])
     if math.isnan(nll):  # no token is behind another one
         return False
-    experts = auxiliary_loss(own)
-    # With the model's own weight: a trainer may have another one, which the model does not know.
-    known = 0.0 if experts is None else float(auxiliary_weight(None, root) * experts)
-    # The experts' loss may be in 16 bits, and the other not.
-    tolerance = (1e-5 if own["loss"].dtype == torch.float32 else 2.0**-6) * nll + 2.0**-8 * abs(known)
-    if abs(float(own["loss"]) - known - nll) <= tolerance:
+    term, rounding = _experts_term(root, own)
+    tolerance = (1e-5 if own["loss"].dtype == torch.float32 else 2.0**-6) * nll + rounding
+    if abs(float(own["loss"]) - term - nll) <= tolerance:
         return True
-    if not abs(float(own["loss"]) - known - at) <= tolerance:
-        _raise_unknown_term(root, own, nll + known)
+    if not abs(float(own["loss"]) - term - unshifted) <= tolerance:
+        _raise_unknown_term(root, own, nll + term)
     if not shifted_by_user:
         raise ValueError(
             f"the loss of {type(base).__name__} scores label t at position t, those of other causal language models at "
@@ -276,6 +309,22 @@ def check_own_loss(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, 
             "predicts at t (and set remove_unused_columns=False)."
         )
     return True
+
+
+def _mean_nll(logits: Tensor, labels: Tensor) -> float:
+    """The cross-entropy, in float32 of the labelled positions alone; NaN if there are none."""
+    labelled = labels != IGNORE_INDEX
+    return float(cross_entropy(logits[labelled.to(logits.device)].float(), labels[labelled].to(logits.device)))
+
+
+def _experts_term(root: nn.Module, own: Any) -> tuple[float, float]:
+    """What a model adds to its loss to balance its experts, and the rounding error of this.
+
+    The weight is the model's own: a trainer may have another one, which the model does not know.
+    """
+    experts = auxiliary_loss(own)
+    term = 0.0 if experts is None else float(auxiliary_weight(None, root) * experts)
+    return term, abs(term) * (1e-5 if experts is None or experts.dtype == torch.float32 else 2.0**-8)
 
 
 def _takes_labels(base: Any) -> bool:
@@ -294,14 +343,17 @@ def _own_labels(inputs: dict[str, Any], labels: Tensor) -> Tensor:
 
 def _own_output(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> tuple[Any, Tensor]:
     """The model's output for labels, as a dict, and its logits: of a second pass if the first makes none."""
-    torch.manual_seed(0)
+    set_seed(0)
     own = model(**inputs, labels=labels.clone())
     if not isinstance(own, dict):  # return_dict=False
         own = {"loss": own[0], "logits": own[1]} if own[0].ndim == 0 else {"logits": own[0]}
-    if own.get("logits") is None:
-        torch.manual_seed(0)  # the same dropout
-        return own, _logits(model(**with_decoder_inputs(model, inputs, labels))).float()
-    return own, _logits(own).float()
+    return own, _own_logits(model, inputs, labels) if own.get("logits") is None else _logits(own)
+
+
+def _own_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    """The logits without labels, with the dropout of other passes."""
+    set_seed(0)
+    return _logits(model(**with_decoder_inputs(model, inputs, labels)))
 
 
 def _known_labels(root: Any, labels: Tensor) -> Tensor:
@@ -332,11 +384,12 @@ def _raise_unknown_term(root: Any, own: Any, expected: float) -> None:
 def _check_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, logits: Tensor) -> None:
     """Raise ValueError if logits depend on labels: by a decoder's inputs that are not ours, or in another way."""
     labelled = (labels != IGNORE_INDEX).to(logits.device)
-    ours = _logits(model(**with_decoder_inputs(model, inputs, labels)))
-    tolerance = _rounding(ours)
-    ours, logits = ours.float()[labelled], logits[labelled]
-    if not len(logits) or logits.isnan().any() or (ours - logits).abs().max() <= tolerance * logits.abs().max():
+    logits = logits[labelled]
+    ours = _own_logits(model, inputs, labels)[labelled]
+    if _agree(ours, logits):
         return
+    if model.training and not _agree(ours, _own_logits(model, inputs, labels)[labelled]):
+        return  # draws of its own, which no seed repeats
     name = type(unwrap(model)).__name__
     if is_encoder_decoder(unwrap(model)):
         raise ValueError(
@@ -347,6 +400,14 @@ def _check_logits(model: nn.Module, inputs: dict[str, Any], labels: Tensor, logi
         f"the logits of {name} are others when it gets labels, and an objective gives it none; make its forward "
         "independent of labels, except for its loss."
     )
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether logits of the same tokens and the same draws are equal, up to the order of sums on a GPU; or NaN."""
+    if not len(b) or b.isnan().any():
+        return True
+    tolerance = 1e-5 if torch.finfo(b.dtype).bits >= 32 else 2.0**-6
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.abs().max())
 
 
 def _rounding(logits: Tensor) -> float:

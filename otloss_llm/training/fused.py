@@ -74,18 +74,17 @@ def fused_loss(
         TypeError: the head is not supported.
         ValueError: the model transforms its logits in another way, or does not call its head exactly once.
     """
-    root = unwrap(model)
-    head = find_head(root)
-    made: dict[str, Any] = {}
+    head = find_head(root := unwrap(model))
+    results: list[TokenLoss] = []
 
     def scored(hidden: Tensor) -> Tensor:
         hidden, weight, bias = head.matching(hidden)
-        made["result"] = score(hidden, ScoredHead(weight, bias, *transform))
+        results.append(score(hidden, ScoredHead(weight, bias, *transform)))
         return weight
 
     def root_output(probe: Probe, output: Any) -> dict[str, Any]:
         probe.check(transform)
-        result: TokenLoss = made["result"]
+        (result,) = results
         returned = {"loss": result.loss, **result.statistics()._asdict(), "aux_loss": auxiliary_loss(output)}
         if keep_output and isinstance(output, dict):
             returned["output"] = type(output)(**{k: v for k, v in output.items() if k not in ("loss", "logits")})
@@ -172,26 +171,26 @@ def _probed(
     `at_head` returns the head's weight; the rest of the model receives placeholders.
     """
     name = type(root).__name__
-    made: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
 
     @torch.compiler.disable  # a compiled graph would keep the labels of the call that compiled it
     def head_forward(hidden: Tensor) -> Tensor:
-        if made:
+        if captured:
             raise ValueError(f"{name} calls its head more than once in a forward pass; it cannot be fused.")
         weight = at_head(hidden)
         probe = placeholders(weight.shape[0], hidden.device)
-        made["sent"] = probe.reshape([1] * (hidden.ndim - 2) + list(probe.shape))
-        made["weight"], made["tolerance"] = weight, _tolerance(hidden)
+        captured["sent"] = probe.reshape([1] * (hidden.ndim - 2) + list(probe.shape))
+        captured["weight"], captured["tolerance"] = weight, _tolerance(hidden)
         whole = head.has_tp_plan or not is_row_shard(weight)
-        return made["sent"].clone() if whole else _sharded_like(weight, made["sent"])
+        return captured["sent"].clone() if whole else _sharded_like(weight, captured["sent"])
 
     @torch.compiler.disable
     def root_output(module: nn.Module, args: Any, output: Any) -> Any:
-        if not made:
+        if not captured:
             raise ValueError(f"{name} did not call its head {type(head.module).__name__} in its forward pass.")
         logits = output["logits"] if isinstance(output, dict) else output[0]
-        observed = _whole(logits, made["sent"], made["weight"])
-        return at_root(Probe(name, made["sent"], observed, made["tolerance"]), output)
+        observed = _whole(logits, captured["sent"], captured["weight"])
+        return at_root(Probe(name, captured["sent"], observed, captured["tolerance"]), output)
 
     with ExitStack() as undo:
         undo.enter_context(head.replaced(head_forward))

@@ -15,7 +15,7 @@ from otloss_llm.training.fused import ScoredHead
 # Of one batch in training: a sample for a log that costs little beside the loss, which scores all of them.
 TRAINING_TOKENS = 512
 CHUNK_ENTRIES = 2**25  # of logits in float32 at a time: 128 MiB
-LEAST = -200.0  # exp of it is 0 in float32, and its product with 0 is not NaN
+LOGIT_FLOOR = -200.0  # exp of it is 0 in float32, and its product with 0 is not NaN
 
 
 @torch.no_grad()
@@ -23,30 +23,30 @@ def prediction_sums(
     hidden: Float[Tensor, "batch length width"],
     labels: Int[Tensor, "batch length"],
     head: ScoredHead,
-    most: int | None = None,
+    limit: int | None = None,
 ) -> Float[Tensor, "batch 3"]:
     """Sums over the labelled positions of each example of (entropy, label is a most probable token, 1).
 
     Args:
-        most: take so many positions of the batch, evenly spaced, each for as many as it stands for; None takes all.
+        limit: take so many positions of the batch, evenly spaced, each for as many as it stands for; None takes all.
     """
     valid = labels != IGNORE_INDEX
     h, y, example = hidden[valid], labels[valid], valid.nonzero()[:, 0]
     share = 1.0
-    if most is not None and len(y) > most:
-        share = len(y) / most
-        spread = torch.arange(most, device=y.device) * len(y) // most
+    if limit is not None and len(y) > limit:
+        share = len(y) / limit
+        spread = torch.arange(limit, device=y.device) * len(y) // limit
         h, y, example = h[spread], y[spread], example[spread]
     h, weight, bias = check_head(h, head.weight, head.bias, y)
     rows = max(1, CHUNK_ENTRIES // len(weight))
-    found = []
+    chunks = []
     with torch.autocast(h.device.type, enabled=False):
         for some, label in zip(h.split(rows), y.split(rows), strict=True):
             z = nn.functional.linear(some, weight, bias).float().mul_(head.logit_scale)
             if head.logit_softcap is not None:
                 z = z.div_(head.logit_softcap).tanh_().mul_(head.logit_softcap)
-            found.append(_of_each(z, label))
-    return _by_example(share * torch.cat(found), example, len(labels))
+            chunks.append(_token_statistics(z, label))
+    return _by_example(share * torch.cat(chunks), example, len(labels))
 
 
 @torch.no_grad()
@@ -55,12 +55,12 @@ def logit_sums(
 ) -> Float[Tensor, "batch 3"]:
     """As `prediction_sums`, from logits."""
     valid = labels != IGNORE_INDEX
-    return _by_example(_of_each(logits[valid].float(), labels[valid]), valid.nonzero()[:, 0], len(labels))
+    return _by_example(_token_statistics(logits[valid].float(), labels[valid]), valid.nonzero()[:, 0], len(labels))
 
 
-def _of_each(z: Float[Tensor, "tokens vocab"], y: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens 3"]:
+def _token_statistics(z: Float[Tensor, "tokens vocab"], y: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens 3"]:
     """What is summed, of each token; the logits are overwritten."""
-    z = z.sub_(z.amax(-1, keepdim=True)).clamp_(min=LEAST)
+    z = z.sub_(z.amax(-1, keepdim=True)).clamp_(min=LOGIT_FLOOR)
     e = z.exp()
     total = e.sum(-1)
     entropy = total.log() - torch.linalg.vecdot(e, z) / total

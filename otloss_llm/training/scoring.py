@@ -72,8 +72,8 @@ class Scoring:
                 )
             labels = targets.labels.to(hidden.device)
             if self.predictions and not hasattr(head.weight, "placements"):
-                most = TRAINING_TOKENS if model.training else None
-                predictions.append(prediction_sums(hidden, labels, head, most))
+                limit = TRAINING_TOKENS if model.training else None
+                predictions.append(prediction_sums(hidden, labels, head, limit))
             return linear_token_loss(
                 hidden, labels=labels, impl=self.impl, chunk_size=self.chunk_size,
                 **head._asdict(), **self._settings(hidden.device, targets),
@@ -82,8 +82,8 @@ class Scoring:
         with fused_loss(model, transform, score, keep_output=keep_output):
             outputs = model(**inputs)
         result = TokenLoss(outputs["loss"], **{name: outputs.get(name) for name in Statistics._fields})
-        made = predictions[0] if predictions else None
-        return _scored(result, outputs, targets, made)._replace(output=outputs.get("output"))
+        sums = predictions[0] if predictions else None
+        return _scored(result, outputs, targets, sums)._replace(output=outputs.get("output"))
 
     def from_logits(self, model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Scored:
         """From the model's own logits, which are part of its output."""

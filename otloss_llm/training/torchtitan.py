@@ -58,10 +58,8 @@ class ObjectiveLoss(ChunkedLossWrapper):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum over labelled tokens, divided by `global_valid_tokens` if given, and means of nll and transport cost.
 
-        Other `loss_inputs` are left out, as torchtitan's cross-entropy does.
-
-        Raises:
-            ValueError: several predictions (multi-token prediction), or no head.
+        Other `loss_inputs` are left out, as torchtitan's cross-entropy does. Raises ValueError for several predictions
+        (multi-token prediction), and without a head.
         """
         if self.lm_head is None or not isinstance(pred, Tensor):
             got = "no head" if self.lm_head is None else f"a {type(pred).__name__} of predictions"
@@ -69,24 +67,24 @@ class ObjectiveLoss(ChunkedLossWrapper):
                 f"ObjectiveLoss has {got}; call set_lm_head(head) first, and pass one tensor of hidden states."
             )
         count = None if global_valid_tokens is None else torch.as_tensor(global_valid_tokens).clamp(min=1)
-        made: list[TokenLoss] = []
+        results: list[TokenLoss] = []
         head = LanguageModelHead(self.lm_head, "the torchtitan model")
 
         def scored(hidden: Tensor) -> Tensor:
             hidden, weight, bias = head.matching(hidden)
             if is_row_shard(weight) and not hasattr(hidden, "placements"):
                 hidden = replicated_like(weight, hidden)
-            made.append(
+            results.append(
                 linear_token_loss(
                     hidden, weight, labels, bias=bias, objective=self.objective, cost=self.cost, num_items=count,
                     reduction="sum" if count is None else "mean", token_weight=token_weight, **self.settings,
                 )
             )  # fmt: skip
-            return made[0].loss
+            return results[0].loss
 
         loss = self._through_hooks(head, scored, pred) if _is_fsdp(self.lm_head) else scored(pred)
         share = 1.0 if count is None else count
-        means = {"nll/mean": made[0].nll, "transport_cost/mean": made[0].cost}
+        means = {"nll/mean": results[0].nll, "transport_cost/mean": results[0].cost}
         return loss, {name: vector.sum() / share for name, vector in means.items() if vector is not None}
 
     @staticmethod

@@ -25,8 +25,10 @@ from otloss_llm.training.batches import (
     check_rows_tokenised,
     check_weights_kept,
     collate_tokens,
+    first_sequences,
     has_weights,
-    targets_of,
+    is_flattened,
+    pop_targets,
 )
 from otloss_llm.training.first_batch import Examination, examine, with_decoder_inputs
 from otloss_llm.training.fused import measure_transform, unwrap
@@ -38,6 +40,7 @@ from otloss_llm.training.trainer_settings import (
     check_loss_is_replaceable,
     check_loss_settings,
     check_no_virtual_tokens,
+    check_packed_evaluation,
     check_sequence_parallelism,
     set_best_metric,
     with_terms,
@@ -55,7 +58,8 @@ class ObjectiveMixin:
     decoder whose own loss does not shift (`TrOCRForCausalLM`, `BartForCausalLM`) needs batches with `shift_labels`.
 
     The model is examined on its first batch: it must not see the tokens that it has to predict, and its own loss must
-    be the cross-entropy and, in a mixture of experts, the loss that balances them.
+    be the cross-entropy and, in a mixture of experts, the loss that balances them. This forms logits of two rows and 32
+    tokens; of the whole batch where that cannot be cut, as one whose images are all in one tensor (Qwen2-VL).
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number",
@@ -114,6 +118,7 @@ class ObjectiveMixin:
     compute_loss_func: Any
     processing_class: Any
     train_dataset: Any
+    eval_dataset: Any
     _signature_columns: Any
     current_gradient_accumulation_steps: int
     loss_is_scaled_for_ga: bool | None
@@ -139,14 +144,15 @@ class ObjectiveMixin:
         z_loss: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        weighted = has_weights(given.get("train_dataset"))  # TRL may drop the column
+        arguments = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        weighted = has_weights(arguments.get("train_dataset"))  # TRL may drop the column
         super().__init__(*args, **kwargs)
         self._weighted = weighted or has_weights(self.train_dataset)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
         check_loss_settings(self.args, self.compute_loss_func, self.objective)
         check_sequence_parallelism(self.get_sp_size())
+        check_packed_evaluation(self.args, self.eval_dataset, self._ranks_per_batch())
         check_kernel(impl, chunk_size)
         _ = self._total  # raises for settings that are not valid
         self._make_cost = functools.partial(cost_for, cost=cost, numbers=numbers, seed=self.args.seed)
@@ -211,13 +217,15 @@ class ObjectiveMixin:
         keep_output = return_outputs and not self._outputs_unused
         form_logits = not inputs.pop("skip_logits", False) and keep_output
         shifted_by_user = "shift_labels" in inputs
-        targets = targets_of(inputs, shift=not self._encoder_decoder)
+        targets = pop_targets(inputs, shift=not self._encoder_decoder)
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
             inputs["output_router_logits"] = True
         if self._examination is None or not self._examination.is_complete:
             self._examination = self._examined(model, inputs, targets, shifted_by_user)
         inputs = with_decoder_inputs(model, inputs, targets.labels)
         check_numbers(self.objective, self.transport_cost)
+        if not training:
+            targets = self._without_repeated(targets, inputs.get("position_ids"))
         num_items = self._positive(num_items_in_batch) if training else None
         # The trainer divides by the number of accumulated batches if this is false.
         self.loss_is_scaled_for_ga = num_items is not None
@@ -226,7 +234,8 @@ class ObjectiveMixin:
             scored = scoring.from_logits(model, inputs, targets)
         else:
             scored = scoring.from_hidden(model, inputs, targets, self._examination.transform, keep_output=keep_output)
-        self._add_sums(scored, targets, training)
+        whole = is_flattened(targets.labels, inputs.get("position_ids"))
+        self._add_sums(scored, targets, training, whole)
         loss = self._scaled(scored, num_items)
         if not return_outputs:
             return loss
@@ -238,9 +247,9 @@ class ObjectiveMixin:
         """What a batch shows of the model; complete in all processes or in none, as passes of sharded models are."""
         if self.get_cp_size() > 1:  # a process has a part of each sequence, and its own order of tokens
             return Examination(measure_transform(model, with_decoder_inputs(model, inputs, targets.labels)), True)
-        found = examine(model, inputs, targets, shifted_by_user=shifted)
-        complete = torch.tensor([found.is_complete], device=self.accelerator.device)
-        return found._replace(is_complete=bool(self.accelerator.gather(complete).all()))
+        examination = examine(model, inputs, targets, shifted_by_user=shifted)
+        complete = torch.tensor([examination.is_complete], device=self.accelerator.device)
+        return examination._replace(is_complete=bool(self.accelerator.gather(complete).all()))
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
@@ -253,8 +262,7 @@ class ObjectiveMixin:
 
     def _scoring(self, targets: Targets, num_items: Any, training: bool) -> Scoring:
         objective = self._objective_of_step(targets, num_items) if training else self._total
-        wanted = objective.needs_cost or not training
-        cost_on = self._cost_on if wanted else lambda device: None
+        cost_on = self._cost_on if objective.needs_cost or not training else lambda device: None
         # TRL's trainers, which have these metrics, log entropy and accuracy.
         predictions = isinstance(getattr(self, "_metrics", None), dict)
         return Scoring(objective, num_items, cost_on, self.impl, self.chunk_size, predictions)
@@ -305,7 +313,7 @@ class ObjectiveMixin:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
-        targets = (targets_of(dict(batch), shift=not self._encoder_decoder) for batch in batches)
+        targets = (pop_targets(dict(batch), shift=not self._encoder_decoder) for batch in batches)
         counts = torch.stack([self._counts(some) for some in targets]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
@@ -355,32 +363,36 @@ class ObjectiveMixin:
 
     # ---- logs and metrics -------------------------------------------------------------------------------------------
 
-    def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> None:
+    def _add_sums(self, scored: Scored, targets: Targets, training: bool, whole: bool) -> None:
         # The distance of numbers is a mean over other positions, which is added to that of the rest.
         rest = self._total.without(NumberDistance)
         sums = example_sums(
             ScoredBatch(scored.result, targets, rest, self.transport_cost, scored.auxiliary, scored.predictions)
         )
-        total = sums.sum(0) if training else self._gathered(sums).sum(0)
+        total = sums.sum(0) if training else self._gathered(sums, whole=whole).sum(0)
         name = "_train_sums" if training else "_eval_sums"
-        before = getattr(self, name)
-        setattr(self, name, total if before is None else before + total)
+        previous = getattr(self, name)
+        setattr(self, name, total if previous is None else previous + total)
 
-    def _gathered(self, sums: Tensor) -> Tensor:
-        """The sums of each example of all processes, without examples repeated to fill the last batch."""
+    def _without_repeated(self, targets: Targets, position_ids: Tensor | None) -> Targets:
+        """Of a batch flattened into one row: without the labels of examples that are repeated to fill the last one."""
+        ranks, state, size = self._ranks_per_batch(), self.accelerator.gradient_state, self.args.eval_batch_size
+        repeats = self.accelerator.num_processes > ranks and state.end_of_dataloader and state.remainder > 0
+        if not (repeats and size > 1 and is_flattened(targets.labels, position_ids)):
+            return targets
+        return first_sequences(
+            targets, position_ids, size, state.remainder - size * (self.accelerator.process_index // ranks)
+        )
+
+    def _gathered(self, sums: Tensor, *, whole: bool) -> Tensor:
+        """The sums of each example of all processes; unless `whole`, without those repeated to fill the last batch."""
         ranks, state = self._ranks_per_batch(), self.accelerator.gradient_state
-        examples = self.args.eval_batch_size
-        if self.accelerator.num_processes > ranks and state.remainder > 0 and len(sums) < examples:
-            raise ValueError(
-                f"an evaluation batch of {examples} examples has {len(sums)} rows (padding_free?), and the number of "
-                "examples is no multiple of those that all processes evaluate at a time, so some are repeated and "
-                "cannot be told apart. Evaluate in one process, with padding, or so many examples that none is left."
-            )
         if ranks == 1:
-            return self.accelerator.gather_for_metrics(sums)
+            return self.accelerator.gather(sums) if whole else self.accelerator.gather_for_metrics(sums)
         # Ranks that share a batch have parts of its sequences, or all of them; gather_for_metrics would drop some.
-        whole = self.accelerator.gather(sums).unflatten(0, (-1, ranks, len(sums))).sum(1).flatten(0, 1)
-        return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
+        every = self.accelerator.gather(sums).unflatten(0, (-1, ranks, len(sums))).sum(1).flatten(0, 1)
+        repeats = not whole and state.end_of_dataloader and state.remainder > 0
+        return every[: state.remainder] if repeats else every
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the trainer's, with the token-weighted means of `token_means` beside `loss`."""

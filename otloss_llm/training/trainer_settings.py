@@ -9,6 +9,7 @@ from torch import nn
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.objectives import LabelSmoothing, Objective, Sum, ZLoss
 from otloss_llm.objectives.formulas import uniform_cross_entropy
+from otloss_llm.training.batches import UNPACKED, column_names
 from otloss_llm.training.fused import unwrap
 
 _OF_SFT = ("trl", "unsloth", "unsloth_compiled_cache", "UnslothSFTTrainer")  # modules of an SFTTrainer
@@ -44,6 +45,18 @@ def check_sequence_parallelism(size: int) -> None:
             f"parallelism_config has sp_size={size}, and an objective does not work with sequence parallelism "
             "(DeepSpeed's Ulysses); split sequences with context parallelism (cp_size) instead."
         )
+
+
+def check_packed_evaluation(args: Any, rows: Any, ranks: int) -> None:
+    """Raise ValueError if packed examples are repeated to fill the last batch: of one row, they are not told apart."""
+    processes = args.world_size // ranks
+    for part in rows.values() if isinstance(rows, dict) else [rows]:
+        counted = hasattr(part, "__len__") and "seq_lengths" in column_names(part) and args.eval_batch_size > 1
+        if counted and processes > 1 and len(part) % (processes * args.eval_batch_size):
+            raise ValueError(
+                f"the evaluation set has {len(part)} packed examples, no multiple of the {args.eval_batch_size} on "
+                f"each of {processes} processes; {UNPACKED}."
+            )
 
 
 def with_terms(objective: Objective, args: Any, z_loss: float) -> Sum:

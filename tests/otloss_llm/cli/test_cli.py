@@ -279,6 +279,21 @@ def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: 
     assert "cost_embedding: None there, 'raw'" in cli(
         *asked("train", start, sums, output_dir=folder, max_steps=2, cost_embedding="raw")
     ).error  # fmt: skip
+    resumed = {"max_steps": 2, "resume_from_checkpoint": folder / "checkpoint-2"}
+    error = cli(*asked("train", start, sums, output_dir=tmp_path / "new", objective="mle", **resumed)).error
+    assert "objective: 'emo' there, 'mle' asked for); resume with its settings" in error
+    assert not list((tmp_path / "new").glob("*"))
+    content = read(start / "tokenizer.json")
+    ids = content["model"]["vocab"]
+    ids["1"], ids["2"] = ids["2"], ids["1"]
+    texts = {"tokenizer.json": json.dumps(content), "chat_template.jinja": TEMPLATE.replace("A:", "B:")}
+    for file, text in texts.items():
+        previous = (start / file).read_text(encoding="utf-8")
+        (start / file).write_text(text, encoding="utf-8")
+        error = cli(*asked("train", start, sums, output_dir=folder, max_steps=2)).error
+        assert re.findall(r"(\w+): \S+ there", error) == ["tokenizer"]
+        (start / file).write_text(previous, encoding="utf-8")
+    assert cli(*asked("train", start, sums, output_dir=folder, max_steps=2)).code == 0
     changed = transformers.AutoModelForCausalLM.from_pretrained(start)
     with torch.no_grad():
         changed.get_output_embeddings().weight[5] += 1e-3
@@ -360,6 +375,15 @@ def test_train_on_numbers_says_what_is_a_number(cli: Cli, model: Path, sums: Pat
     assert re.search("none of the .* is a number, so emo.number would equal emo", cli(*given).error)
 
 
+def test_an_invalid_row_of_a_stream_is_named(cli: Cli, model: Path, tmp_path: Path) -> None:
+    """The trainer prepares it in the training, or in the evaluation."""
+    turns = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
+    rows = write(tmp_path / "rows.jsonl", [turns] * 7 + [{"messages": None}] + [turns] * 9)
+    given = asked("train", model, rows, output_dir=tmp_path / "run", dataset_streaming=True)
+    assert "messages of row 7 is 'None', expected a list of messages" in cli(*given).error
+    assert "messages of row 7 is" in cli(*asked("evaluate", model, rows, dataset_streaming=True)).error
+
+
 def test_an_encoder_decoder_is_named(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
     sizes = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
@@ -400,6 +424,15 @@ def test_evaluate_prints_what_the_logits_say(cli: Cli, model: Path, sums: Path, 
     assert not (tmp_path / "trainer_output").exists()
 
 
+@pytest.mark.parametrize("packed", [{"packing": True, "max_length": 32}, {"padding_free": True, "max_length": "null"}])
+def test_rows_are_not_counted_where_batches_have_others(
+    cli: Cli, model: Path, sums: Path, packed: dict[str, object]
+) -> None:
+    measures = cli(*asked("evaluate", model, sums, **packed)).json
+    assert "rows" not in measures
+    assert measures["tokens"] == cli(*asked("evaluate", model, sums)).json["tokens"]
+
+
 def test_mauve_of_continuations(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
     if find_spec("mauve") is None:
         assert "pip install mauve-text" in cli(*asked("evaluate", model, sums, mauve_model="gpt2")).error
@@ -437,7 +470,12 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"eval_strategy": "steps"}, "no 'test'; name one with --dataset_test_split, or cut one off"),
     ({"model_name_or_path": "./no/such/model"}, "no model folder './no/such/model'"),
     ({"model_name_or_path": "folder"}, "'folder' cannot be loaded"),
-    ({"config": "none.yaml"}, "none.yaml"),
+    ({"config": "none.yaml"}, "file of --config cannot be read: .*none.yaml.*check the path"),
+    ({"dataset_name": "no_messages.jsonl"}, r"messages of row 2 is '\[\]', expected a list of messages"),
+    ({"dataset_name": "unanswered.jsonl"}, "messages of row 1 have no answer, .*--assistant_only_loss false"),
+    ({"dataset_name": "prompts.jsonl"}, "prompt of row 10 is 'None', expected text"),
+    ({"metric_for_best_model": "accurate"}, "metric_for_best_model is 'accurate', expected one of loss, perplexity"),
+    ({"activation_offloading": True}, "this run is on a CPU; leave it out"),
     ({"config": "keys.yaml"}, "no option '--objectiv', did you mean --objective"),
     ({"dataset_name": "chat.jsonl", "chat_template_path": "plain.jinja"}, "template"),
 ]
@@ -464,6 +502,9 @@ def test_invalid_options_print_one_line_before_training(
     write(tmp_path / "null.jsonl", [SUMS[0], {"prompt": "1", "completion": None}])
     write(tmp_path / "number.jsonl", [{"text": 5}])
     write(tmp_path / "blank.jsonl", [{"text": ""}])
+    write(tmp_path / "no_messages.jsonl", [*chats()[:2], {"messages": [], "tools": []}])
+    write(tmp_path / "unanswered.jsonl", [chats()[0], {"messages": [{"role": "user", "content": "a"}], "tools": []}])
+    write(tmp_path / "prompts.jsonl", [*SUMS[:10], {"prompt": None, "completion": " 4"}])
     write(tmp_path / "roles.jsonl", [{"messages": [{"content": "a"}]}])
     if changes.get("model_name_or_path") in ("silent", "bert", "few"):
         save_others(model, tmp_path)

@@ -64,11 +64,14 @@ def run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, A
     whole = {key: p.full_tensor() if fsdp else p for key, p in made.model.named_parameters()}  # type: ignore[operator]
     metrics = made.evaluate()
     logs = [entry for entry in made.state.log_history if "nll" in entry]
+    made.data_collator = transformers.DataCollatorWithFlattening()
+    flattened = metrics if fsdp else made.evaluate()
     wanted = ("loss", "nll", "transport_cost", "entropy", "mean_token_accuracy")
     return {
         "weights": {key: p.detach() for key, p in whole.items()},
         "logs": [[entry[key] for key in wanted] for entry in logs],
         "metrics": {key: metrics[f"eval_{key}"] for key in (*wanted, "perplexity")},
+        "flattened": flattened["eval_nll"],
     }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -314,6 +315,37 @@ def test_an_architecture_trains_as_by_its_own_loss(tmp_path: Path, name: str) ->
     compare_with_own_loss(tmp_path, *case(name))
 
 
+class OfImages(transformers.LlamaForCausalLM):
+    """Takes a list of images, of several sizes, one for each row."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, images: Any = (), **others: Any) -> Any:
+        embeds = self.get_input_embeddings()(input_ids) + torch.stack([image.mean() for image in images])[:, None, None]
+        return super().forward(None, attention_mask, inputs_embeds=embeds, **others)
+
+
+def test_a_batch_with_lists_is_not_cut(tmp_path: Path) -> None:
+    """Outputs of an encoder in a tuple, and a list of images."""
+    model, batch = case("T5")
+    encoded = model.get_encoder()(batch.pop("input_ids"), batch["attention_mask"]).last_hidden_state.detach()
+    compare_with_own_loss(tmp_path, model, batch | {"encoder_outputs": (encoded,)})
+    images = [torch.randn(size) for size in (2, 5, 3)]
+    compare_with_own_loss(tmp_path, OfImages(transformers.LlamaConfig(**_BASE)), words() | {"images": images})
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padding_of_a_mask_of_pairs_may_see_all(tmp_path: Path, attention: str) -> None:
+    """A causal mask to add, whose rows of padding are all the least number; a mask that is not causal still raises."""
+    (model, batch), least = case("Llama"), torch.finfo(torch.float32).min
+    model.set_attn_implementation(attention)
+    token = batch["attention_mask"].bool()
+    pairs = token[:, None] & token[:, :, None]
+    causal = torch.where(pairs.tril(), 0.0, least)[:, None]
+    compare_with_own_loss(tmp_path, model, batch | {"attention_mask": causal})
+    both = batch | {"attention_mask": torch.where(pairs, 0.0, least)[:, None]}
+    with pytest.raises(ValueError, match="sees the tokens to its right"):
+        objective_trainer(tmp_path, model).compute_loss(model, both)
+
+
 @pytest.mark.parametrize("kind", ["IA3Config", "PrefixTuningConfig"])
 def test_adapters_train_as_by_the_own_loss(tmp_path: Path, kind: str) -> None:
     peft = pytest.importorskip("peft")
@@ -370,6 +402,13 @@ class SeesLabels(transformers.LlamaForCausalLM):
         return super().forward(ids, attention_mask, labels=labels, **others)
 
 
+class SeesLabelsInTraining(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        if labels is not None and self.training:
+            others["position_ids"] = torch.arange(input_ids.shape[1]).flip(0).expand_as(input_ids)
+        return super().forward(input_ids, attention_mask, labels=labels, **others)
+
+
 # name -> (model and batch, message)
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Batch]], str]] = {
     "encoder": (lambda: (made("BertLMHeadModel", _BASE), words()), r"BertLMHeadModel\) sees the tokens to its right"),
@@ -407,6 +446,10 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Batch]], str]] = {
                                                 "Mixtral"), "has a term that an objective would leave out"),
     "labels as inputs": (lambda: (SeesLabels(transformers.LlamaConfig(**_BASE)), words()),
                          "logits of SeesLabels are others when it gets labels"),
+    "labels as inputs in training": (lambda: (SeesLabelsInTraining(transformers.LlamaConfig(**_BASE)), words()),
+                                     "logits of SeesLabelsInTraining are others when it gets labels"),
+    "experts weighed a bit more": (lambda: with_loss(lambda model, output: output["loss"] + 0.001 * output["aux_loss"],
+                                                     "Mixtral"), "has a term that an objective would leave out"),
 }  # fmt: skip
 
 
@@ -435,6 +478,39 @@ def test_a_batch_that_shows_nothing_leaves_the_examination_to_the_next(tmp_path:
         run.compute_loss(model, dict(batch))
     with pytest.raises(ValueError, match=r"neither input_ids nor inputs_embeds.*put one of them into the batch"):
         run.compute_loss(model, {"labels": batch["labels"]})
+
+
+class Normalised(transformers.LlamaForCausalLM):
+    """A model with the state that others have: statistics of batches, a counter, masks drawn by numpy."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.statistics = torch.nn.BatchNorm1d(config.hidden_size)
+        self.register_buffer("load", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        embeds = self.statistics(self.get_input_embeddings()(input_ids).transpose(1, 2)).transpose(1, 2)
+        if self.training:
+            self.load = self.load + 1
+            embeds = embeds * (1 + 0.1 * np.random.rand())
+        return super().forward(None, attention_mask, inputs_embeds=embeds, labels=labels, **others)
+
+
+def test_the_first_batch_leaves_no_trace(tmp_path: Path) -> None:
+    """An evaluation changes no buffer, and a training has the statistics, draws and losses of transformers' trainer."""
+    model = Normalised(transformers.LlamaConfig(**_BASE))
+    other, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    data = [{"input_ids": row["input_ids"][:6], "labels": [-100, *row["input_ids"][1:6]]} for row in rows(12)]
+    args = arguments(tmp_path, optim="sgd")
+    ours = ObjectiveTrainer(model, args, pad_rows, data, data, objective="mle", cost=None)
+    plain = transformers.Trainer(other, args, pad_rows, data, data)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0.0, atol=0.0)
+    ours._examination = None  # a training that begins without an evaluation
+    for run in (ours, plain):
+        run.train()
+    assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def test_equally_many_images_as_rows_need_not_be_one_for_each_row(tmp_path: Path) -> None:

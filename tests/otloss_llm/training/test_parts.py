@@ -9,8 +9,8 @@ import torch
 from otloss_llm import MLE, EmbeddingCost, NumberCost, RatingCost
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import parse_objective
-from otloss_llm.training.batches import columns_of, pad_rows, targets_of
-from otloss_llm.training.first_batch import part_of
+from otloss_llm.training.batches import column_names, pad_rows, pop_targets
+from otloss_llm.training.first_batch import cut_batch
 from otloss_llm.training.trainer_cost import cost_for
 from otloss_llm.training.trainer_settings import auxiliary_weight, check_loss_settings, set_best_metric, with_terms
 from tests.errors import raising
@@ -20,17 +20,17 @@ ROW = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "token_weight": [9.0, 0.5
 
 def test_labels_and_weights_are_taken_out_of_a_batch_and_aligned() -> None:
     batch: dict[str, Any] = pad_rows([ROW, {key: column[:2] for key, column in ROW.items()}])
-    assert columns_of([ROW]) == ("input_ids", "labels", "token_weight")
-    whole = targets_of(dict(batch), shift=False)
+    assert column_names([ROW]) == ("input_ids", "labels", "token_weight")
+    whole = pop_targets(dict(batch), shift=False)
     assert (whole.labels.tolist(), whole.valid.sum()) == ([[-100, 6, 7], [-100, 6, -100]], 3)
-    shifted = targets_of(batch, shift=True)
+    shifted = pop_targets(batch, shift=True)
     assert sorted(batch) == ["attention_mask", "input_ids"]
     assert shifted.labels.tolist() == [[6, 7, -100], [6, -100, -100]]
     assert shifted.token_weight is not None
     assert shifted.token_weight.tolist() == [[0.5, 2.0, 0.0], [0.5, 0.0, 0.0]]
     assert shifted.counts(shifted.labels == 7).tolist() == [3.0, 2.0]
     assert shifted._replace(token_weight=None).counts(shifted.labels == 7).tolist() == [3, 1]
-    assert targets_of({"labels": whole.labels, "shift_labels": shifted.labels}, shift=True).labels is shifted.labels
+    assert pop_targets({"labels": whole.labels, "shift_labels": shifted.labels}, shift=True).labels is shifted.labels
     for rows, aligned in (([ROW, {"input_ids": [5], "labels": [5]}], False), ([ROW | {"labels": [6, 7]}], True)):
         with pytest.raises(ValueError, match="a row has columns of lengths"):
             pad_rows(rows, aligned=aligned)
@@ -41,26 +41,26 @@ def test_a_small_part_of_a_batch_is_examined() -> None:
     ids = torch.arange(150).view(3, 50)
     mask = (torch.arange(50) >= torch.tensor([[40], [30], [0]])).long()  # padded on the left
     for given in (ids.masked_fill(mask == 0, -100), torch.full_like(ids, -100)):
-        part, labels = part_of({"input_ids": ids, "attention_mask": mask, "use_cache": False}, given, False)
+        part, labels = cut_batch({"input_ids": ids, "attention_mask": mask, "use_cache": False}, given, False)
         assert torch.equal(part["input_ids"], ids[1:, 18:])
         assert (part["attention_mask"].sum().item(), part["use_cache"]) == (52, False)
         assert torch.equal(labels, given[1:, 18:])
     answer = ids.masked_fill(torch.arange(50) < torch.tensor([[50], [45], [50]]), -100)
-    part, labels = part_of({"inputs_embeds": torch.ones(3, 50, 4)}, answer, False)
+    part, labels = cut_batch({"inputs_embeds": torch.ones(3, 50, 4)}, answer, False)
     assert (part["inputs_embeds"].shape, labels[labels != -100].tolist()) == ((2, 32, 4), [95, 96, 97, 98, 99])
-    part, _ = part_of({"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 9, 50])}, ids[:1], False)
+    part, _ = cut_batch({"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 9, 50])}, ids[:1], False)
     assert torch.equal(part.pop("input_ids"), ids[:1, :32])
     assert not part
-    part, labels = part_of({"input_features": torch.ones(3, 4, 70), "decoder_input_ids": ids}, ids, True)
+    part, labels = cut_batch({"input_features": torch.ones(3, 4, 70), "decoder_input_ids": ids}, ids, True)
     assert {name: tuple(value.shape) for name, value in part.items()} == {
         "input_features": (2, 4, 70), "decoder_input_ids": (2, 32),
     }  # fmt: skip
     assert labels.shape == (2, 32)
-    part, labels = part_of({"input_ids": ids, "pixel_values": torch.ones(7, 6)}, ids, False)
+    part, labels = cut_batch({"input_ids": ids, "pixel_values": torch.ones(7, 6)}, ids, False)
     assert (len(part["input_ids"]), len(part["pixel_values"]), len(labels)) == (3, 7, 3)
     for images, kept in (([0, 1, 2], 3), ([1, 1, 1], 2)):  # equally many images as rows are not one for each row
         row = torch.tensor([[7] * count + [1] * (4 - count) for count in images])
-        part, _ = part_of({"input_ids": row, "pixel_values": torch.ones(3, 6)}, row, False, {7, 8})
+        part, _ = cut_batch({"input_ids": row, "pixel_values": torch.ones(3, 6)}, row, False, {7, 8})
         assert len(part["pixel_values"]) == len(part["input_ids"]) == kept
 
 
@@ -104,5 +104,5 @@ test_what_excludes_an_objective = raising(
     (lambda: chosen("emo+number", "auto"), ValueError, "processing_class=tokenizer"),
     (lambda: set_best_metric(arguments(metric_for_best_model="transport_cost"), RatingCost(torch.arange(7.0))),
      ValueError, "RatingCost has a signed cost, of which less is not better"),
-    (lambda: targets_of({"input_ids": HEAD}, shift=True), ValueError, r"has \['input_ids'\] but no labels"),
+    (lambda: pop_targets({"input_ids": HEAD}, shift=True), ValueError, r"has \['input_ids'\] but no labels"),
 )  # fmt: skip

@@ -26,8 +26,9 @@ from otloss_llm import (
     token_loss,
 )
 from otloss_llm.objectives import parse_objective
-from otloss_llm.training.batches import pad_rows
+from otloss_llm.training.batches import Targets, pad_rows
 from otloss_llm.training.trainer_cost import check_sample, save_sample
+from otloss_llm.training.trainer_settings import check_packed_evaluation
 from tests.otloss_llm.tiny_models import TINY, VOCAB, build, lora, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     Row,
@@ -384,21 +385,32 @@ def test_a_checkpoint_knows_costs_of_every_kind(tmp_path: Path) -> None:
                 check_sample(now, tmp_path)
 
 
-def test_repeated_examples_in_a_flattened_batch_raise() -> None:
-    """Two processes of 2 examples each: 5 of them leave a remainder, which a batch of one row cannot be cut to."""
+def test_repeated_examples_of_a_flattened_batch_are_left_out() -> None:
+    """Two processes of 2 examples: of 5 the second process has repeated ones in the last batch, the first has one."""
+    flat = {"labels": torch.tensor([[4, 5, -100, 6, -100]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
 
-    def gathered(rows: int, remainder: int) -> Any:
+    def labels(process: int, position_ids: Tensor, **state: Any) -> list[int]:
         accelerator = SimpleNamespace(
-            num_processes=2, gradient_state=SimpleNamespace(remainder=remainder), gather_for_metrics=lambda sums: sums
-        )
+            num_processes=2, process_index=process,
+            gradient_state=SimpleNamespace(**{"remainder": 1, "end_of_dataloader": True} | state),
+        )  # fmt: skip
         run = SimpleNamespace(
             accelerator=accelerator, args=SimpleNamespace(eval_batch_size=2), _ranks_per_batch=lambda: 1
         )
-        return ObjectiveMixin._gathered(run, torch.ones(rows, 3))  # type: ignore[arg-type]
+        kept = ObjectiveMixin._without_repeated(run, Targets(flat["labels"]), position_ids)  # type: ignore[arg-type]
+        return [label for label in kept.labels[0].tolist() if label >= 0]
 
-    assert (len(gathered(2, 1)), len(gathered(1, 0))) == (2, 1)
-    with pytest.raises(ValueError, match=r"batch of 2 examples has 1 rows .*Evaluate in one process"):
-        gathered(1, 1)
+    places = flat["position_ids"]
+    assert (labels(0, places), labels(1, places)) == ([4, 5], [])
+    for whole in ({"remainder": 0}, {"end_of_dataloader": False}):
+        assert labels(1, places, **whole) == [4, 5, 6]
+    assert labels(1, torch.arange(5)[None]) == [4, 5, 6]  # of a stream: a batch of one example
+    with pytest.raises(ValueError, match=r"2 examples has 3 sequences in one row .*without packing"):
+        labels(0, torch.tensor([[0, 1, 0, 0, 1]]))
+    args, packed = SimpleNamespace(world_size=2, eval_batch_size=2), [{"seq_lengths": [2, 3]}] * 5
+    check_packed_evaluation(args, packed[:4], 1)
+    with pytest.raises(ValueError, match=r"5 packed examples, no multiple of the 2 on each of 2 .*eval_packing=False"):
+        check_packed_evaluation(args, {"some": packed}, 1)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
