@@ -35,6 +35,8 @@ class PriceLimits:
         near_roundings: up to how many roundings a difference is named, because it may be meant as none; roundings of
             at least `rounding_of_others`.
         edges_per_bin: up to how many edges for each bin a graph of cheap pairs is searched as a list.
+        blocks_per_bin: up to how many blocks for each bin of either side are groups of bins, where nothing else tells:
+            with more, most bins are alone, as they are wherever p is near q.
         max_blocks: up to how many blocks are shifted against each other: memory grows with the square.
     """
 
@@ -43,6 +45,7 @@ class PriceLimits:
     near_roundings: float = 100.0
     rounding_of_others: float = 1e-8
     edges_per_bin: int = 16
+    blocks_per_bin: float = 0.375
     max_blocks: int = 1024
 
 

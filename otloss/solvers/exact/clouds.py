@@ -190,6 +190,10 @@ class _CloudProblem:
         """Near pairs are listed."""
         return float(self.basis.costs.min(where=self.basis.costs > 0, initial=np.inf))
 
+    @property
+    def zeros(self) -> int:
+        return len(self.basis.costs) - int(np.count_nonzero(self.basis.costs))
+
     def costs(self, cells: np.ndarray) -> np.ndarray:
         return _costs(self.cost, cells)
 

@@ -71,9 +71,13 @@ class _MatrixProblem:
     def highest(self) -> float:
         return float(self.matrix.max())
 
-    @property
+    @cached_property
     def lowest(self) -> float:
         return float(self.matrix.min(where=self.matrix > 0, initial=np.inf))
+
+    @property
+    def zeros(self) -> int:
+        return self.matrix.size - int(np.count_nonzero(self.matrix))
 
     def costs(self, cells: np.ndarray) -> np.ndarray:
         costs: np.ndarray = self.matrix[cells[0], cells[1]]
@@ -100,7 +104,7 @@ class _MatrixProblem:
         cost costs more than one that avoids prices, by a cycle of at most 2 min(n, m) pairs. So no optimal plan uses
         lowered prices if any plan avoids them.
         """
-        price = (min(self.matrix.shape) + 1) * float(self.matrix[~is_price].max(initial=0.0))
+        price = max(self.lowest, (min(self.matrix.shape) + 1) * float(self.matrix[~is_price].max(initial=0.0)))
         lowered = np.where(is_price, np.minimum(self.matrix, price), self.matrix).astype(self.matrix.dtype)
         plan = _solve(self.p, q, lowered)
         costs = lowered[plan.cells[0], plan.cells[1]]

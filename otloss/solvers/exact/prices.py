@@ -43,6 +43,7 @@ class PricedProblem(Protocol):
     Attributes:
         p: (n,), the weights.
         highest, lowest: the largest cost, and the smallest above 0.
+        zeros: the number of pairs of cost 0.
     """
 
     @property
@@ -53,6 +54,9 @@ class PricedProblem(Protocol):
 
     @property
     def lowest(self) -> float: ...
+
+    @property
+    def zeros(self) -> int: ...
 
     def costs(self, cells: np.ndarray) -> np.ndarray:
         """Return the costs (cells,) of rows and columns (2, cells)."""
@@ -134,34 +138,38 @@ def _level(problem: PricedProblem, q: np.ndarray, plan: Plan, rounding: float) -
     """Return the lowest level whose blocks agree in their masses, or above which no more mass finds its block."""
     p, level = problem.p, None
     differing, payment = np.zeros(0), 0.0
-    for paid in _paid_costs(problem, plan, rounding):
-        price = PRICE_LIMITS.price_ratio * paid
+    costs = problem.costs(plan.cells).astype(np.float64)
+    surely = float(largest_payment(costs, plan.flows, float(p.sum()), rounding))
+    for cost in _costs_below_gaps(problem, costs[plan.flows > 0], surely, len(p) + len(q)):
+        price = max(PRICE_LIMITS.price_ratio * cost, problem.lowest)
         blocks = problem.blocks(price)
         if level is not None:
             own = (differing > 0)[level.blocks.rows], (differing > 0)[level.blocks.columns]
             left = blocks.differing(np.where(own[0], p, 0.0), np.where(own[1], q, 0.0), rounding)
             if left.sum() > differing.sum() / 2:
                 continue
-            agreeing = np.where(own[0], 0.0, p), np.where(own[1], 0.0, q)
-            payment += level.blocks.payment(*agreeing, paid)
+            payment += level.blocks.payment(np.where(own[0], 0.0, p), np.where(own[1], 0.0, q), cost)
         differing = blocks.differing(p, q, rounding)
-        level = _Level(price, blocks, payment)
-        if not differing.any():
-            break
+        has_groups = surely > 0 or blocks.count <= PRICE_LIMITS.blocks_per_bin * (len(p) + len(q))
+        if not differing.any() and (has_groups or price > problem.lowest):
+            return _Level(price, blocks, payment)
+        if has_groups and cost in costs[plan.flows > 0]:
+            level = _Level(price, blocks, payment)
     return level
 
 
-def _paid_costs(problem: PricedProblem, plan: Plan, rounding: float) -> np.ndarray:
-    """Return costs that the plan pays, with a gap above each, beyond which there are prices.
+def _costs_below_gaps(problem: PricedProblem, paid: np.ndarray, surely: float, bins: int) -> np.ndarray:
+    """Return the costs with a gap above each, beyond which there are prices, from the costs that the plan pays.
 
     The first is the largest cost that is paid for sure, with or without a gap. Where that is 0, all costs are prices
-    beside it: the smallest other cost tells more.
+    beside it: the smallest other cost tells more. If no cost is a price beside that one, it may be a price itself.
     """
-    costs, ratio = problem.costs(plan.cells).astype(np.float64), PRICE_LIMITS.price_ratio
-    surely = float(largest_payment(costs, plan.flows, float(problem.p.sum()), rounding))
-    least = surely or problem.lowest
-    paid = np.unique(np.append(costs[(plan.flows > 0) & (costs > least)], least))
-    has_gap = np.append(paid[1:] >= ratio * paid[:-1], True)
+    ratio, least = PRICE_LIMITS.price_ratio, surely or problem.lowest
+    costs = np.unique(np.append(paid[paid > least], least))
+    has_gap = np.append(costs[1:] >= ratio * costs[:-1], True)
     has_gap[0] |= surely > 0
-    levels: np.ndarray = paid[has_gap & (ratio * paid <= problem.highest)]
-    return levels
+    below_gaps: np.ndarray = costs[has_gap & (ratio * costs <= problem.highest)]
+    if below_gaps.size or surely > 0:
+        return below_gaps
+    has_groups = problem.zeros >= (1 - PRICE_LIMITS.blocks_per_bin) * bins  # a pair joins two blocks at most
+    return np.full(int(has_groups), least / ratio)
