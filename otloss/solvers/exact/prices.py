@@ -151,9 +151,9 @@ def _level(problem: PricedProblem, q: np.ndarray, plan: Plan, rounding: float) -
             payment += level.blocks.payment(np.where(own[0], 0.0, p), np.where(own[1], 0.0, q), cost)
         differing = blocks.differing(p, q, rounding)
         has_groups = surely > 0 or blocks.count <= PRICE_LIMITS.blocks_per_bin * (len(p) + len(q))
-        if not differing.any() and (has_groups or price > problem.lowest):
+        if not differing.any() and (has_groups or cost > 0):
             return _Level(price, blocks, payment)
-        if has_groups and cost in costs[plan.flows > 0]:
+        if has_groups and cost > 0 and cost in costs[plan.flows > 0]:
             level = _Level(price, blocks, payment)
     return level
 
@@ -162,14 +162,15 @@ def _costs_below_gaps(problem: PricedProblem, paid: np.ndarray, surely: float, b
     """Return the costs with a gap above each, beyond which there are prices, from the costs that the plan pays.
 
     The first is the largest cost that is paid for sure, with or without a gap. Where that is 0, all costs are prices
-    beside it: the smallest other cost tells more. If no cost is a price beside that one, it may be a price itself.
+    beside it: the smallest other cost tells more. If no cost is a price beside that one, it may
+    be a price itself, beside 0.
     """
     ratio, least = PRICE_LIMITS.price_ratio, surely or problem.lowest
     costs = np.unique(np.append(paid[paid > least], least))
     has_gap = np.append(costs[1:] >= ratio * costs[:-1], True)
     has_gap[0] |= surely > 0
     below_gaps: np.ndarray = costs[has_gap & (ratio * costs <= problem.highest)]
-    if below_gaps.size or surely > 0:
+    if below_gaps.size or surely > 0 or not paid.any():
         return below_gaps
     has_groups = problem.zeros >= (1 - PRICE_LIMITS.blocks_per_bin) * bins  # a pair joins two blocks at most
-    return np.full(int(has_groups), least / ratio)
+    return np.zeros(int(has_groups))
