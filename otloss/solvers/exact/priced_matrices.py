@@ -34,8 +34,8 @@ def settle_prices(
     payments[candidates] = bins * np.finfo(np.float64).eps * scale[candidates]  # by rounding, at prices
     masses = weights[0][candidates].sum(1)
     costs = matrices[owners[candidates][:, None], results.cells[candidates, 0], results.cells[candidates, 1]]
-    paid = largest_payment(costs, results.flows[candidates], masses, rounding)
-    for k in candidates[scale[candidates] >= PRICE_LIMITS.price_ratio * paid * masses]:
+    sure = largest_payment(costs, results.flows[candidates], masses, rounding)
+    for k in candidates[scale[candidates] >= PRICE_LIMITS.price_ratio * sure * masses]:
         problem = _MatrixProblem(weights[0][k], matrices[owners[k]])
         plan = _plan(results, k)
         settled = settle(problem, weights[1][k], plan, rounding=rounding, warns=warns)

@@ -158,19 +158,18 @@ def _level(problem: PricedProblem, q: np.ndarray, plan: Plan, rounding: float) -
     return level
 
 
-def _costs_below_gaps(problem: PricedProblem, paid: np.ndarray, surely: float, bins: int) -> np.ndarray:
+def _costs_below_gaps(problem: PricedProblem, used: np.ndarray, surely: float, bins: int) -> np.ndarray:
     """Return the costs with a gap above each, beyond which there are prices, from the costs that the plan pays.
 
-    The first is the largest cost that is paid for sure, with or without a gap. Where that is 0, all costs are prices
-    beside it: the smallest other cost tells more. If no cost is a price beside that one, it may
-    be a price itself, beside 0.
+    The first is the largest cost that it pays for sure, with or without a gap. Where that is 0, all costs are prices
+    beside it: the smallest other cost tells more. If no cost is a price beside that one, it may be a price itself.
     """
     ratio, least = PRICE_LIMITS.price_ratio, surely or problem.lowest
-    costs = np.unique(np.append(paid[paid > least], least))
+    costs = np.unique(np.append(used[used > least], least))
     has_gap = np.append(costs[1:] >= ratio * costs[:-1], True)
     has_gap[0] |= surely > 0
     below_gaps: np.ndarray = costs[has_gap & (ratio * costs <= problem.highest)]
-    if below_gaps.size or surely > 0 or not paid.any():
+    if below_gaps.size or surely > 0 or not used.any():
         return below_gaps
     has_groups = problem.zeros >= (1 - PRICE_LIMITS.blocks_per_bin) * bins  # a pair joins two blocks at most
     return np.zeros(int(has_groups))

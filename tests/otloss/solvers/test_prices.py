@@ -307,7 +307,7 @@ def test_weights_that_agree_up_to_rounding_pay_no_price(dtype: torch.dtype, pric
 
 
 def test_weights_that_stay_in_place_with_prices_between_them() -> None:
-    """Nothing but the price is paid: which costs are small is seen in the matrix."""
+    """The plan pays nothing but the price: which costs are small is seen in the matrix."""
     problem = near_equal(4, torch.float32, 0.0)
     q = (problem.p.double() * (1 + torch.tensor([1e-7, -1e-7]).double()[problem.rows])).float()
     cost = torch.where(problem.rows[:, None] == problem.columns, problem.cost, 1e9)
