@@ -73,7 +73,8 @@ def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return potentials of exact transport and the cells of its plans, or g and None where the exact solver fails."""
     problem = dataclasses.replace(problem, is_exact=True)
     try:
-        solution = solve_between_clouds(problem) if suits_clouds(problem) else solve_exactly(problem, warns=False)
+        solve = solve_between_clouds if suits_clouds(problem) else solve_exactly
+        solution = solve(problem, warns=False)
     except RuntimeError:  # not certified; Newton's method measures its own error
         return g, None
     optimum = solution.optimum

@@ -39,14 +39,12 @@ def solve_batch(
         _run_simplex(start, problems, results, max_pivots=max_pivots)
         return results
     _run_assignment(start, problems, results, max_pivots=max_pivots)
-    given_up = np.flatnonzero(results.outcome[:, OUTCOME.pivots] < 0)
-    if given_up.size:
-        again = Results(*(array[given_up] for array in results))
-        _run_simplex(
-            start[given_up], (p[given_up], q[given_up], matrices, owners[given_up]), again, max_pivots=max_pivots
-        )
+    stopped = np.flatnonzero(results.outcome[:, OUTCOME.pivots] < 0)
+    if stopped.size:
+        again = Results(*(array[stopped] for array in results))
+        _run_simplex(start[stopped], (p[stopped], q[stopped], matrices, owners[stopped]), again, max_pivots=max_pivots)
         for array, part in zip(results, again, strict=True):
-            array[given_up] = part
+            array[stopped] = part
     return results
 
 

@@ -35,6 +35,9 @@ class PriceLimits:
         near_roundings: up to how many roundings a difference is named, because it may be meant as none; roundings of
             at least `rounding_of_others`.
         edges_per_bin: up to how many edges for each bin a graph of cheap pairs is searched as a list.
+        blocks_per_bin: up to how many blocks for each bin of either side are groups of bins, where nothing else tells:
+            with more, most bins are alone, as they are wherever p is near q.
+        max_blocks: up to how many blocks are shifted against each other: memory grows with the square.
     """
 
     price_ratio: float = 1e3
@@ -42,6 +45,8 @@ class PriceLimits:
     near_roundings: float = 100.0
     rounding_of_others: float = 1e-8
     edges_per_bin: int = 16
+    blocks_per_bin: float = 0.375
+    max_blocks: int = 1024
 
 
 PRICE_LIMITS = PriceLimits()
@@ -78,15 +83,25 @@ class Blocks:
         """Return the masses (count,) of p and of q in each block."""
         return np.bincount(self.rows, p, self.count), np.bincount(self.columns, q, self.count)
 
+    def members(self, labels: np.ndarray) -> list[np.ndarray]:
+        """Return the bins of each block, in order, from `rows` or `columns`."""
+        return np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels, minlength=self.count))[:-1])
+
+    def differing(self, p: np.ndarray, q: np.ndarray, rounding: float) -> np.ndarray:
+        """Return by how much the masses of p and q differ (count,), 0 where it is a few roundings of themselves."""
+        mass_p, mass_q = self.masses(p, q)
+        tolerance = PRICE_LIMITS.roundings * rounding + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
+        difference = np.abs(mass_p - mass_q)
+        return np.where(difference > tolerance * np.maximum(mass_p, mass_q), difference, 0.0)
+
     def balanced(self, p: np.ndarray, q: np.ndarray, rounding: float) -> Balanced:
         """Return q with the masses of p in each block where rounding explains the difference.
 
-        A block differs by rounding if its masses differ by a few roundings of themselves. What the other blocks lack or
-        hold too much of comes from these, in proportion to their masses: it is less than their rounding too.
+        What the other blocks lack or hold too much of comes from these, in proportion to their masses: it is less than
+        their rounding too.
         """
         mass_p, mass_q = self.masses(p, q)
-        tolerance = PRICE_LIMITS.roundings * rounding + (len(p) + len(q)) * float(np.finfo(np.float64).eps)
-        differs = np.abs(mass_p - mass_q) > tolerance * np.maximum(mass_p, mass_q)
+        differs = self.differing(p, q, rounding) > 0
         lacking = float((mass_p - mass_q)[differs].sum())
         total = float(mass_p[~differs].sum())
         if abs(lacking) > PRICE_LIMITS.near_roundings * rounding * total:
@@ -145,17 +160,17 @@ def _medians(values: np.ndarray, blocks: np.ndarray, counts: np.ndarray, count: 
     return medians
 
 
-def price_of(costs: np.ndarray, flows: np.ndarray, mass: np.ndarray | float, unit: float) -> np.ndarray:
-    """Return the cost (...) from which pairs count as priced; infinite where the plan pays nothing.
+def largest_payment(costs: np.ndarray, flows: np.ndarray, mass: np.ndarray | float, unit: float) -> np.ndarray:
+    """Return the largest cost (...) that plans pay for more than what may be rounding.
 
     Args:
-        costs, flows: (..., cells), of the cells of plans. Flows that may be rounding do not count.
+        costs, flows: (..., cells), of the cells of plans.
         mass: (...), of the plans.
     """
     share = PRICE_LIMITS.near_roundings * max(unit, PRICE_LIMITS.rounding_of_others)
     may_be_rounding = flows <= share * np.asarray(mass)[..., None]
-    largest = np.where(may_be_rounding, 0.0, costs).max(-1)
-    return np.where(largest > 0, PRICE_LIMITS.price_ratio * largest, np.inf)
+    largest: np.ndarray = np.where(may_be_rounding, 0.0, costs).max(-1)
+    return largest
 
 
 def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
@@ -198,7 +213,7 @@ def _connected_parts(first: np.ndarray, second: np.ndarray, nodes: int) -> tuple
 
 
 def warn_of_prices(
-    blocks: Blocks, p: np.ndarray, q: np.ndarray, flows: np.ndarray, cells: np.ndarray, matrix: np.ndarray, *,
+    blocks: Blocks, p: np.ndarray, q: np.ndarray, flows: np.ndarray, cells: np.ndarray, costs: np.ndarray, *,
     price: float, rounding: float,
 ) -> None:  # fmt: skip
     """Warn of mass that pays a price because the masses of a block differ by little, which may be meant as nothing."""
@@ -212,7 +227,6 @@ def warn_of_prices(
     is_near = (
         (difference > PRICE_LIMITS.roundings * rounding * mass) & (difference <= near) & (mass_p > 0) & (mass_q > 0)
     )
-    costs = matrix[cells[0], cells[1]]
     crossing = (costs >= price) & (is_near[blocks.rows[cells[0]]] | is_near[blocks.columns[cells[1]]])
     amounts, moved = flows * costs, float(flows[crossing].sum())
     if amounts[crossing].sum() <= 1e-3 * amounts[~crossing].sum():
@@ -226,30 +240,6 @@ def warn_of_prices(
     )
 
 
-def with_lowered_prices(matrix: np.ndarray, is_price: np.ndarray) -> np.ndarray:
-    """Return the matrix with smaller prices, for potentials with more digits.
-
-    An optimal plan that has no mass on lowered costs is optimal for the matrix too. A plan that uses a price of more
-    than min(n, m) times the largest other cost costs more than one that avoids prices, by a cycle of at most
-    2 min(n, m) pairs. So no optimal plan uses lowered prices if any plan avoids them.
-    """
-    price = (min(matrix.shape) + 1) * float(matrix[~is_price].max(initial=0.0))
-    return np.where(is_price, np.minimum(matrix, price), matrix).astype(matrix.dtype)
-
-
 def rounding_of_flows(p: np.ndarray, q: np.ndarray) -> float:
     """Return the mass up to which flows between weights in float64 may be rounding."""
     return (len(p) + len(q)) * float(np.finfo(np.float64).eps) * float(p.sum())
-
-
-def shift_blocks(
-    blocks: Blocks, p: np.ndarray, q: np.ndarray, matrix: np.ndarray, *, f: np.ndarray, g: np.ndarray
-) -> None:
-    """Shift optimal potentials f (n,) and g (m,) of the blocks, in place; by c-transforms at bins without mass."""
-    with_p, with_q = p > 0, q > 0
-    slack = np.full((blocks.count, blocks.count), np.inf)
-    reduced = (matrix - f[:, None]) - g
-    np.minimum.at(slack, (blocks.rows[with_p][:, None], blocks.columns[with_q]), reduced[np.ix_(with_p, with_q)])
-    blocks.shift(p, q, f, g, slack)
-    f[~with_p] = (matrix[~with_p][:, with_q] - g[with_q]).min(1, initial=np.inf)
-    g[~with_q] = (matrix[with_p][:, ~with_q] - f[with_p][:, None]).min(0, initial=np.inf)

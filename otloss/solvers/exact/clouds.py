@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +35,10 @@ from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
 from otloss.costs.order import BLOCK, METRICS, ROWS, grouped, order_of, tasks
 from otloss.solvers.exact.batch import SIMPLEX
-from otloss.solvers.exact.blocks import PRICE_LIMITS, Blocks, blocks_of_cells, price_of, rounding_of_flows
+from otloss.solvers.exact.blocks import Blocks, blocks_of_cells
 from otloss.solvers.exact.optimum import Optimum, solve_arrays
-from otloss.solvers.exact.results import OUTCOME, check_outcome
+from otloss.solvers.exact.prices import Plan, settle
+from otloss.solvers.exact.results import check_outcome
 from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.problem import Problem
 
@@ -57,7 +57,6 @@ class CloudLimits:
         first_cells, added_cells: the cells of a point to begin with, and those that are added at a time.
         rounding: reduced costs above this, relative to the numbers they are the difference of, count as zero.
         pivots_of_point: the pivots for each point after which the search is given up.
-        max_blocks: the number of blocks up to which potentials are shifted against each other.
         plan_entries: the entries of the dense plan that are made at a time.
     """
 
@@ -72,7 +71,6 @@ class CloudLimits:
     added_cells: int = 4
     rounding: float = 4e-15
     pivots_of_point: int = 1000
-    max_blocks: int = 64
     plan_entries: int = 2**24
 
 
@@ -119,8 +117,8 @@ class CloudSolution(ExactSolution):
             yield slice(first, first + len(block)), block.expand(*batch, *block.shape)
 
 
-def solve_between_clouds(problem: Problem) -> CloudSolution:
-    """Solve a problem that `suits_clouds`.
+def solve_between_clouds(problem: Problem, *, warns: bool = True) -> CloudSolution:
+    """Solve a problem that `suits_clouds`. With `warns`, mass that may be rounding and pays a price is named.
 
     Raises:
         RuntimeError: if the optimum is not reached, or not certified by its potentials.
@@ -128,12 +126,12 @@ def solve_between_clouds(problem: Problem) -> CloudSolution:
     cost = problem.cost.as_points()
     assert cost is not None
     with torch.no_grad():
-        optimum = _optimum(problem, cost.without_graph().to(torch.float64))
+        optimum = _optimum(problem, cost.without_graph().to(torch.float64), warns=warns)
     cell_costs = cost.pairs(optimum.rows, optimum.columns)
     return CloudSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
 
 
-def _optimum(problem: Problem, cost: PointCost) -> Optimum:
+def _optimum(problem: Problem, cost: PointCost, *, warns: bool) -> Optimum:
     """Return the optimum at this cost, which is that of the problem in float64 and without a graph."""
     p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
     points_x, points_y = _Distinct.build(cost.x, p), _Distinct.build(cost.y, q)
@@ -145,140 +143,108 @@ def _optimum(problem: Problem, cost: PointCost) -> Optimum:
         g = a.new_empty(len(b)).index_copy_(0, points_y.groups, problem.start[1].double().reshape(-1)[points_y.members])
         f = among.softmin(g, 0.0)
     basis = _Basis.solve(among, a, b, f, g)
-    priced = _settle_prices(among, a, b, basis, problem.weight_rounding)
-    plan, b = priced.plan, priced.q
-    rows, places, flows = points_x.split(plan.rows, plan.flows)
-    columns, places_of_columns, flows = points_y.split(plan.columns[places], flows)
-    g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, plan.g[points_y.groups])
+    priced = _CloudProblem(among, a.numpy(), basis)
+    settled = settle(priced, b.numpy(), priced.plan(basis), rounding=problem.weight_rounding, warns=warns)
+    plan, b = settled.plan, torch.from_numpy(settled.q)
+    rows, places, flows = points_x.split(torch.from_numpy(plan.cells[0]), torch.from_numpy(plan.flows))
+    columns, places_of_columns, flows = points_y.split(torch.from_numpy(plan.cells[1])[places], flows)
+    g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, torch.from_numpy(plan.g)[points_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
     dual = p @ f + (q[points_y.members] * (b / points_y.masses)[points_y.groups]) @ g[points_y.members]
-    gap = priced.value - float(dual)
-    outcome = np.empty((1, len(OUTCOME)))
-    outcome[0, OUTCOME.value], outcome[0, OUTCOME.gap] = priced.value, gap
-    outcome[0, OUTCOME.scale], outcome[0, OUTCOME.pivots] = priced.scale, plan.pivots
+    gap = plan.value - float(dual)
+    outcome = np.array([[plan.value, gap, plan.scale, plan.pivots]])
     check_outcome(outcome, [p[None].numpy(), q[None].numpy()], problem.batch)
 
     def in_batch(field: Tensor) -> Tensor:
         return field.reshape((*problem.batch, *field.shape))
 
     return Optimum(
-        value=in_batch(a.new_tensor(priced.value)),
+        value=in_batch(a.new_tensor(plan.value)),
         gap=in_batch(a.new_tensor(gap)),
-        payment=in_batch(a.new_tensor(priced.payment)),
+        payment=in_batch(a.new_tensor(settled.payment)),
         iterations=in_batch(torch.tensor(plan.pivots)),
         f=in_batch(f),
         g=in_batch(g),
         rows=in_batch(rows[places_of_columns]),
         columns=in_batch(columns),
         flows=in_batch(flows),
-        largest_potential=in_batch(a.new_tensor(priced.largest_potential)),
+        largest_potential=in_batch(a.new_tensor(settled.largest_potential)),
     )
-
-
-class _PricedPlan(NamedTuple):
-    """A plan between distinct points, after blocks that only priced pairs connect were solved again.
-
-    Attributes:
-        plan: its potentials are those of blocks that are shifted against each other.
-        q: the masses of the points of y, equal to those of x in each block where rounding explains the difference.
-        value, scale: as in `results.Outcome`.
-        payment, largest_potential: as in `Optimum`.
-    """
-
-    plan: _Plan
-    q: Tensor
-    value: float
-    scale: float
-    payment: float
-    largest_potential: float
-
-
-def _settle_prices(cost: PointCost, p: Tensor, q: Tensor, basis: _Basis, rounding: float) -> _PricedPlan:
-    """Return the plan of the basis, or a new one where costs are prices; see `blocks`."""
-    plan = _Plan.of_basis(basis)
-    largest = plan.largest_potential
-    costs = cost.pairs(plan.rows, plan.columns)
-    value, highest = float(plan.flows @ costs), float(cost.largest())
-    scale, payment = highest * float(p.sum()), 0.0
-    if not scale > PRICE_LIMITS.price_ratio * value:
-        return _PricedPlan(plan, q, value, scale, payment, largest)
-    blocks = basis.blocks(float(price_of(costs.numpy(), plan.flows.numpy(), float(p.sum()), rounding)))
-    balanced = blocks.balanced(p.numpy(), q.numpy(), rounding)
-    differs = balanced.differs
-    if 1 < blocks.count <= CLOUD_LIMITS.max_blocks and not differs.all():
-        payment = 0.0 if differs.any() else blocks.payment(p.numpy(), q.numpy(), highest)
-        q = torch.from_numpy(balanced.q)
-        if differs.any():
-            plan = _Plan.of_basis(_Basis.solve(cost, p, q, plan.f, plan.g))
-        else:
-            plan = _solve_blocks(cost, p, q, plan, blocks)
-        largest = plan.largest_potential
-        cells = torch.stack([plan.rows, plan.columns]).numpy()
-        joined = blocks.joined_by(cells, plan.flows.numpy(), differs, rounding_of_flows(p.numpy(), balanced.q))
-        _shift_blocks(cost, p, q, plan, joined)
-        first_value, value = value, float(plan.flows @ cost.pairs(plan.rows, plan.columns))
-        payment += abs(first_value - value)
-    payment += highest * rounding_of_flows(p.numpy(), q.numpy())
-    return _PricedPlan(plan, q, value, scale, payment, largest)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The cells of a plan between distinct points, the mass there, potentials, and the number of pivots.
+class _CloudProblem:
+    """`prices.PricedProblem` of distinct points with weights p, and the cells that the first plan was found on."""
 
-    The number is -1 if too many were needed.
-    """
+    cost: PointCost
+    p: np.ndarray
+    basis: _Basis
 
-    rows: Int[Tensor, " cells"]
-    columns: Int[Tensor, " cells"]
-    flows: Float[Tensor, " cells"]
-    f: Float[Tensor, " n"]
-    g: Float[Tensor, " m"]
-    pivots: int
-
-    @staticmethod
-    def of_basis(basis: _Basis) -> _Plan:
-        return _Plan(*basis.plan(), basis.f, basis.g, basis.pivots)
+    @cached_property
+    def highest(self) -> float:
+        return float(self.cost.largest())
 
     @property
-    def largest_potential(self) -> float:
-        return max(float(self.f.abs().max()), float(self.g.abs().max()))
+    def lowest(self) -> float:
+        """Near pairs are listed."""
+        return float(self.basis.costs.min(where=self.basis.costs > 0, initial=np.inf))
+
+    @property
+    def zeros(self) -> int:
+        return len(self.basis.costs) - int(np.count_nonzero(self.basis.costs))
+
+    def costs(self, cells: np.ndarray) -> np.ndarray:
+        return _costs(self.cost, cells)
+
+    def blocks(self, price: float) -> Blocks:
+        return self.basis.blocks(price)
+
+    def plan(self, basis: _Basis) -> Plan:
+        cells, flows = basis.plan()
+        value = float(flows @ self.costs(cells))
+        return Plan(cells, flows, basis.f.numpy(), basis.g.numpy(), value, self.highest * self.p.sum(), basis.pivots)
+
+    def solve(self, q: np.ndarray, start: Plan) -> Plan:
+        return self.plan(_Basis.solve(self.cost, *(torch.from_numpy(a) for a in (self.p, q, start.f, start.g))))
+
+    def solve_blocks(self, q: np.ndarray, start: Plan, blocks: Blocks, price: float) -> Plan:
+        """Return the plan of blocks, each a problem of its own.
+
+        In one problem, potentials of the size of the costs between blocks would round those of the size of the costs
+        within.
+        """
+        f, g, cells, flows, pivots = np.empty_like(self.p), np.empty_like(q), [], [], 0
+        for rows, columns in zip(blocks.members(blocks.rows), blocks.members(blocks.columns), strict=True):
+            points = (side[torch.from_numpy(own)] for side, own in ((self.cost.x, rows), (self.cost.y, columns)))
+            arrays = (self.p[rows], q[columns], start.f[rows], start.g[columns])
+            basis = _Basis.solve(
+                PointCost(*points, metric=self.cost.metric), *(torch.from_numpy(array) for array in arrays)
+            )
+            f[rows], g[columns], (own_cells, own_flows) = basis.f, basis.g, basis.plan()
+            cells.append(np.stack([rows[own_cells[0]], columns[own_cells[1]]]))
+            flows.append(own_flows)
+            pivots = pivots + basis.pivots if min(pivots, basis.pivots) >= 0 else -1
+        all_cells, all_flows = np.concatenate(cells, 1), np.concatenate(flows)
+        return Plan(all_cells, all_flows, f, g, float(all_flows @ self.costs(all_cells)), start.scale, pivots)
+
+    def slack(self, plan: Plan, q: np.ndarray, blocks: Blocks) -> np.ndarray:
+        """The least cost between two blocks is bounded by the cost between the boxes around their points."""
+        (low_x, high_x), (low_y, high_y) = (
+            _boxes(points.numpy(), labels, blocks.count)
+            for points, labels in ((self.cost.x, blocks.rows), (self.cost.y, blocks.columns))
+        )
+        apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
+        apart[np.isinf(apart).any(-1)] = 0.0  # a block without points of one side has no mass
+        nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
+        slack = nearest.dense().squeeze(-1).numpy() - _largest(plan.f, blocks.rows, blocks.count)[:, None]
+        least: np.ndarray = slack - _largest(plan.g, blocks.columns, blocks.count)
+        return least
 
 
-def _solve_blocks(cost: PointCost, p: Tensor, q: Tensor, start: _Plan, blocks: Blocks) -> _Plan:
-    """Return the plan of blocks of equal mass that exchange nothing.
-
-    Each is a problem of its own: in one problem, potentials of the size of the costs between blocks would round those
-    of the size of the costs within.
-    """
-    f, g, cells, pivots = torch.empty_like(p), torch.empty_like(q), [], 0
-    for k in range(blocks.count):
-        rows, columns = (torch.from_numpy(np.flatnonzero(side == k)) for side in (blocks.rows, blocks.columns))
-        among = PointCost(cost.x[rows], cost.y[columns], metric=cost.metric)
-        part = _Plan.of_basis(_Basis.solve(among, p[rows], q[columns], start.f[rows], start.g[columns]))
-        f[rows], g[columns] = part.f, part.g
-        cells.append((rows[part.rows], columns[part.columns], part.flows))
-        pivots = pivots + part.pivots if min(pivots, part.pivots) >= 0 else -1
-    rows, columns, flows = (torch.cat(arrays) for arrays in zip(*cells, strict=True))
-    return _Plan(rows, columns, flows, f, g, pivots)
-
-
-def _shift_blocks(cost: PointCost, p: Tensor, q: Tensor, plan: _Plan, blocks: Blocks) -> None:
-    """Shift the potentials of blocks that exchange no mass.
-
-    The least cost between two blocks is bounded by the cost between the boxes around their points.
-    """
-    f, g = plan.f.numpy(), plan.g.numpy()
-    (low_x, high_x), (low_y, high_y) = (
-        _boxes(points.numpy(), labels, blocks.count)
-        for points, labels in ((cost.x, blocks.rows), (cost.y, blocks.columns))
-    )
-    apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
-    apart[np.isinf(apart).any(-1)] = 0.0  # a block without points of one side has no mass
-    nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=cost.metric)
-    slack = nearest.dense().squeeze(-1).numpy() - _largest(f, blocks.rows, blocks.count)[:, None]
-    blocks.shift(p.numpy(), q.numpy(), f, g, slack - _largest(g, blocks.columns, blocks.count))
+def _costs(cost: PointCost, cells: np.ndarray) -> np.ndarray:
+    """Return the costs of pairs of points, rows and columns (2, cells)."""
+    return cost.pairs(torch.from_numpy(cells[0]), torch.from_numpy(cells[1])).numpy()
 
 
 @dataclass(frozen=True)
@@ -388,8 +354,8 @@ class _Basis:
             self.rows, self.columns + n, self.costs, self.tree, self.flow, self.edges, self.potential, n, self.root,
             CLOUD_LIMITS.pivots_of_point * len(self.potential) - self.pivots,
         )  # fmt: skip
-        made = run_on_threads(search_cells, 1, arguments, work=Work(SIMPLEX, len(self.rows) ** 2))[0]
-        self.pivots = self.pivots + made if made >= 0 else -1
+        pivots = run_on_threads(search_cells, 1, arguments, work=Work(SIMPLEX, len(self.rows) ** 2))[0]
+        self.pivots = self.pivots + pivots if pivots >= 0 else -1
 
     def add_cells(self) -> bool:
         """Search all pairs for cells of negative reduced cost and list them; return whether there are any.
@@ -406,15 +372,14 @@ class _Basis:
         self.rows, self.columns, self.costs = cells
         return bool(missing.any())
 
-    def plan(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows, columns and masses of the n + m - 1 cells of the tree."""
+    def plan(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the cells of the tree, rows and columns (2, n + m - 1), and the mass there."""
         from otloss.solvers.exact.clouds_numba import LINKED, flows_of
 
         n, moved = len(self.p), flows_of(self.tree, self.p, self.q, self.root)
         nodes = np.delete(np.arange(len(moved)), self.root)
         above = self.tree[LINKED.parent, nodes].astype(np.int64)
-        ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
-        return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
+        return np.stack([np.minimum(nodes, above), np.maximum(nodes, above) - n]), moved[nodes]
 
     def blocks(self, price: float) -> Blocks:
         """Return the blocks of points that only pairs of at least this price connect."""
@@ -440,7 +405,7 @@ class _Basis:
         return (own_points, other_points) if by_rows else (other_points, own_points)
 
     def _costs(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        return self.cost.pairs(torch.from_numpy(rows), torch.from_numpy(columns)).numpy()
+        return _costs(self.cost, np.stack([rows, columns]))
 
     def _reduced(self, f: Tensor, g: Tensor) -> np.ndarray:
         return self.costs - f.numpy()[self.rows] - g.numpy()[self.columns]

@@ -12,7 +12,7 @@ from torch import Tensor
 from otloss._autograd import check_no_transform
 from otloss._checks import broadcast_shape, check_potentials
 from otloss.solvers.exact.batch import solve_batch
-from otloss.solvers.exact.prices import settle_prices
+from otloss.solvers.exact.priced_matrices import settle_prices
 from otloss.solvers.exact.results import MAX_PIVOTS, OUTCOME, check_outcome
 
 

@@ -1,123 +1,175 @@
 """Large finite costs as prices: problems whose bins only such pairs connect are solved again, block by block.
 
-`blocks` has the formulas.
+`blocks` has the formulas. A price is relative to what the plan pays without it. Beyond the largest cost that it pays
+for more than what may be rounding, each gap of `price_ratio` among the costs that it pays is a candidate: light bins
+may pay costs, so that what looks like rounding beside a heavy bin is all the mass of a block. The lowest candidate is
+taken whose blocks agree in their masses, or, if none agrees, the lowest above which no more mass finds its block.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
-from otloss.solvers.exact.batch import solve_batch
-from otloss.solvers.exact.blocks import (
-    PRICE_LIMITS,
-    Blocks,
-    blocks_of_matrix,
-    price_of,
-    rounding_of_flows,
-    shift_blocks,
-    warn_of_prices,
-    with_lowered_prices,
-)
-from otloss.solvers.exact.results import MAX_PIVOTS, OUTCOME, Results, check_outcome
+from otloss.solvers.exact.blocks import PRICE_LIMITS, Blocks, largest_payment, rounding_of_flows, warn_of_prices
 
 
-def _largest_potential(f: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Return the largest absolute value (...) of f and g."""
-    return np.maximum(np.abs(f).max(-1, initial=0.0), np.abs(g).max(-1, initial=0.0))
+class Plan(NamedTuple):
+    """A plan with potentials.
+
+    Attributes:
+        cells, flows: (2, cells), rows and columns, and (cells,), the mass there.
+        f, g: (n,) and (m,), potentials.
+        value, scale, pivots: as in `results.Outcome`.
+    """
+
+    cells: np.ndarray
+    flows: np.ndarray
+    f: np.ndarray
+    g: np.ndarray
+    value: float
+    scale: float
+    pivots: int
+
+    @property
+    def largest_potential(self) -> float:
+        return max(float(np.abs(self.f).max(initial=0.0)), float(np.abs(self.g).max(initial=0.0)))
 
 
-def settle_prices(
-    weights: list[np.ndarray], matrices: np.ndarray, owners: np.ndarray, results: Results, rounding: float, *,
-    warns: bool,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Solve problems again whose bins fall into blocks that only priced pairs connect; fill their results.
+class PricedProblem(Protocol):
+    """One problem, with a matrix or between clouds.
+
+    Attributes:
+        p: (n,), the weights.
+        highest, lowest: the largest cost, and the smallest above 0.
+        zeros: the number of pairs of cost 0.
+    """
+
+    @property
+    def p(self) -> np.ndarray: ...
+
+    @property
+    def highest(self) -> float: ...
+
+    @property
+    def lowest(self) -> float: ...
+
+    @property
+    def zeros(self) -> int: ...
+
+    def costs(self, cells: np.ndarray) -> np.ndarray:
+        """Return the costs (cells,) of rows and columns (2, cells)."""
+
+    def blocks(self, price: float) -> Blocks:
+        """Return the blocks that only pairs of at least this price connect."""
+
+    def solve(self, q: np.ndarray, start: Plan) -> Plan:
+        """Return the plan for other weights q; potentials to start from."""
+
+    def solve_blocks(self, q: np.ndarray, start: Plan, blocks: Blocks, price: float) -> Plan:
+        """Return the plan of blocks of equal masses, where nothing is exchanged between blocks."""
+
+    def slack(self, plan: Plan, q: np.ndarray, blocks: Blocks) -> np.ndarray:
+        """Return lower bounds (count, count) of C_ij - f_i - g_j between blocks, where p and q hold mass."""
+
+
+class Settled(NamedTuple):
+    """The plan of a problem whose blocks are balanced.
+
+    Attributes:
+        plan: its potentials are those of blocks that are shifted against each other.
+        q: the weights, of the masses of p in each block where rounding explains the difference.
+        payment, largest_potential: as in `Optimum`.
+    """
+
+    plan: Plan
+    q: np.ndarray
+    payment: float
+    largest_potential: float
+
+
+def settle(problem: PricedProblem, q: np.ndarray, plan: Plan, *, rounding: float, warns: bool) -> Settled:
+    """Return the plan, or a new one where costs are prices.
 
     The second time the masses of both sides agree in each block where rounding explains their difference.
-
-    Returns:
-        `Optimum.largest_potential` and `Optimum.payment`.
     """
-    outcome = results.outcome
-    value, scale = outcome[:, OUTCOME.value], outcome[:, OUTCOME.scale]
-    largest, payments = _largest_potential(results.f, results.g), np.zeros(len(outcome))
-    candidates = np.flatnonzero(scale > PRICE_LIMITS.price_ratio * value)
-    if not candidates.size:
-        return largest, payments
-    bins = sum(w.shape[1] for w in weights)
-    payments[candidates] = bins * np.finfo(np.float64).eps * scale[candidates]  # by rounding, at prices
-    masses = weights[0][candidates].sum(1)
-    costs = matrices[owners[candidates][:, None], results.cells[candidates, 0], results.cells[candidates, 1]]
-    prices = price_of(costs, results.flows[candidates], masses, rounding)
-    has_prices = scale[candidates] >= prices * masses
-    for k, price in zip(candidates[has_prices], prices[has_prices], strict=True):
-        single = Results(*(array[k : k + 1] for array in results))  # views, so that their problem is filled
-        p, q, matrix = weights[0][k], weights[1][k], matrices[owners[k]]
-        settled = _settle_problem(
-            p, q, matrix, single, price=price, rounding=rounding, payment=payments[k], warns=warns
-        )
-        if settled is not None:
-            largest[k], payments[k] = settled
-    return largest, payments
+    p = problem.p
+    if not problem.highest * float(p.sum()) > PRICE_LIMITS.price_ratio * plan.value:
+        return Settled(plan, q, 0.0, plan.largest_potential)
+    unchanged = Settled(plan, q, problem.highest * rounding_of_flows(p, q), plan.largest_potential)
+    level = _level(problem, q, plan, rounding)
+    if level is None:
+        return unchanged
+    blocks, (balanced, differs, _) = level.blocks, level.blocks.balanced(p, q, rounding)
+    if warns and differs.any():
+        costs = problem.costs(plan.cells)
+        warn_of_prices(blocks, p, q, plan.flows, plan.cells, costs, price=level.price, rounding=rounding)
+    is_large = blocks.count > PRICE_LIMITS.max_blocks
+    if blocks.count == 1 or differs.all() or (is_large and np.array_equal(balanced, q)):
+        return unchanged
+    solves_all = differs.any() or is_large
+    new = problem.solve(balanced, plan) if solves_all else problem.solve_blocks(balanced, plan, blocks, level.price)
+    payment = unchanged.payment + level.payment + abs(plan.value - new.value)
+    if not differs.any():
+        payment += blocks.payment(p, q, problem.highest)
+    largest = new.largest_potential
+    joined = blocks.joined_by(new.cells, new.flows, differs, rounding_of_flows(p, balanced))
+    if joined.count <= PRICE_LIMITS.max_blocks:
+        joined.shift(p, balanced, new.f, new.g, problem.slack(new, balanced, joined))
+    return Settled(new, balanced, payment, largest)
 
 
-class _Settled(NamedTuple):
-    """`Optimum.largest_potential` and `Optimum.payment` of a problem that was solved again."""
+class _Level(NamedTuple):
+    """The cost from which pairs are priced.
 
-    largest_potential: float
+    Attributes:
+        price: this cost.
+        blocks: what pairs below it connect.
+        payment: what rounding may pay at costs below it.
+    """
+
+    price: float
+    blocks: Blocks
     payment: float
 
 
-def _settle_problem(
-    p: np.ndarray, q: np.ndarray, matrix: np.ndarray, results: Results, *, price: float, rounding: float,
-    payment: float, warns: bool,
-) -> _Settled | None:  # fmt: skip
-    """Solve one problem again and fill its results; None where it stays as it is. `payment` is the one so far."""
-    f, g, cells, flows = results.f[0], results.g[0], results.cells[0], results.flows[0]
-    blocks = blocks_of_matrix(matrix < price)
-    balanced = blocks.balanced(p, q, rounding)
-    if warns and balanced.differs.any():
-        warn_of_prices(blocks, p, q, flows, cells, matrix, price=price, rounding=rounding)
-    if blocks.count == 1 or balanced.differs.all():
-        return None
-    first_value = results.outcome[0, OUTCOME.value]
-    if balanced.differs.any():
-        again = _solve_single(p, balanced.q, matrix)
-    else:
-        again = _avoid_prices(p, balanced.q, matrix, price, blocks)
-    for old, new in zip(results, again, strict=True):
-        old[0] = new[0]
-    largest = float(_largest_potential(f, g))
-    joined = blocks.joined_by(cells, flows, balanced.differs, rounding_of_flows(p, balanced.q))
-    shift_blocks(joined, p, balanced.q, matrix, f=f, g=g)
-    value = results.outcome[0, OUTCOME.value]
-    results.outcome[0, OUTCOME.gap] = value - (p @ f + balanced.q @ g)
-    check_outcome(results.outcome, [p[None], balanced.q[None]], torch.Size())
-    payment += abs(first_value - value)
-    if not balanced.differs.any():
-        payment += blocks.payment(p, q, float(matrix.max()))
-    return _Settled(largest, payment)
+def _level(problem: PricedProblem, q: np.ndarray, plan: Plan, rounding: float) -> _Level | None:
+    """Return the lowest level whose blocks agree in their masses, or above which no more mass finds its block."""
+    p, level = problem.p, None
+    differing, payment = np.zeros(0), 0.0
+    costs = problem.costs(plan.cells).astype(np.float64)
+    surely = float(largest_payment(costs, plan.flows, float(p.sum()), rounding))
+    for cost in _costs_below_gaps(problem, costs[plan.flows > 0], surely, len(p) + len(q)):
+        price = max(PRICE_LIMITS.price_ratio * cost, problem.lowest)
+        blocks = problem.blocks(price)
+        if level is not None:
+            own = (differing > 0)[level.blocks.rows], (differing > 0)[level.blocks.columns]
+            left = blocks.differing(np.where(own[0], p, 0.0), np.where(own[1], q, 0.0), rounding)
+            if left.sum() > differing.sum() / 2:
+                continue
+            payment += level.blocks.payment(np.where(own[0], 0.0, p), np.where(own[1], 0.0, q), cost)
+        differing = blocks.differing(p, q, rounding)
+        has_groups = surely > 0 or blocks.count <= PRICE_LIMITS.blocks_per_bin * (len(p) + len(q))
+        if not differing.any() and (has_groups or cost > 0):
+            return _Level(price, blocks, payment)
+        if has_groups and cost > 0 and cost in costs[plan.flows > 0]:
+            level = _Level(price, blocks, payment)
+    return level
 
 
-def _solve_single(p: np.ndarray, q: np.ndarray, matrix: np.ndarray) -> Results:
-    results = solve_batch(p[None], q[None], matrix[None], np.zeros(1, np.int64), start=None, max_pivots=MAX_PIVOTS)
-    check_outcome(results.outcome, [p[None], q[None]], torch.Size())
-    return results
+def _costs_below_gaps(problem: PricedProblem, used: np.ndarray, surely: float, bins: int) -> np.ndarray:
+    """Return the costs with a gap above each, beyond which there are prices, from the costs that the plan pays.
 
-
-def _avoid_prices(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, price: float, blocks: Blocks) -> Results:
-    """Return results of a problem whose blocks have equal masses, where no mass pays a price between blocks."""
-    crosses, rounding = blocks.rows[:, None] != blocks.columns, rounding_of_flows(p, q)
-    for is_price in (matrix >= price, crosses):  # within a block some mass may have to pay one
-        lowered = with_lowered_prices(matrix, is_price)
-        results = _solve_single(p, q, lowered)
-        (rows, columns), flows = results.cells[0], results.flows[0]
-        is_lowered = lowered[rows, columns] < matrix[rows, columns]
-        if flows[is_lowered].max(initial=0.0) <= rounding:
-            break
-    is_rounding = is_lowered & (flows <= rounding)
-    results.outcome[0, OUTCOME.value] -= flows[is_rounding] @ lowered[rows, columns][is_rounding]
-    flows[is_rounding] = 0.0
-    return results
+    The first is the largest cost that it pays for sure, with or without a gap. Where that is 0, all costs are prices
+    beside it: the smallest other cost tells more. If no cost is a price beside that one, it may be a price itself.
+    """
+    ratio, least = PRICE_LIMITS.price_ratio, surely or problem.lowest
+    costs = np.unique(np.append(used[used > least], least))
+    has_gap = np.append(costs[1:] >= ratio * costs[:-1], True)
+    has_gap[0] |= surely > 0
+    below_gaps: np.ndarray = costs[has_gap & (ratio * costs <= problem.highest)]
+    if below_gaps.size or surely > 0 or not used.any():
+        return below_gaps
+    has_groups = problem.zeros >= (1 - PRICE_LIMITS.blocks_per_bin) * bins  # a pair joins two blocks at most
+    return np.zeros(int(has_groups))

@@ -271,3 +271,143 @@ def test_float64_weights_that_were_rounded_to_float32_are_named() -> None:
     p, q = torch.tensor([0.31, 0.26, 0.23, 0.2]), torch.tensor([0.22, 0.29, 0.29, 0.2])
     with pytest.warns(ConvergenceWarning, match="Scale the weights so that they agree"):
         otloss.emd(p.double(), q.double(), cost)
+
+
+def near_equal(seed: int, dtype: torch.dtype, difference: float) -> Priced:
+    """Two blocks of three bins with q near p, at cost 0 from p to q in place."""
+    generator = torch.Generator().manual_seed(seed)
+    labels, x = torch.arange(6) // 3, torch.arange(6) % 3
+    p, noise = torch.rand(6, generator=generator).double() + 0.1, torch.randn(2, 6, generator=generator).double()
+    p /= p.sum()
+    change = difference * (noise[0] - torch.stack([noise[0, :3].mean(), noise[0, 3:].mean()])[labels])
+    q = p.to(dtype).double() * (1 + torch.finfo(dtype).eps / 2 * noise[1]) + change
+    return Priced(p.to(dtype), q.to(dtype), (x[:, None] - x).abs().to(dtype), labels, labels)
+
+
+@pytest.mark.parametrize("price", [1e5, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_agree_up_to_rounding_pay_no_price(dtype: torch.dtype, price: float) -> None:
+    """The end of a training: all but rounding stays in place, so that the price is the largest cost of all by far."""
+    for seed, difference in ((0, 0.0), (1, 0.0), (2, 1e-6), (3, 1e-5)):
+        problem = near_equal(seed, dtype, difference)
+        among = problem.rows[:, None] != problem.columns
+        value, _, _ = by_blocks(problem, None)
+        p = problem.p.clone().requires_grad_()
+        answer = otloss.solve(p, problem.q, problem.cost.masked_fill(among, price))
+        (gradient,) = torch.autograd.grad(answer.value, p)
+        infinite = otloss.emd(problem.p, problem.q, problem.cost.masked_fill(among, torch.inf))
+        size = 2 * torch.finfo(dtype).eps
+        assert float(answer.value.detach()) == pytest.approx(value, abs=size, rel=1e-5)
+        assert float(infinite) == pytest.approx(value, abs=size, rel=1e-2)
+        f, g = (potential.detach().double() for potential in answer.potentials)
+        assert float((f[:, None] + g - problem.cost.masked_fill(among, price)).max()) < size
+        assert float(problem.p.double() @ f + problem.q.double() @ g) == pytest.approx(value, abs=8 * size, rel=1e-4)
+        assert float(gradient.abs().max()) < 3
+        assert 0 < float(answer.gap) < 20 * size * price
+
+
+def test_weights_that_stay_in_place_with_prices_between_them() -> None:
+    """The plan pays nothing but the price: which costs are small is seen in the matrix."""
+    problem = near_equal(4, torch.float32, 0.0)
+    q = (problem.p.double() * (1 + torch.tensor([1e-7, -1e-7]).double()[problem.rows])).float()
+    cost = torch.where(problem.rows[:, None] == problem.columns, problem.cost, 1e9)
+    p = problem.p.clone().requires_grad_()
+    value = otloss.emd(p, q, cost)
+    assert float(value.detach()) < 1e-6
+    assert float(torch.autograd.grad(value, p)[0].abs().max()) < 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tail_beside_one_heavy_bin(dtype: torch.dtype) -> None:
+    """Each bin of the tail is as light as rounding of the whole; together they are a block."""
+    sizes = (1e-3, 1e-5) if dtype == torch.float32 else (5e-7,)
+    for mass in sizes:
+        generator = torch.Generator().manual_seed(0)
+        tails = mass * torch.softmax(torch.rand(2, 60, generator=generator, dtype=torch.float64), -1)
+        p, q = (torch.cat([1 - tail.sum().reshape(1), tail]).to(dtype).requires_grad_() for tail in tails)
+        cost = torch.full((61, 61), 1e9, dtype=dtype)
+        cost[0, 0], cost[1:, 1:] = 0.0, torch.rand(60, 60, generator=generator)
+        values, gradients = [], []
+        for price in (1e9, torch.inf):
+            value = otloss.emd(p, q, cost.masked_fill(cost == 1e9, price))
+            values.append(value.detach())
+            gradients.append([w[1:] - w[1:].mean() for w in torch.autograd.grad(value, (p, q))])
+        torch.testing.assert_close(*values, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_near_points_are_no_prices_for_others() -> None:
+    """Weights that agree to 1e-11 in float64, a pair of points 1e-6 apart, no warning: all of that is ordinary."""
+    x = torch.tensor([0.0, 1e-6, 0.7, 1.3, 2.1], dtype=torch.float64)
+    p = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15], dtype=torch.float64)
+    q = p + 1e-12 * torch.tensor([2.0, -1.0, 3.0, -2.0, -2.0], dtype=torch.float64)
+    right = 1e-12 * (0.7**2 + 2 * 0.6**2 + 2 * 0.8**2)
+    assert float(otloss.emd(p, q, (x[:, None] - x).square())) == pytest.approx(right, rel=0.5)
+
+
+def test_groups_of_bins_without_costs() -> None:
+    """All positive costs are prices between groups; where each bin is a group, they are the costs that there are."""
+    problem = near_equal(4, torch.float32, 0.0)
+    among = problem.rows[:, None] != problem.columns
+    assert float(otloss.emd(problem.p, problem.q, 1e9 * among.float())) < 1e-6
+    p, q = (w.double() for w in problem[:2])
+    value = otloss.emd(problem.p, problem.q, 1 - torch.eye(6))
+    assert float(value) == pytest.approx(float((p - q * (p.sum() / q.sum())).abs().sum()) / 2, rel=1e-3)
+
+
+def far_clusters(count: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Clouds in clusters of equal mass, and the cluster of each point."""
+    generator = torch.Generator().manual_seed(count)
+    labels = torch.arange(count * size) % count
+    centres = 1e4 * torch.stack([labels % 10, labels // 10], -1)
+    x, y = torch.randn(2, count * size, 2, generator=generator, dtype=torch.float64) + centres
+    return x, y, labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [65, 100])
+def test_many_far_clusters(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otloss.solvers.exact.clouds.CLOUD_LIMITS", CloudLimits(min_pairs=2**15))
+    x, y, labels = far_clusters(count, 4)
+    weights = torch.rand(2, len(labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    sums = torch.zeros(2, count, dtype=torch.float64).index_add_(1, labels, weights)
+    p, q = (weights / sums[:, labels] / count).to(dtype)
+    cost = PointCost(x.to(dtype), y.to(dtype))
+    right = 0.0
+    for k in range(count):
+        own, among = labels == k, PointCost(cost.x[labels == k].double(), cost.y[labels == k].double())
+        right += float(otloss.emd(p[own].double(), q[own].double() * (p[own].sum() / q[own].sum()), among))
+    p.requires_grad_()
+    answer = otloss.solve(p, q, cost)
+    (gradient,) = torch.autograd.grad(answer.value, p)
+    assert float(answer.value.detach()) == pytest.approx(right, rel=1e-5)
+    assert float(gradient.abs().max()) < 100
+    assert 0 < float(answer.gap) < 3 * len(labels) * torch.finfo(dtype).eps * float(cost.largest())
+
+
+@pytest.mark.parametrize("separation", [1e3, 1e4])
+@pytest.mark.parametrize("size", [10, 300], ids=["matrix", "no matrix"])
+def test_equal_clouds_with_weights_that_agree_up_to_rounding(
+    size: int, separation: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("otloss.solvers.exact.clouds.CLOUD_LIMITS", CloudLimits(min_pairs=2**15))
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(size, 2, generator=generator), torch.randn(size, generator=generator, dtype=torch.float64)
+    x[size // 2 :, 0] += separation
+    weights = torch.rand(size, generator=generator) + 0.1
+    weights /= weights.sum()
+    others = (weights.double() * (1 + 6e-8 * noise)).float()
+    weights.requires_grad_()
+    value = otloss.cloud_loss(x, x.clone(), weights, others, kind="emd")
+    assert 0 <= float(value.detach()) < 1e-6
+    assert float(torch.autograd.grad(value, weights)[0].abs().max()) < 100
+
+
+def test_clouds_with_float64_weights_that_were_rounded_to_float32_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otloss.solvers.exact.clouds.CLOUD_LIMITS", CloudLimits(min_pairs=2**15))
+    x, y, labels = far_clusters(2, 150)
+    p, q = torch.rand(2, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    for w in (p, q):
+        w /= torch.zeros(2, dtype=torch.float64).index_add_(0, labels, w)[labels]
+    with pytest.warns(ConvergenceWarning, match="Scale the weights so that they agree"):
+        otloss.solve((p / 2).float().double(), (q / 2).float().double(), PointCost(1e3 * x, 1e3 * y))
