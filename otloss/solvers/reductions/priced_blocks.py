@@ -4,6 +4,7 @@ Where the masses of both sides agree in each block up to rounding, no mass has t
 the optimum sends it at a price that may exceed all other costs, and the search climbs to potentials of the size of the
 price, where the differences within a block lose their digits. So the masses of q are scaled to those of p block by
 block, and costs between blocks are lowered to a price that the plan avoids all the same (`plain_costs` derives it).
+Costs that are computed, as those between points, become a matrix for it where they are few enough and have such blocks.
 Exact problems are treated after a first solution, which tells what a plan pays (`exact.blocks`).
 """
 
@@ -89,7 +90,8 @@ def _blocks(
     problem: Problem, matrix: Tensor, is_connected: Tensor, p: np.ndarray, q: np.ndarray
 ) -> list[Blocks | None]:
     """Return the blocks of equal mass of each problem, None for a single block."""
-    matrices, connected = matrix.detach().cpu().reshape(-1, *matrix.shape[-2:]).numpy(), is_connected.reshape(-1).tolist()
+    matrices = matrix.detach().cpu().reshape(-1, *matrix.shape[-2:]).numpy()
+    connected = is_connected.reshape(-1).tolist()
     owners = np.broadcast_to(np.arange(len(matrices)).reshape(matrix.shape[:-2]), problem.batch).reshape(-1)
     widths = problem.epsilon.detach().cpu().double().reshape(-1).numpy()
     blocks: list[Blocks | None] = []
@@ -116,9 +118,7 @@ def _equal_blocks(blocks: Blocks, p: np.ndarray, q: np.ndarray, rounding: float,
     return None if abs(balanced.lacking) > budget or must_leave or equal.count == 1 else equal
 
 
-def _reduced(
-    problem: Problem, p: np.ndarray, q: np.ndarray, blocks: list[Blocks | None]
-) -> tuple[Problem, WayBack]:
+def _reduced(problem: Problem, p: np.ndarray, q: np.ndarray, blocks: list[Blocks | None]) -> tuple[Problem, WayBack]:
     """Scale q and cap costs between blocks, in float64: in float32 the scaled masses would differ again."""
     cost, batch, (n, m) = problem.cost, problem.batch, problem.cost.shape
     device, wide = cost.device, torch.float64 if has_float64(cost.device) else cost.dtype
