@@ -43,9 +43,9 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         return None
     # Two numbers: for a single problem a comparison by torch takes longer.
     price = epsilon.amin().item() / SMALL_EPSILON
-    if highest.amax().item() <= price or not _has_matrix(problem.cost):
+    if highest.amax().item() <= price:
         return None
-    if needs_torch(problem.p, problem.q, problem.epsilon, *problem.cost.tensors()):
+    if needs_torch(problem.p, problem.q, problem.epsilon, *problem.cost.tensors()) or not _suits(problem):
         return None
     with torch.no_grad():
         if _is_single(problem.cost, price):
@@ -59,11 +59,15 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     return None if all(each is None for each in blocks) else _reduced(problem, p, q, blocks)
 
 
-def _has_matrix(cost: Cost) -> bool:
-    """Return whether the cost holds its matrix, or is small enough for one."""
-    pairs = math.prod(cost.shape)
-    is_small = pairs <= LARGEST_MATRIX and cost.batch_shape.numel() * pairs <= MAX_ENTRIES
-    return cost.stored_matrix() is not None or (is_small and cost.as_grid() is None)
+def _suits(problem: Problem) -> bool:
+    """Return whether the cost holds its matrix, or takes one that is small enough and may be needed."""
+    cost, pairs = problem.cost, math.prod(problem.cost.shape)
+    if cost.stored_matrix() is not None:
+        return True
+    if cost.as_grid() is not None or pairs > LARGEST_MATRIX or cost.batch_shape.numel() * pairs > MAX_ENTRIES:
+        return False
+    # The masses of blocks of equal weights differ by whole bins, and so by no rounding.
+    return len({bound.item() for w in (problem.p, problem.q) for bound in torch.aminmax(w.detach())}) > 1
 
 
 def _is_single(cost: Cost, price: float) -> bool:
