@@ -117,6 +117,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
         """Fit to features X (n, d), NaN where missing, labels y (n,), and weights (n,) if given; return self.
 
         A sparse X is made dense; what it does not hold is 0, not missing. Features stay float32 where they are.
+        Weights are numbers of rows, beside the regularisation of the booster; those that sum to less than their
+        effective number of rows, (sum w)^2 / sum w^2, are scaled up to that sum.
 
         Args:
             eval_set: (X, y) or (X, y, sample_weight), or a list of them, whose losses go to `evals_result_`.

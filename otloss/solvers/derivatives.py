@@ -92,6 +92,26 @@ def _no_second_derivative(problem: Problem) -> str:
     )
 
 
+def _weight_gradients(solution: ExactSolution | EntropicSolution) -> tuple[Tensor, Tensor]:
+    """Return dV/dp and dV/dq; exact partial transport gives a bin and a dummy bin without mass their joint derivative.
+
+    Each of them alone has the price of its way to the bins with mass. They get mass together, which may also go from
+    the one to the other, at no cost.
+    """
+    f, g = solution.weight_gradients
+    problem = solution.problem
+    if not (problem.has_dummy_bins and problem.is_exact):
+        return f, g
+    p, q = (w.detach().to(f.device) == 0 for w in (problem.p, problem.q))
+    return _not_above(f, -g[..., -1:], p & q[..., -1:]), _not_above(g, -f[..., -1:], q & p[..., -1:])
+
+
+def _not_above(potential: Tensor, limit: Tensor, empty: Tensor) -> Tensor:
+    """Return the potential, at most the limit at these bins; the dummy bin, the last one, keeps its own."""
+    lowered = torch.where(empty, torch.minimum(potential, limit), potential)
+    return torch.cat([lowered[..., :-1], potential[..., -1:]], -1)
+
+
 class _Envelope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, solution: ExactSolution | EntropicSolution, no_second: str, *inputs: Tensor) -> Tensor:
@@ -108,7 +128,7 @@ class _Envelope(torch.autograd.Function):
         with torch.no_grad():
             by_inputs: list[Tensor | None] = [None] * ctx.count
             if wanted[0] or wanted[1]:
-                by_weights = solution.weight_gradients
+                by_weights = _weight_gradients(solution)
                 for k in (0, 1):
                     if wanted[k]:
                         factor = upstream.to(by_weights[k]).unsqueeze(-1)
@@ -127,7 +147,7 @@ class _Envelope(torch.autograd.Function):
         """Exact transport alone: `with_envelope` raises before for entropic problems."""
         solution: ExactSolution = ctx.solution
         change = torch.zeros_like(solution.optimum.value)
-        for tangent, potential in zip((p, q), solution.weight_gradients, strict=True):
+        for tangent, potential in zip((p, q), _weight_gradients(solution), strict=True):
             if tangent is not None:
                 change = change + (tangent.to(potential) * potential).sum(-1)
         for tangent in cost:

@@ -53,6 +53,7 @@ class Problem:
         mass: (...), the amount that is moved, with its graph; None for all.
         start: potentials (f, g) of a similar problem, of the whole batch and without a graph, or None.
         has_empty_side: whether p or q holds no mass in a problem.
+        has_dummy_bins: whether the last bins of p and q take the mass that partial transport leaves.
         weight_rounding: the rounding unit of the weights as they were given.
         is_symmetric: whether p equals q and the cost its transpose, which saves iterations.
         impl: the implementation that was asked for.
@@ -69,6 +70,7 @@ class Problem:
     mass: Float[Tensor, "*batch"] | None = None
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None
     has_empty_side: bool = False
+    has_dummy_bins: bool = False
     weight_rounding: float = 0.0
     is_symmetric: bool = False
     impl: str = "auto"
@@ -112,6 +114,8 @@ def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings:
     if settings.start is not None:
         f, g = check_potentials(settings.start, (n, m), batch)
         start = f.detach().expand(*batch, n), g.detach().expand(*batch, m)
+        if balanced:
+            start = _centred(*start, pair.q)
     return Problem(
         p=pair.p.expand(*batch, n),
         q=pair.q.expand(*batch, m),
@@ -126,6 +130,13 @@ def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings:
         weight_rounding=pair.rounding,
         impl=settings.impl,
     )
+
+
+def _centred(f: Tensor, g: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return potentials with a constant moved from g to f, so that a large one brings no rounding."""
+    weights = q.detach().to(g)
+    shift = (g * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(g.dtype).tiny)
+    return f + shift.to(f), g - shift
 
 
 def tolerance_of(problem: Problem, settings: Settings) -> float:

@@ -120,18 +120,15 @@ def _prepared(problem: Problem) -> Problem:
 
 
 def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the start with a constant moved between f and g to reduce rounding; zeros if it is far too large."""
-    p, q = problem.p.detach(), problem.q.detach()
-    f, g = f.to(p), g.to(q)
+    """Return the start in the dtype of the problem; zeros if it is far too large."""
+    q = problem.q.detach()
+    f, g = f.to(q), g.to(q)
     for name, potential in (("f", f), ("g", g)):
         if not torch.isfinite(potential).all():
             raise ValueError(
                 f"start {name} holds a NaN or an infinity (in {potential.dtype}), expected the potentials of a similar "
                 "problem."
             )
-    if problem.marginal_penalty is None:
-        shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
-        f, g = f + shift, g - shift
     # Potentials differ by no more than the costs do, plus epsilon times the logarithms of weights.
     bound = POTENTIAL_TOLERANCE.largest_start * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
     is_sane = (g.masked_fill(q == 0, 0.0).abs() <= bound).all(-1, keepdim=True)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
-from otloss.solvers.entropic.interface import SearchResult, in_float64, potential_of_plan
+from otloss.solvers.entropic.interface import LARGEST_POTENTIAL, SearchResult, in_float64, potential_of_plan
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
@@ -132,9 +132,18 @@ class EntropicSolution:
 
     @cached_property
     def _rounding_bound(self) -> Tensor:
-        """Return what rounding may add to a sum over bins. Bounds include it."""
+        """Return what rounding may add to a sum over bins. Bounds include it.
+
+        Weights were rounded before. Where potentials are far larger than epsilon, parts of the plan may pay for that
+        at the price of far costs, so it counts there.
+        """
         problem, f, g = self._in_float64
-        return 4 * torch.finfo(f.dtype).eps * sizes_of_terms(problem, f, g)
+        sizes = sizes_of_terms(problem, f, g)
+        bound = 4 * torch.finfo(f.dtype).eps * sizes
+        if problem.marginal_penalty is not None:
+            return bound
+        pays = sizes > LARGEST_POTENTIAL * problem.epsilon.detach() * problem.p.detach().sum(-1)
+        return bound + torch.where(pays, problem.weight_rounding / 2 * sizes, 0.0)
 
     # ---- derivatives of the value ----
 

@@ -10,8 +10,9 @@ Its potentials f', g' give the derivatives. More mass in bin i of p is more in t
 
     dV/dp_i = f'_i + g'_dummy    dV/dq_j = g'_j + f'_dummy    dV/dmass = -(f'_dummy + g'_dummy)    dV/dC = P
 
-which no constant moved from f' to g' changes. The entropic problem is that of p', q' and C': its KL also counts what
-stays.
+which no constant moved from f' to g' changes. Where bin i and the dummy bin of q are both without mass, what they get
+may also go from the one to the other at no cost: exact transport has dV/dp_i = min(f'_i + g'_dummy, 0) there. The
+entropic problem is that of p', q' and C': its KL also counts what stays.
 Source: L. Chapel, M. Alaya, G. Gasso, Partial Optimal Transport with Applications on Positive-Unlabeled Learning, 2020.
 """
 
@@ -44,7 +45,8 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     p, q, matrix, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.cost.dense(), problem.epsilon))
     if problem.cost.stored_matrix() is None:
         check_finite("cost", matrix)
-    stays_p, stays_q = ((w.sum(-1, keepdim=True) - problem.mass.unsqueeze(-1)).clamp(min=0) for w in (p, q))
+    stays = [w.sum(-1, keepdim=True) - problem.mass.unsqueeze(-1) for w in (p, q)]
+    stays_p, stays_q = (mass - mass.detach().clamp(max=0) for mass in stays)  # rounding below 0 keeps the derivative
     largest = matrix.detach().amax((-2, -1)) if matrix.numel() else matrix.new_zeros(matrix.shape[:-2])
     between_dummies = 3 * largest + EPSILONS_BETWEEN_DUMMIES * epsilon.detach()
     between_dummies = torch.where(between_dummies > 0, between_dummies, 1.0)
@@ -58,6 +60,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         cost=DenseCost.unchecked(torch.cat([rows, last], -2)),
         epsilon=epsilon,
         mass=None,
+        has_dummy_bins=True,
     )
     return reduced, _PartialMass()
 

@@ -4,12 +4,14 @@ Where the masses of both sides agree in each block up to rounding, no mass has t
 the optimum sends it at a price that may exceed all other costs, and the search climbs to potentials of the size of the
 price, where the differences within a block lose their digits. So the masses of q are scaled to those of p block by
 block, and costs between blocks are lowered to a price that the plan avoids all the same (`plain_costs` derives it).
+Costs that are computed, as those between points, become a matrix for it where they are few enough and have such blocks.
 Exact problems are treated after a first solution, which tells what a plan pays (`exact.blocks`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,61 +20,115 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
-from otloss.costs import DenseCost
+from otloss.costs import Cost, DenseCost
 from otloss.solvers.exact.blocks import Blocks, blocks_of_matrix
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.reductions.way_back import WayBack
 
-SMALL_EPSILON = 1e-4  # of the largest cost: above it, neither value nor potentials lose digits that count
+SMALL_EPSILON = 1e-4  # of a price; less, whether a cost or the largest one, takes no digits that count
 NEGLIGIBLE_COST = 1e-3  # epsilons for the mass, which blocks that differ by more than rounding may pay
-EPSILONS_OF_A_PRICE = 1e3  # a pair of this cost exchanges nothing that its rows and columns can do without
+LARGEST_MATRIX = 2**22  # pairs of bins of one problem, above which clouds are searched by clusters, without a matrix
+MAX_ENTRIES = 2**24  # of all matrices that are computed here: 128 MiB in float64
+STEPS = 10  # from a bin to all others, in clouds that are one block
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
-    """Reduce balanced entropic problems with matrices in which blocks of equal mass are found."""
-    matrix = problem.cost.stored_matrix()
-    if problem.is_exact or problem.marginal_penalty is not None or matrix is None:
+    """Reduce balanced entropic problems in which blocks of equal mass are found; those of p = q move nothing."""
+    if problem.is_exact or problem.marginal_penalty is not None or problem.is_symmetric:
         return None
     highest, epsilon = problem.largest_cost, problem.epsilon.detach()
     if not highest.numel() or not epsilon.numel():
         return None
     # Two numbers: for a single problem a comparison by torch takes longer.
-    if SMALL_EPSILON * highest.amax().item() <= epsilon.amin().item():
+    price = epsilon.amin().item() / SMALL_EPSILON
+    if highest.amax().item() <= price:
         return None
-    if needs_torch(problem.p, problem.q, problem.epsilon, matrix):
+    if needs_torch(problem.p, problem.q, problem.epsilon, *problem.cost.tensors()) or not _suits(problem):
+        return None
+    with torch.no_grad():
+        if _is_single(problem.cost, price):
+            return None
+        matrix = problem.cost.dense()
+        is_connected = _is_connected(matrix < price)
+    if bool(is_connected.all()):
         return None
     p, q = (w.detach().to("cpu", torch.float64).reshape(-1, w.shape[-1]).numpy() for w in (problem.p, problem.q))
-    blocks = _blocks(problem, matrix, p, q)
-    return None if all(each is None for each in blocks) else _reduced(problem, matrix, p, q, blocks)
+    blocks = _blocks(problem, matrix, is_connected, p, q)
+    return None if all(each is None for each in blocks) else _reduced(problem, p, q, blocks)
 
 
-def _blocks(problem: Problem, matrix: Tensor, p: np.ndarray, q: np.ndarray) -> list[Blocks | None]:
+def _suits(problem: Problem) -> bool:
+    """Return whether the cost holds its matrix, or takes one that is small enough and may be needed."""
+    cost, pairs = problem.cost, math.prod(problem.cost.shape)
+    if cost.stored_matrix() is not None:
+        return True
+    if cost.as_grid() is not None or pairs > LARGEST_MATRIX or cost.batch_shape.numel() * pairs > MAX_ENTRIES:
+        return False
+    # The masses of blocks of equal weights differ by whole bins, and so by no rounding.
+    return len({bound.item() for w in (problem.p, problem.q) for bound in torch.aminmax(w.detach())}) > 1
+
+
+def _is_single(cost: Cost, price: float) -> bool:
+    """Return whether a row in the middle has no price, nor a column: then all bins are one block, without a matrix."""
+    sides = ((cost, cost.shape[0] // 2), (cost.T, cost.shape[1] // 2))
+    return all(side.row_block(k, k + 1).amax().item() < price for side, k in sides)
+
+
+def _is_connected(is_cheap: Bool[Tensor, "*matrices n m"]) -> Bool[Tensor, "*matrices"]:
+    """Return where a few steps along cheap pairs lead from the first row to all bins: a quick test of all matrices."""
+    edges = is_cheap.to(torch.float32)
+    rows = torch.zeros_like(edges[..., :1])
+    rows[..., 0, :] = 1.0
+    for _ in range(STEPS):
+        columns = (edges.mT @ rows).clamp_(max=1.0)
+        rows = (edges @ columns).clamp_(max=1.0)
+        is_connected = (columns.amin((-2, -1)) > 0) & (rows.amin((-2, -1)) > 0)
+        if bool(is_connected.all()):
+            break
+    return is_connected
+
+
+def _blocks(
+    problem: Problem, matrix: Tensor, is_connected: Tensor, p: np.ndarray, q: np.ndarray
+) -> list[Blocks | None]:
     """Return the blocks of equal mass of each problem, None for a single block."""
     matrices = matrix.detach().cpu().reshape(-1, *matrix.shape[-2:]).numpy()
+    connected = is_connected.reshape(-1).tolist()
     owners = np.broadcast_to(np.arange(len(matrices)).reshape(matrix.shape[:-2]), problem.batch).reshape(-1)
     widths = problem.epsilon.detach().cpu().double().reshape(-1).numpy()
-    known, blocks = {}, []
+    blocks: list[Blocks | None] = []
+    cache: dict[tuple[int, float], Blocks] = {}  # many problems may share a matrix
     for k, key in enumerate(zip(owners.tolist(), widths.tolist(), strict=True)):
-        if key not in known:  # many problems may share a matrix
-            known[key] = blocks_of_matrix(matrices[key[0]] < EPSILONS_OF_A_PRICE * key[1])
-        balanced = known[key].balanced(p[k], q[k], problem.weight_rounding)
-        equal = known[key].merged(balanced.differs)
-        pays = abs(balanced.lacking) * float(matrices[key[0]].max()) > NEGLIGIBLE_COST * key[1] * p[k].sum()
-        mass_p, mass_q = known[key].masses(p[k], q[k])
-        must_leave = (balanced.differs & ((mass_p > 0) != (mass_q > 0))).any()  # the derivative there is a price
-        blocks.append(None if pays or must_leave or equal.count == 1 else equal)
+        if connected[key[0]]:
+            blocks.append(None)
+            continue
+        if key not in cache:
+            cache[key] = blocks_of_matrix(matrices[key[0]] < key[1] / SMALL_EPSILON)
+        budget = NEGLIGIBLE_COST * key[1] * p[k].sum() / float(matrices[key[0]].max())
+        blocks.append(_equal_blocks(cache[key], p[k], q[k], problem.weight_rounding, budget))
     return blocks
 
 
-def _reduced(
-    problem: Problem, matrix: Tensor, p: np.ndarray, q: np.ndarray, blocks: list[Blocks | None]
-) -> tuple[Problem, WayBack]:
+def _equal_blocks(blocks: Blocks, p: np.ndarray, q: np.ndarray, rounding: float, budget: float) -> Blocks | None:
+    """Return the blocks with those of unequal masses as one; None if a single one is left, or it lacks more mass."""
+    if blocks.count == 1:
+        return None
+    balanced = blocks.balanced(p, q, rounding)
+    equal = blocks.merged(balanced.differs)
+    mass_p, mass_q = blocks.masses(p, q)
+    must_leave = (balanced.differs & ((mass_p > 0) != (mass_q > 0))).any()  # the derivative there is a price
+    return None if abs(balanced.lacking) > budget or must_leave or equal.count == 1 else equal
+
+
+def _reduced(problem: Problem, p: np.ndarray, q: np.ndarray, blocks: list[Blocks | None]) -> tuple[Problem, WayBack]:
     """Scale q and cap costs between blocks, in float64: in float32 the scaled masses would differ again."""
-    device, batch, (n, m) = matrix.device, problem.batch, matrix.shape[-2:]
-    wide = torch.float64 if has_float64(device) else matrix.dtype
-    matrix = matrix.to(wide).expand(*batch, n, m)
+    cost, batch, (n, m) = problem.cost, problem.batch, problem.cost.shape
+    device, wide = cost.device, torch.float64 if has_float64(cost.device) else cost.dtype
+    # A stored matrix is data; costs that are computed get the digits of float64.
+    matrix = cost.dense().to(wide) if cost.stored_matrix() is not None else cost.to(wide).dense()
+    matrix = matrix.expand(*batch, n, m)
     flat, widths = matrix.detach().reshape(-1, n, m), problem.epsilon.detach().reshape(-1)
     scales, dropped = np.ones(q.shape), np.zeros(len(q))
     caps = torch.full_like(flat, torch.inf)

@@ -172,3 +172,11 @@ def test_divergences_are_below_zero_for_a_reason_only() -> None:
     for epsilon in (1e3, 1e4, 1e5):
         value = otloss.sinkhorn_divergence(torch.eye(6)[0], leaves, star, epsilon=epsilon)
         assert float(value) == pytest.approx(-1.0, abs=2e-3)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_a_constant_in_the_start_changes_nothing(epsilon: float | None) -> None:
+    one, cost = torch.ones(1, dtype=torch.float64), torch.full((1, 1), 0.38, dtype=torch.float64)
+    answer = otloss.solve(one, one, cost, epsilon=epsilon, start=(-3e12 * one, 3e12 * one))
+    assert float(answer.value) == pytest.approx(0.38)
+    assert float(answer.gap) < 1e-12

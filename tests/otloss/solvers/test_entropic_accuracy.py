@@ -9,6 +9,7 @@ from torch import Tensor
 
 import otloss
 from otloss import ConvergenceWarning
+from otloss.costs import PointCost
 
 
 def value_in_logs(p: Tensor, q: Tensor, cost: Tensor, epsilon: float, iterations: int = 300) -> float:
@@ -148,3 +149,34 @@ def test_gradients_at_bins_that_are_light_on_both_sides(light: float, dtype: tor
     assert allowed < (2e-3 if dtype == torch.float32 else 5e-5)
     for actual, expected in zip(answer.potentials, exact.potentials, strict=True):
         torch.testing.assert_close((actual - actual.mean()).double(), expected - expected.mean(), atol=allowed, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("apart", "size"), [(30.0, 8), (1e2, 8), (1e4, 10), (1e5, 10), (1e3, 200)])
+def test_far_clusters_pay_nothing_for_the_rounding_of_weights(apart: float, size: int, seed: int) -> None:
+    """Two clusters of equal mass up to rounding, in any order; each solved by itself in float64 is the reference."""
+    generator, epsilon = torch.Generator().manual_seed(seed), 0.1
+    x = torch.randn(size, 2, generator=generator)
+    first = torch.randperm(size, generator=generator) < size // 2
+    x[~first, 0] += apart
+    p = torch.rand(size, generator=generator)
+    p = p / p.sum()
+    q = (p.double() * (1 + 6e-8 * torch.randn(size, generator=generator, dtype=torch.float64))).float()
+    x.requires_grad_()
+    answer = otloss.solve(p, q, PointCost(x, x.detach().clone()), epsilon=epsilon)
+    (gradient,) = torch.autograd.grad(answer.value, x)
+    expected = 0.0
+    for part in (first, ~first):
+        of_p, of_q = p[part].double(), q[part].double()
+        mass, points = of_p.sum(), x.detach()[part].double().requires_grad_()
+        cost = PointCost(points, points.detach().clone())
+        alone = otloss.sinkhorn(of_p, of_q * (mass / of_q.sum()), cost, epsilon=epsilon)
+        # The entropy against p q^T is that against p q^T / mass, less the logarithm of the mass.
+        expected += float(alone.detach() - epsilon * mass * mass.log())
+        if apart > 30:  # below, costs between the clusters are hardly far: mass may cross, and the gap says so
+            torch.testing.assert_close(
+                gradient[part].double(), torch.autograd.grad(alone, points)[0], rtol=1e-3, atol=1e-5
+            )
+    error = abs(float(answer.value.detach()) - expected)
+    assert error <= float(answer.gap) + 1e-7 * expected
+    assert error <= (1e-3 if apart == 30 else 1e-6) * expected

@@ -1,0 +1,65 @@
+"""Partial transport: derivatives in the weights of bins without mass."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+from torch.autograd import forward_ad
+
+import otloss
+
+
+def value(p: np.ndarray, q: np.ndarray, cost: np.ndarray, mass: float) -> float:
+    """The linear program itself, without dummy bins."""
+    (n, m), size = cost.shape, cost.size
+    sums = np.vstack([np.kron(np.eye(n), np.ones(m)), np.kron(np.ones(n), np.eye(m))])
+    weights = np.concatenate([p, q])
+    result = linprog(cost.ravel(), A_ub=sums, b_ub=weights, A_eq=np.ones((1, size)), b_eq=[mass], method="highs")
+    assert result.status == 0, result.message
+    return float(result.fun)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_empty_bins_where_a_side_moves_all_its_mass(transposed: bool, dtype: torch.dtype) -> None:
+    """More mass in an empty bin may stay there, so a far bin has the derivative 0, and a near one what it saves."""
+    step, signs = 1e-3, set()
+    for seed in range(12):
+        chosen, generator = random.Random(seed), np.random.default_rng(seed)
+        n, m = chosen.randint(2, 4), chosen.randint(1, 4)
+        p, q, cost = (generator.random(s).astype(np.float32).astype(float) + 0.125 for s in (n, m, (n, m)))
+        p[0] = 0.0
+        cost[0] *= (1e6, 9.0, 0.01)[seed % 3]
+        q *= np.ceil(2 * p.sum() / q.sum())  # without rounding
+        leaves = [torch.tensor(w, dtype=dtype, requires_grad=True) for w in ((q, p) if transposed else (p, q))]
+        matrix = torch.tensor(cost.T if transposed else cost, dtype=dtype)
+        otloss.emd(*leaves, matrix, mass=p.sum()).backward()
+        gradient = leaves[transposed].grad
+        assert gradient is not None
+        more = p + step * (np.arange(n) == 0)
+        expected = (value(more, q, cost, p.sum()) - value(p, q, cost, p.sum())) / step
+        assert float(gradient[0]) == pytest.approx(expected, abs=1e-4)
+        signs.add(expected < -1e-3)
+    assert signs == {False, True}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_the_derivative_along_more_mass_of_an_empty_bin() -> None:
+    p, q = torch.tensor([1.0, 0.0]), torch.tensor([2.0])
+    cost = torch.tensor([[1.0], [5.0]])
+    with forward_ad.dual_level():
+        value = otloss.emd(forward_ad.make_dual(p, torch.tensor([0.0, 1.0])), q, cost, mass=1.0)
+        assert float(forward_ad.unpack_dual(value).tangent) == 0.0
+
+
+def test_a_mass_that_exceeds_a_side_by_rounding() -> None:
+    """The derivatives are those at the mass itself."""
+    p, q, cost = torch.tensor([0.5, 0.25]), torch.tensor([1.0, 0.5]), torch.tensor([[1.0, 2.0], [5.0, 9.0]])
+    gradients = []
+    for excess in (0.0, 1e-7):
+        leaf = p.clone().requires_grad_()
+        otloss.emd(leaf, q, cost, mass=0.75 + excess).backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
