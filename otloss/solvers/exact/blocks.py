@@ -37,6 +37,7 @@ class PriceLimits:
         edges_per_bin: up to how many edges for each bin a graph of cheap pairs is searched as a list.
         blocks_per_bin: up to how many blocks for each bin of either side are groups of bins, where nothing else tells:
             with more, most bins are alone, as they are wherever p is near q.
+        small_matrix: entries of matrices that are searched together.
         max_blocks: up to how many blocks are shifted against each other: memory grows with the square.
     """
 
@@ -46,6 +47,7 @@ class PriceLimits:
     rounding_of_others: float = 1e-8
     edges_per_bin: int = 16
     blocks_per_bin: float = 0.375
+    small_matrix: int = 2**14
     max_blocks: int = 1024
 
 
@@ -194,6 +196,19 @@ def blocks_of_matrix(is_cheap: np.ndarray) -> Blocks:
     alone = np.flatnonzero(columns < 0)
     columns[alone] = count + np.arange(len(alone))
     return Blocks(rows, columns, count + len(alone))
+
+
+def blocks_of_matrices(are_cheap: np.ndarray) -> list[Blocks]:
+    """Return the blocks of each matrix (count, n, m). Small ones make one graph: each search takes 0.2 ms to begin."""
+    count, n, m = are_cheap.shape
+    if count == 1 or n * m > PRICE_LIMITS.small_matrix:
+        return [blocks_of_matrix(is_cheap) for is_cheap in are_cheap]
+    matrix, row, column = np.nonzero(are_cheap)
+    first = matrix * (n + m)
+    _, labels = _connected_parts(first + row, first + n + column, count * (n + m))
+    labels = labels.reshape(count, n + m)
+    labels -= labels.min(1, keepdims=True)  # parts are numbered by their first node
+    return [Blocks(parts[:n], parts[n:], int(parts.max()) + 1) for parts in labels]
 
 
 def blocks_of_cells(rows: np.ndarray, columns: np.ndarray, n: int, m: int) -> Blocks:

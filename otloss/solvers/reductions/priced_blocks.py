@@ -21,7 +21,7 @@ from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
 from otloss.costs import Cost, DenseCost
-from otloss.solvers.exact.blocks import Blocks, blocks_of_matrix
+from otloss.solvers.exact.blocks import Blocks, blocks_of_matrices
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
@@ -98,16 +98,17 @@ def _blocks(
     connected = is_connected.reshape(-1).tolist()
     owners = np.broadcast_to(np.arange(len(matrices)).reshape(matrix.shape[:-2]), problem.batch).reshape(-1)
     widths = problem.epsilon.detach().cpu().double().reshape(-1).numpy()
+    keys = list(zip(owners.tolist(), widths.tolist(), strict=True))
+    apart = [key for key in dict.fromkeys(keys) if not connected[key[0]]]  # many problems may share a matrix
+    owner, width = (np.array(side) for side in zip(*apart, strict=True))
+    by_key = dict(zip(apart, blocks_of_matrices(matrices[owner] < width[:, None, None] / SMALL_EPSILON), strict=True))
     blocks: list[Blocks | None] = []
-    cache: dict[tuple[int, float], Blocks] = {}  # many problems may share a matrix
-    for k, key in enumerate(zip(owners.tolist(), widths.tolist(), strict=True)):
-        if connected[key[0]]:
+    for k, key in enumerate(keys):
+        if key not in by_key:
             blocks.append(None)
             continue
-        if key not in cache:
-            cache[key] = blocks_of_matrix(matrices[key[0]] < key[1] / SMALL_EPSILON)
         budget = NEGLIGIBLE_COST * key[1] * p[k].sum() / float(matrices[key[0]].max())
-        blocks.append(_equal_blocks(cache[key], p[k], q[k], problem.weight_rounding, budget))
+        blocks.append(_equal_blocks(by_key[key], p[k], q[k], problem.weight_rounding, budget))
     return blocks
 
 
