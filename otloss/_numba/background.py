@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -70,14 +70,17 @@ def is_declining() -> bool:
     return _state.declines
 
 
-def check_compiled(*calls: tuple[Any, tuple[Any, ...]]) -> None:
-    """Raise StillCompilingError if a kernel is missing; each call has the kernel and its arguments."""
+def check_compiled(*calls: tuple[Any, Any, Callable[[], tuple[Any, ...]]]) -> None:
+    """Raise StillCompilingError if a kernel is missing.
+
+    Each call has the kernel, those of its arguments from which the types of the others follow, and what makes them all.
+    """
     missing = []
-    for kernel, arguments in calls:
-        kinds = kernel, _kinds(arguments)
+    for kernel, deciding, all_arguments in calls:
+        kinds = kernel, _kinds(deciding)
         if kinds in _ready:
             continue
-        signature = tuple(map(kernel.typeof_pyval, arguments))
+        signature = tuple(map(kernel.typeof_pyval, all_arguments()))
         if _is_ready(kernel, signature):
             _ready.add(kinds)
         else:

@@ -100,7 +100,7 @@ def run_on_threads(
     if tasks == 0:
         return []
     if is_declining():
-        check_compiled((kernel, (np.zeros(3, np.int64), *arguments, *scratch())))
+        check_compiled((kernel, tuple(arguments), lambda: (np.zeros(3, np.int64), *arguments, *scratch())))
     one_thread = one_thread or (work is not None and work.entries < ENTRIES)
     if one_thread and (work is None or not work.is_long):  # as below, in half the time for a small problem
         return [kernel(np.zeros(3, np.int64), *arguments, *scratch())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, ma
             (kernel, (counter, *simplex_arguments, memory(1, 1))),
         )
         if is_declining():
-            check_compiled(*calls)
+            check_compiled(*((kernel, values, partial(tuple, values)) for kernel, values in calls))
         compile_together(*calls)
         _compiled.add(kind)
     run_on_threads(assign_problems, count, arguments, lambda: (scratch(n),), work=work)
