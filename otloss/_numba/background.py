@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -43,6 +44,8 @@ SWITCH = _Switch()
 _state = _State()
 _processes: dict[Any, subprocess.Popen[bytes]] = {}
 _ready: set[Any] = set()
+_awaited: dict[Any, float] = {}  # since when
+LONGEST = 120.0  # seconds, after which a process compiles for itself
 
 
 @contextmanager
@@ -111,18 +114,22 @@ def _is_compiling(missing: Kernels) -> bool:
     if missing not in _processes:
         from otloss._numba.notices import announce
 
+        if missing not in _awaited:
+            _awaited[missing] = time.monotonic()
+            announce(missing, elsewhere=True)
+        if time.monotonic() > _awaited[missing] + LONGEST:
+            return False
         lock = FileLock(Path(missing[0][0].stats.cache_path, "compiling.lock"), thread_local=False)
         try:
             lock.acquire(timeout=0)
-            announce(missing, elsewhere=True)
             _processes[missing] = _start(missing)
         except Timeout:
             return True
-        except OSError:
+        except (OSError, NotImplementedError):  # no locks on this file system, or no process
             lock.release()
             return False
         threading.Thread(target=_release_after, args=(_processes[missing], lock), daemon=True).start()
-    return _processes[missing].poll() is None  # else it has failed
+    return _processes[missing].poll() is None and time.monotonic() < _awaited[missing] + LONGEST  # else it has failed
 
 
 def _release_after(process: subprocess.Popen[bytes], lock: BaseFileLock) -> None:

@@ -58,13 +58,13 @@ def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
 
 def _run(method: Method, problem: Problem, result: SearchResult | None, budget: Budget) -> SearchResult:
     """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, go on without it."""
-    used = 0 if result is None else result.most_iterations
-    budget = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used))
-    meanwhile = Meanwhile(budget)
+    meanwhile = Meanwhile(budget, result)
     while True:
+        used = 0 if result is None else result.most_iterations
+        part = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used))
         try:
             with declining():
-                return better(result, method.run(problem, result, budget), budget.tolerance)
+                return better(result, method.run(problem, result, part), budget.tolerance)
         except StillCompilingError:
             result = better(result, meanwhile.run(problem, result), budget.tolerance)
         if result.is_within(budget.tolerance):

@@ -17,15 +17,17 @@ from otloss.solvers.problem import Problem
 ENTRIES = 2e7  # of all costs and iterations together: some tenths of a second, until one looks for the kernel again
 LEAST = 16  # iterations
 WORTH = 10.0  # seconds, about as long as a kernel takes to compile
+SHARE = 4  # of the iterations of a budget one in so many, at most
 PAUSE = 0.05  # seconds between two looks where iterations are not worth while
 
 
 class Meanwhile:
-    """Iterations in the place of a method. They do not count, and end where they are many or take too long."""
+    """Iterations in the place of a method. They are a part of the budget, and end where they would take too long."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, previous: SearchResult | None) -> None:
         self._budget = dataclasses.replace(budget, patience=math.inf)
-        self._left = budget.max_iterations
+        used = 0 if previous is None else previous.most_iterations
+        self._left = (budget.max_iterations - used) // SHARE
 
     def run(self, problem: Problem, previous: SearchResult | None) -> SearchResult:
         """Return where some iterations of Sinkhorn end, by its kernel if that one is compiled."""
@@ -39,8 +41,8 @@ class Meanwhile:
                 self._left = 0
         else:
             time.sleep(PAUSE)
-            result = previous
-        return dataclasses.replace(result, iterations=torch.zeros_like(result.iterations))
+            result = dataclasses.replace(previous, iterations=torch.zeros_like(previous.iterations))
+        return result
 
     def _ends_soon(self, previous: SearchResult | None, result: SearchResult, seconds: float) -> bool:
         """Whether the iterations would reach the tolerance within `WORTH` seconds, by what some of them took."""

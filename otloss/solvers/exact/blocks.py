@@ -38,6 +38,7 @@ class PriceLimits:
         blocks_per_bin: up to how many blocks for each bin of either side are groups of bins, where nothing else tells:
             with more, most bins are alone, as they are wherever p is near q.
         small_matrix: entries of matrices that are searched together.
+        shift_rounding: of the largest potential, by how much shifted ones may exceed costs.
         max_blocks: up to how many blocks are shifted against each other: memory grows with the square.
     """
 
@@ -48,6 +49,7 @@ class PriceLimits:
     edges_per_bin: int = 16
     blocks_per_bin: float = 0.375
     small_matrix: int = 2**14
+    shift_rounding: float = 1e-9
     max_blocks: int = 1024
 
 
@@ -134,20 +136,25 @@ class Blocks:
         mass_p, mass_q = self.masses(p, q)
         return float(np.abs(mass_p - mass_q).sum()) / 2 * price
 
-    def shift(self, p: np.ndarray, q: np.ndarray, f: np.ndarray, g: np.ndarray, slack: np.ndarray) -> None:
+    def shift(self, p: np.ndarray, q: np.ndarray, f: np.ndarray, g: np.ndarray, slack: np.ndarray) -> bool:
         """Shift potentials in place: f by c_k in block k, g by -c_k, with c_k - c_l <= slack[k, l].
+
+        Return whether there are such c, up to rounding.
 
         After that f and g have equal medians in each block, over the bins with mass, as far as the slack allows: where
         some bins of a block pay a price, most keep potentials of the size of their costs.
         """
         shifts = (_medians(g, self.columns, q > 0, self.count) - _medians(f, self.rows, p > 0, self.count)) / 2
-        for _ in range(self.count):
-            closer = np.minimum(shifts, (shifts + np.maximum(slack, 0.0)).min(1))
+        slack = np.where(np.eye(self.count, dtype=bool), 0.0, slack)
+        for _ in range(self.count):  # shortest paths by Bellman and Ford: slack may be negative between blocks
+            closer = np.minimum(shifts, (shifts + slack).min(1))
             if np.array_equal(closer, shifts):
                 break
             shifts = closer
         f += shifts[self.rows]
         g -= shifts[self.columns]
+        rounding = PRICE_LIMITS.shift_rounding * max(np.abs(f).max(initial=0.0), np.abs(g).max(initial=0.0))
+        return bool((shifts[:, None] - shifts <= slack + rounding).all())
 
 
 def _medians(values: np.ndarray, blocks: np.ndarray, counts: np.ndarray, count: int) -> np.ndarray:

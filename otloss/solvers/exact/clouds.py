@@ -173,6 +173,9 @@ def _optimum(problem: Problem, cost: PointCost, *, warns: bool) -> Optimum:
     )
 
 
+_ROWS = 256  # of a block of pairs
+
+
 @dataclass(frozen=True)
 class _CloudProblem:
     """`prices.PricedProblem` of distinct points with weights p, and the cells that the first plan was found on."""
@@ -229,7 +232,10 @@ class _CloudProblem:
         return Plan(all_cells, all_flows, f, g, float(all_flows @ self.costs(all_cells)), start.scale, pivots)
 
     def slack(self, plan: Plan, q: np.ndarray, blocks: Blocks) -> np.ndarray:
-        """The least cost between two blocks is bounded by the cost between the boxes around their points."""
+        """The least cost between two blocks is that between the boxes around their points, or that between the points.
+
+        Boxes overlap where blocks are chains.
+        """
         (low_x, high_x), (low_y, high_y) = (
             _boxes(points.numpy(), labels, blocks.count)
             for points, labels in ((self.cost.x, blocks.rows), (self.cost.y, blocks.columns))
@@ -239,6 +245,20 @@ class _CloudProblem:
         nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
         slack = nearest.dense().squeeze(-1).numpy() - _largest(plan.f, blocks.rows, blocks.count)[:, None]
         least: np.ndarray = slack - _largest(plan.g, blocks.columns, blocks.count)
+        is_proof = least[~np.eye(blocks.count, dtype=bool)].min(initial=0.0) >= 0
+        return least if is_proof else self._slack_of_pairs(plan, q, blocks)
+
+    def _slack_of_pairs(self, plan: Plan, q: np.ndarray, blocks: Blocks) -> np.ndarray:
+        least = np.full((blocks.count, blocks.count), np.inf)
+        f, g = np.where(self.p > 0, plan.f, -np.inf), np.where(q > 0, plan.g, -np.inf)
+        order = np.argsort(blocks.columns, kind="stable")
+        present, starts = np.unique(blocks.columns[order], return_index=True)
+        part = np.full((blocks.count, len(present)), np.inf)
+        for start in range(0, len(f), _ROWS):
+            rows = slice(start, min(start + _ROWS, len(f)))
+            slack = self.cost.row_block(rows.start, rows.stop).double().numpy() - f[rows, None] - g
+            np.minimum.at(part, blocks.rows[rows], np.minimum.reduceat(slack[:, order], starts, axis=1))
+        least[:, present] = part
         return least
 
 

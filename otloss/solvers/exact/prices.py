@@ -116,7 +116,9 @@ def settle(problem: PricedProblem, q: np.ndarray, plan: Plan, *, rounding: float
     largest = new.largest_potential
     joined = blocks.joined_by(new.cells, new.flows, differs, rounding_of_flows(p, balanced))
     if joined.count <= PRICE_LIMITS.max_blocks:
-        joined.shift(p, balanced, new.f, new.g, problem.slack(new, balanced, joined))
+        slack = problem.slack(new, balanced, joined)
+        if not joined.shift(p, balanced, new.f, new.g, slack):  # chains of clusters have other potentials alone
+            return unchanged
     return Settled(new, balanced, payment, largest)
 
 

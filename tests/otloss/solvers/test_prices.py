@@ -385,6 +385,25 @@ def test_many_far_clusters(count: int, dtype: torch.dtype, monkeypatch: pytest.M
     assert 0 < float(answer.gap) < 3 * len(labels) * torch.finfo(dtype).eps * float(cost.largest())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("count", "scale"), [(20, 1e4), (80, 1e4), (80, 1e3)])
+def test_chains_of_far_clusters(count: int, scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distances between clusters lie on both sides of a price: blocks are chains, and boxes around them overlap."""
+    monkeypatch.setattr("otloss.solvers.exact.clouds.CLOUD_LIMITS", CloudLimits(min_pairs=2**15))
+    generator = torch.Generator().manual_seed(2)
+    centres = scale * torch.randn(count, 2, generator=generator, dtype=torch.float64)
+    labels = torch.randint(count, (600,), generator=generator)
+    x, y = (centres[labels] + torch.randn(600, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    weights = torch.rand(2, 600, generator=generator, dtype=torch.float64) + 0.05
+    sums = torch.zeros(2, count, dtype=torch.float64).index_add_(1, labels, weights)
+    p, q = (weights / sums[:, labels] / len(labels.unique())).to(dtype)
+    cost = PointCost(x.to(dtype), y.to(dtype), metric="euclidean")
+    answer = otloss.solve(p, q, cost)
+    exact = otloss.emd(p.double(), q.double(), cost.to(torch.float64).dense())
+    rounding = torch.finfo(dtype).eps * float(cost.largest())
+    assert abs(float(answer.value) - float(exact)) <= float(answer.gap) + 4 * rounding
+
+
 @pytest.mark.parametrize("separation", [1e3, 1e4])
 @pytest.mark.parametrize("size", [10, 300], ids=["matrix", "no matrix"])
 def test_equal_clouds_with_weights_that_agree_up_to_rounding(
