@@ -68,16 +68,13 @@ def declining() -> Iterator[None]:
         _state.declines = before
 
 
-def is_declining() -> bool:
-    """Whether this thread is within `declining()`."""
-    return _state.declines
-
-
 def check_compiled(*calls: tuple[Any, Any, Callable[[], tuple[Any, ...]]]) -> None:
-    """Raise StillCompilingError if a kernel is missing.
+    """Raise StillCompilingError within `declining()` if a kernel is missing.
 
     Each call has the kernel, those of its arguments from which the types of the others follow, and what makes them all.
     """
+    if not _state.declines:
+        return
     missing = []
     for kernel, deciding, all_arguments in calls:
         kinds = kernel, _kinds(deciding)
@@ -102,11 +99,9 @@ def _kinds(arguments: Any) -> Any:
 
 def _is_ready(kernel: Any, signature: tuple[Any, ...]) -> bool:
     """Whether a call compiles nothing, or no other process could compile for this one."""
-    from otloss._numba.notices import is_kept
+    from otloss._numba.notices import is_compiled
 
-    if signature in kernel.overloads or is_kept(kernel, signature):
-        return True
-    return kernel.stats.cache_path is None or not sys.executable
+    return is_compiled(kernel, signature) or kernel.stats.cache_path is None or not sys.executable
 
 
 def _is_compiling(missing: Kernels) -> bool:

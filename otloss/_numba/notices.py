@@ -75,7 +75,7 @@ def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
     of one shape compiles it with the first.
     """
     compilations = [(kernel, tuple(map(kernel.typeof_pyval, arguments))) for kernel, arguments in calls]
-    missing = [one for one in compilations if one[1] not in one[0].overloads and not is_kept(*one)]
+    missing = [one for one in compilations if not is_compiled(*one)]
     if len(missing) > 1:
         announce(missing)
         _listener.announced.update(missing)
@@ -83,8 +83,10 @@ def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
         kernel.compile(signature)
 
 
-def is_kept(kernel: Any, signature: tuple[Any, ...]) -> bool:
-    """Whether a kernel is on disk."""
+def is_compiled(kernel: Any, signature: tuple[Any, ...]) -> bool:
+    """Whether a kernel is in memory or on disk."""
+    if signature in kernel.overloads:
+        return True
     return isinstance(kernel._cache, KernelCache) and kernel._cache.is_kept(signature, kernel.targetctx)
 
 

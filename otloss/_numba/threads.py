@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from otloss._numba.background import check_compiled, is_declining
+from otloss._numba.background import check_compiled
 from otloss._progress import report
 
 # Below so many exponentials, or operations like them, waking up a thread takes longer than it saves.
@@ -99,8 +99,7 @@ def run_on_threads(
     """
     if tasks == 0:
         return []
-    if is_declining():
-        check_compiled((kernel, tuple(arguments), lambda: (np.zeros(3, np.int64), *arguments, *scratch())))
+    check_compiled((kernel, tuple(arguments), lambda: (np.zeros(3, np.int64), *arguments, *scratch())))
     one_thread = one_thread or (work is not None and work.entries < ENTRIES)
     if one_thread and (work is None or not work.is_long):  # as below, in half the time for a small problem
         return [kernel(np.zeros(3, np.int64), *arguments, *scratch())]

@@ -57,7 +57,7 @@ def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
 
 
 def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> None:
-    from otloss._numba.background import check_compiled, is_declining
+    from otloss._numba.background import check_compiled
     from otloss._numba.notices import compile_together
     from otloss.solvers.exact.assignment_numba import assign_problems, scratch
 
@@ -72,8 +72,7 @@ def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, ma
             (assign_problems, (counter, *arguments, scratch(1))),
             (kernel, (counter, *simplex_arguments, memory(1, 1))),
         )
-        if is_declining():
-            check_compiled(*((kernel, values, partial(tuple, values)) for kernel, values in calls))
+        check_compiled(*((kernel, values, partial(tuple, values)) for kernel, values in calls))
         compile_together(*calls)
         _compiled.add(kind)
     run_on_threads(assign_problems, count, arguments, lambda: (scratch(n),), work=work)
