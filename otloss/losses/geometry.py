@@ -101,7 +101,7 @@ class Circle(Geometry):
 
     def to_soft(self, P: Tensor, label: Tensor) -> Tensor:
         if self.power == 2:
-            return self._least_square(_cdf_difference(P, centre_gradient(label)))
+            return self._least_square(_cdf_difference(P, centre_gradient(label, has_light_bins=False)))
         return wasserstein_circular(P, label, _positions(self.gaps[:-1]), period=float(self.gaps.detach().sum()))
 
     def _least_square(self, r: Float[Tensor, "rows gaps"]) -> Float[Tensor, " rows"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,8 @@ from otloss.costs.dense import posed_cost
 # normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
 # float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
-_LOST_SHARE = 1e-4  # of differences of a gradient: more must not be lost to rounding by a constant
+_LOST_SHARE = 1e-4  # of most differences of a gradient: no more may be lost to rounding by a constant
+_LIGHT = 1e-5  # a share of the mean weight: a bin that is no lighter pays so much for a price that the value is a price
 MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed that of a side
 
 
@@ -65,7 +66,8 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
             or if the batch axes or the devices do not fit.
     """
-    (mass_p, mass_q), has_empty_side = _checked_masses(p, q, ("p", "q"), balanced=balanced)
+    masses = _checked_masses(p, q, ("p", "q"), balanced=balanced)
+    mass_p, mass_q, has_empty_side = masses.p, masses.q, masses.has_empty_side
     dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
     arithmetic = torch.promote_types(dtype, torch.float32)
     rounding = max(torch.finfo(torch.promote_types(w.dtype, torch.float32)).eps for w in (p, q))
@@ -74,8 +76,8 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
     of_p, of_q = (mass_p, mass_q) if mass_p.dim() or mass_q.dim() else (mass_p.item(), mass_q.item())  # as below
     both: Any = (of_p + of_q) / 2
     return HistogramPair(
-        p=centre_gradient(_rescaled(p, of_p, both, arithmetic, has_empty_side)),
-        q=centre_gradient(_rescaled(q, of_q, both, arithmetic, has_empty_side)),
+        p=centre_gradient(_rescaled(p, of_p, both, arithmetic, has_empty_side), has_light_bins=masses.has_light_bins),
+        q=centre_gradient(_rescaled(q, of_q, both, arithmetic, has_empty_side), has_light_bins=masses.has_light_bins),
         dtype=dtype,
         has_empty_side=has_empty_side,
         rounding=rounding,
@@ -86,13 +88,18 @@ def check_masses(
     p: Any, q: Any, names: tuple[str, str] = ("p", "q"), *, balanced: bool = True, hint: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Return both masses (...); `hint` ends the message where they differ. Raises as `histogram_pair`."""
-    return _checked_masses(p, q, names, balanced=balanced, hint=hint)[0]
+    masses = _checked_masses(p, q, names, balanced=balanced, hint=hint)
+    return masses.p, masses.q
 
 
-def _checked_masses(
-    p: Any, q: Any, names: tuple[str, str], *, balanced: bool, hint: str = ""
-) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Return both masses, and whether one of them is 0."""
+class _Masses(NamedTuple):
+    p: Float[Tensor, "*batch"]
+    q: Float[Tensor, "*batch"]
+    has_empty_side: bool
+    has_light_bins: bool
+
+
+def _checked_masses(p: Any, q: Any, names: tuple[str, str], *, balanced: bool, hint: str = "") -> _Masses:
     masses = _mass(names[0], p), _mass(names[1], q)
     if p.device != q.device:
         raise ValueError(
@@ -105,13 +112,16 @@ def _checked_masses(
         ratios = masses[0] / masses[1]
         least, largest = (ratio.item() for ratio in (torch.aminmax(ratios) if ratios.dim() else (ratios, ratios)))
         is_equal = least >= 1 - tolerance and largest * (1 - tolerance) <= 1  # not NaN, and then neither mass is 0
-        if is_equal and least > 0 and largest < torch.inf and all(w.detach().amin().item() >= 0 for w in (p, q)):
-            return masses, False
+        weights = [w.detach().amin().item() for w in (p, q)]
+        if is_equal and least > 0 and largest < torch.inf and all(weight >= 0 for weight in weights):
+            limits = (_LIGHT / w.shape[-1] * mass.amax().item() for w, mass in zip((p, q), masses, strict=True))
+            has_light_bins = any(weight < limit for weight, limit in zip(weights, limits, strict=True))
+            return _Masses(*masses, has_empty_side=False, has_light_bins=has_light_bins)
     for name, weights, mass in zip(names, (p, q), masses, strict=True):
         _check_weights(name, weights.detach(), mass)
     if balanced:
         _check_equal_mass(masses, names, tolerance, hint)
-    return masses, not all(_is_positive(mass) for mass in masses)
+    return _Masses(*masses, has_empty_side=not all(_is_positive(mass) for mass in masses), has_light_bins=True)
 
 
 def pair_and_cost(
@@ -191,27 +201,32 @@ def _check_flat(p: Any, q: Any, cost: Any) -> None:
                 )
 
 
-def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:
-    """Return `weights` unchanged; its gradient loses its mean over the bins."""
+def centre_gradient(weights: Float[Tensor, "*batch bins"], *, has_light_bins: bool) -> Float[Tensor, "*batch bins"]:
+    """Return `weights` unchanged; its gradient loses its mean over the bins, or `centre_of` where bins are light."""
     if needs_torch(weights):
         change = weights - weights.detach()  # 0, with the derivatives
         return weights.detach() + (change - change.mean(-1, keepdim=True))
     if not (torch.is_grad_enabled() and weights.requires_grad):
         return weights
-    centred: Tensor = _CentreGradient.apply(weights)
+    centred: Tensor = _CentreGradient.apply(weights, has_light_bins)
     return centred
 
 
 class _CentreGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(weights)
+    def forward(ctx: Any, weights: Tensor, has_light_bins: bool) -> Tensor:
+        ctx.has_light_bins = has_light_bins
+        if has_light_bins:
+            ctx.save_for_backward(weights)
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        if not ctx.has_light_bins:
+            return gradient - gradient.mean(-1, keepdim=True), None
         (weights,) = ctx.saved_tensors
-        return gradients[0] - centre_of(gradients[0], weights)
+        return gradient - centre_of(gradient, weights), None
 
 
 def centre_of(
@@ -223,12 +238,14 @@ def centre_of(
     bin without mass that only pairs of a price reach has a derivative of the size of the price.
     """
     mean = gradient.mean(-1, keepdim=True)
-    known = gradient.detach().masked_fill(weights.detach() == 0, torch.nan)
+    known = torch.where(weights.detach() != 0, gradient.detach(), torch.nan)
     median = known.nanmedian(-1, keepdim=True).values
-    deviations = (known - median).abs()
-    spread = deviations.masked_fill(deviations == 0, torch.nan).nanmedian(-1, keepdim=True).values
+    differences = (known - median).abs()
     rounding = torch.finfo(torch.float32).eps * (mean.detach() - median).abs()  # the weights may be float32
-    return torch.where(rounding > _LOST_SHARE * spread, median, mean)  # the mean where all are equal, so NaN
+    least = rounding / _LOST_SHARE
+    lost = ((differences > 0) & (differences < least)).sum(-1, keepdim=True)
+    kept = (differences >= least).sum(-1, keepdim=True)
+    return torch.where((lost > 0) & (lost >= kept), median, mean)
 
 
 def _mass(name: str, weights: Any) -> Tensor:

@@ -58,14 +58,15 @@ def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
 
 def _run(method: Method, problem: Problem, result: SearchResult | None, budget: Budget) -> SearchResult:
     """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, go on without it."""
-    meanwhile = Meanwhile(budget, result)
+    meanwhile: Meanwhile | None = None
     while True:
         used = 0 if result is None else result.most_iterations
-        part = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used))
+        part = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used)) if used else budget
         try:
             with declining():
                 return better(result, method.run(problem, result, part), budget.tolerance)
         except StillCompilingError:
+            meanwhile = meanwhile or Meanwhile(budget, result)
             result = better(result, meanwhile.run(problem, result), budget.tolerance)
         if result.is_within(budget.tolerance):
             return result

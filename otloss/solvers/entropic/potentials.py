@@ -63,7 +63,9 @@ def find_potentials(
     """
     if not problem.is_symmetric:  # a few iterations
         warn_where_slow(problem, settings.grad)
-    problem = dataclasses.replace(problem, cost=problem.cost.with_matrix())
+    cost = problem.cost.with_matrix()
+    if cost is not problem.cost:
+        problem = dataclasses.replace(problem, cost=cost)
     tolerance = tolerance_of(problem, settings)
     has_weight_graph = makes_graph(problem.p, problem.q)
     change = math.inf
@@ -115,8 +117,9 @@ def _prepared(problem: Problem) -> Problem:
         p, q, epsilon = (t.detach().cpu() for t in (problem.p, problem.q, problem.epsilon))
         problem = dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=problem.cost.to("cpu").with_matrix())
         start = None if start is None else (start[0].cpu(), start[1].cpu())
-    start = None if start is None else _usable_start(problem, *start)
-    return dataclasses.replace(problem, start=start)
+    if start is None:
+        return problem
+    return dataclasses.replace(problem, start=_usable_start(problem, *start))
 
 
 def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
