@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
@@ -26,15 +25,6 @@ class _LinkedCode(JITCodeLibrary):
     """Code that is simplified and left to its callers, which have it optimised with theirs."""
 
     codegen = _NoEnvironments()
-
-    def _optimize_final_module(self) -> None:
-        if numba.version_info.short < (0, 62):  # whose passes are made in other ways
-            super()._optimize_final_module()
-            return
-        passes, builder = self._codegen._module_pass_manager(
-            loop_vectorize=self._codegen._loopvect, slp_vectorize=False, opt=self._codegen._opt_level, cost="cheap"
-        )
-        passes.run(self._final_module, builder)
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
