@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +30,8 @@ _log = logging.getLogger("otloss")
 
 # Large enough that kernels are used where small problems are left to torch.
 _BINS, _ROWS = 300, 5000
+# A kernel takes up to a fifth of all seconds, so more processes would only take memory, 0.4 GiB each.
+MOST_PROCESSES = 8
 
 
 def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64)) -> None:
@@ -58,7 +56,6 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
     Raises:
         TypeError: if a name is not a string, or dtypes is not a collection of dtypes.
         ValueError: if a name or a dtype is not one of these.
-        RuntimeError: if a process fails; it prints its error.
 
     Example:
         >>> warm_up("cdf_distance", dtypes=[torch.float32])
@@ -75,17 +72,19 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
         raise ValueError(f"dtypes are {dtypes}; expected torch.float32, torch.float64 or both.")
     tasks = [f"{name} {dtype}" for dtype in DTYPES if DTYPES[dtype] in dtypes for name in EXAMPLES
              if name in (names or EXAMPLES)]  # fmt: skip
-    processes = min(torch.get_num_threads(), MOST_PROCESSES)
-    if processes > 1 and _are_kept():
-        missing = [task for task in tasks if not _is_compiled(task)]
-        if missing:
-            _compile_in_processes(missing, min(processes, len(missing)))
-        tasks = missing  # reads what the processes have kept
-    for task in tasks:
-        _run(task)
+    from otloss._numba.notices import silenced  # takes a second: it imports numba
+
+    processes = min(torch.get_num_threads(), MOST_PROCESSES) if _are_kept() else 1
+    begin = time.perf_counter()
+    with _other_processes(tasks, processes - 1), silenced():
+        _show(0, len(tasks), 0.0)
+        for done, task in enumerate(tasks, start=1):
+            run_task(task)
+            _show(done, len(tasks), time.perf_counter() - begin)
 
 
-def _run(task: str) -> None:
+def run_task(task: str) -> None:
+    """Compile the kernels of a name and a dtype that are not on disk."""
     name, dtype = task.split()
     with compiling_here(), torch.inference_mode(False), torch.enable_grad():
         EXAMPLES[name](DTYPES[dtype])
@@ -93,163 +92,45 @@ def _run(task: str) -> None:
 
 def _are_kept() -> bool:
     """Whether another process finds what this one compiles."""
-    from otloss.solvers.closed_forms.line_numba import cdf_values  # takes a second: it imports numba
+    from otloss.solvers.closed_forms.line_numba import cdf_values
 
     return bool(cdf_values.stats.cache_path)
 
 
-# ---- one process a core ----------------------------------------------------------------------------------------------
-#
-# Tasks share kernels, and a kernel is compiled once. The processes share a folder. Who creates the file of a task or of
-# a kernel there has it, and deletes that file afterwards. A task that needs a kernel that another process has is left,
-# and taken up again when the file is gone.
-
-# A kernel takes up to a fifth of all seconds, so more processes than that would only take memory, 0.4 GiB each.
-MOST_PROCESSES = 8
-_PROGRAM = "import logging, otloss._warm_up; logging.getLogger('otloss').setLevel('ERROR'); otloss._warm_up.work()"
-_LOOK = 0.1  # seconds
-
-
-class _Elsewhere(BaseException):  # not an error: nobody who catches those is to catch this
-    """A kernel is not on disk, and another process compiles it; the argument is the name of its file."""
-
-
-def _is_compiled(task: str) -> bool:
-    """Run a task if all its kernels are on disk."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # kernels are then called, and compiled, on this thread
-    try:
-        with _asking_for_kernels(lambda _: False):
-            _run(task)
-    except _Elsewhere:
-        return False
-    finally:
-        torch.set_num_threads(threads)
-    return True
-
-
 @contextlib.contextmanager
-def _asking_for_kernels(may_compile: Callable[[str], bool]) -> Iterator[None]:
-    """Compile a kernel on this thread only if `may_compile(its name)`; raise _Elsewhere otherwise."""
-    from numba.core.caching import FunctionCache
+def _other_processes(tasks: list[str], count: int) -> Iterator[None]:
+    """Within this context other processes run the tasks too, each in an order of its own.
 
-    from otloss._numba.cache import KernelCache
-
-    thread = threading.get_ident()
-
-    def load_overload(cache: KernelCache, signature: Any, context: Any) -> Any:
-        kernel = FunctionCache.load_overload(cache, signature, context)
-        if kernel is not None or threading.get_ident() != thread:
-            return kernel
-        name = cache._cache_file._path(cache._index_key(signature, context.codegen())).name
-        if not may_compile(name):
-            raise _Elsewhere(name)
-        return FunctionCache.load_overload(cache, signature, context)  # another process may have kept it meanwhile
-
-    is_kept = KernelCache.is_kept  # what is on disk, or elsewhere, is not announced
-    KernelCache.load_overload, KernelCache.is_kept = load_overload, lambda *_: True  # type: ignore[method-assign]
+    A process waits for a kernel that another one compiles, so none is compiled twice. This process runs all tasks as
+    well, so that it has the last word: nothing depends on the others.
+    """
+    paths = os.pathsep.join(filter(None, sys.path))  # the same package
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    processes = []
+    for k in range(count):
+        first = k * len(tasks) // count
+        order = [*tasks[::-1][first:], *tasks[::-1][:first]]
+        command = [sys.executable, "-c", f"from otloss._warm_up import run_task\nfor task in {order}: run_task(task)"]
+        processes.append(
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+            )
+        )
     try:
         yield
     finally:
-        del KernelCache.load_overload
-        KernelCache.is_kept = is_kept  # type: ignore[method-assign]
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def work() -> None:
-    """Run the tasks of the command line that no other process of the folder runs, until all of them are done."""
-    folder, *left = Path(sys.argv[1]), *sys.argv[2:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
-    awaited = dict.fromkeys(left, "")
-    while left:
-        left = [task for task in left if not (folder / f"{task}.done").exists()]
-        for task in left:
-            if (folder / awaited[task]).is_file() or not _take(folder / task):
-                continue
-            try:
-                with _taken(folder) as take, _asking_for_kernels(take):
-                    _run(task)
-                (folder / f"{task}.done").touch()
-            except _Elsewhere as kernel:
-                awaited[task] = str(kernel)
-            finally:
-                (folder / task).unlink()
-            break
-        else:
-            time.sleep(_LOOK)
-
-
-def _take(path: Path) -> bool:
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _taken(folder: Path) -> Iterator[Callable[[str], bool]]:
-    """Take kernels, one after the other: each is given back when the next one is taken, and the last at the end."""
-    taken: list[Path] = []
-
-    def take(name: str) -> bool:
-        give_back()  # it is compiled and kept
-        if _take(folder / name):
-            taken.append(folder / name)
-        return bool(taken)
-
-    def give_back() -> None:
-        while taken:
-            taken.pop().unlink()
-
-    try:
-        yield take
-    finally:
-        give_back()
-
-
-def _compile_in_processes(tasks: list[str], count: int) -> None:
-    root = str(Path(__file__).parents[1])
-    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", _PROGRAM, folder, *tasks]
-        processes = [subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment) for _ in range(count)]
-        try:
-            _follow(processes, Path(folder), len(tasks))
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-
-
-def _follow(processes: list[subprocess.Popen[bytes]], folder: Path, tasks: int) -> None:
-    """Show what is done until all processes have ended; raise an error once one has failed."""
-    _log.warning("compiling CPU kernels in %d processes, once", len(processes))
-    begin, shown = time.perf_counter(), -1
-    while True:
-        running = [process for process in processes if process.poll() is None]
-        failed = [process.returncode for process in processes if process.returncode]
-        done = len(list(folder.glob("*.done")))
-        seconds = time.perf_counter() - begin
-        if sys.stderr.isatty():
-            bar = ("#" * (30 * done // tasks)).ljust(30)
-            print(
-                f"\r[{bar}] {done} of {tasks}, {seconds:.0f} s",
-                end="" if running else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
-        elif done > shown:
-            _log.info("%d of %d are compiled after %.0f s", done, tasks, seconds)
-        shown = done
-        if failed:
-            raise RuntimeError(
-                f"a process that compiles CPU kernels ended with exit code {failed[0]}, see its error above; "
-                "torch.set_num_threads(1) compiles them in this process"
-            )
-        if not running:
-            return
-        time.sleep(_LOOK)
+def _show(done: int, count: int, seconds: float) -> None:
+    if sys.stderr.isatty():
+        bar = ("#" * (30 * done // count)).ljust(30)
+        print(f"\rCPU kernels [{bar}] {done} of {count}, {seconds:.0f} s", end="" if done < count else "\n",
+              file=sys.stderr, flush=True)  # fmt: skip
+    else:
+        _log.info("the CPU kernels of %d of %d functions and dtypes are there after %.0f s", done, count, seconds)
 
 
 # ---- what compiles the kernels of each name --------------------------------------------------------------------------

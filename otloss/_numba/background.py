@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ class _State(threading.local):
     declines = False
 
 
+@dataclass
+class _Compilation:
+    """Since when kernels are awaited, and the process that this one has started for them."""
+
+    since: float
+    process: subprocess.Popen[bytes] | None = None
+
+
 class _Switch:
     """Whether other processes compile at all. Those of `warm_up` and of the tests compile for themselves."""
 
@@ -42,10 +51,8 @@ class _Switch:
 
 SWITCH = _Switch()
 _state = _State()
-_processes: dict[Any, subprocess.Popen[bytes]] = {}
+_compilations: dict[Any, _Compilation] = {}
 _ready: set[Any] = set()
-_awaited: dict[Any, float] = {}  # since when
-LONGEST = 120.0  # seconds, after which a process compiles for itself
 
 
 @contextmanager
@@ -106,25 +113,27 @@ def _is_ready(kernel: Any, signature: tuple[Any, ...]) -> bool:
 
 def _is_compiling(missing: Kernels) -> bool:
     """Whether another process compiles; one is started if no process compiles in this folder."""
-    if missing not in _processes:
-        from otloss._numba.notices import announce
+    from otloss._numba.cache import LONGEST
+    from otloss._numba.notices import announce
 
-        if missing not in _awaited:
-            _awaited[missing] = time.monotonic()
-            announce(missing, elsewhere=True)
-        if time.monotonic() > _awaited[missing] + LONGEST:
-            return False
+    if missing not in _compilations:
+        _compilations[missing] = _Compilation(since=time.monotonic())
+        announce(missing, elsewhere=True)
+    compilation = _compilations[missing]
+    if time.monotonic() > compilation.since + LONGEST:
+        return False  # it has failed
+    if compilation.process is None:
         lock = FileLock(Path(missing[0][0].stats.cache_path, "compiling.lock"), thread_local=False)
         try:
             lock.acquire(timeout=0)
-            _processes[missing] = _start(missing)
+            compilation.process = _start(missing)
         except Timeout:
             return True
         except (OSError, NotImplementedError):  # no locks on this file system, or no process
             lock.release()
             return False
-        threading.Thread(target=_release_after, args=(_processes[missing], lock), daemon=True).start()
-    return _processes[missing].poll() is None and time.monotonic() < _awaited[missing] + LONGEST  # else it has failed
+        threading.Thread(target=_release_after, args=(compilation.process, lock), daemon=True).start()
+    return compilation.process.poll() is None
 
 
 def _release_after(process: subprocess.Popen[bytes], lock: BaseFileLock) -> None:
@@ -151,6 +160,6 @@ def _compile_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_processes.clear)
+    os.register_at_fork(after_in_child=_compilations.clear)
 if __name__ == "__main__":
     _compile_all()

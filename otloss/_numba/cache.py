@@ -2,7 +2,8 @@
 
 The name of a file follows from the signature and the processor. A file begins with the digest of its content and of the
 sources that it was compiled from, and is written under another name first. What is damaged or outdated is compiled
-again and replaced; what cannot be written is kept in the process.
+again and replaced; what cannot be written is kept in the process. Of processes that need a kernel at the same time one
+compiles it, and the others wait.
 
 numba's own cache keeps an index of the signatures beside their files, and knows the source of the kernel alone. With
 it four tests of tests/otloss/numba/test_kernel_compilation.py fail:
@@ -18,15 +19,18 @@ import logging
 import pickle
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numba
+from filelock import FileLock
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 _log = logging.getLogger("otloss")
+LONGEST = 120.0  # seconds that a process waits for another one before it compiles for itself
 
 
 class KernelCache(FunctionCache):
@@ -36,15 +40,34 @@ class KernelCache(FunctionCache):
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        locator = self._impl.locator
-        sources = _digest_of_sources(Path(function.__code__.co_filename))
-        stamp = repr((numba.__version__, locator.get_source_stamp(), sources))
-        self._cache_file = _Files(locator.get_cache_path(), self._impl.filename_base, stamp)
+        stamp = repr((numba.__version__, _digest_of_sources(Path(function.__code__.co_filename))))
+        self._cache_file = _Files(self._impl.locator.get_cache_path(), self._impl.filename_base, stamp)
+        self._locks: dict[Any, FileLock] = {}
 
     def is_kept(self, signature: tuple[Any, ...], context: Any) -> bool:
         """Whether there is a file for the signature, of the sources as they are."""
         context.refresh()
         return self._cache_file.has(self._index_key(signature, context.codegen()))
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """Read a kernel. Where there is none, wait for the process that compiles it, or keep others from doing so."""
+        kernel = super().load_overload(signature, context)
+        if kernel is not None:
+            return kernel
+        path = self._cache_file.path(self._index_key(signature, context.codegen())).with_suffix(".lock")
+        lock = self._locks.setdefault(signature, FileLock(path, thread_local=False))
+        with suppress(OSError, NotImplementedError):  # a folder or a file system without locks, or the time is over
+            lock.acquire(timeout=LONGEST)
+        kernel = super().load_overload(signature, context)
+        if kernel is not None:
+            self._release(signature)
+        return kernel
+
+    def _release(self, signature: Any) -> None:
+        lock = self._locks.pop(signature, None)
+        if lock is not None and lock.is_locked:
+            lock.release(force=True)
+            Path(lock.lock_file).unlink(missing_ok=True)
 
     def save_overload(self, signature: Any, result: Any) -> None:
         try:
@@ -57,6 +80,8 @@ class KernelCache(FunctionCache):
                     "there, or set NUMBA_CACHE_DIR to another folder",
                     self.cache_path, error.strerror or error,
                 )  # fmt: skip
+        finally:
+            self._release(signature)
 
 
 class _Files(IndexDataCacheFile):
@@ -74,7 +99,7 @@ class _Files(IndexDataCacheFile):
 
     def _read(self, key: Any) -> bytes | None:
         try:
-            content = self._path(key).read_bytes()
+            content = self.path(key).read_bytes()
         except OSError:
             return None
         digest, data = content[: sha256().digest_size], content[sha256().digest_size :]
@@ -82,13 +107,13 @@ class _Files(IndexDataCacheFile):
 
     def save(self, key: Any, result: Any) -> None:
         data = self._dump(result)
-        with self._open_for_write(str(self._path(key))) as file:
+        with self._open_for_write(str(self.path(key))) as file:
             file.write(self._digest(data) + data)
 
     def _digest(self, data: bytes) -> bytes:
         return sha256(self._source_stamp.encode() + data).digest()
 
-    def _path(self, key: Any) -> Path:
+    def path(self, key: Any) -> Path:
         name = self._index_name.removesuffix("nbi") + sha256(repr(key).encode()).hexdigest()[:16]
         return Path(self._cache_path, f"{name}.nbc")
 
@@ -98,9 +123,10 @@ def _digest_of_sources(path: Path) -> str:
     """Return the digest of the files that a kernel of this file may depend on.
 
     A kernel contains the functions and the numbers that its file imports, and what the files of kernels among
-    these import in turn.
+    these import in turn; `compile` and `linked` say how it is compiled.
     """
-    sources, new = set(Path(__file__).parent.glob("*.py")), {path}
+    folder = Path(__file__).parent
+    sources, new = {Path(__file__), folder / "compile.py", folder / "linked.py"}, {path}
     while new:
         sources |= new
         kernels = [file for file in new if file.stem.endswith("_numba")]

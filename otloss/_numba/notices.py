@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from numba import types
@@ -38,6 +38,7 @@ class _Listener(event.Listener):
 
     def __init__(self) -> None:
         self._depth, self._collects = 0, False
+        self.is_silent = False
         self.announced: set[tuple[Any, Any]] = set()
 
     def on_start(self, occurrence: Any) -> None:
@@ -57,7 +58,8 @@ class _Listener(event.Listener):
                 gc.enable()
             seconds = clock.resume()
             with suppress(Exception):
-                _log.info("compiled the CPU kernel %s in %.1f s", _name(occurrence.data["dispatcher"]), seconds)
+                if not self.is_silent:
+                    _log.info("compiled the CPU kernel %s in %.1f s", _name(occurrence.data["dispatcher"]), seconds)
         self._depth -= self._depth > 0
 
     def after_fork(self) -> None:
@@ -66,6 +68,16 @@ class _Listener(event.Listener):
             gc.enable()
         self._depth = 0
         clock.resume()
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Within this context no lines are logged: the caller says itself what is done."""
+    before, _listener.is_silent = _listener.is_silent, True
+    try:
+        yield
+    finally:
+        _listener.is_silent = before
 
 
 def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
@@ -92,6 +104,8 @@ def is_compiled(kernel: Any, signature: tuple[Any, ...]) -> bool:
 
 def announce(compilations: Sequence[tuple[Any, Any]], *, elsewhere: bool = False) -> None:
     """Log a line before kernels are compiled, here or by another process."""
+    if _listener.is_silent:
+        return
     folder = compilations[0][0].stats.cache_path
     kept = f"kept in {folder}" if folder else (
         "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"

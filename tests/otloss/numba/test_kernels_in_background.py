@@ -26,8 +26,8 @@ logging.getLogger("otloss").addHandler(handler)
 logging.getLogger("otloss").setLevel(logging.INFO)
 costs = torch.rand(4, 30, 40, generator=torch.Generator().manual_seed(0))
 first = otloss.sinkhorn(None, None, costs, epsilon=0.1)
-(process,) = background._processes.values()
-assert process.wait() == 0
+(compilation,) = background._compilations.values()
+assert compilation.process.wait() == 0
 again = otloss.sinkhorn(None, None, costs, epsilon=0.1)
 from otloss.solvers.entropic.sinkhorn_numba import sinkhorn_problems
 assert sum(sinkhorn_problems.stats.cache_hits.values()) == 1, sinkhorn_problems.stats
