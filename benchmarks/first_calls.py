@@ -52,9 +52,10 @@ x, y, costs = rand(16, 50, 2), torch.rand(16, 60, 2) + 1, rand(8, 64, 64)
 begin = time.process_time()
 {code}
 seconds = time.process_time() - begin
-from otloss._numba.background import _processes
-for process in _processes.values():
-    process.wait()
+from otloss._numba.background import _compilations
+for compilation in _compilations.values():
+    if compilation.process is not None:
+        compilation.process.wait()
 others = resource.getrusage(resource.RUSAGE_CHILDREN)
 print()
 print(seconds, others.ru_utime + others.ru_stime, kernels.count, kernels.at_first_step, kernels.elsewhere)
