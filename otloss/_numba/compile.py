@@ -14,7 +14,7 @@ from numba.extending import intrinsic, overload
 
 from otloss._numba import notices as notices  # registers its listener
 from otloss._numba.cache import KernelCache
-from otloss._numba.linked import LinkedCompiler
+from otloss._numba.linked import KernelCompiler, LinkedCompiler
 
 
 class _Exp(NamedTuple):
@@ -63,7 +63,8 @@ def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
     are reordered only where `fastmath=` asks for it. NaN and infinity always keep their meaning.
     """
     chosen: dict[str, Any] = {
-        "fastmath": {"contract", "nsz"}, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True, **options,
+        "fastmath": {"contract", "nsz"}, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True,
+        "pipeline_class": KernelCompiler, **options,
     }  # fmt: skip
 
     def decorate(function: Any) -> Any:
