@@ -99,7 +99,7 @@ def _are_kept() -> bool:
 
 @contextlib.contextmanager
 def _other_processes(tasks: list[str], count: int) -> Iterator[None]:
-    """Within this context other processes run the tasks too, each in an order of its own.
+    """Within this context other processes run the tasks too: each begins at another one, and ends with the first ones.
 
     A process waits for a kernel that another one compiles, so none is compiled twice. This process runs all tasks as
     well, so that it has the last word: nothing depends on the others.
@@ -108,8 +108,8 @@ def _other_processes(tasks: list[str], count: int) -> Iterator[None]:
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     processes = []
     for k in range(count):
-        first = k * len(tasks) // count
-        order = [*tasks[::-1][first:], *tasks[::-1][:first]]
+        first = (k + 1) * len(tasks) // (count + 1)
+        order = [*tasks[first:], *reversed(tasks[:first])]
         command = [sys.executable, "-c", f"from otloss._warm_up import run_task\nfor task in {order}: run_task(task)"]
         processes.append(
             subprocess.Popen(
@@ -240,10 +240,12 @@ def _match(dtype: torch.dtype) -> None:
 
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}  # Newton's kernels are in float64 and take longest
-EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
+EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {  # long ones first, so that no process waits long at the end
     "sinkhorn": _sinkhorn,
-    "emd": _emd,
     "newton": _newton,
+    "fused_gromov": _fused_gromov,
+    "documents": _documents,
+    "emd": _emd,
     "solve": _solve,
     "sinkhorn_divergence": _divergence,
     "wasserstein_1d": _quantiles,
@@ -251,7 +253,5 @@ EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
     "sliced_wasserstein": _sliced,
     "ordinal_loss": _ordinal,
     "boosting": _boosting,
-    "documents": _documents,
-    "fused_gromov": _fused_gromov,
     "match": _match,
 }
