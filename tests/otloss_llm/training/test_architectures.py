@@ -506,7 +506,7 @@ def test_the_first_batch_leaves_no_trace(tmp_path: Path) -> None:
     plain = transformers.Trainer(other, args, pad_rows, data, data)
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
     torch.testing.assert_close(model.state_dict(), before, rtol=0.0, atol=0.0)
-    ours._examination = None  # a training that begins without an evaluation
+    ours._is_examined = False  # as in a training that begins without an evaluation
     for run in (ours, plain):
         run.train()
     assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
