@@ -11,6 +11,7 @@ from typing import Any
 
 from otloss._checks import NotFiniteError
 from otloss_llm.cli.guard import (
+    SETTINGS_FILE,
     FinishedError,
     RunGuard,
     check_same_run,
@@ -71,6 +72,11 @@ def run(request: Request) -> str:
 
 def _open(folder: Path, checkpoint: str | None, settings: dict[str, Any]) -> None:
     if checkpoint:
+        if (Path(checkpoint) / SETTINGS_FILE).is_file():  # it has weights, and no state of the optimizer
+            raise ValueError(
+                f"--resume_from_checkpoint is {checkpoint!r}, the folder of a run; give one of its checkpoints, or the "
+                "folder as --output_dir alone."
+            )
         fix = "resume with its settings, or start from its weights with --model_name_or_path"
         check_same_run(Path(checkpoint).parent, settings, fix)
     open_folder(folder, settings)

@@ -21,6 +21,7 @@ from otloss_llm.training.batches import label_counts
 from otloss_llm.training.trainer import ObjectiveMixin
 
 logger = logging.getLogger(__name__)
+LONG_ROWS = "raise it where the context allows, or cut text into blocks with --packing true --packing_strategy wrapped"
 
 
 class CommandTrainer(ObjectiveMixin, SFTTrainer):
@@ -35,6 +36,8 @@ class CommandTrainer(ObjectiveMixin, SFTTrainer):
             dataset = rows.filter(lambda ids: len(ids) <= args.max_length, input_columns="input_ids")
             if hasattr(rows, "__len__"):
                 _report_dropped(len(rows) - len(dataset), len(rows), args.max_length)
+            elif next(iter(dataset), None) is None:
+                raise ValueError(f"all rows of the stream are longer than --max_length {args.max_length}; {LONG_ROWS}.")
         return super()._prepare_dataset(dataset, processing_class, args, packing, *others)
 
 
@@ -43,10 +46,9 @@ def _report_dropped(dropped: int, rows: int, longest: int) -> None:
     if not dropped:
         return
     text = f"{dropped} of {rows} rows are longer than --max_length {longest}"
-    fix = "raise it where the context allows, or cut text into blocks with --packing true --packing_strategy wrapped"
     if dropped == rows:
-        raise ValueError(f"{text}, and none is left; {fix}.")
-    logger.warning("%s and were dropped; %s", text, fix)
+        raise ValueError(f"{text}, and none is left; {LONG_ROWS}.")
+    logger.warning("%s and were dropped; %s", text, LONG_ROWS)
 
 
 def load_model(request: Request) -> tuple[Any, Any]:

@@ -33,11 +33,10 @@ _SIZES = ("expert_capacity", "max_seq_len_cached")  # attributes of modules
 
 
 def predicts_tokens(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> bool:
-    """Return whether a batch has a label that a model is examined by: one that predicts the token behind another."""
-    labelled = labels != IGNORE_INDEX
-    if not is_encoder_decoder(unwrap(model)):
-        labelled = (labelled & token_mask(inputs, labels))[:, :-1]
-    return bool(labelled.any())
+    """Return whether a model can be examined on a batch: it has a label, and a decoder has a token behind another."""
+    tokens = token_mask(inputs, labels)
+    has_pair = is_encoder_decoder(unwrap(model)) or bool((tokens[:, :-1] & tokens[:, 1:]).any())
+    return has_pair and bool((labels != IGNORE_INDEX).any())
 
 
 def examine(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, shifted_by_user: bool) -> LogitTransform:

@@ -17,25 +17,20 @@ from torch.nn.functional import cross_entropy
 from transformers import set_seed
 
 from otloss_llm.losses.positions import IGNORE_INDEX
-from otloss_llm.models.decoder_inputs import config_value
 from otloss_llm.training.fused import auxiliary_loss
-from otloss_llm.training.sample import Sample, output_logits
+from otloss_llm.training.sample import Sample, output_logits, token_mask
 from otloss_llm.training.trainer_settings import auxiliary_weight
 
 
 def check_own_loss(sample: Sample, *, shifted_by_user: bool) -> None:
     """Raise ValueError unless the model's own loss is the cross-entropy and the terms that an objective keeps.
 
-    Loss and logits are of one pass, so dropout does not matter. Nothing is checked where nothing is labelled.
+    Loss and logits are of one pass, so dropout does not matter. Nothing is checked where there is nothing to label.
     """
     base = _base_model(sample.root)
     if not _takes_labels(base):
         return
-    labels = sample.labels
-    if not sample.is_encoder_decoder:  # models take a label at the position of its token
-        labels = nn.functional.pad(labels[:, :-1], (1, 0), value=IGNORE_INDEX)
-    if (vocab := config_value(sample.root, "vocab_size")) is not None:  # the objective's error names other labels
-        labels = labels.masked_fill(labels >= vocab, IGNORE_INDEX)
+    labels = sample.labels if sample.is_encoder_decoder else _own_labels(sample)
     output, logits = _own_output(sample, labels)
     if output.get("loss") is None:
         return
@@ -67,6 +62,15 @@ def _base_model(root: Any) -> Any:
 def _takes_labels(base: Any) -> bool:
     parameters = inspect.signature(base.forward).parameters
     return "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _own_labels(sample: Sample) -> Tensor:
+    """Return labels at the positions of their tokens, as models take them; all tokens where none is labelled."""
+    labels = nn.functional.pad(sample.labels[:, :-1], (1, 0), value=IGNORE_INDEX)
+    ids = sample.inputs.get("input_ids")
+    if ids is None or (labels != IGNORE_INDEX).any():
+        return labels
+    return sample.known_labels(ids.masked_fill(~token_mask(sample.inputs, sample.labels).to(ids.device), IGNORE_INDEX))
 
 
 def _own_output(sample: Sample, labels: Tensor) -> tuple[Any, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from otloss_llm.losses.positions import IGNORE_INDEX
-from otloss_llm.models.decoder_inputs import with_decoder_inputs
+from otloss_llm.models.decoder_inputs import config_value, with_decoder_inputs
 from otloss_llm.models.heads import is_encoder_decoder
 from otloss_llm.training.fused import unwrap
 
@@ -54,10 +55,19 @@ class Sample:
         return output_logits(self.model(**inputs))
 
     def cut(self) -> Sample:
-        """Return the two rows with most labels and the 32 positions with most of them, as far as both can be cut."""
+        """Return the two rows with most labels and the 32 positions with most of them, as far as both can be cut.
+
+        Labels that are no tokens are ignored; the objective raises an error for them.
+        """
         named = (getattr(self.root.config, name, None) for name in _MEDIA_TOKENS)
         media = {token for token in named if isinstance(token, int)}
-        return Sample(self.model, *cut_batch(self.inputs, self.labels, self.is_encoder_decoder, media))
+        part = cut_batch(self.inputs, self.known_labels(self.labels), self.is_encoder_decoder, media)
+        return Sample(self.model, *part)
+
+    def known_labels(self, labels: Tensor) -> Tensor:
+        """Return the labels without those that are no tokens of the model."""
+        vocab = config_value(self.root, "vocab_size") or math.inf
+        return labels.masked_fill((labels < 0) | (labels >= vocab), IGNORE_INDEX)
 
 
 def output_logits(output: Any) -> Tensor:

@@ -480,6 +480,18 @@ def test_a_batch_that_shows_nothing_leaves_the_examination_to_the_next(tmp_path:
         run.compute_loss(model, {"labels": batch["labels"]})
 
 
+def test_a_label_of_the_last_position_alone_is_enough(tmp_path: Path) -> None:
+    """It predicts a token that is not in the row, which only labels of the user's own alignment can."""
+    for name in ("encoder", "permutations", "z-loss"):
+        model, batch = REFUSED[name][0]()
+        labels = torch.full_like(batch.pop("labels"), -100)
+        labels[:, -1] = 5
+        run = objective_trainer(tmp_path, model, cost=None)
+        for mode in (True, False):
+            with pytest.raises(ValueError, match=REFUSED[name][1]):
+                run.compute_loss(model.train(mode), batch | {"shift_labels": labels})
+
+
 class Normalised(transformers.LlamaForCausalLM):
     """A model with the state that others have: statistics of batches, a counter, masks drawn by numpy."""
 

@@ -498,6 +498,17 @@ def test_unsupported_trainers_and_models_raise(tmp_path: Path) -> None:
             call()
 
 
+@pytest.mark.parametrize("label", [VOCAB, -1])
+def test_labels_that_are_no_tokens_are_named(tmp_path: Path, label: int) -> None:
+    """By the objective, whatever the examination of the first batch does with them."""
+    data = [{"input_ids": [5, 6, 7], "labels": [5, label, 7]}] * 4
+    for metrics in ({}, None):
+        run = trainer(tmp_path, tiny_model("llama"), train_dataset=data)
+        run._metrics = metrics  # a trainer of TRL has a dict
+        with pytest.raises(ValueError, match=f"label.*{label}"):
+            run.train()
+
+
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 24,
     "max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
