@@ -109,8 +109,9 @@ class ObjectiveMixin:
         TypeError, ValueError: the trainer has a loss of its own (DPO, KTO, GRPO, GKD, rewards), the head of the model
             is not supported, the cost has another vocabulary, the objective is unknown, or a setting would change the
             trainer's own loss (`loss_type`, `compute_loss_func`, `use_liger_kernel`, sequence parallelism). On the
-            first batch: the model sees later tokens, or its loss has a term that an objective would leave out. At the
-            end of a training or an evaluation: no token of it was labelled.
+            first batch: the model sees later tokens, its loss has a term that an objective would leave out, or
+            `metric_for_best_model` is not measured. At the end of a training or an evaluation: no token of it was
+            labelled.
     """
 
     # These are the trainer's beside it in the class.
