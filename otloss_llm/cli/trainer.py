@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ class CommandTrainer(ObjectiveMixin, SFTTrainer):
         """As TRL's. Packing that splits rows between blocks loses nothing, so that it is left to TRL."""
         splits = packing and args.packing_strategy != "bfd"
         if args.max_length is not None and not splits:
-            uncut = replace(args, max_length=None)
+            uncut = copy.copy(args)  # not by `replace`: with DeepSpeed the newest arguments must live on
+            uncut.max_length = None
             rows = super()._prepare_dataset(dataset, processing_class, uncut, False, *others)
             dataset = rows.filter(lambda ids: len(ids) <= args.max_length, input_columns="input_ids")
             if hasattr(rows, "__len__"):
