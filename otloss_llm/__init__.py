@@ -91,7 +91,7 @@ _NEEDS_TRANSFORMERS = ("ObjectiveMixin", "ObjectiveTrainer")
 
 
 def __dir__() -> list[str]:
-    """The names of `__all__`, those that load the trainer among them."""
+    """Return the names of `__all__`, of which some load the trainer."""
     return __all__
 
 

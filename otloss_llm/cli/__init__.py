@@ -1,6 +1,6 @@
 """The command line: `python -m otloss_llm train | evaluate` (also installed as `otloss-llm`).
 
-Options are those of `trl sft` with our defaults, and the objective with its cost (`otloss_llm.cli.settings`). The same
+It has the options of `trl sft` with our defaults, and the objective with its cost (`otloss_llm.cli.settings`). The same
 command resumes an interrupted run. The result goes to stdout, everything else to stderr. An error that the user can fix
 prints one line and exits with 2.
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = command.run(request)
         if text:
             print(text, flush=True)
-    except SystemExit as stop:  # of --help
+    except SystemExit as stop:  # --help ends so
         return int(stop.code or 0)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command resumes from the last checkpoint.", code=130)

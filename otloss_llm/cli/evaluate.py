@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,7 +17,7 @@ from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
 from otloss_llm.losses.positions import IGNORE_INDEX
 
-BINS = 15  # of confidence
+CONFIDENCE_BINS = 15
 MEASURES = ("loss", "nll", "perplexity", "transport_cost", "entropy", "accuracy", "calibration_error", "aux_loss",
             "rows", "tokens")  # fmt: skip
 
@@ -40,29 +40,24 @@ def parse_request(arguments: Sequence[str]) -> Request:
 
 def run(request: Request) -> str:
     """Return the measures as JSON: of the test split, or of the only one."""
-    args, script, (extra,) = request.args, request.script, request.others
+    script, (extra,) = request.script, request.own
     mauve = None if extra.mauve_model is None else _import_mauve()
-    splits = load_splits(script, request.mixture, seed=args.seed)
+    splits = load_splits(script, request.mixture, seed=request.args.seed)
     name = next(iter(splits)) if len(splits) == 1 else script.dataset_test_split
-    rows = checked_split(splits, name, "name one with --dataset_test_split", text_field=args.dataset_text_field)
-    request.model.use_peft = False  # the adapter of a folder comes with it; a new one would take its place
-    model, tokenizer = load_model(request)
+    columns = {"text_field": request.args.dataset_text_field}
+    rows = checked_split(splits, name, "name one with --dataset_test_split", **columns)
     with TemporaryDirectory() as folder:
-        args.output_dir, args.eval_strategy, args.max_steps = folder, "no", 1  # a stream needs a number of steps
+        request = without_training(request, folder)
+        model, tokenizer = load_model(request)
         trainer = build_trainer(
-            request,
-            model,
-            tokenizer,
-            rows,
-            None,
-            compute_metrics=calibration,
+            request, model, tokenizer, rows, None, compute_metrics=calibration,
             preprocess_logits_for_metrics=confidences,
-        )
+        )  # fmt: skip
         trainer.eval_dataset = trainer.train_dataset  # tokenised once
-        with naming_rows(rows, args=args):
+        with naming_rows(rows, args=trainer.args):
             evaluated = trainer.evaluate()
     measures = {name: evaluated[f"eval_{name}"] for name in MEASURES if f"eval_{name}" in evaluated}
-    if trainer.padding_free or args.packing:
+    if trainer.padding_free or trainer.args.packing:
         del measures["rows"]  # what was counted is batches or blocks
     if mauve is not None:
         texts, references = continuations(trainer, extra.mauve_rows)
@@ -71,6 +66,18 @@ def run(request: Request) -> str:
             p_text=references, q_text=texts, featurize_model_name=extra.mauve_model, device_id=device
         ).mauve)  # fmt: skip
     return json.dumps(measures, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
+
+
+def without_training(request: Request, folder: str) -> Request:
+    """Return the request without options of a training that has the same ones, in a folder of its own."""
+    args: Any = request.args  # the fields of TRL's classes have no types
+    model: Any = request.model
+    args = replace(
+        args, output_dir=folder, eval_strategy="no", save_strategy="no", load_best_model_at_end=False,
+        lr_scheduler_type="constant", push_to_hub=False, max_steps=1,  # a stream needs a number of steps
+    )  # fmt: skip
+    # The adapter of a folder comes with it; a new one would take its place.
+    return request._replace(args=args, model=replace(model, use_peft=False))
 
 
 def _import_mauve() -> Any:
@@ -82,7 +89,7 @@ def _import_mauve() -> Any:
 
 
 def confidences(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return of each position the largest probability and its token: what calibration needs of the logits."""
+    """Return the largest probability at each position and its token: what calibration needs of the logits."""
     return torch.stack(logits.float().softmax(-1).max(-1), dim=-1)
 
 
@@ -97,8 +104,8 @@ def calibration(evaluated: Any) -> dict[str, float]:
         return {}  # the evaluation raises
     confidence, token = np.moveaxis(evaluated.predictions[:, :-1][valid], -1, 0)
     correct = token == labels[valid]
-    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    errors = np.bincount(bins, weights=correct - confidence.astype(np.float64), minlength=BINS)
+    bins = np.minimum((confidence * CONFIDENCE_BINS).astype(int), CONFIDENCE_BINS - 1)
+    errors = np.bincount(bins, weights=correct - confidence.astype(np.float64), minlength=CONFIDENCE_BINS)
     error = float(np.abs(errors).sum() / len(bins))
     counts = {"rows": len(labels), "tokens": len(bins)}
     return {"accuracy": float(correct.mean()), "calibration_error": error} | counts
@@ -115,15 +122,15 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
     for batch in _batches(trainer.train_dataset, count, trainer.args.per_device_eval_batch_size):
         starts = [_start(row) for row in batch]
         prompts = [row["input_ids"][:start] for row, start in zip(batch, starts, strict=True)]
-        rests = [row["input_ids"][start:] for row, start in zip(batch, starts, strict=True)]
+        endings = [row["input_ids"][start:] for row, start in zip(batch, starts, strict=True)]
         inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(trainer.model.device)
         out = trainer.model.generate(
-            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(map(len, rests)),
+            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(map(len, endings)),
             pad_token_id=tokenizer.pad_token_id,
         )[:, inputs["input_ids"].shape[1] :]  # fmt: skip
-        cut = [ids[: len(rest)] for ids, rest in zip(out.tolist(), rests, strict=True)]
+        cut = [ids[: len(ending)] for ids, ending in zip(out.tolist(), endings, strict=True)]
         texts += tokenizer.batch_decode(cut, skip_special_tokens=True)
-        references += tokenizer.batch_decode(rests, skip_special_tokens=True)
+        references += tokenizer.batch_decode(endings, skip_special_tokens=True)
     return texts, references
 
 

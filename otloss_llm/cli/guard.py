@@ -21,7 +21,7 @@ class DivergenceError(ValueError):
 
 
 class FinishedError(Exception):
-    """The checkpoint to resume from is that of the last step."""
+    """The checkpoint to resume from was written at the last step."""
 
 
 def open_folder(folder: Path, settings: dict[str, Any]) -> None:
@@ -41,10 +41,10 @@ def check_same_run(folder: Path, settings: dict[str, Any], fix: str) -> None:
     path = folder / SETTINGS_FILE
     if not path.is_file():
         return
-    there, here = json.loads(path.read_text(encoding="utf-8")), json.loads(_as_json(settings))
-    keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+    recorded, requested = json.loads(path.read_text(encoding="utf-8")), json.loads(_as_json(settings))
+    keys = sorted(key for key in recorded.keys() | requested.keys() if recorded.get(key) != requested.get(key))
     if keys:
-        pairs = [f"{key}: {there.get(key)!r} there, {here.get(key)!r} asked for" for key in keys[:8]]
+        pairs = [f"{key}: {recorded.get(key)!r} there, {requested.get(key)!r} asked for" for key in keys[:8]]
         raise ValueError(f"{folder} holds another run ({'; '.join(pairs)}); {fix}.")
 
 
@@ -57,7 +57,7 @@ def tokenizer_fingerprint(processor: Any) -> str:
     tokenizer = getattr(processor, "tokenizer", processor)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    content |= {"padding": None, "truncation": None}  # of the last call
+    content |= {"padding": None, "truncation": None}  # the last call set them
     parts = [content, tokenizer.special_tokens_map, getattr(processor, "chat_template", None)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -32,10 +32,10 @@ def report_numbers(trainer: Any, objective: str) -> None:
     values = number_tokens(trainer.processing_class, vocab).values[:vocab]
     numbers, labels = int(counts[~torch.as_tensor(values).isnan()].sum()), int(counts.sum())
     if not numbers:
-        same = "emo" if kind == "mixed" else "mle"
+        plain = "emo" if kind == "mixed" else "mle"
         raise ValueError(
-            f"none of the {labels} tokens that are trained on is a number, so {objective} would equal {same}; use rows "
-            f"with numbers in what is trained on, or take {same}."
+            f"none of the {labels} tokens that are trained on is a number, so {objective} would equal {plain}; use "
+            f"rows with numbers in what is trained on, or take {plain}."
         )
     if trainer.is_world_process_zero():
         share = f"{numbers} of the {labels} tokens that are trained on are numbers ({numbers / labels:.1%})"

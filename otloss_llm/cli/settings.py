@@ -1,4 +1,4 @@
-"""The options of the command line: those of `trl sft`, with our defaults, and the objective with its cost."""
+"""The options of the command line: the ones of `trl sft`, with our defaults, and the objective with its cost."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Request(NamedTuple):
     model: ModelArguments
     mixture: DatasetMixtureConfig
     objective: ObjectiveArguments
-    others: tuple[Any, ...]  # of this command alone
+    own: tuple[Any, ...]  # dataclasses of this command alone
 
     def settings(self) -> dict[str, Any]:
         """Return what a run keeps to: all options but `MAY_DIFFER`."""
@@ -159,7 +159,7 @@ def _split_config(argument: str) -> list[str]:
 
 
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
-    """Parse options, and those of a YAML file (`--config`), by TRL's parser.
+    """Parse the options of a command line and of a YAML file (`--config`) by TRL's parser.
 
     Args:
         kinds: dataclasses of this command alone.
@@ -188,5 +188,5 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     if unknown:
         near = get_close_matches(unknown[0], parser._option_string_actions, n=1)
         fail(f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''}")
-    script, args, model, mixture, objective, *others = parsed
-    return Request(script, args, model, mixture, objective, tuple(others))
+    script, args, model, mixture, objective, *own = parsed
+    return Request(script, args, model, mixture, objective, tuple(own))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from otloss._checks import NotFiniteError
 from otloss_llm.cli.guard import (
+    SETTINGS_FILE,
     FinishedError,
     RunGuard,
     check_same_run,
@@ -23,9 +25,7 @@ from otloss_llm.cli.numbers import report_numbers
 from otloss_llm.cli.rows import checked_split, digest, load_splits, naming_rows
 from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
-from otloss_llm.training.token_means import LOGGED
-
-METRICS = ("loss", "perplexity", *LOGGED)
+from otloss_llm.training.token_means import EVALUATED
 
 
 def parse_request(arguments: Sequence[str]) -> Request:
@@ -58,7 +58,7 @@ def run(request: Request) -> str:
         if args.process_index == 0:
             _open(folder, args.resume_from_checkpoint, settings)
     checkpoint = args.resume_from_checkpoint or (None if args.save_only_model else last_checkpoint(folder))
-    with naming_rows(rows, evaluation, args=args):  # those of a stream are prepared in the training
+    with naming_rows(rows, evaluation, args=trainer.args):  # rows of a stream are prepared in the training
         _train(trainer, checkpoint)
     trainer.save_model(args.output_dir)
     trainer.save_state()
@@ -72,15 +72,21 @@ def run(request: Request) -> str:
 
 def _open(folder: Path, checkpoint: str | None, settings: dict[str, Any]) -> None:
     if checkpoint:
+        if (Path(checkpoint) / SETTINGS_FILE).is_file():  # it has weights, and no state of the optimizer
+            raise ValueError(
+                f"--resume_from_checkpoint is {checkpoint!r}, the folder of a run; give one of its checkpoints, or the "
+                "folder as --output_dir alone."
+            )
         fix = "resume with its settings, or start from its weights with --model_name_or_path"
         check_same_run(Path(checkpoint).parent, settings, fix)
     open_folder(folder, settings)
 
 
 def _check_best_metric(metric: str | None) -> None:
-    """Raise ValueError for a metric that no evaluation has, which the trainer would find after some steps."""
-    if metric is not None and metric.removeprefix("eval_") not in METRICS:
-        raise ValueError(f"--metric_for_best_model is {metric!r}, expected one of {', '.join(METRICS)}.")
+    """Raise ValueError for a metric that no evaluation has; whether the model has it, its first batch shows."""
+    if metric is not None and metric.removeprefix("eval_") not in EVALUATED:
+        near = get_close_matches(metric.removeprefix("eval_"), EVALUATED, n=1) or ["loss"]
+        raise ValueError(f"--metric_for_best_model is {metric!r}, which no evaluation has; take {near[0]}, or nll.")
 
 
 def _train(trainer: Any, checkpoint: str | None) -> None:
@@ -90,7 +96,7 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
         trainer.is_in_train = False
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
-    except NotFiniteError as error:  # of the loss
+    except NotFiniteError as error:  # raised by the loss
         if trainer.state.global_step > 0:
             raise diverged(trainer.state.global_step, "the model's output is NaN or infinite") from error
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,25 @@ from otloss_llm.training.batches import label_counts
 from otloss_llm.training.trainer import ObjectiveMixin
 
 logger = logging.getLogger(__name__)
+LONG_ROWS = "raise it where the context allows, or cut text into blocks with --packing true --packing_strategy wrapped"
 
 
 class CommandTrainer(ObjectiveMixin, SFTTrainer):
     """`SFTTrainer` with an objective; rows longer than `max_length` are dropped with a count, and not cut."""
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *rest: Any) -> Any:
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *others: Any) -> Any:
         """As TRL's. Packing that splits rows between blocks loses nothing, so that it is left to TRL."""
         splits = packing and args.packing_strategy != "bfd"
         if args.max_length is not None and not splits:
-            uncut = copy.copy(args)
+            uncut = copy.copy(args)  # not by `replace`: with DeepSpeed the newest arguments must live on
             uncut.max_length = None
-            rows = super()._prepare_dataset(dataset, processing_class, uncut, False, *rest)
+            rows = super()._prepare_dataset(dataset, processing_class, uncut, False, *others)
             dataset = rows.filter(lambda ids: len(ids) <= args.max_length, input_columns="input_ids")
             if hasattr(rows, "__len__"):
                 _report_dropped(len(rows) - len(dataset), len(rows), args.max_length)
-        return super()._prepare_dataset(dataset, processing_class, args, packing, *rest)
+            elif next(iter(dataset), None) is None:
+                raise ValueError(f"all rows of the stream are longer than --max_length {args.max_length}; {LONG_ROWS}.")
+        return super()._prepare_dataset(dataset, processing_class, args, packing, *others)
 
 
 def _report_dropped(dropped: int, rows: int, longest: int) -> None:
@@ -44,10 +48,9 @@ def _report_dropped(dropped: int, rows: int, longest: int) -> None:
     if not dropped:
         return
     text = f"{dropped} of {rows} rows are longer than --max_length {longest}"
-    fix = "raise it where the context allows, or cut text into blocks with --packing true --packing_strategy wrapped"
     if dropped == rows:
-        raise ValueError(f"{text}, and none is left; {fix}.")
-    logger.warning("%s and were dropped; %s", text, fix)
+        raise ValueError(f"{text}, and none is left; {LONG_ROWS}.")
+    logger.warning("%s and were dropped; %s", text, LONG_ROWS)
 
 
 def load_model(request: Request) -> tuple[Any, Any]:
@@ -83,19 +86,13 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
     Raises:
         ValueError: the rows, the model and the objective do not go together.
     """
-    args, options = request.args, request.objective
-    args.model_init_kwargs = None  # the model is loaded
+    options, first = request.objective, next(iter(train))
     if is_encoder_decoder(model):
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder, whose rows TRL does not prepare; train it in Python, with "
             "class Trainer(ObjectiveMixin, Seq2SeqTrainer)."
         )
-    _fit_to_model(args, model, tokenizer)
-    first = next(iter(train))
-    if is_conversational(first) and not (tokenizer.chat_template or args.chat_template_path):
-        raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")
-    if args.assistant_only_loss is None:
-        args.assistant_only_loss = "messages" in first
+    args = _fitted(request.args, first, model, tokenizer)
     cost: Any = "auto"
     if options.cost_embedding is not None:
         cost = load_cost(
@@ -113,20 +110,26 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
         # A template that raises, or a report to a package that is not installed.
         raise ValueError(f"the trainer cannot be built: {error}") from error
     counts = label_counts(trainer.train_dataset, model.get_input_embeddings().num_embeddings, shifted=True)
-    if counts is not None and not counts.sum():  # None of a stream
+    if counts is not None and not counts.sum():  # None for a stream
         raise ValueError("no token of the rows is trained on: all are empty, or masked; check the columns.")
     return trainer
 
 
-def _fit_to_model(args: Any, model: Any, tokenizer: Any) -> None:
-    """Cut `max_length` to the context; raises ValueError unless the model writes tokens, and all of the tokenizer."""
+def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
+    """Return the arguments with what follows from the rows and the model: answers alone, and a length in its context.
+
+    Raises ValueError unless the model writes tokens, all of the tokenizer, and conversations have a template.
+    """
     if not model.can_generate():
         raise ValueError(f"{type(model).__name__} is not a causal language model; take a model that writes text.")
     check_vocabulary(model, 0, max(getattr(tokenizer, "tokenizer", tokenizer).get_vocab().values()))
-    context = context_length(model)
-    if args.max_length is not None and context is not None and context < args.max_length:
-        if args.max_length != RunConfig.max_length:  # nothing is said of a default
-            logger.warning(
-                "--max_length %d is more than the context of the model: %d is taken", args.max_length, context
-            )
-        args.max_length = context
+    if is_conversational(row) and not (tokenizer.chat_template or args.chat_template_path):
+        raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")
+    longest, context = args.max_length, context_length(model)
+    if longest is not None and context is not None and context < longest:
+        if longest != RunConfig.max_length:  # nothing is said of a default
+            logger.warning("--max_length %d is more than the context of the model: %d is taken", longest, context)
+        longest = context
+    answers = "messages" in row if args.assistant_only_loss is None else args.assistant_only_loss
+    # The model is loaded already, so that its settings go.
+    return replace(args, max_length=longest, assistant_only_loss=answers, model_init_kwargs=None)

@@ -36,7 +36,7 @@ _SIGN = "+-\N{MINUS SIGN}"
 _START = re.compile(rf"[{_SIGN}]?[0-9]*\.?[0-9]*")
 _DIGITS, _WITH_POINT = re.compile(r"[0-9]+"), re.compile(r"[0-9]*\.[0-9]*")
 _NEGLIGIBLE = math.log(1e-4)  # beginnings that are this much less probable than the best are dropped
-_BINS = 10  # of the PIT
+_PIT_BINS = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,10 +189,10 @@ def number_distributions(
     rows = find_head(model).weight.shape[0]
     tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
     parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
-    both = is_encoder_decoder(model)
+    has_encoder = is_encoder_decoder(model)
     results = []
     with evaluation_mode(model):
-        for prompt, ids in zip(prompts, _prompt_ids(tokenizer, prompts, encoder_decoder=both), strict=True):
+        for prompt, ids in zip(prompts, _prompt_ids(tokenizer, prompts, encoder_decoder=has_encoder), strict=True):
             check_fit(model, len(ids) + longest - 1, min(ids), max(ids))
             ended = _numbers_after(model, ids, parts, longest=longest, beam=beam, batch_size=batch_size)
             results.append(_distribution(ended, prompt, longest))
@@ -219,8 +219,9 @@ def score_number_distributions(
             "each, at least one, and finite numbers."
         )
     pairs = list(zip(distributions, expected, strict=True))
-    low, high = torch.tensor([one.pit(y) for one, y in pairs], dtype=torch.float64).unsqueeze(-1).unbind(1)
-    edges = torch.linspace(0.0, 1.0, _BINS + 1, dtype=torch.float64)
+    intervals = [distribution.pit(y) for distribution, y in pairs]
+    low, high = torch.tensor(intervals, dtype=torch.float64).unsqueeze(-1).unbind(1)
+    edges = torch.linspace(0.0, 1.0, _PIT_BINS + 1, dtype=torch.float64)
 
     def below(u: Tensor) -> Tensor:
         """The mean share of the PIT up to u; a right number outside of all values has a PIT of one point."""
@@ -231,11 +232,11 @@ def score_number_distributions(
     inner = below(torch.tensor([0.05, 0.95], dtype=torch.float64))
     return DistributionScores(
         questions=len(expected),
-        mean_absolute_error=sum(abs(one.decode(by) - y) for one, y in pairs) / len(pairs),
-        crps=sum(one.crps(y) for one, y in pairs) / len(pairs),
+        mean_absolute_error=sum(abs(distribution.decode(by) - y) for distribution, y in pairs) / len(pairs),
+        crps=sum(distribution.crps(y) for distribution, y in pairs) / len(pairs),
         pit=tuple(below(edges).diff().tolist()),
         within_90=float(inner[1] - inner[0]),
-        number_mass=sum(one.mass for one in distributions) / len(pairs),
+        number_mass=sum(distribution.mass for distribution in distributions) / len(pairs),
     )
 
 
@@ -258,8 +259,8 @@ def _parts(texts: list[str]) -> _Parts:
     start = [i for i, text in enumerate(texts) if text and _START.fullmatch(text.strip())]
     digits = [i for i, text in enumerate(texts) if _DIGITS.fullmatch(text)]
     point = [i for i, text in enumerate(texts) if _WITH_POINT.fullmatch(text)]
-    begin, whole, further = (torch.tensor(ids, dtype=torch.long) for ids in (start, digits, digits + point))
-    return _Parts(begin, whole, further, texts)
+    begin, inside, further = (torch.tensor(ids, dtype=torch.long) for ids in (start, digits, digits + point))
+    return _Parts(begin, inside, further, texts)
 
 
 class _Unfinished(NamedTuple):
@@ -287,31 +288,31 @@ def _prompt_ids(tokenizer: Any, prompts: Sequence[str], *, encoder_decoder: bool
 def _numbers_after(
     model: Any, prompt: list[int], parts: _Parts, *, longest: int, beam: int, batch_size: int
 ) -> dict[float, float]:
-    """Return the log probability of each number that the beam has found."""
+    """Return the log probability of each number in the beam."""
     ended: dict[float, float] = {}
     unfinished = [_Unfinished((), "", 0.0)]
     for _ in range(longest):
         children: list[_Unfinished] = []
         for first in range(0, len(unfinished), batch_size):
             chunk = unfinished[first : first + batch_size]
-            logits = _next_logits(model, prompt, [list(one.ids) for one in chunk])
-            for one, log_q in zip(chunk, logits.double().log_softmax(dim=-1).cpu(), strict=True):
-                allowed = parts.after(one.text)
+            logits = _next_logits(model, prompt, [list(number.ids) for number in chunk])
+            for number, log_q in zip(chunk, logits.double().log_softmax(dim=-1).cpu(), strict=True):
+                allowed = parts.after(number.text)
                 log_next = log_q[allowed]
-                if one.value is not None:
-                    _add(ended, one.value, one.log_p + math.log1p(-min(float(log_next.exp().sum()), 1.0 - 1e-15)))
+                if number.value is not None:
+                    _add(ended, number.value, number.log_p + math.log1p(-min(float(log_next.exp().sum()), 1.0 - 1e-15)))
                 top = log_next.topk(min(beam, len(allowed)))
                 for log_p, place in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                     token = int(allowed[place])
-                    text = one.text + (parts.texts[token] if one.text else parts.texts[token].strip())
-                    children.append(_Unfinished((*one.ids, token), text, one.log_p + log_p))
+                    text = number.text + (parts.texts[token] if number.text else parts.texts[token].strip())
+                    children.append(_Unfinished((*number.ids, token), text, number.log_p + log_p))
         children.sort(key=lambda child: -child.log_p)
         unfinished = [child for child in children[:beam] if child.log_p > children[0].log_p + _NEGLIGIBLE]
         if not unfinished or (ended and unfinished[0].log_p < max(ended.values()) + _NEGLIGIBLE):
             return ended
-    for one in unfinished:  # the longest numbers, whatever would follow them
-        if one.value is not None:
-            _add(ended, one.value, one.log_p)
+    for number in unfinished:  # the longest numbers, whatever would follow them
+        if number.value is not None:
+            _add(ended, number.value, number.log_p)
     return ended
 
 

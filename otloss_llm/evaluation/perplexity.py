@@ -55,7 +55,7 @@ def perplexity(
 ) -> Perplexity:
     """Return scores of a model on rows of token ids: every token but the first of each row, which has no context.
 
-    With a vocabulary `cost` the mean transport cost is reported too. `temperature` is that of the scored distribution,
+    With a vocabulary `cost` the mean transport cost is reported too. `temperature` divides the logits,
     above 0. The model runs in eval mode, and its mode is restored.
 
     Raises ValueError if the temperature is not positive, there is no row, a row is longer than the model's context,

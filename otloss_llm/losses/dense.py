@@ -73,7 +73,9 @@ def dense_token_loss(
     if bound not in BOUNDS:
         raise ValueError(f"bound is {bound!r}, expected one of {BOUNDS}.")
     if target.shape != logits.shape:
-        raise ValueError(f"target has shape {tuple(target.shape)}, expected that of logits, {tuple(logits.shape)}.")
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}, expected the shape of logits, {tuple(logits.shape)}."
+        )
     total, _ = check_objective(objective, cost, logits.shape[-1])
     if not isinstance(cost, Cost):
         raise TypeError(
@@ -107,9 +109,9 @@ def _residual(p: Tensor, gap: Tensor, cost: Cost) -> Tensor:
     """`r^T diag(C) + a^T C b / mass(a)`: r = min(p, q) stays, a = p - r is moved to b = q - r; 0 where the gap is 0."""
     a, b = (-gap).relu(), gap.relu()
     moved = b.sum(-1)
-    one = torch.where(moved > 0, moved, 1.0)[..., None]
+    mass = torch.where(moved > 0, moved, 1.0)[..., None]
     # Both shares are of order 1, so that the cost may be applied in its own, narrower dtype.
-    price = (a / one * _applied(cost, b / one)).sum(-1)
+    price = (a / mass * _applied(cost, b / mass)).sum(-1)
     return moved * price + ((p - a) * cost.diagonal()).sum(-1)
 
 
@@ -124,9 +126,9 @@ def _checked_masses(p: Tensor, tolerance: float) -> Tensor:
     if p.numel() and not bool((p >= 0).all()):
         raise ValueError(f"target holds {float(p.min())}, expected probabilities >= 0.")
     masses = p.sum(-1, dtype=torch.float64)
-    off = (masses - 1).abs() > tolerance
-    if off.any():
-        row = int(off.nonzero()[0])
+    invalid = (masses - 1).abs() > tolerance
+    if invalid.any():
+        row = int(invalid.nonzero()[0])
         raise ValueError(
             f"target row {row} (of those kept) sums to {float(masses[row]):.6g}, expected 1; divide it by its sum."
         )

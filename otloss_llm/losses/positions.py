@@ -42,7 +42,7 @@ def check_head(
 
 
 # The cost that objectives of a kind are meant for.
-_MADE = {"number": "NumberCost.from_tokenizer(tokenizer)", "rating": "RatingCost(values)"}
+_EXAMPLES = {"number": "NumberCost.from_tokenizer(tokenizer)", "rating": "RatingCost(values)"}
 
 
 def check_objective(
@@ -56,14 +56,14 @@ def check_objective(
     Raises if the objective cannot be called, or does not have the cost that it needs.
 
     Args:
-        vocab, device: of the logits, which those of the cost must be; None: not known yet.
+        vocab, device: of the logits, which the cost must have too; None: not known yet.
     """
     total = Sum.of(objective)
     _ = total.reads, total.temperature  # raise where they are not valid
     if cost is None:
         if any(term.fails_without_cost for term in total.terms):
-            made = _MADE.get(total.cost_kind, "EmbeddingCost.from_model(model)")
-            raise ValueError(f"{objective!r} needs cost=, for example {made}.")
+            example = _EXAMPLES.get(total.cost_kind, "EmbeddingCost.from_model(model)")
+            raise ValueError(f"{objective!r} needs cost=, for example {example}.")
         return total, None
     token_cost = as_vocabulary_cost(cost)
     _check_kind(total, token_cost)
@@ -188,7 +188,7 @@ def valid_weights(token_weight: Tensor | None, labels: Tensor, valid: Tensor) ->
     check_tensor("token_weight", token_weight)
     if token_weight.shape != labels.shape:
         raise ValueError(
-            f"token_weight has shape {tuple(token_weight.shape)}, expected that of labels, {tuple(labels.shape)}."
+            f"token_weight has shape {tuple(token_weight.shape)}, expected the shape of labels, {tuple(labels.shape)}."
         )
     if token_weight.is_complex():
         raise TypeError(f"token_weight has dtype {token_weight.dtype}, expected real numbers.")
@@ -249,11 +249,11 @@ def raise_not_finite(statistics: Statistics, labels: Tensor, objective: Sum, **i
     value, _ = objective.value_and_gradients(statistics)
     first = int((~torch.isfinite(value)).nonzero()[0]) if not torch.isfinite(value).all() else 0
     names = ("nll", "D", *Statistics._fields[2:])
-    at = ", ".join(
+    token = ", ".join(
         f"{name}={float(vector[first]):.6g}"
         for name, vector in zip(names, statistics, strict=True)
         if vector is not None
     )
     raise ValueError(
-        f"objective {objective!r} has a value or derivative that is not finite, first at {at}; guard it there."
+        f"objective {objective!r} has a value or derivative that is not finite, first at {token}; guard it there."
     )

@@ -63,11 +63,11 @@ class TokenLoss(_LossNllCost):
     Attributes:
         loss: the reduced objective, with a graph; float32 for 16-bit inputs.
         nll: detached per-token `-log q_y` in nats, shaped like the labels; 0 at ignored positions.
-        cost: detached per-token transport cost D, likewise; None when no cost was given.
+        cost: detached per-token transport cost D; None without a cost.
         transport_cost: another name of `cost`.
-        entropy: detached per-token `-sum_i q_i log q_i`, likewise; None unless the objective reads it.
-        logsumexp, mean_logit: detached per-token `log sum_i exp(z_i)` and mean of the logits, likewise.
-        tempered_logsumexp: detached per-token `T log sum_i exp(z_i / T)`, T the objective's temperature, likewise.
+        entropy: detached per-token `-sum_i q_i log q_i`; None unless the objective reads it, as the following ones.
+        logsumexp, mean_logit: detached per-token `log sum_i exp(z_i)` and mean of the logits.
+        tempered_logsumexp: detached per-token `T log sum_i exp(z_i / T)`, T the objective's temperature.
     """
 
     entropy: Tensor | None
@@ -86,10 +86,10 @@ class TokenLoss(_LossNllCost):
         mean_logit: Tensor | None = None,
         tempered_logsumexp: Tensor | None = None,
     ) -> Self:
-        made = super().__new__(cls, loss, nll, cost)
-        made.entropy, made.logsumexp, made.mean_logit = entropy, logsumexp, mean_logit
-        made.tempered_logsumexp = tempered_logsumexp
-        return made
+        result = super().__new__(cls, loss, nll, cost)
+        result.entropy, result.logsumexp, result.mean_logit = entropy, logsumexp, mean_logit
+        result.tempered_logsumexp = tempered_logsumexp
+        return result
 
     @property
     def transport_cost(self) -> Tensor | None:
@@ -223,8 +223,8 @@ def linear_token_loss(
             their logits need no more memory than the float32 sum of that gradient, which one chunk does without.
         process_group: processes that hold the rows of `weight` (and `bias`) together, in the order of ranks, and have
             the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
-            and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
-            is a whole one, or a `ShardedEmbeddingCost`. None: all rows are here.
+            and the gradient of `hidden` come out whole in every process, the gradient of `weight` for its own rows. The
+            cost is a whole one, or a `ShardedEmbeddingCost`. None: all rows are here.
         check: with a head spread over processes, "always" compares the arguments of all processes in each call: one
             collective, and a checksum of the labels that the host waits for. "first" does it in the first call with a
             head and a cost of these shapes in this group; after that processes whose arguments differ wait for each
@@ -306,7 +306,7 @@ class _Call:
         }
 
 
-# Of calls that were compared: (group, shape of the rows here, shape of the cost). Groups stay alive here, so that no
+# Calls that were compared: (group, shape of this process's rows, shape of the cost). Groups stay alive here, so that no
 # other group has the identity of one.
 _shards: dict[tuple[Any, ...], VocabShard] = {}
 
@@ -378,20 +378,20 @@ class _Scored(NamedTuple):
     config: TokenLossConfig
 
     @classmethod
-    def of(cls, call: _Call, shard: VocabShard | None) -> _Scored:
+    def from_call(cls, call: _Call, shard: VocabShard | None) -> _Scored:
         weight = call.weight
-        vocab, most = (len(weight),) * 2 if shard is None else (shard.vocab, max(1, *shard.sizes))
+        vocab, longest = (len(weight),) * 2 if shard is None else (shard.vocab, max(1, *shard.sizes))
         if call.cost is not None:
             check_vocabulary(call.cost, vocab)
         valid = valid_positions(call.labels, call.hidden.shape[:-1], vocab, call.ignore_index, "hidden")
-        h, y = _at(call.hidden, valid, call.labels)
+        h, y = _labelled(call.hidden, valid, call.labels)
         cost = None if call.cost is None else call.cost.for_labels(y, shard)
         config = replace(call.config, cost=cost)
-        step = config.rows_for(h, y, weight, most)  # one for all processes
+        step = config.rows_for(h, y, weight, longest)  # one for all processes
         return cls(h, y, valid, replace(config, chunk_size=step))
 
 
-def _at(hidden: Tensor, valid: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _labelled(hidden: Tensor, valid: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states and labels of the valid tokens. A mask as an index would make a GPU wait each time it is used."""
     places = valid.flatten().nonzero().squeeze(1)
     hidden, labels = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.flatten().long()
@@ -403,7 +403,7 @@ def _at(hidden: Tensor, valid: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _linear_token_loss(call: _Call, shard: VocabShard | None) -> TokenLoss:
     """With the whole head here, by the reference or the chunked kernel; or with the rows of this process (a shard)."""
     weight, bias = call.weight, call.bias
-    h, y, valid, config = _Scored.of(call, shard)
+    h, y, valid, config = _Scored.from_call(call, shard)
     weights = valid_weights(call.token_weight, call.labels, valid)
     per_token = call.reduction == "none"
     factor = None if per_token else reduction_factor(call.reduction, call.num_items, h, weights)
@@ -456,7 +456,7 @@ def token_statistics(
 ) -> TokenStatistics:
     """`log q_y` and the entropy of q at each label, differentiable and without full logits: for reinforcement learning.
 
-    `q = softmax(logits / temperature)`, where the logits are those of the head, scaled and capped.
+    `q = softmax(logits / temperature)`, where the logits are the head's, scaled and capped.
 
     Args:
         hidden, weight, labels, bias, ignore_index, logit_scale, logit_softcap, impl, chunk_size, process_group, check:
@@ -489,7 +489,7 @@ def token_statistics(
         return _Call(h, w, b, labels, None, config, ignore_index)
 
     call, shard = (checked(), None) if process_group is None else _agreed(process_group, weight, None, checked, check)
-    h, y, valid, config = _Scored.of(call, shard)
+    h, y, valid, config = _Scored.from_call(call, shard)
     with torch.autocast(h.device.type, enabled=False):
         if config.impl == "reference":
             _, (nll, _, entropy, *_) = _reference(h, call.weight, call.bias, y, config)
@@ -525,7 +525,7 @@ def emo_loss(
     directions=0)`. Without the slices a model learns to repeat its input, and the loss falls to 0.
 
     Args:
-        logits: `(..., V)`, aligned with the labels like those of `torch.nn.functional.cross_entropy`
+        logits: `(..., V)`, aligned with the labels as for `torch.nn.functional.cross_entropy`
             (the vocabulary is the last axis here).
         labels: `(...)` token ids; `ignore_index` leaves a position out.
         embedding: `(V, d)` rows of a frozen head, always detached. Rows are prepared anew in each call: pass

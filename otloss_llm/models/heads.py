@@ -81,15 +81,15 @@ class LanguageModelHead:
         """Within this context `forward` replaces the module's own, inside accelerate's hooks."""
         attributes = vars(self.module)
         name = "forward" if self._hook() is None else "_old_forward"
-        before = attributes.get(name)
+        own = attributes.get(name)
         attributes[name] = forward
         try:
             yield
         finally:
-            if before is None:
+            if own is None:
                 del attributes[name]
             else:
-                attributes[name] = before
+                attributes[name] = own
 
     def own_forward(self) -> Callable[[Tensor], Tensor]:
         """Return the module's own `forward`, without accelerate's hooks."""
@@ -100,15 +100,16 @@ class LanguageModelHead:
         """Raise TypeError unless the module's own `forward` equals `hidden @ weight.T + bias` up to rounding."""
         if self.has_tp_plan and type(self.module).forward is nn.Linear.forward and is_row_shard(self.module.weight):
             return  # transformers adds the layout of input and output alone
-        few = hidden[..., :8, :]  # positions
-        h, weight, bias = self.matching(few)
+        sample = hidden[..., :8, :]
+        h, weight, bias = self.matching(sample)
         if getattr(forward, "__func__", None) is nn.Linear.forward and weight is self.module.weight:
             return
-        made, expected = forward(few), nn.functional.linear(h, weight, bias)
-        deviation = f"have shape {tuple(made.shape)} instead of {tuple(expected.shape)}"
-        if made.shape == expected.shape:
-            error = float((made.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30))
-            if error <= 8 * max(torch.finfo(dtype).eps for dtype in (made.dtype, weight.dtype, hidden.dtype)):
+        logits, expected = forward(sample), nn.functional.linear(h, weight, bias)
+        deviation = f"have shape {tuple(logits.shape)} instead of {tuple(expected.shape)}"
+        if logits.shape == expected.shape:
+            largest = expected.float().abs().max().clamp(min=1e-30)
+            error = float((logits.float() - expected.float()).abs().max() / largest)
+            if error <= 8 * max(torch.finfo(dtype).eps for dtype in (logits.dtype, weight.dtype, hidden.dtype)):
                 return
             deviation = f"differ by {error:.2g} of the largest"
         if "forward" in vars(self.module) and self._hook() is None:
@@ -156,7 +157,7 @@ def _linear(module: Any, model_name: str) -> nn.Module:
     layer: nn.Module = getattr(module, "token_adapter", module)  # PEFT trains some rows of the head
     if hasattr(layer, "get_merged_weights"):
         return layer
-    if isinstance(layer, nn.Embedding):  # FSMT names that of its input
+    if isinstance(layer, nn.Embedding):  # FSMT names its input's
         raise TypeError(
             f"{model_name} names an embedding as its output layer, not the linear layer that makes its logits, so its "
             "loss cannot be fused; use token_loss on the model's own logits, or another model (Marian)."
@@ -168,11 +169,11 @@ def _linear(module: Any, model_name: str) -> nn.Module:
         )
     if not isinstance(getattr(layer, "weight", None), Tensor):
         raise TypeError(f"the head of {model_name} is a {type_name(layer)}, expected torch.nn.Linear; {_WHAT_TO_DO}")
-    more = {name for name, _ in layer.named_parameters()} - {"weight", "bias"}
-    if more and type(layer).forward is not nn.Linear.forward:  # perhaps without effect until they are trained
+    others = {name for name, _ in layer.named_parameters()} - {"weight", "bias"}
+    if others and type(layer).forward is not nn.Linear.forward:  # perhaps without effect until they are trained
         raise TypeError(
-            f"the head of {model_name} is a {type_name(layer)} with parameters {sorted(more)} beside weight and bias, "
-            f"expected one linear map; {_WHAT_TO_DO}"
+            f"the head of {model_name} is a {type_name(layer)} with parameters {sorted(others)} beside weight and "
+            f"bias, expected one linear map; {_WHAT_TO_DO}"
         )
     return layer
 
@@ -273,17 +274,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """After this context the weights are those of before, for RWKV too.
+    """After this context the weights are as at its beginning, for RWKV too.
 
     RWKV divides the weights of deep layers by powers of 2 in its first pass in eval mode, and multiplies them in the
     next one in training mode; a model that is saved between the two is another one.
     """
-    whole: list[Any] = [module for module in model.modules() if getattr(module, "layers_are_rescaled", None) is False]
+    modules: list[Any] = [module for module in model.modules() if getattr(module, "layers_are_rescaled", None) is False]
     try:
         yield
     finally:
-        for module in whole:
-            # Of quantised weights RWKV divides the scales, and cannot multiply them again.
+        for module in modules:
+            # RWKV divides the scales of quantised weights, and cannot multiply them again.
             if module.layers_are_rescaled and all(weight.is_floating_point() for weight in module.parameters()):
                 training, module.training = module.training, True
                 module._rescale_layers()
@@ -291,7 +292,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Return whether the labels of the model are those of its decoder, which are not shifted."""
+    """Return whether the labels of the model are its decoder's, which are not shifted."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 

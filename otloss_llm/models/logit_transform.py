@@ -50,18 +50,18 @@ def placeholders(vocab: int, device: torch.device | str = "cpu") -> Float[Tensor
 
 
 def fitted_transform(
-    before: Float[Tensor, "3 vocab"], after: Float[Tensor, "3 vocab"], tolerance: float
+    sent: Float[Tensor, "3 vocab"], observed: Float[Tensor, "3 vocab"], tolerance: float
 ) -> LogitTransform:
-    """Return the simplest transform that maps `before`, made by `placeholders`, to `after`; if none does, the nearest.
+    """Return the simplest transform that maps `sent`, made by `placeholders`, to `observed`; if none does, the nearest.
 
     The caller checks `deviation` of the result. A cap that changes no placeholder by more than `tolerance` is left out.
 
-    >>> before = placeholders(7)
-    >>> fitted_transform(before, before / 4, 1e-5)
+    >>> sent = placeholders(7)
+    >>> fitted_transform(sent, sent / 4, 1e-5)
     LogitTransform(scale=0.25, softcap=None)
     """
-    columns = torch.linspace(0, before.shape[-1] - 1, _COLUMNS_OF_THE_FIT, device=before.device).long().unique()
-    z, y = before[..., columns].double(), after[..., columns].double()
+    columns = torch.linspace(0, sent.shape[-1] - 1, _COLUMNS_OF_THE_FIT, device=sent.device).long().unique()
+    z, y = sent[..., columns].double(), observed[..., columns].double()
     scale = _seven_digits(y[0] / z[0])
     forms = [LogitTransform(scale), _capped(z, y, scale)]
     if abs(scale - 1) <= _NO_SCALE:
@@ -74,14 +74,14 @@ def fitted_transform(
     return forms[errors.index(min(errors))]
 
 
-def deviation(transform: LogitTransform, before: Tensor, after: Tensor) -> float:
-    """Return the largest relative error of `transform(before)`; infinity where `after` is not finite.
+def deviation(transform: LogitTransform, sent: Tensor, observed: Tensor) -> float:
+    """Return the largest relative error of `transform(sent)`; infinity where `observed` is not finite.
 
     Where a placeholder is 0 or tiny the error is relative to the smallest of the others.
     """
-    expected = transform(before)
+    expected = transform(sent)
     unit = expected.abs().clamp(min=min(1.0, abs(transform.scale)) * _SMALL / 2)
-    return float(((after.to(before.dtype) - expected).abs() / unit).nan_to_num(nan=torch.inf).max())
+    return float(((observed.to(sent.dtype) - expected).abs() / unit).nan_to_num(nan=torch.inf).max())
 
 
 def _capped(z: Tensor, y: Tensor, scale: float, refine: bool = True) -> LogitTransform:
@@ -103,12 +103,12 @@ def _cap(z: Tensor, y: Tensor, scale: float) -> float | None:
 
     With `x = scale z / c` this is `tanh(x) / x = y / (scale z)`, which falls from 1 to 0 in x: bisection.
     """
-    shown = y / (scale * z)
-    low, high = torch.full_like(z, -12.0), torch.full_like(z, 12.0)  # of log x
+    ratio = y / (scale * z)
+    low, high = torch.full_like(z, -12.0), torch.full_like(z, 12.0)  # log x
     for _ in range(70):
         middle = (low + high) / 2
         x = middle.exp()
-        too_small = torch.tanh(x) / x > shown
+        too_small = torch.tanh(x) / x > ratio
         low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
     cap = _seven_digits((scale * z / low.exp()).abs())
     return cap if 0.0 < cap < torch.finfo(torch.float32).max else None

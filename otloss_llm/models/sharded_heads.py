@@ -61,8 +61,8 @@ class VocabShard:
         except Exception as caught:  # Any error must reach the other processes, which wait for this one.
             error = caught
         rows = -1 if error is not None else len(block)
-        mine = torch.tensor([rows, zlib.crc32(repr(facts).encode())], device=getattr(block, "device", None))
-        everyone = gathered(mine, group)
+        summary = torch.tensor([rows, zlib.crc32(repr(facts).encode())], device=getattr(block, "device", None))
+        everyone = gathered(summary, group)
         if error is not None:
             raise error
         sizes, digests = zip(*everyone.tolist(), strict=True)
@@ -76,13 +76,13 @@ class VocabShard:
         return cls(group, dist.get_rank(group), sizes)
 
 
-def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all processes, stacked, in one collective."""
-    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    everyone = tensor.new_empty(dist.get_world_size(group) * tensor.numel())
     # torch 2.13 renamed the function, and warns about the name of torch 2.6.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(everyone, mine.reshape(-1), group=group)
-    return everyone.view(-1, *mine.shape)
+    gather(everyone, tensor.reshape(-1), group=group)
+    return everyone.view(-1, *tensor.shape)
 
 
 def fingerprint(labels: Int[Tensor, "*batch"]) -> int:

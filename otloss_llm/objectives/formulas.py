@@ -33,7 +33,7 @@ from torch import Tensor
 from otloss._checks import check_not_negative, check_number, check_positive
 from otloss_llm.objectives.statistics import Objective, Sum, Term
 
-DEFAULT_CLIP = 3.0  # of EMO's ratio
+DEFAULT_CLIP = 3.0  # EMO's ratio nll / D is at most this
 
 
 def _required(cost: Tensor | None) -> Tensor:
@@ -242,7 +242,7 @@ class Power:
     """The power of the probability, `-q_y^k`: a larger k trains less on tokens that the model finds improbable.
 
     Args:
-        k: exponent > 0; 1 is the probability itself. As k goes to 0 the gradient, divided by k, becomes that of nll.
+        k: exponent > 0; 1 is the probability itself. As k goes to 0, gradient / k becomes the gradient of nll.
 
     Example:
         >>> Power(2.0)(torch.tensor([0.0, 0.6931]))
@@ -280,7 +280,7 @@ class EAFT:
 class GEM:
     """Fine-tuning that keeps the entropy: the cross-entropy at a temperature beta, `beta CE(z / beta)`.
 
-    The gradient `softmax(z / beta) - e_y` is exactly that of the linear form of GEM, which weighs the log-ratios
+    The gradient `softmax(z / beta) - e_y` is exactly the gradient of GEM's linear form, which weighs the log-ratios
     `log q_i - log q_y` by `sg(softmax(z / beta))`; its published value is another. nll in the results and logs is that
     of q itself. Temperature acts after the scale and the soft cap of the model's logits.
 

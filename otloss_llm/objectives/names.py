@@ -123,8 +123,8 @@ def _nearest(text: str) -> str:
 
 
 def _nearest_part(part: str, entries: dict[str, Entry], elsewhere: dict[str, str]) -> str:
-    written, _, number = part.partition(":")
-    plain, own = re.sub(r"[-_\s]", "", written), {name.replace("_", ""): name for name in entries}
+    word, _, number = part.partition(":")
+    plain, own = re.sub(r"[-_\s]", "", word), {name.replace("_", ""): name for name in entries}
     name = (own | elsewhere).get(plain) or next((own[near] for near in difflib.get_close_matches(plain, own, n=1)), "")
     number = number or _USUAL.get(name, "")
     return f"{name}:{number}" if name and number and entries[name].number else name
@@ -147,9 +147,9 @@ def _number(entry: Entry, name: str, text: str) -> list[float]:
     return [] if entry.number is None else [_float(f"{name}:", text)]
 
 
-def _float(before: str, text: str) -> float:
-    """The number that follows `before` in the name of an objective."""
+def _float(prefix: str, text: str) -> float:
+    """Return the number that follows a prefix in the name of an objective."""
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a number, expected one behind {before!r}, as in {before}0.5.") from None
+        raise ValueError(f"{text!r} is not a number, expected one behind {prefix!r}, as in {prefix}0.5.") from None

@@ -57,7 +57,7 @@ class Statistics(NamedTuple):
 class Term:
     """`weight` times a function of the statistics that its parameters name.
 
-    Attributes of the function may say more, as those of a class or of an instance:
+    Attributes of the function may say more, as attributes of a class or of an instance may:
 
         needs_cost     False for one that names the cost and does not use it; what names it needs it
         cost_kind      the cost that it is meant for: "embedding" (the default), "number", "mixed" or "rating"
@@ -174,7 +174,7 @@ class Sum(ABC):
 
     @property
     def temperature(self) -> float | None:
-        """That of `tempered_logsumexp` where it is read; None where it is not.
+        """The temperature of `tempered_logsumexp` where it is read; None where it is not.
 
         Raises:
             ValueError: it is read, and the attribute `temperature` is no positive, finite number, or terms differ.
@@ -226,8 +226,8 @@ class Sum(ABC):
                 names = " nor ".join(self.reads)
                 raise ValueError(f"objective {self!r} returned a value that depends on neither {names}.")
             present = [vector for vector in leaves if vector is not None]
-            made = iter(torch.autograd.grad(value.sum(), present, allow_unused=True))
-        of_leaves = {name: next(made) for name, vector in leaves._asdict().items() if vector is not None}
+            derivatives = iter(torch.autograd.grad(value.sum(), present, allow_unused=True))
+        of_leaves = {name: next(derivatives) for name, vector in leaves._asdict().items() if vector is not None}
         if of_leaves["nll"] is None:
             of_leaves["nll"] = torch.zeros_like(statistics.nll)
         gradients = Statistics(**of_leaves)
@@ -240,9 +240,9 @@ class Sum(ABC):
         It catches statistics over the batch (`nll.mean()`), tensors of one entry per token that an objective closes
         over, and parameters of its own, whose gradient the kernels would lose.
         """
-        some = statistics.map(lambda vector: vector[::2].detach())
+        alternate = statistics.map(lambda vector: vector[::2].detach())
         with torch.enable_grad():
-            part = functools.reduce(torch.add, (term.weight * term.of(some) for term in self.terms))
+            part = functools.reduce(torch.add, (term.weight * term.of(alternate) for term in self.terms))
         if part.requires_grad:
             raise ValueError(
                 f"objective {self!r} holds parameters that require grad, which this kernel does not differentiate; "
@@ -300,7 +300,7 @@ def _signature(function: Objective) -> tuple[tuple[str, ...], bool]:
 
 
 def _check_names(function: Objective, pair: list[str]) -> None:
-    """Raise ValueError if one of the names of nll and cost is almost that of another statistic, which was meant."""
+    """Raise ValueError if one of the names of nll and cost is almost the name of another statistic, which was meant."""
     for name, own in zip(pair, Statistics._fields, strict=False):
         near = get_close_matches(name, Statistics._fields, n=1, cutoff=0.75)
         if near and near[0] != own:

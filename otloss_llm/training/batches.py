@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +15,10 @@ from transformers import default_data_collator
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 TOKEN_WEIGHT = "token_weight"  # a column of the data set
-UNPACKED = "evaluate without packing (eval_packing=False) or in one process, or give so many examples that none is left"
 
 
 class Targets(NamedTuple):
-    """Of a batch: entry t is the token that position t predicts, and its weight (None: all weigh the same)."""
+    """Labels of a batch: entry t is the token that position t predicts, with its weight (None: all weigh the same)."""
 
     labels: Tensor
     token_weight: Tensor | None = None
@@ -39,7 +39,7 @@ class Targets(NamedTuple):
 def pop_targets(inputs: dict[str, Any], *, shift: bool) -> Targets:
     """Take labels and weights out of a batch and align them.
 
-    Those of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are.
+    Labels of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are.
     """
     labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
     weights = inputs.pop(TOKEN_WEIGHT, None)
@@ -66,15 +66,24 @@ def is_flattened(labels: Tensor, position_ids: Any) -> bool:
     return restarts and int((position_ids == 0).sum()) > 1
 
 
-def first_sequences(targets: Targets, position_ids: Any, examples: int, count: int) -> Targets:
-    """The labels of the first sequences of a flattened batch of `examples`; raises ValueError if it has others."""
-    sequence = (position_ids == 0).cumsum(1)
-    if int(sequence[0, -1]) != examples:
+def last_rows(targets: Targets, position_ids: Tensor, rows: Any, count: int) -> Targets:
+    """Ignore all labels of a flattened batch but its first `count` examples, which are the last of the data set `rows`.
+
+    An example has the sequences of its column seq_lengths, which packing writes, or is one sequence. Raises ValueError
+    if the batch begins with others.
+    """
+    examples = [rows[i] for i in range(len(rows) - count, len(rows))]
+    lengths = (length for row in examples for length in row.get("seq_lengths") or [len(row["input_ids"])])
+    starts = [0, *accumulate(lengths)]
+    observed = (position_ids[0] == 0).nonzero()[: len(starts), 0].tolist()
+    if observed != starts:
         raise ValueError(
-            f"an evaluation batch of {examples} examples has {int(sequence[0, -1])} sequences in one row (packing?), "
-            f"some of which are repeated and cannot be told apart; {UNPACKED}."
+            f"the last evaluation batch has sequences that begin at {observed[:8]}, and the last {count} rows of the "
+            f"data set at {starts[:8]}, so it is unclear which are repeated to fill it; evaluate in one process, or "
+            "without padding_free."
         )
-    return targets._replace(labels=targets.labels.masked_fill(sequence > count, IGNORE_INDEX))
+    positions = torch.arange(targets.labels.shape[1], device=targets.labels.device)
+    return targets._replace(labels=targets.labels.masked_fill(positions >= starts[-1], IGNORE_INDEX))
 
 
 def check_weights_kept(inputs: dict[str, Any]) -> None:
@@ -154,10 +163,10 @@ def check_rows_tokenised(rows: Any) -> None:
             check_tokenised(columns, part[0] if text else columns)
 
 
-def check_tokenised(columns: Iterable[str], shown: Any) -> None:
-    """Raise ValueError unless there are token ids or labels among the columns; `shown` is for the message."""
+def check_tokenised(columns: Iterable[str], example: Any) -> None:
+    """Raise ValueError unless there are token ids or labels among the columns; `example` is for the message."""
     if not {"input_ids", "labels"} & set(columns):
-        what = f"columns {sorted(columns)}" if columns else f"no columns, but are {str(shown)[:40]!r}"
+        what = f"columns {sorted(columns)}" if columns else f"no columns, but are {str(example)[:40]!r}"
         raise ValueError(
             f"the rows have {what}, and this trainer takes tokenised ones (input_ids and labels), as transformers' "
             "Trainer does. Text, prompts with completions and conversations are prepared by TRL's trainer: class "

@@ -25,8 +25,8 @@ class Scored(NamedTuple):
 
     Attributes:
         auxiliary: the loss that balances experts, if the model returns one.
-        predictions: the sums of `training.predictions` of each example, if they were asked for.
-        output: that of the model, if it was asked for.
+        predictions: the sums of `training.predictions`, if they were asked for.
+        output: the model's output, if it was asked for.
     """
 
     result: TokenLoss
@@ -71,13 +71,14 @@ class Scoring:
                     f"{tuple(targets.labels.shape)}; models that add or drop positions are not supported."
                 )
             labels = targets.labels.to(hidden.device)
-            if self.predictions and not hasattr(head.weight, "placements"):
-                limit = TRAINING_TOKENS if model.training else None
-                predictions.append(prediction_sums(hidden, labels, head, limit))
-            return linear_token_loss(
+            result = linear_token_loss(
                 hidden, labels=labels, impl=self.impl, chunk_size=self.chunk_size,
                 **head._asdict(), **self._settings(hidden.device, targets),
             )  # fmt: skip
+            if self.predictions and not hasattr(head.weight, "placements"):
+                limit = TRAINING_TOKENS if model.training else None
+                predictions.append(prediction_sums(hidden, labels, head, limit))
+            return result
 
         with fused_loss(model, transform, score, keep_output=keep_output):
             outputs = model(**inputs)
@@ -92,8 +93,8 @@ class Scoring:
             outputs = CausalLMOutput(logits=outputs[0])
         logits = outputs["logits"]
         labels = targets.labels.to(logits.device)
-        predictions = logit_sums(logits, labels) if self.predictions else None
         result = token_loss(logits, labels, **self._settings(logits.device, targets))
+        predictions = logit_sums(logits, labels) if self.predictions else None
         return _scored(result, outputs, targets, predictions)._replace(output=outputs)
 
     def _settings(self, device: torch.device, targets: Targets) -> dict[str, Any]:
@@ -108,8 +109,8 @@ class Scoring:
 
 
 def _scored(result: TokenLoss, outputs: Any, targets: Targets, predictions: Tensor | None) -> Scored:
-    """On the device of the batch."""
+    """Return the scored batch on its own device."""
     device = targets.labels.device
     statistics = result.statistics().map(lambda vector: vector.to(device))
-    others = (None if one is None else one.to(device) for one in (auxiliary_loss(outputs), predictions))
-    return Scored(TokenLoss(result.loss.to(device), **statistics._asdict()), *others)
+    moved = (None if tensor is None else tensor.to(device) for tensor in (auxiliary_loss(outputs), predictions))
+    return Scored(TokenLoss(result.loss.to(device), **statistics._asdict()), *moved)

@@ -1,7 +1,4 @@
-"""Token-weighted means of a training or an evaluation, for logs and metrics. `MEANS` lists them.
-
-Sums are kept per example, so that examples repeated to fill the last distributed batch can be dropped.
-"""
+"""Token-weighted means of a training or an evaluation, for logs and metrics. `MEANS` lists them."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from otloss_llm.training.batches import Targets
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """What the means are made of: of shape (batch, length), and the sums of each example of `training.predictions`."""
+    """What the means are made of: values of shape (batch, length), and the sums of `training.predictions`."""
 
     result: TokenLoss
     targets: Targets
@@ -31,40 +28,42 @@ class ScoredBatch:
     auxiliary: Tensor | None
     predictions: Tensor | None = None
 
-    def prediction(self, which: int) -> Tensor | None:
-        """One of the sums of predictions, a column; None where they were not made."""
-        return None if self.predictions is None else self.predictions[:, which : which + 1]
+    def prediction(self, index: int) -> Tensor | None:
+        """Return one of the sums of predictions; None where they were not made."""
+        return None if self.predictions is None else self.predictions[index]
 
     @property
     def valid(self) -> Tensor:
+        """Which positions are labelled."""
         return self.targets.valid
 
     @property
+    def examples(self) -> Tensor:
+        """Which rows have a label."""
+        return self.valid.any(-1)
+
+    @property
     def weight(self) -> Tensor:
+        """The weight of each position, 0 where there is no label."""
         weight = self.targets.token_weight
         return self.valid.double() if weight is None else torch.where(self.valid, weight.double(), 0.0)
 
     @property
     def value(self) -> Tensor:
-        """Of the objective at each token, 0 where there is no label."""
+        """The objective at each position, 0 where there is no label."""
         nll = self.result.nll
         value = self.objective.value(self.result.statistics().map(lambda vector: vector[self.valid]))
         return torch.zeros_like(nll).masked_scatter(self.valid, value)
 
     @property
-    def one(self) -> Tensor:
-        """1 for each example."""
-        return self.weight.new_ones(len(self.weight), 1)
-
-    @property
     def cost_positions(self) -> Tensor:
-        """What the cost is about: all predicted tokens, or number positions."""
+        """Which positions the cost is about: all predicted tokens, or number positions."""
         return cost_positions(None if self.result.cost is None else self.cost, self.targets.labels, self.valid)
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The sum of `total` over that of `count`; `empty` where the count is 0 (NaN: the mean is left out of the logs).
+    """The sum of `total` over the sum of `count`; `empty` where the count is 0 (NaN: the mean is left out of the logs).
 
     Both may be None or NaN where they were not measured. A statistic of tokens is measured if the objective reads it.
     """
@@ -78,34 +77,41 @@ MEANS = {
     "loss": Mean(lambda batch: batch.weight * batch.value, lambda batch: batch.weight, empty=0.0),
     "nll": Mean(lambda batch: batch.result.nll, empty=0.0),
     "transport_cost": Mean(lambda batch: batch.result.cost, lambda batch: batch.cost_positions),
-    "aux_loss": Mean(  # that balances the experts of a mixture, one number for a batch
-        lambda batch: None if batch.auxiliary is None else batch.auxiliary * batch.one, lambda batch: batch.one
+    "aux_loss": Mean(  # balances the experts of a mixture, one number for a batch
+        lambda batch: None if batch.auxiliary is None else batch.auxiliary * batch.examples,
+        lambda batch: batch.examples,
     ),
-    # Under TRL's names.
+    # These have TRL's names.
     "entropy": Mean(lambda batch: batch.prediction(0), lambda batch: batch.prediction(2)),
     "mean_token_accuracy": Mean(lambda batch: batch.prediction(1), lambda batch: batch.prediction(2)),
-    # Not logged: for a term whose mean is over weighted number positions.
+    # For a term of the loss whose mean is over weighted number positions; it is not logged.
     "weighted_cost": Mean(
         lambda batch: None if batch.result.cost is None else batch.weight * batch.result.cost,
         lambda batch: batch.weight * batch.cost_positions,
     ),
 }
 LOGGED = tuple(name for name in MEANS if name not in ("loss", "weighted_cost"))  # loss is the trainer's own
+EVALUATED = ("loss", "perplexity", *LOGGED)  # an evaluation may have these, where they are measured
 
 
-def example_sums(batch: ScoredBatch) -> Float[Tensor, "batch means 2"]:
-    """The sums over each example of the totals and counts of `MEANS`."""
-    rows = len(batch.valid)
+def batch_sums(batch: ScoredBatch) -> Float[Tensor, "means 2"]:
+    """Return the sums over a batch of the totals and counts of `MEANS`; NaN where they are not measured."""
 
-    def summed(column: Tensor | None) -> Tensor:
-        nothing = torch.full((rows,), math.nan, dtype=torch.float64, device=batch.valid.device)
-        return nothing if column is None else column.detach().double().sum(-1)
+    def summed(values: Tensor | None) -> Tensor:
+        nothing = torch.tensor(math.nan, dtype=torch.float64, device=batch.valid.device)
+        return nothing if values is None else values.detach().double().sum()
 
-    return torch.stack([torch.stack([summed(m.total(batch)), summed(m.count(batch))], -1) for m in MEANS.values()], 1)
+    return torch.stack([torch.stack([summed(m.total(batch)), summed(m.count(batch))]) for m in MEANS.values()])
+
+
+def measured(sums: Float[Tensor, "means 2"]) -> set[str]:
+    """Return the names of the means that are made of a batch, and perplexity."""
+    totals = zip(MEANS, sums[:, 0].tolist(), strict=True)
+    return {"loss", "nll", "perplexity", *(name for name, total in totals if not math.isnan(total))}
 
 
 def token_means(sums: Float[Tensor, "means 2"]) -> dict[str, float]:
-    """The means by name; those that were not measured are left out."""
+    """Return the means by name; those that were not measured are left out."""
     means = {
         name: total / count if count else mean.empty
         for (name, mean), (total, count) in zip(MEANS.items(), sums.tolist(), strict=True)
@@ -113,6 +119,6 @@ def token_means(sums: Float[Tensor, "means 2"]) -> dict[str, float]:
     return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
-def tokens_in(sums: Float[Tensor, "means 2"]) -> float:
-    """How many tokens were predicted, or the sum of their weights."""
+def token_count(sums: Float[Tensor, "means 2"]) -> float:
+    """Return how many tokens were predicted, or the sum of their weights."""
     return float(sums[list(MEANS).index("loss"), 1])

@@ -15,8 +15,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.costs.vocabulary import TokenCost
-from otloss_llm.losses.positions import check_kernel, cost_positions
+from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, cost_positions
 from otloss_llm.models.heads import find_head, is_encoder_decoder, weights_kept
+from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
@@ -25,22 +26,24 @@ from otloss_llm.training.batches import (
     check_rows_tokenised,
     check_weights_kept,
     collate_tokens,
-    first_sequences,
     has_weights,
     is_flattened,
+    last_rows,
     pop_targets,
 )
-from otloss_llm.training.first_batch import Examination, examine, with_decoder_inputs
+from otloss_llm.training.decoder_inputs import with_decoder_inputs
+from otloss_llm.training.first_batch import examine, predicts_tokens
 from otloss_llm.training.fused import measure_transform, unwrap
 from otloss_llm.training.scoring import Scored, Scoring
-from otloss_llm.training.token_means import LOGGED, ScoredBatch, example_sums, token_means, tokens_in
+from otloss_llm.training.token_means import LOGGED, ScoredBatch, batch_sums, measured, token_count, token_means
 from otloss_llm.training.trainer_cost import check_numbers, check_sample, cost_for, log_labels, save_sample
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
+    best_metric,
+    check_best_metric,
     check_loss_is_replaceable,
     check_loss_settings,
     check_no_virtual_tokens,
-    check_packed_evaluation,
     check_sequence_parallelism,
     set_best_metric,
     with_terms,
@@ -54,7 +57,7 @@ class ObjectiveMixin:
 
     Mix it in before the trainer: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`, and call it as that trainer. The
     loss is computed from hidden states inside the model's own forward pass, so the logits are never formed; labels are
-    shifted here, once. Those of an encoder-decoder (T5, BART, Whisper) are its decoder's, and are not shifted. A
+    shifted here, once. An encoder-decoder (T5, BART, Whisper) has labels of its decoder, which are not shifted. A
     decoder whose own loss does not shift (`TrOCRForCausalLM`, `BartForCausalLM`) needs batches with `shift_labels`.
 
     The model is examined on its first batch: it must not see the tokens that it has to predict, and its own loss must
@@ -84,20 +87,20 @@ class ObjectiveMixin:
     `label_smoothing_factor` of the arguments acts on any objective (`LabelSmoothing`). A column `token_weight` of the
     data set, shaped like the labels and shifted with them, weighs the tokens (`token_weight` of `linear_token_loss`): a
     step and `eval_loss` divide by the sum of the weights, `nll` in logs is not weighted. The rows have to be token ids,
-    and the collator has to pad the column: those of transformers and TRL do not.
+    and the collator has to pad the column, which the collators of transformers and TRL do not.
 
     A mixture of experts that returns a loss to balance its experts (`output_router_logits`, which TRL sets) is trained
     with it: `loss` is the objective plus that loss times the model's `router_aux_loss_coef`, averaged over the batches
     of an accumulated step and over processes.
 
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
-    since the last log, and `aux_loss`, that of the experts without its weight. If the cost has near-duplicate rows
+    since the last log, and `aux_loss`, the experts' loss without its weight. If the cost has near-duplicate rows
     (see `EmbeddingCost`) and the training set has a column `labels`, a log line says how many labels are such tokens.
     `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and `eval_transport_cost` (less is
     better for each of them as `metric_for_best_model`), and `eval_aux_loss`. The transport cost of a cost of numbers is
-    the mean over number positions, and is left out where there are none; that of a `RatingCost` is signed, how much too
+    the mean over number positions, and is left out where there are none; a `RatingCost` is signed, how much too
     high the expected rating is;
-    `NumberToken(weight)` adds `weight` times this mean to that of nll, in training over the tokens of one optimizer
+    `NumberToken(weight)` adds `weight` times this mean to the mean of nll, in training over the tokens of one optimizer
     step. Beside TRL's `SFTTrainer` logs and `evaluate()` have its `entropy` and `mean_token_accuracy` (not
     `num_tokens`), token-weighted as well, in training from at most 512 tokens of each batch, unless torch has sharded
     the rows of the head over processes.
@@ -106,28 +109,31 @@ class ObjectiveMixin:
         TypeError, ValueError: the trainer has a loss of its own (DPO, KTO, GRPO, GKD, rewards), the head of the model
             is not supported, the cost has another vocabulary, the objective is unknown, or a setting would change the
             trainer's own loss (`loss_type`, `compute_loss_func`, `use_liger_kernel`, sequence parallelism). On the
-            first batch: the model sees later tokens, or its loss has a term that an objective would leave out. At the
-            end of a training or an evaluation: no token of it was labelled.
+            first batch: the model sees later tokens, its loss has a term that an objective would leave out, or
+            `metric_for_best_model` is not measured. At the end of a training or an evaluation: no token of it was
+            labelled.
     """
 
-    # Of the trainer beside it in the class.
+    # These are the trainer's beside it in the class.
     model: Any
     args: Any
     control: Any
     accelerator: Any
     compute_loss_func: Any
+    compute_metrics: Any
     processing_class: Any
     train_dataset: Any
     eval_dataset: Any
     _signature_columns: Any
     current_gradient_accumulation_steps: int
     loss_is_scaled_for_ga: bool | None
+    is_in_train: bool
     is_world_process_zero: Any
     get_cp_size: Any
     get_sp_size: Any
     get_tp_size: Any
     _prepare_inputs: Any
-    _metrics: Any  # of TRL's trainers
+    _metrics: Any  # TRL's trainers have it
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -152,7 +158,6 @@ class ObjectiveMixin:
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
         check_loss_settings(self.args, self.compute_loss_func, self.objective)
         check_sequence_parallelism(self.get_sp_size())
-        check_packed_evaluation(self.args, self.eval_dataset, self._ranks_per_batch())
         check_kernel(impl, chunk_size)
         _ = self._total  # raises for settings that are not valid
         self._make_cost = functools.partial(cost_for, cost=cost, numbers=numbers, seed=self.args.seed)
@@ -171,16 +176,17 @@ class ObjectiveMixin:
         root = unwrap(model)
         head = find_head(root)
         self._encoder_decoder = is_encoder_decoder(root)
-        self._examination: Examination | None = None  # until the first batch
+        self._transform: LogitTransform | None = None  # until the first batch
+        self._is_examined = False
         self.transport_cost = self._make_cost(
             self.objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
             tokenizer=self.processing_class,
         )  # fmt: skip
-        set_best_metric(self.args, self.transport_cost)
+        set_best_metric(self.args, self.eval_dataset, self.transport_cost)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As the trainer's, with a cost for the new model."""
-        model: nn.Module = super().call_model_init(trial)  # type: ignore[misc]  # of the Trainer
+        model: nn.Module = super().call_model_init(trial)  # type: ignore[misc]  # the trainer's
         if hasattr(self, "_make_cost"):  # else it is the first one, in the trainer's constructor
             self._begin(model)
         return model
@@ -211,21 +217,11 @@ class ObjectiveMixin:
     ) -> Any:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
         inputs, training = dict(inputs), model.training
-        if training and self._weighted:
-            check_weights_kept(inputs)
         # "skip_logits" is set by the trainer for Liger's cross-entropy
         keep_output = return_outputs and not self._outputs_unused
         form_logits = not inputs.pop("skip_logits", False) and keep_output
-        shifted_by_user = "shift_labels" in inputs
-        targets = pop_targets(inputs, shift=not self._encoder_decoder)
-        if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
-            inputs["output_router_logits"] = True
-        if self._examination is None or not self._examination.is_complete:
-            self._examination = self._examined(model, inputs, targets, shifted_by_user)
-        inputs = with_decoder_inputs(model, inputs, targets.labels)
+        inputs, targets = self._inputs_and_targets(model, inputs)
         check_numbers(self.objective, self.transport_cost)
-        if not training:
-            targets = self._without_repeated(targets, inputs.get("position_ids"))
         num_items = self._positive(num_items_in_batch) if training else None
         # The trainer divides by the number of accumulated batches if this is false.
         self.loss_is_scaled_for_ga = num_items is not None
@@ -233,9 +229,9 @@ class ObjectiveMixin:
         if form_logits:
             scored = scoring.from_logits(model, inputs, targets)
         else:
-            scored = scoring.from_hidden(model, inputs, targets, self._examination.transform, keep_output=keep_output)
-        whole = is_flattened(targets.labels, inputs.get("position_ids"))
-        self._add_sums(scored, targets, training, whole)
+            assert self._transform is not None
+            scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
+        self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
         if not return_outputs:
             return loss
@@ -243,13 +239,29 @@ class ObjectiveMixin:
         outputs["loss"] = loss
         return loss, outputs
 
-    def _examined(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted: bool) -> Examination:
-        """What a batch shows of the model; complete in all processes or in none, as passes of sharded models are."""
-        if self.get_cp_size() > 1:  # a process has a part of each sequence, and its own order of tokens
-            return Examination(measure_transform(model, with_decoder_inputs(model, inputs, targets.labels)), True)
-        examination = examine(model, inputs, targets, shifted_by_user=shifted)
-        complete = torch.tensor([examination.is_complete], device=self.accelerator.device)
-        return examination._replace(is_complete=bool(self.accelerator.gather(complete).all()))
+    def _inputs_and_targets(self, model: nn.Module, batch: dict[str, Any]) -> tuple[dict[str, Any], Targets]:
+        """Return what the model gets of a batch, and what is scored; examines the model that has not been yet."""
+        if model.training and self._weighted:
+            check_weights_kept(batch)
+        shifted_by_user = "shift_labels" in batch
+        targets = pop_targets(batch, shift=not self._encoder_decoder)
+        if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
+            batch["output_router_logits"] = True
+        if not self._is_examined:
+            self._examine(model, batch, targets, shifted_by_user)
+        inputs = with_decoder_inputs(unwrap(model), batch, targets.labels)
+        return inputs, targets if model.training else self._without_repeated(targets, inputs.get("position_ids"))
+
+    def _examine(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted_by_user: bool) -> None:
+        """Measure the transform of the logits; check the model with the first batch that predicts tokens."""
+        predicts = torch.tensor([predicts_tokens(model, inputs, targets.labels)], device=self.accelerator.device)
+        # Context parallelism leaves a process a part of each sequence, in its own order.
+        if self.get_cp_size() == 1 and bool(self.accelerator.gather(predicts).any()):
+            self._transform = examine(model, inputs, targets.labels, shifted_by_user=shifted_by_user)
+            self._is_examined = True
+        else:
+            self._transform = measure_transform(model, with_decoder_inputs(unwrap(model), inputs, targets.labels))
+            self._is_examined = self.get_cp_size() > 1
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
@@ -285,7 +297,7 @@ class ObjectiveMixin:
         return targets.counts(numbers)
 
     def _scaled(self, scored: Scored, num_items: Any) -> Tensor:
-        """The loss as the trainer expects it, with that of the experts."""
+        """Return the loss as the trainer expects it, with the loss of the experts."""
         loss = scored.result.loss
         if num_items is not None and self.args.average_tokens_across_devices:
             # Gradients are averaged over processes, tokens were summed; ranks of tensor parallelism have the same loss.
@@ -304,17 +316,17 @@ class ObjectiveMixin:
 
     def _set_signature_columns_if_needed(self) -> None:
         """As the trainer's, which drops all other columns, and the weights of tokens."""
-        super()._set_signature_columns_if_needed()  # type: ignore[misc]  # of the Trainer
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]  # the trainer's
         if TOKEN_WEIGHT not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, TOKEN_WEIGHT]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The batches of one optimizer step, and the number of *predicted* tokens in them over all processes."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # the trainer's
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
         targets = (pop_targets(dict(batch), shift=not self._encoder_decoder) for batch in batches)
-        counts = torch.stack([self._counts(some) for some in targets]).sum(0).to(device)
+        counts = torch.stack([self._counts(batch) for batch in targets]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
         if self._ranks_per_batch() > 1:
@@ -323,7 +335,7 @@ class ObjectiveMixin:
         return batches, count
 
     def _ranks_per_batch(self) -> int:
-        """The number of consecutive processes that share a batch: those of tensor and of context parallelism."""
+        """Return the number of consecutive processes that share a batch by tensor or context parallelism."""
         return int(self.get_tp_size() * self.get_cp_size())
 
     def prediction_step(
@@ -338,61 +350,64 @@ class ObjectiveMixin:
         # A compute_loss of a subclass may use what the trainer does not.
         self._outputs_unused = prediction_loss_only and type(self).compute_loss is ObjectiveMixin.compute_loss
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # of the Trainer
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # the trainer's
         finally:
             self._outputs_unused = False
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # of the Trainer
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # the trainer's
         if self.args.should_save:
             save_sample(self.transport_cost, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             check_sample(self.transport_cost, checkpoint)
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # of the Trainer
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the trainer's
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """As the trainer's; what a training without a label ends with is not saved."""
         if self.control.should_training_stop and self._labelled is not None:
             steps = torch.tensor(float(self._labelled), device=self.args.device)
             check_labelled(float(self.accelerator.reduce(steps, reduction="sum")), "training")
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # of the Trainer
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # the trainer's
 
     # ---- logs and metrics -------------------------------------------------------------------------------------------
 
-    def _add_sums(self, scored: Scored, targets: Targets, training: bool, whole: bool) -> None:
-        # The distance of numbers is a mean over other positions, which is added to that of the rest.
-        rest = self._total.without(NumberDistance)
-        sums = example_sums(
-            ScoredBatch(scored.result, targets, rest, self.transport_cost, scored.auxiliary, scored.predictions)
+    def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> None:
+        # The distance of numbers is a mean over other positions, which is added to the mean of the other terms.
+        others = self._total.without(NumberDistance)
+        sums = batch_sums(
+            ScoredBatch(scored.result, targets, others, self.transport_cost, scored.auxiliary, scored.predictions)
         )
-        total = sums.sum(0) if training else self._gathered(sums, whole=whole).sum(0)
         name = "_train_sums" if training else "_eval_sums"
         previous = getattr(self, name)
-        setattr(self, name, total if previous is None else previous + total)
+        if training and previous is None:
+            self._check_best_metric(measured(sums))
+        setattr(self, name, sums if previous is None else previous + sums)
 
-    def _without_repeated(self, targets: Targets, position_ids: Tensor | None) -> Targets:
-        """Of a batch flattened into one row: without the labels of examples that are repeated to fill the last one."""
-        ranks, state, size = self._ranks_per_batch(), self.accelerator.gradient_state, self.args.eval_batch_size
-        repeats = self.accelerator.num_processes > ranks and state.end_of_dataloader and state.remainder > 0
-        if not (repeats and size > 1 and is_flattened(targets.labels, position_ids)):
-            return targets
-        return first_sequences(
-            targets, position_ids, size, state.remainder - size * (self.accelerator.process_index // ranks)
-        )
+    def _check_best_metric(self, names: set[str]) -> None:
+        """Raise ValueError before the first step, which the trainer would do after its first evaluation."""
+        if self.args.eval_strategy != "no" and self.compute_metrics is None:
+            names |= set() if self.transport_cost is None else {"transport_cost"}  # which an evaluation always scores
+            check_best_metric(self.args, self.eval_dataset, names)
 
-    def _gathered(self, sums: Tensor, *, whole: bool) -> Tensor:
-        """The sums of each example of all processes; unless `whole`, without those repeated to fill the last batch."""
+    def _without_repeated(self, targets: Targets, position_ids: Any) -> Targets:
+        """Ignore the labels of examples that are repeated to fill the last batch of several processes."""
         ranks, state = self._ranks_per_batch(), self.accelerator.gradient_state
-        if ranks == 1:
-            return self.accelerator.gather(sums) if whole else self.accelerator.gather_for_metrics(sums)
-        # Ranks that share a batch have parts of its sequences, or all of them; gather_for_metrics would drop some.
-        every = self.accelerator.gather(sums).unflatten(0, (-1, ranks, len(sums))).sum(1).flatten(0, 1)
-        repeats = not whole and state.end_of_dataloader and state.remainder > 0
-        return every[: state.remainder] if repeats else every
+        if self.accelerator.num_processes == ranks or not state.end_of_dataloader or state.remainder <= 0:
+            return targets
+        flat = is_flattened(targets.labels, position_ids)
+        size = self.args.eval_batch_size if flat else len(targets.labels)
+        kept = max(0, state.remainder - size * (self.accelerator.process_index // ranks))
+        if kept >= size:
+            return targets
+        if flat:
+            return last_rows(targets, position_ids, state.active_dataloader.dataset, kept)
+        labels = targets.labels.clone()
+        labels[kept:] = IGNORE_INDEX
+        return targets._replace(labels=labels)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the trainer's, with the token-weighted means of `token_means` beside `loss`."""
@@ -400,7 +415,7 @@ class ObjectiveMixin:
             means = token_means(self.accelerator.reduce(self._train_sums, reduction="sum"))
             self._train_sums = None
             logs |= {name: means[name] for name in LOGGED if name in means}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
 
     def evaluation_loop(
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
@@ -408,20 +423,30 @@ class ObjectiveMixin:
         """As the trainer's, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums = None
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
-            output = super().evaluation_loop(  # type: ignore[misc]  # of the Trainer
+            output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
                 dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
             )
-        if description == "Prediction" and self._eval_sums is not None and not tokens_in(self._eval_sums):
-            output.metrics.pop(f"{metric_key_prefix}_loss", None)  # of rows without a label: 0
-        elif self._eval_sums is not None:
-            check_labelled(tokens_in(self._eval_sums), "evaluation")
-            means = token_means(self._eval_sums)
-            means["loss"] += self._total.weight_of(NumberDistance) * means.pop("weighted_cost", 0.0)
-            if "aux_loss" in means:
-                means["loss"] += auxiliary_weight(self, self.model) * means["aux_loss"]
-            means["perplexity"] = math.exp(min(means["nll"], 700.0))
-            output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
+        if self._eval_sums is None:
+            return output
+        sums = self.accelerator.reduce(self._eval_sums, reduction="sum")
+        if description == "Prediction" and not token_count(sums):
+            output.metrics.pop(f"{metric_key_prefix}_loss", None)  # 0, as no row has a label
+            return output
+        check_labelled(token_count(sums), "evaluation")
+        means = self._evaluated(token_means(sums))
+        output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
+        best, name = best_metric(self.args, self.eval_dataset), self.args.metric_for_best_model
+        if self.is_in_train and f"{metric_key_prefix}_{best}" in (name, f"eval_{name}"):
+            keys = {key.removeprefix(f"{metric_key_prefix}_") for key in output.metrics}
+            check_best_metric(self.args, self.eval_dataset, keys)
         return output
+
+    def _evaluated(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the means with all terms of the loss, and perplexity."""
+        loss = means["loss"] + self._total.weight_of(NumberDistance) * means.pop("weighted_cost", 0.0)
+        if "aux_loss" in means:
+            loss += auxiliary_weight(self, self.model) * means["aux_loss"]
+        return means | {"loss": loss, "perplexity": math.exp(min(means["nll"], 700.0))}
 
 
 class ObjectiveTrainer(ObjectiveMixin, Trainer):

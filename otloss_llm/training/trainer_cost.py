@@ -1,4 +1,4 @@
-"""The transport cost of a trainer: chosen, checked, compared with that of a checkpoint, and what it says of labels."""
+"""The transport cost of a trainer: chosen, checked, compared with a checkpoint's, and what it says of labels."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_numbers(objective: Objective, cost: TokenCost | None) -> None:
         )
 
 
-def _embedding_in(cost: TokenCost | None) -> EmbeddingCost | None:
+def _embedding_part(cost: TokenCost | None) -> EmbeddingCost | None:
     embedding = cost.other if isinstance(cost, MixedCost) else cost
     return embedding if isinstance(embedding, EmbeddingCost) else None
 
@@ -88,18 +88,19 @@ def check_sample(cost: TokenCost | None, folder: str | Path) -> None:
     file = Path(folder) / SAMPLE_FILE
     if isinstance(cost, ShardedEmbeddingCost) or not file.is_file():
         return
-    here, there = _sample(cost), torch.load(file, weights_only=True)
-    if here.shape != there.shape:
+    costs, recorded = _sample(cost), torch.load(file, weights_only=True)
+    if costs.shape != recorded.shape:
         kind = None if cost is None else type(cost).__name__
         raise ValueError(
             f"the transport cost is {kind}, and the run that wrote {str(folder)!r} had a cost of another kind, or none "
-            f"({len(there)} of its tokens were recorded, {len(here)} expected); give the trainer the cost= of that run."
+            f"({len(recorded)} of its tokens were recorded, {len(costs)} expected); give the trainer the cost= of that "
+            "run."
         )
-    if not torch.allclose(here, there, rtol=SAME_COSTS, atol=SAME_COSTS, equal_nan=True):
-        difference = float((here - there).abs().nan_to_num(torch.inf).max())
+    if not torch.allclose(costs, recorded, rtol=SAME_COSTS, atol=SAME_COSTS, equal_nan=True):
+        difference = float((costs - recorded).abs().nan_to_num(torch.inf).max())
         raise ValueError(
-            f"the transport cost differs by {difference:.2g} from that of the run that wrote {str(folder)!r}. One of "
-            "an embedding comes from the model that the trainer was given. Give it the model that the run began with "
+            f"the transport cost differs by {difference:.2g} from the cost of the run that wrote {str(folder)!r}. "
+            "A cost of an embedding comes from the trainer's model. Give it the model that the run began with "
             "(resuming loads the weights of the checkpoint), or the cost of that run as cost=."
         )
 
@@ -108,9 +109,9 @@ def _sample(cost: TokenCost | None) -> Tensor:
     """The costs between some of the tokens that have any (number tokens of a cost of numbers); (0, 0) for None."""
     if cost is None:
         return torch.empty(0, 0)
-    every = torch.arange(cost.shape[0], device=cost.device)
-    every = every[as_vocabulary_cost(cost).positions(every, every >= 0)]
-    ids = every[torch.linspace(0, len(every) - 1, min(SAMPLED_TOKENS, len(every))).long().to(every.device)]
+    tokens = torch.arange(cost.shape[0], device=cost.device)
+    tokens = tokens[as_vocabulary_cost(cost).positions(tokens, tokens >= 0)]
+    ids = tokens[torch.linspace(0, len(tokens) - 1, min(SAMPLED_TOKENS, len(tokens))).long().to(tokens.device)]
     rows = cost.rows(ids) if isinstance(cost, Cost | NumberCost) else _rows(cost.for_labels(ids), ids, cost.shape[1])
     return rows[:, ids].float().cpu()
 
@@ -132,7 +133,7 @@ def log_labels(cost: TokenCost | None, rows: Any, *, shifted: bool) -> None:
         rows: a data set with a column of labels; nothing is said of others.
         shifted: whether the first label of each row is not predicted.
     """
-    embedding = _embedding_in(cost)
+    embedding = _embedding_part(cost)
     counts = None if embedding is None else label_counts(rows, embedding.shape[0], shifted=shifted)
     if embedding is None or counts is None:
         return
@@ -152,7 +153,8 @@ def _log_duplicates_once(duplicates: int, labels: int) -> None:
     )  # fmt: skip
 
 
-# Of all rows: 0.02 to 0.04 where EMO moved mass to rare tokens, at most 0.002 elsewhere (docs/reports/evidence.md).
+# A share of all rows: 0.02 to 0.04 where EMO moved mass to rare tokens, at most 0.002 elsewhere
+# (docs/reports/evidence.md).
 HUB_SHARE = 0.01
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -9,10 +10,10 @@ from torch import nn
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.objectives import LabelSmoothing, Objective, Sum, ZLoss
 from otloss_llm.objectives.formulas import uniform_cross_entropy
-from otloss_llm.training.batches import UNPACKED, column_names
 from otloss_llm.training.fused import unwrap
+from otloss_llm.training.token_means import EVALUATED
 
-_OF_SFT = ("trl", "unsloth", "unsloth_compiled_cache", "UnslothSFTTrainer")  # modules of an SFTTrainer
+SFT_MODULES = ("trl", "unsloth", "unsloth_compiled_cache", "UnslothSFTTrainer")  # they define an SFTTrainer
 LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
 
 
@@ -20,7 +21,7 @@ def check_loss_settings(args: Any, compute_loss_func: Any, objective: Objective)
     """Raise ValueError for settings of the trainer's own loss, which would have no effect on an objective."""
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs under nn.DataParallel are not supported; start with torchrun.")
-    # Of TRL's configs, whose default is one of these two ways to compute the same loss. Others of TRL set a
+    # The default of TRL's configs is one of these two ways to compute the same loss. With others TRL sets a
     # compute_loss_func, which nobody gave.
     loss_type = getattr(args, "loss_type", None)
     if loss_type not in (None, "nll", "chunked_nll"):
@@ -47,20 +48,8 @@ def check_sequence_parallelism(size: int) -> None:
         )
 
 
-def check_packed_evaluation(args: Any, rows: Any, ranks: int) -> None:
-    """Raise ValueError if packed examples are repeated to fill the last batch: of one row, they are not told apart."""
-    processes = args.world_size // ranks
-    for part in rows.values() if isinstance(rows, dict) else [rows]:
-        counted = hasattr(part, "__len__") and "seq_lengths" in column_names(part) and args.eval_batch_size > 1
-        if counted and processes > 1 and len(part) % (processes * args.eval_batch_size):
-            raise ValueError(
-                f"the evaluation set has {len(part)} packed examples, no multiple of the {args.eval_batch_size} on "
-                f"each of {processes} processes; {UNPACKED}."
-            )
-
-
 def with_terms(objective: Objective, args: Any, z_loss: float) -> Sum:
-    """The objective with label smoothing and z-loss where they were asked for, as a sum."""
+    """Return the objective with label smoothing and z-loss where they were asked for, as a sum."""
     if args.label_smoothing_factor:
         if any(term.function is uniform_cross_entropy for term in Sum.of(objective).terms):
             raise ValueError(
@@ -71,9 +60,16 @@ def with_terms(objective: Objective, args: Any, z_loss: float) -> Sum:
     return Sum.of(ZLoss(objective, z_loss) if z_loss else objective)
 
 
-def set_best_metric(args: Any, cost: TokenCost | None) -> None:
-    """Less is better of our metrics: the trainer guesses it from the name, for "loss" only."""
-    best = (args.metric_for_best_model or "").removeprefix("eval_")
+def best_metric(args: Any, rows: Any) -> str:
+    """Return the metric that chooses the best model, without the prefixes of evaluations and of named data sets."""
+    name: str = (args.metric_for_best_model or "").removeprefix("eval_")
+    prefixes = (f"{part}_" for part in (rows if isinstance(rows, dict) else ()))
+    return name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
+
+
+def set_best_metric(args: Any, rows: Any, cost: TokenCost | None) -> None:
+    """Set that less is better of our metrics; the trainer guesses it from the name, for "loss" only."""
+    best = best_metric(args, rows)
     if best == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
         raise ValueError(
             f"metric_for_best_model is {args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
@@ -83,8 +79,18 @@ def set_best_metric(args: Any, cost: TokenCost | None) -> None:
         args.greater_is_better = False
 
 
+def check_best_metric(args: Any, rows: Any, names: Collection[str]) -> None:
+    """Raise ValueError if the best model is chosen by a metric of ours that an evaluation does not have."""
+    best = best_metric(args, rows)
+    if best in EVALUATED and best not in names:
+        raise ValueError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, which an evaluation of this model with this "
+            f"objective does not have; take one of {', '.join(name for name in EVALUATED if name in names)}."
+        )
+
+
 def auxiliary_weight(trainer: Any, model: nn.Module) -> float:
-    """The weight of the loss that balances experts: TRL's setting, else the one that the model itself uses.
+    """Return the weight of the loss that balances experts: TRL's setting, else the one that the model itself uses.
 
     Args:
         trainer: None for the model's own.
@@ -118,7 +124,7 @@ def check_loss_is_replaceable(cls: type, mixin: type, trainer: type) -> None:
         own |= {"training_step"} & vars(base).keys() if base.__module__.startswith("trl.") else set()
         # Its loss is the cross-entropy, in the version of Unsloth too, whose modules are written when it is imported.
         library = base.__module__.partition(".")[0]
-        if own and not (library in _OF_SFT and base.__name__.endswith("SFTTrainer")):
+        if own and not (library in SFT_MODULES and base.__name__.endswith("SFTTrainer")):
             raise TypeError(
                 f"{base.__name__} has a loss of its own ({', '.join(sorted(own))}), which an objective would replace; "
                 f"{mixin.__name__} goes with Trainer, Seq2SeqTrainer and SFTTrainer, which take the model's loss. "

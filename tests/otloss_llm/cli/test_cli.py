@@ -199,6 +199,7 @@ def test_rows_that_are_too_long_are_dropped_with_a_count(
     text.write_text("one two three four " * 50, encoding="utf-8")
     given = asked("train", model, text, output_dir=tmp_path / "text", max_steps=1)
     assert "1 of 1 rows are longer" in cli(*given).error
+    assert "all rows of the stream are longer than" in cli(*given, "--dataset_streaming", "true").error
     assert cli(*given, *options(packing=True, packing_strategy="wrapped", max_length=16)).code == 0
 
 
@@ -282,6 +283,8 @@ def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: 
     resumed = {"max_steps": 2, "resume_from_checkpoint": folder / "checkpoint-2"}
     error = cli(*asked("train", start, sums, output_dir=tmp_path / "new", objective="mle", **resumed)).error
     assert "objective: 'emo' there, 'mle' asked for); resume with its settings" in error
+    given = asked("train", start, sums, output_dir=tmp_path / "new", resume_from_checkpoint=folder, max_steps=9)
+    assert "the folder of a run; give one of its checkpoints" in cli(*given).error
     assert not list((tmp_path / "new").glob("*"))
     content = read(start / "tokenizer.json")
     ids = content["model"]["vocab"]
@@ -474,7 +477,8 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "no_messages.jsonl"}, r"messages of row 2 is '\[\]', expected a list of messages"),
     ({"dataset_name": "unanswered.jsonl"}, "messages of row 1 have no answer, .*--assistant_only_loss false"),
     ({"dataset_name": "prompts.jsonl"}, "prompt of row 10 is 'None', expected text"),
-    ({"metric_for_best_model": "accurate"}, "metric_for_best_model is 'accurate', expected one of loss, perplexity"),
+    ({"metric_for_best_model": "accurate"}, "is 'accurate', which no evaluation has; take loss, or nll"),
+    ({"metric_for_best_model": "eval_perplexit"}, "is 'eval_perplexit', which no evaluation has; take perplexity"),
     ({"activation_offloading": True}, "this run is on a CPU; leave it out"),
     ({"config": "keys.yaml"}, "no option '--objectiv', did you mean --objective"),
     ({"dataset_name": "chat.jsonl", "chat_template_path": "plain.jinja"}, "template"),

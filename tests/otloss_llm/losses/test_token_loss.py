@@ -419,7 +419,7 @@ test_invalid_arguments_raise = raising(
         ({"reduction": "avg"}, ValueError, "reduction is 'avg'"),
         ({"num_items": 3, "reduction": "sum"}, ValueError, 'num_items=3 needs reduction="mean"'),
         ({"num_items": torch.tensor([1, 2])}, ValueError, "expected one positive count"),
-        ({"token_weight": torch.ones(3)}, ValueError, r"token_weight has shape \(3,\), expected that of labels"),
+        ({"token_weight": torch.ones(3)}, ValueError, r"token_weight has shape \(3,\), expected the shape of labels"),
         ({"token_weight": torch.full((2, 3), -2.0)}, ValueError, "token_weight holds -2.0 at a labelled position"),
         ({"logit_softcap": INF}, ValueError, "logit_softcap is inf"),
         ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),

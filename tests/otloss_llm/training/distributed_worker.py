@@ -64,15 +64,32 @@ def run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, A
     whole = {key: p.full_tensor() if fsdp else p for key, p in made.model.named_parameters()}  # type: ignore[operator]
     metrics = made.evaluate()
     logs = [entry for entry in made.state.log_history if "nll" in entry]
-    made.data_collator = transformers.DataCollatorWithFlattening()
-    flattened = metrics if fsdp else made.evaluate()
-    wanted = ("loss", "nll", "transport_cost", "entropy", "mean_token_accuracy")
+    keys = ("loss", "nll", "transport_cost", "entropy", "mean_token_accuracy")
     return {
         "weights": {key: p.detach() for key, p in whole.items()},
-        "logs": [[entry[key] for key in wanted] for entry in logs],
-        "metrics": {key: metrics[f"eval_{key}"] for key in (*wanted, "perplexity")},
-        "flattened": flattened["eval_nll"],
+        "logs": [[entry[key] for key in keys] for entry in logs],
+        "metrics": {key: metrics[f"eval_{key}"] for key in (*keys, "perplexity")},
+        "flattened": [] if fsdp else flattened_nll(made),
     }
+
+
+def flattened_nll(made: Any) -> list[float]:
+    """nll of the evaluation set with one sequence for each batch: of its rows, and of rows packed as by TRL."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    pieces, packed = iter(made.eval_dataset), []
+    for count in (3, 1, 4, 2, 1):  # no multiple of 2 processes of 3 or of 1
+        part = [next(pieces) for _ in range(count)]
+        whole = {key: [token for row in part for token in row[key]] for key in ("input_ids", "labels")}
+        packed.append(whole | {"seq_lengths": [len(row["input_ids"]) for row in part]})
+    made.data_collator = transformers.DataCollatorWithFlattening()
+    measured = [made.evaluate()["eval_nll"]]
+    made.data_collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    made._signature_columns = ["input_ids", "labels", "seq_lengths"]  # as those of SFTTrainer
+    for size in (made.args.per_device_eval_batch_size, 1):
+        made.args.per_device_eval_batch_size = size
+        measured.append(made.evaluate(packed)["eval_nll"])
+    return measured
 
 
 class SplitSequences(ObjectiveTrainer):

@@ -480,6 +480,18 @@ def test_a_batch_that_shows_nothing_leaves_the_examination_to_the_next(tmp_path:
         run.compute_loss(model, {"labels": batch["labels"]})
 
 
+def test_a_label_of_the_last_position_alone_is_enough(tmp_path: Path) -> None:
+    """It predicts a token that is not in the row, which only labels of the user's own alignment can."""
+    for name in ("encoder", "permutations", "z-loss"):
+        model, batch = REFUSED[name][0]()
+        labels = torch.full_like(batch.pop("labels"), -100)
+        labels[:, -1] = 5
+        run = objective_trainer(tmp_path, model, cost=None)
+        for mode in (True, False):
+            with pytest.raises(ValueError, match=REFUSED[name][1]):
+                run.compute_loss(model.train(mode), batch | {"shift_labels": labels})
+
+
 class Normalised(transformers.LlamaForCausalLM):
     """A model with the state that others have: statistics of batches, a counter, masks drawn by numpy."""
 
@@ -506,7 +518,7 @@ def test_the_first_batch_leaves_no_trace(tmp_path: Path) -> None:
     plain = transformers.Trainer(other, args, pad_rows, data, data)
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
     torch.testing.assert_close(model.state_dict(), before, rtol=0.0, atol=0.0)
-    ours._examination = None  # a training that begins without an evaluation
+    ours._is_examined = False  # as in a training that begins without an evaluation
     for run in (ours, plain):
         run.train()
     assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)

@@ -9,10 +9,16 @@ import torch
 from otloss_llm import MLE, EmbeddingCost, NumberCost, RatingCost
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import parse_objective
-from otloss_llm.training.batches import column_names, pad_rows, pop_targets
-from otloss_llm.training.first_batch import cut_batch
+from otloss_llm.training.batches import Targets, column_names, last_rows, pad_rows, pop_targets
+from otloss_llm.training.sample import cut_batch
 from otloss_llm.training.trainer_cost import cost_for
-from otloss_llm.training.trainer_settings import auxiliary_weight, check_loss_settings, set_best_metric, with_terms
+from otloss_llm.training.trainer_settings import (
+    auxiliary_weight,
+    check_best_metric,
+    check_loss_settings,
+    set_best_metric,
+    with_terms,
+)
 from tests.errors import raising
 
 ROW = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "token_weight": [9.0, 0.5, 2.0]}
@@ -48,6 +54,10 @@ def test_a_small_part_of_a_batch_is_examined() -> None:
     answer = ids.masked_fill(torch.arange(50) < torch.tensor([[50], [45], [50]]), -100)
     part, labels = cut_batch({"inputs_embeds": torch.ones(3, 50, 4)}, answer, False)
     assert (part["inputs_embeds"].shape, labels[labels != -100].tolist()) == ((2, 32, 4), [95, 96, 97, 98, 99])
+    # The token that the only label predicts is in the part, too.
+    only = torch.where(torch.arange(50) == 40, ids, -100)
+    part, labels = cut_batch({"input_ids": ids}, only, False)
+    assert labels[0].tolist().index(40) < labels.shape[1] - 1
     part, _ = cut_batch({"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 9, 50])}, ids[:1], False)
     assert torch.equal(part.pop("input_ids"), ids[:1, :32])
     assert not part
@@ -75,8 +85,12 @@ def test_settings_of_the_loss_are_followed() -> None:
     assert [term.weight for term in smoothed.terms] == pytest.approx([0.8, 0.2, 0.1])
     for name in ("nll", "eval_transport_cost"):
         args = arguments(metric_for_best_model=name)
-        set_best_metric(args, NumberCost(torch.arange(3.0)))
+        set_best_metric(args, None, NumberCost(torch.arange(3.0)))
         assert args.greater_is_better is False
+    args = arguments(metric_for_best_model="eval_later_texts_nll", greater_is_better=True)
+    set_best_metric(args, {"later_texts": [], "others": []}, None)
+    assert args.greater_is_better is False, "of a data set with a name"
+    check_best_metric(args, {"later_texts": []}, {"nll"})
     config = SimpleNamespace(aux_loss_coef=0.1)
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
     assert auxiliary_weight(SimpleNamespace(args=None), model) == 0.1  # type: ignore[arg-type]
@@ -102,7 +116,11 @@ test_what_excludes_an_objective = raising(
     (lambda: chosen("number_token", EmbeddingCost(HEAD)), ValueError, "needs distances between numbers"),
     (lambda: chosen("mle", NumberCost(torch.arange(7.0)), NumberSettings("log")), ValueError, "set it in that cost"),
     (lambda: chosen("emo+number", "auto"), ValueError, "processing_class=tokenizer"),
-    (lambda: set_best_metric(arguments(metric_for_best_model="transport_cost"), RatingCost(torch.arange(7.0))),
+    (lambda: set_best_metric(arguments(metric_for_best_model="transport_cost"), None, RatingCost(torch.arange(7.0))),
      ValueError, "RatingCost has a signed cost, of which less is not better"),
+    (lambda: check_best_metric(arguments(metric_for_best_model="eval_a_entropy"), {"a": []}, {"nll", "loss"}),
+     ValueError, "is 'eval_a_entropy', which an evaluation of this model .* does not have; take one of loss, nll"),
+    (lambda: last_rows(Targets(torch.tensor([[4, 5, 6]])), torch.tensor([[0, 1, 0]]), [{"input_ids": [4, 5, 6]}], 1),
+     ValueError, r"sequences that begin at \[0, 2\], and the last 1 rows of the data set at \[0, 3\].*one process"),
     (lambda: pop_targets({"input_ids": HEAD}, shift=True), ValueError, r"has \['input_ids'\] but no labels"),
 )  # fmt: skip

@@ -28,7 +28,6 @@ from otloss_llm import (
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import Targets, pad_rows
 from otloss_llm.training.trainer_cost import check_sample, save_sample
-from otloss_llm.training.trainer_settings import check_packed_evaluation
 from tests.otloss_llm.tiny_models import TINY, VOCAB, build, lora, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     Row,
@@ -385,32 +384,60 @@ def test_a_checkpoint_knows_costs_of_every_kind(tmp_path: Path) -> None:
                 check_sample(now, tmp_path)
 
 
-def test_repeated_examples_of_a_flattened_batch_are_left_out() -> None:
+def test_repeated_examples_are_left_out() -> None:
     """Two processes of 2 examples: of 5 the second process has repeated ones in the last batch, the first has one."""
-    flat = {"labels": torch.tensor([[4, 5, -100, 6, -100]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
 
-    def labels(process: int, position_ids: Tensor, **state: Any) -> list[int]:
+    def labels(process: int, batch: Tensor, places: Any, row: Row, **state: Any) -> list[int]:
+        loader = SimpleNamespace(dataset=[row] * 5)
+        gradient_state = {"remainder": 1, "end_of_dataloader": True, "active_dataloader": loader} | state
         accelerator = SimpleNamespace(
-            num_processes=2, process_index=process,
-            gradient_state=SimpleNamespace(**{"remainder": 1, "end_of_dataloader": True} | state),
-        )  # fmt: skip
+            num_processes=2, process_index=process, gradient_state=SimpleNamespace(**gradient_state)
+        )
         run = SimpleNamespace(
             accelerator=accelerator, args=SimpleNamespace(eval_batch_size=2), _ranks_per_batch=lambda: 1
         )
-        kept = ObjectiveMixin._without_repeated(run, Targets(flat["labels"]), position_ids)  # type: ignore[arg-type]
-        return [label for label in kept.labels[0].tolist() if label >= 0]
+        kept = ObjectiveMixin._without_repeated(run, Targets(batch), places)  # type: ignore[arg-type]
+        return [label for label in kept.labels.flatten().tolist() if label >= 0]
 
-    places = flat["position_ids"]
-    assert (labels(0, places), labels(1, places)) == ([4, 5], [])
-    for whole in ({"remainder": 0}, {"end_of_dataloader": False}):
-        assert labels(1, places, **whole) == [4, 5, 6]
-    assert labels(1, torch.arange(5)[None]) == [4, 5, 6]  # of a stream: a batch of one example
-    with pytest.raises(ValueError, match=r"2 examples has 3 sequences in one row .*without packing"):
-        labels(0, torch.tensor([[0, 1, 0, 0, 1]]))
-    args, packed = SimpleNamespace(world_size=2, eval_batch_size=2), [{"seq_lengths": [2, 3]}] * 5
-    check_packed_evaluation(args, packed[:4], 1)
-    with pytest.raises(ValueError, match=r"5 packed examples, no multiple of the 2 on each of 2 .*eval_packing=False"):
-        check_packed_evaluation(args, {"some": packed}, 1)
+    flat, places = torch.tensor([[4, 5, -100, 6, -100]]), torch.tensor([[0, 1, 2, 0, 1]])
+    packed: Row = {"input_ids": [4, 5], "seq_lengths": [1, 1]}
+    kinds: list[tuple[Tensor, Any, Row]] = [
+        (flat, places, {"input_ids": [4, 5, 6]}), (flat.view(5, 1)[:2], None, {}),
+        (flat, torch.tensor([[0, 0, 0, 1, 2]]), packed),
+    ]  # fmt: skip
+    for (batch, position_ids, row), first in zip(kinds, ([4, 5], [4], [4, 5]), strict=True):
+        assert (labels(0, batch, position_ids, row), labels(1, batch, position_ids, row)) == (first, [])
+        for state in ({"remainder": 0}, {"end_of_dataloader": False}, {"remainder": 4}):
+            assert labels(1, batch, position_ids, row, **state) == batch[batch >= 0].tolist()
+
+
+def test_a_metric_that_no_evaluation_has_raises_before_the_first_step(tmp_path: Path) -> None:
+    """A loss of experts without experts, entropy without TRL's metrics, a cost that there is none of."""
+    settings: dict[str, Any] = {"objective": "mle", "eval_strategy": "steps", "eval_steps": 1}
+    for name in ("eval_aux_loss", "entropy", "transport_cost"):
+        run = trainer(tmp_path, tiny_model("llama"), cost=None, metric_for_best_model=name, **settings)
+        before = weights(run.model)
+        with pytest.raises(
+            ValueError, match=rf"is '{name}', which .* does not have; take one of loss, perplexity, nll\."
+        ):
+            run.train()
+        assert all(torch.equal(before[key], weight) for key, weight in weights(run.model).items())
+        given = {"compute_metrics": lambda _: {name.removeprefix("eval_"): 1.0}}  # noqa: B023
+        trainer(tmp_path, tiny_model("llama"), cost=None, metric_for_best_model=name, **settings, **given).train()
+    run = trainer(tmp_path, tiny_model("llama"), metric_for_best_model="transport_cost", **settings)
+    run.train()  # which its objective does not read
+    assert run.state.best_metric == min(logs(run, "eval_transport_cost"))
+    values = torch.arange(float(VOCAB)).masked_fill(torch.arange(VOCAB) > 9, math.nan)
+    words = [{"input_ids": [11, 12, 13], "labels": [11, 12, 13]}]
+    run = trainer(
+        tmp_path, tiny_model("llama"), metric_for_best_model="transport_cost", cost=NumberCost(values),
+        **settings | {"objective": "number_token", "eval_dataset": {"sums": rows(4), "words": words}},
+    )  # fmt: skip
+    run.args.metric_for_best_model = "eval_sums_transport_cost"
+    run.train()
+    run.args.metric_for_best_model = "words_transport_cost"
+    with pytest.raises(ValueError, match=r"words_transport_cost.*take one of loss, perplexity, nll"):
+        run.train()
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -469,6 +496,17 @@ def test_unsupported_trainers_and_models_raise(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1])
+def test_labels_that_are_no_tokens_are_named(tmp_path: Path, label: int) -> None:
+    """By the objective, whatever the examination of the first batch does with them."""
+    data = [{"input_ids": [5, 6, 7], "labels": [5, label, 7]}] * 4
+    for metrics in ({}, None):
+        run = trainer(tmp_path, tiny_model("llama"), train_dataset=data)
+        run._metrics = metrics  # a trainer of TRL has a dict
+        with pytest.raises(ValueError, match=f"label.*{label}"):
+            run.train()
 
 
 _DECODER: dict[str, Any] = {
