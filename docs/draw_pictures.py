@@ -222,7 +222,8 @@ def number_line() -> None:
             optimizer.step()
         mass = mass_of_misses(model, features[60:], labels[60:])
         misses = torch.arange(-20, 21)
-        ax.bar(misses, mass, color=[DARK if miss == 0 else BLUE for miss in misses.tolist()], width=0.9)
+        colours = [DARK if miss == 0 else BLUE for miss in misses.tolist()]
+        ax.bar(misses.tolist(), mass.tolist(), color=colours, width=0.9)
         far = mass[misses.abs() > 4].sum()
         ax.set(xlabel="predicted minus true number", title=f"{title}:\n{far:.0%} off by more than 4")
     axes[0].set_ylabel("mean mass")
@@ -336,7 +337,7 @@ def kink() -> None:
         ("Entropic: above 0 at p = q", ORANGE, lambda cost: otloss.sinkhorn(None, None, cost, epsilon=0.1)),
         ("Divergence: smooth", BLUE, lambda cost: otloss.sinkhorn_divergence(None, None, cost, epsilon=0.1)),
     ):
-        ax.plot(shifts, [value_of(cost).item() for cost in costs], color=colour, label=label)
+        ax.plot(shifts.tolist(), [value_of(cost).item() for cost in costs], color=colour, label=label)
     ax.set(
         xlabel="shift of the copy", ylabel="value", ylim=(0, None), title="A cloud and its shifted copy, epsilon 0.1"
     )
@@ -352,7 +353,7 @@ def words() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(7.6, 3), layout="constrained")
     tables = ((C, "cost matrix C", "Greys", "{:.0f}"), (answer.plan(), "plan P", "Blues", "{:.1f}"))
     for ax, (table, title, colours, form) in zip(axes, tables, strict=True):
-        ax.imshow(table, cmap=colours, vmin=0, vmax=1.6 * float(table.max()), aspect="auto")
+        ax.imshow(table.numpy(), cmap=colours, vmin=0, vmax=1.6 * float(table.max()), aspect="auto")
         for (i, j), entry in np.ndenumerate(table.numpy()):
             ax.text(j, i, form.format(entry), ha="center", va="center")
         ax.set(title=title, xticks=range(4), yticks=range(3))
