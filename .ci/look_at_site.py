@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PAGES = (
-    "index", *(f"guide/{name}" for name in ("start", "which_loss", "definitions", "transport_in_pictures", "ordinal")),
-    *(f"guide/{name}" for name in ("numbers", "clouds", "solvers", "training", "devices", "glossary")),
+    "index", *(f"guide/{name}" for name in ("start", "which_loss", "transport_in_pictures", "ordinal", "numbers")),
     "guide/coming_from", "guide/questions", "reports/gallery", "reports/evidence", "reports/results",
     "tutorials_built/index", "tutorials_built/plot_grades", "tutorials_built/plot_clouds",
     "tutorials_built/plot_trl", "reference/index", "reference/generated/otloss.sinkhorn",
