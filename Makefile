@@ -1,6 +1,6 @@
 # On a fresh machine run `make demo` or `make test`. Both set up .venv on first use.
 PYTHON ?= python3
-# The address of a package index with another build of torch, which is installed first: see README.md.
+# The address of a package index with another build of torch, which is installed first: see docs/guide/start.md.
 TORCH_INDEX ?=
 # Options of `uv pip compile` and `uv pip install` in test-lowest and test-newest, such as --torch-backend cpu.
 UV_OPTIONS ?=
@@ -23,7 +23,7 @@ OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "Variables: PYTHON=python3.12 (the Python that .venv is made with), TORCH_INDEX=URL (see README.md)"
+	@echo "Variables: PYTHON=python3.12 (the Python that .venv is made with), TORCH_INDEX=URL (see docs/guide/start.md)"
 
 demo: $(FOR_DEMO)  ## EMO against MLE on a small model and real text; results in demo-output/
 	$(BIN)/python examples/emo_demo.py

@@ -2,8 +2,8 @@
 
 python .ci/measure_pages.py [--strict]
 
-Prose is what remains of a page without code, tables, pictures and comments. A figure is a number outside of code. With
---strict the exit code is 1 where a limit is exceeded.
+Prose is what remains of a page without code, tables, pictures and comments. A figure is a number outside of code. A
+formula counts as one word. With --strict the exit code is 1 where a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 # By folder: words of prose, figures per 100 words of prose, words of the longest paragraph or item of a list.
 LIMITS = {"guide": (900, 3.0, 90), "reports": (400, None, 90)}
-WORDS_OF_FILES = {"README.md": 1150, "CHANGELOG.md": 920}  # with the replacement of each thing that went
+WORDS_OF_FILES = {"README.md": 600, "CHANGELOG.md": 920}  # with the replacement of each thing that went
 WORDS_OF_DOCS = 27_000
 NOT_COUNTED = ("contributors/tree.md", "reference/", "tutorials", "changelog.md", "contributors/contributing.md")
 
@@ -39,7 +39,11 @@ def paragraphs(text: str) -> list[str]:
     return [part for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 
+FORMULA = re.compile(r"\$\$.*?\$\$|(?<!\$)\$[^$\n]+\$", re.DOTALL)
+
+
 def measure(text: str) -> Measure:
+    text = FORMULA.sub("FORMULA", text)
     parts = paragraphs(text)
     prose = [word for part in parts for word in part.split()]
     plain = re.sub(r"`[^`]*`", "", " ".join(parts))

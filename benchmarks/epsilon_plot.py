@@ -112,11 +112,8 @@ def main() -> None:
         print(f"epsilon {epsilon:.2g}: {results['converged'][i]} of {batch} converged,", ", ".join(
             f"{name} {error:.2g}" for name, error in medians.items()
         ))  # fmt: skip
-    title = (
-        f"{batch} problems of {n} points in the plane, squared distances, float32, default tolerance 1e-5\n"
-        f"{hardware()}, torch {torch.__version__}"
-    )
-    draw(options.file, epsilons, results, title=title)
+    print(f"{hardware()}, torch {torch.__version__}")
+    draw(options.file, epsilons, results, title=f"{batch} problems of {n} points in the plane, squared distances")
 
 
 if __name__ == "__main__":

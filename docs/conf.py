@@ -1,7 +1,7 @@
 """Configuration of the site, for Sphinx: `make docs`.
 
 The pages are Markdown, read by MyST; the reference is made of the docstrings, a page for each public name. Nothing is
-read from a network, neither here nor by the pages. Formulas are plain text.
+read from a network, neither here nor by the pages. Formulas of pages become MathML, those of docstrings are plain text.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "otloss/__init__.py").read_text("utf-8"))
@@ -78,7 +81,8 @@ html_theme_options = {
 }
 html_sidebars = {"index": [], "changelog": []}  # no neighbours to show
 
-myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
+html_math_renderer = "mathml"
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline", "dollarmath"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
 suppress_warnings = ["myst.header"]  # a page may start a level deeper
@@ -169,8 +173,30 @@ def field(line: str) -> str:
     return indent + names + ":" + escape(rest[1:])
 
 
+PAGE = re.compile(r"`?\bdocs/((?:guide|reports)/\w+)\.md(?:#([\w-]+))?`?")
+
+
+def link(found: re.Match[str]) -> str:
+    """The role for a page that a docstring names, or for one of its labels: docs/guide/definitions.md#def-line."""
+    page, label = found.groups()
+    return f":ref:`{label}`" if label else f":doc:`/{page}`"
+
+
 def process_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = plain_docstring(lines)
+    lines[:] = plain_docstring([PAGE.sub(link, line) for line in lines])
+
+
+# ---- formulas: MathML, which browsers draw without a script and without a font from a network ------------------------
+
+
+def inline_formula(self: Any, node: Any) -> None:
+    self.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def formula(self: Any, node: Any) -> None:
+    self.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>\n')
+    raise nodes.SkipNode
 
 
 # ---- links out of docs/: README.md and CONTRIBUTING.md have a page here ----------------------------------------------
@@ -197,6 +223,7 @@ def process_include(app: Any, path: Path, docname: str, source: list[str]) -> No
 
 
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))
     app.connect("autodoc-process-docstring", process_docstring, priority=100)  # before napoleon
     app.connect("source-read", process_page)
     app.connect("include-read", process_include)

@@ -41,6 +41,8 @@ class GridCost(Cost):
     one axis. Below it large grids take from seconds to minutes, and so do the dense equations of grad="implicit" there
     and in unbalanced problems; a UserWarning says so.
 
+    Powers of other functions: docs/guide/definitions.md#def-orders
+
     Args:
         shape: cells along each axis, each at least 1.
         power: above 0; the squared Euclidean distance at 2 (no 1/2), the l1 distance at 1.

@@ -17,6 +17,8 @@ from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph
 class LineCost(Cost):
     """The cost between positions on a line, `|x_i - x_j|^power`.
 
+    Formulas: docs/guide/definitions.md#def-line
+
     Args:
         x: (n,), finite positions in any order; the unit of the cost is that of `x` to the power `power`.
             The graph of `x` is kept.

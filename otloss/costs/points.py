@@ -58,6 +58,8 @@ _GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}
 class PointCost(Cost):
     """The cost between the points of two clouds, by their distance or another function of both.
 
+    Powers of other functions: docs/guide/definitions.md#def-orders
+
     Args:
         x: (n, d), or (..., n, d) for one cloud per problem; finite. The graph is kept, and that of `y`.
         y: (m, d) or (..., m, d), `x` by default.

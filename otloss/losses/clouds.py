@@ -59,6 +59,8 @@ def cloud_loss(
 ) -> Float[Tensor, "*batch"]:
     """Return the transport cost between two clouds of points, per pair of clouds, differentiable in the points.
 
+    Formulas: docs/guide/definitions.md#def-entropic
+
     Args:
         x: (..., n, d) points, or a list of clouds (n_k, d) of different sizes. The leading axes of all arguments
             broadcast; a list is one axis, and two lists are taken in pairs.

@@ -40,6 +40,8 @@ def crps(
 ) -> Float[Tensor, "*batch"]:
     """Return the continuous ranked probability score of each ensemble; the lower, the better.
 
+    Formulas: docs/guide/definitions.md#def-ordinal
+
     Args:
         ensemble: (..., m) members in any order. The leading axes of all three broadcast.
         observation: (...) what came true, in the unit of the members.

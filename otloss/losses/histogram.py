@@ -67,6 +67,8 @@ def histogram_loss(
     Valid values lie between the outermost edges, but with the default encoding "two_hot" between the outermost
     *centres*, beyond which no mean lies: half a bin less at each end. `outside` says what happens to the others.
 
+    Formulas: docs/guide/definitions.md#def-ordinal
+
     Args:
         logits: (..., K); a bin with -inf takes no part.
         target: (...) real values in the unit of the bins, or (..., K) histograms that sum to 1.

@@ -58,6 +58,8 @@ def number_token_loss(
     Do not train with it alone: it ignores positions whose label is text, and does not tell tokens of equal value ("7"
     and " 7") apart. Add it to the cross-entropy, for example with a weight of 0.3.
 
+    Formulas: docs/guide/definitions.md#def-numbers
+
     Args:
         logits: (..., V), aligned with the labels: position t is scored against label t. -inf masks a token out.
         labels: (...) token ids; positions whose label is `ignore_index` or not a number are left out.

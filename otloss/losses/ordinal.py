@@ -55,6 +55,8 @@ def ordinal_loss(
 
     Where softmax has underflowed at the label, the gradient of all these is 0; `cross_entropy` fixes that as well.
 
+    Formulas: docs/guide/definitions.md#def-ordinal
+
     Args:
         logits: (..., K), or with the classes on another axis `dim`; a class with -inf takes no part.
         target: (...) class positions 0 to K - 1 by rank, in an integer dtype; or (..., K) soft labels that sum to 1.

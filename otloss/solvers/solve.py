@@ -55,6 +55,8 @@ def solve(
 ) -> Transport:
     """Return the solutions of transport problems, exact or entropic, with an error bound for each.
 
+    Formulas: docs/guide/definitions.md#def-transport
+
     Args:
         p, q, cost: as for `emd` and `sinkhorn`.
         epsilon: None for exact transport, else as for `sinkhorn`.
@@ -95,6 +97,8 @@ def emd(
     mass: float | Float[Tensor, "*batch"] | None = None,
 ) -> Float[Tensor, "*batch"]:
     """Return the least cost of transporting p to q, exactly, per problem.
+
+    Formulas: docs/guide/definitions.md#def-transport
 
     Args:
         p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
@@ -165,6 +169,8 @@ def sinkhorn(
 
     M is the mass of p and of q, so the value is M times that of p / M and q / M, and a mass that is one up to rounding
     adds nothing at a large epsilon.
+
+    Formulas: docs/guide/definitions.md#def-entropic
 
     Args:
         p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
@@ -249,6 +255,8 @@ def sinkhorn_divergence(
     It is zero at p = q, and at least zero where `exp(-C / epsilon)` is positive definite: for distances, squared
     distances and the cosine cost, not for every matrix. What the duality gaps of the three terms explain below zero is
     zero, with its gradient. A root is safe as `(value + 1e-6).sqrt()`: errors above zero remain.
+
+    Formulas: docs/guide/definitions.md#def-entropic
 
     Args:
         p, q, cost, epsilon: as for `sinkhorn`, but costs are finite and at least 0; with `marginal_penalty`,

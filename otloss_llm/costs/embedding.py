@@ -39,6 +39,8 @@ class EmbeddingCost(CosineCost, VocabularyCost):
 
     It is not a module and not part of one, so it is in no checkpoint and no optimizer.
 
+    Formulas: docs/guide/definitions.md#def-emo
+
     Args:
         embedding: `(V, d)`, copied without its graph. Zero rows (padding) cost 1 to every other token. A sharded one
             (DTensor) is gathered: every process has to make the call.

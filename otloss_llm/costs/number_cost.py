@@ -40,6 +40,8 @@ class NumberCost(ValuesCost):
     no numbers included. `linear_token_loss` makes no row over the whole vocabulary for it, and takes a few percent
     longer than cross-entropy. For EMO, which weighs nll by D, take a `MixedCost`: D is 0 here where the label is text.
 
+    Formulas: docs/guide/definitions.md#def-numbers
+
     Args:
         values: `(V,)` value of each token, NaN where it is no number; at least one number.
         text: cost from a number to a token that is no number; None takes 1.01 times the largest distance of numbers.

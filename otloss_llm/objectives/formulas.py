@@ -124,6 +124,8 @@ class MixCE:
 class EMO:
     """Earth mover distance optimization: likelihood and transport cost at equal weight.
 
+    Formulas: docs/guide/definitions.md#def-emo
+
     Args:
         weighting: "ratio" is Eq. 19 of the paper per token, `0.5 (nll + sg(nll / D) D)`; "transport" is the second
             mode of the published code, `sg(D / nll) nll + D`; a float `w` is a fixed weight, `nll + w D`.
@@ -217,6 +219,8 @@ class NumberToken(Sum):
     The mean of this value over all tokens, as in `token_loss` and `linear_token_loss`, weighs D less, by the share of
     labels that are numbers. The weight is in nats per unit of the cost, and `NumberCost.from_tokenizer` has one unit
     for every tokenizer. With an embedding cost it equals `EMO(weight)`; a trainer raises ValueError for that pair.
+
+    Formulas: docs/guide/definitions.md#def-numbers
 
     Example:
         >>> NumberToken()(torch.tensor([0.7]), torch.tensor([2.0]))
@@ -323,6 +327,8 @@ class ExpectedValue(Sum):
 
     D is `sum_i q_i v_i - v_y`, v the values of the rating tokens, and 0 at labels that are no ratings. The weight is in
     nats per squared unit of the ratings; a mean over tokens counts labels of both sorts.
+
+    Formulas: docs/guide/definitions.md#def-numbers
 
     Example:
         >>> ExpectedValue(0.5)(torch.tensor([0.7]), torch.tensor([-2.0]))

@@ -37,6 +37,8 @@ def wasserstein_circular(
 ) -> Float[Tensor, "*batch"]:
     """Return W_1 between histograms on a circle, the least cost of moving p to q along the shorter arcs.
 
+    Formulas: docs/guide/definitions.md#def-line
+
     Args:
         p: (..., n) weights >= 0. The leading axes of p, q and x broadcast.
         q: (..., n) weights >= 0 with the mass of p, up to rounding.

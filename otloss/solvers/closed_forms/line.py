@@ -55,6 +55,8 @@ def cdf_distance(
 
     Power 1 is the Wasserstein-1 distance; power 2 the squared EMD of ordinal regression, or ranked probability score.
 
+    Formulas: docs/guide/definitions.md#def-line
+
     Args:
         p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and x broadcast.
         q: (..., n) weights >= 0 with the mass of p, up to rounding, or None for 1 / n each.
@@ -151,6 +153,8 @@ def wasserstein_1d(
     order: float = 1,
 ) -> Float[Tensor, "*batch"]:
     """Return W_order^order between histograms on the line, the least cost of moving p to q at |x - y|^order per unit.
+
+    Formulas: docs/guide/definitions.md#def-line
 
     Args:
         p: (..., n) weights >= 0, or None for 1 / n each: of samples u and v the distance is

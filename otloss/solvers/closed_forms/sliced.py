@@ -38,6 +38,8 @@ def sliced_wasserstein(
 ) -> Float[Tensor, "*batch"]:
     """Return the mean over directions of W_order^order between the clouds projected on each.
 
+    Formulas: docs/guide/definitions.md#def-line
+
     Args:
         x: (..., n, d) points. The leading axes of x, y, a and b broadcast.
         y: (..., m, d) points.

@@ -35,6 +35,8 @@ def wasserstein_tree(
 ) -> Float[Tensor, "*batch"]:
     """Return W_1 between histograms on the nodes of a tree, the least cost of moving p to q along its edges.
 
+    Formulas: docs/guide/definitions.md#def-line
+
     Args:
         p: (..., n) weights >= 0. The leading axes of p and q broadcast.
         q: (..., n) weights >= 0 with the mass of p, up to rounding.

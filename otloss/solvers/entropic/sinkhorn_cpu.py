@@ -52,7 +52,7 @@ MATRIX_LIMITS = MatrixLimits()
 
 
 class SinkhornOnCPU(Method):
-    """The method for matrices, and for costs whose matrix fits the memory."""
+    """The method for matrices and costs whose matrix fits the memory."""
 
     def applies(self, problem: Problem) -> bool:
         if problem.is_symmetric and problem.marginal_penalty is not None:
