@@ -18,3 +18,23 @@ from otloss_llm.objectives.statistics import Objective as Objective
 from otloss_llm.objectives.statistics import Statistics as Statistics
 from otloss_llm.objectives.statistics import Sum as Sum
 from otloss_llm.objectives.statistics import Term as Term
+
+__all__ = [
+    "EAFT",
+    "EMO",
+    "GEM",
+    "MLE",
+    "ExpectedValue",
+    "LabelSmoothing",
+    "MixCE",
+    "NumberDistance",
+    "NumberToken",
+    "Power",
+    "Statistics",
+    "Sum",
+    "TaiLr",
+    "Term",
+    "WithNumbers",
+    "ZLoss",
+    "parse_objective",
+]
