@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *(page for page in DOCS.glob("*/*.md") if page.parent.name != "tutorials_built")])
+PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "tutorials_built")
 
 
 def without_code(text: str) -> str:
