@@ -22,7 +22,7 @@ goal = torch.stack([4 + angle.cos(), 1 + angle.sin()], 1) + 0.05 * torch.randn(1
 # below which the loss does not tell points apart.
 
 x = start.clone().requires_grad_()
-optimizer = torch.optim.Adam([x], lr=0.15)
+optimizer = torch.optim.Adam([x], lr=0.15, betas=(0.5, 0.9))
 frames, losses = {0: start}, []
 for step in range(1, 61):
     loss = cloud_loss(x, goal, blur=0.1)
@@ -32,7 +32,7 @@ for step in range(1, 61):
     losses.append(loss.item())
     if step in (10, 25, 60):
         frames[step] = x.detach().clone()
-        print(f"step {step}: loss {loss.item():.4f}")
+        print(f"step {step}: loss {loss.item():.2g}")
 
 figure, axes = plt.subplots(1, 4, figsize=(12, 3), layout="constrained", sharex=True, sharey=True)
 for axis, (step, points) in zip(axes, frames.items(), strict=True):

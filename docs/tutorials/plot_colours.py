@@ -21,7 +21,7 @@ x, y = (resample(image.reshape(-1, 3), n_samples=800, replace=False, random_stat
 
 maps = {
     "linear map": TransportAdapter().fit(x, target=y),
-    "entropic map": TransportAdapter("barycentric", epsilon=0.01).fit(x, target=y),
+    "entropic map": TransportAdapter("barycentric", epsilon=0.03).fit(x, target=y),
 }
 moved = {name: one.transform(china.reshape(-1, 3)).clip(0, 1).reshape(china.shape) for name, one in maps.items()}
 

@@ -70,9 +70,11 @@ for axis, (name, answer) in zip(axes, predicted.items(), strict=True):
 # mover's distance, which the loss makes small. The curve of many patients says whether forecasts can be trusted: on the
 # diagonal, what was forecast with 70 % comes true in 70 % of the cases.
 
-forecast = cross_val_predict(search.best_estimator_, X, y, cv=5, method="predict_proba")
+forecast = search.best_estimator_.fit(X[:250], y[:250]).predict_proba(X[250:])
+truth = y[250:]
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-plot_cdfs(y[:1], forecast[:1], labels=stages, ax=left)
-left.set_title(f"One patient, whose stage is {y[0]}")
-plot_reliability(y, forecast, labels=stages, bins=5, ax=right)
-right.set_title("All patients")
+i = list(truth).index("moderate")
+plot_cdfs(truth[i : i + 1], forecast[i : i + 1], labels=stages, ax=left)
+left.set_title("One patient, whose stage is moderate")
+plot_reliability(truth, forecast, labels=stages, bins=5, ax=right)
+right.set_title("All patients of the test")

@@ -21,19 +21,19 @@ from otloss_llm.evaluation import number_distributions
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-names = ["end", "x", "y", "?", *map(str, range(100))]
+names = ["end", "after", "comes", *map(str, range(100))]
 words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="end"))
 words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="end", unk_token="end")
 
 # %%
-# The task: a prompt has two numbers, and the answer is their mean with noise. A small Llama learns it from 1,000 rows
-# by likelihood alone.
+# The task: the answer is the number of the prompt with noise, whose standard deviation is 8. A small Llama learns it
+# from 1,000 rows by likelihood alone.
 
 random = np.random.default_rng(0)
-numbers = random.integers(0, 100, (1300, 2))
-answers = (numbers.mean(1) + 5 * random.standard_normal(1300)).round().clip(0, 99).astype(int)
-prompts = [f"x {a} y {b} ?" for a, b in numbers]
+numbers = random.integers(0, 100, 1300)
+answers = (numbers + 8 * random.standard_normal(1300)).round().clip(0, 99).astype(int)
+prompts = [f"after {number} comes" for number in numbers]
 rows = []
 for prompt, answer in zip(prompts[:1000], answers, strict=False):
     asked, told = tokenizer(prompt)["input_ids"], tokenizer(f"{answer} end")["input_ids"]
@@ -68,8 +68,8 @@ for name, values in decided.items():
     print(f"{name}: {abs(values - truth).mean():.2f} off on average")
 
 # %%
-# Above, the distribution of one prompt over the number line. It has several peaks, and the highest is not the best
-# answer. Below, all answers beside the truth.
+# The first figure has the distribution of one prompt over the number line. It has several peaks, and the highest is not
+# the best answer. The second has all answers beside the truth.
 
 widest = int(np.argmax(abs(decided["most likely"] - decided["median"])))
 figure, axis = plt.subplots(figsize=(9, 2.8), layout="constrained")
@@ -77,7 +77,7 @@ axis.bar(predicted[widest].values, predicted[widest].probabilities, color="0.7")
 styles = {"most likely": ("C1", "--"), "median": ("C0", "-")}
 for name, (colour, style) in styles.items():
     axis.axvline(decided[name][widest], color=colour, linestyle=style, label=name)
-axis.axvline(numbers[1000 + widest].mean(), color="black", linestyle=":", label="mean of the two numbers")
+axis.axvline(numbers[1000 + widest], color="black", linestyle=":", label="number of the prompt")
 axis.set(title=f"Forecast for the prompt {prompts[1000 + widest]!r}", xlabel="number", ylabel="probability")
 axis.legend(frameon=False)
 

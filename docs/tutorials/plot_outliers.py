@@ -17,14 +17,14 @@ x = torch.randn(60, 2) * 0.4
 y = torch.cat([torch.randn(54, 2) * 0.4 + torch.tensor([2.0, 0.0]), torch.rand(6, 2) * 2 + torch.tensor([6.0, 3.0])])
 
 # %%
-# A tenth of the points of y are far away. The price is in the unit of the cost, a squared distance: mass moves where
-# that costs less than about twice the price.
+# A tenth of the points of y are far away. The price is in the unit of the cost, a squared distance. It is soft: a lower
+# price leaves more mass where it is, and begins with what is farthest away.
 
 cost = PointCost(x, y)
 plans = {
     "all mass moves": solve(None, None, cost, epsilon=0.05).plan(),
+    "penalty 20": solve(None, None, cost, epsilon=0.05, marginal_penalty=20.0).plan(),
     "penalty 5": solve(None, None, cost, epsilon=0.05, marginal_penalty=5.0).plan(),
-    "penalty 1": solve(None, None, cost, epsilon=0.05, marginal_penalty=1.0).plan(),
 }
 figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained", sharex=True, sharey=True)
 for axis, (name, plan) in zip(axes, plans.items(), strict=True):
