@@ -48,8 +48,8 @@ CARD = """:::{{grid-item-card}} {head}
 :link: {page}
 :link-type: doc
 {sentence}
-+++
-Beside {peer}
+
+*Beside {peer}.*
 :::
 """
 DEMO = CARD.format(

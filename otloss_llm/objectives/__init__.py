@@ -19,22 +19,5 @@ from otloss_llm.objectives.statistics import Statistics as Statistics
 from otloss_llm.objectives.statistics import Sum as Sum
 from otloss_llm.objectives.statistics import Term as Term
 
-__all__ = [
-    "EAFT",
-    "EMO",
-    "GEM",
-    "MLE",
-    "ExpectedValue",
-    "LabelSmoothing",
-    "MixCE",
-    "NumberDistance",
-    "NumberToken",
-    "Power",
-    "Statistics",
-    "Sum",
-    "TaiLr",
-    "Term",
-    "WithNumbers",
-    "ZLoss",
-    "parse_objective",
-]
+# The formulas and parse_objective are public as otloss_llm.EMO, otloss_llm.parse_objective and so on.
+__all__ = ["NumberDistance", "Statistics", "Sum", "Term", "WithNumbers"]
