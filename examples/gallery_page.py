@@ -124,6 +124,6 @@ def pages(scripts: Iterable[Path], reports: Path) -> dict[Path, str]:
     words = [Example(script).words for script in sorted(scripts)]
     words = [one for one in words if (reports / one["figure"]).exists()]
     cards = "\n".join([*(CARD.format(**one) for one in words), DEMO])
-    contents = "\n".join(one["page"] for one in words)
+    contents = "\n".join(f"{one['head']} <{one['page']}>" for one in words)
     text = f"{TOP}::::{{grid}} 1 2 2 3\n:gutter: 3\n\n{cards}\n::::\n\n```{{toctree}}\n:hidden:\n\n{contents}\n```\n"
     return {reports / "gallery.md": text} | {reports / f"{one['page']}.md": PAGE.format(**one) for one in words}

@@ -28,7 +28,7 @@ def test_every_page_is_in_the_contents() -> None:
     listed = []
     for page in PAGES:
         for contents in re.findall(r"```{toctree}(.*?)```", page.read_text("utf-8"), re.DOTALL):
-            names = re.findall(r"^(?:[\w ]+<)?([\w/]+)>?$", contents, re.MULTILINE)
+            names = re.findall(r"^(?:[^<\n]+<)?([\w/]+)>?$", contents, re.MULTILINE)
             listed += [(page.parent / name).relative_to(DOCS).as_posix() for name in names]
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
     assert sorted(listed) == sorted(pages - {"index"} | {"tutorials_built/index"})
