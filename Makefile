@@ -28,10 +28,10 @@ help:  ## this list
 demo: $(FOR_DEMO)  ## EMO against MLE on a small model and real text; results in demo-output/
 	$(BIN)/python examples/emo_demo.py
 
-gallery: $(FOR_DEV)  ## all examples, with their figures in gallery-output/gallery.md; about 10 minutes on 2 cores
+gallery: $(FOR_DEV)  ## all examples, with their figures in gallery-output/; about 10 minutes on 2 cores
 	$(BIN)/python examples/gallery.py
 
-gallery-page: $(FOR_DEV)  ## the same, and docs/reports/gallery.md is updated by the examples that had their real data
+gallery-page: $(FOR_DEV)  ## the same, and the gallery of docs is updated by the examples that had their real data
 	$(BIN)/python examples/gallery.py --docs
 
 # Before the tests, each kernel once: workers that run at the same time would each compile their own.

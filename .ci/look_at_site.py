@@ -1,4 +1,4 @@
-"""Look at the built site in a headless browser: wide and narrow, light and dark.
+"""Look at every page of the built site in a headless browser, at three widths, light and dark.
 
 python .ci/look_at_site.py build/site [--pictures FOLDER]
 
@@ -19,19 +19,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-PAGES = (
-    "index", *(f"guide/{name}" for name in ("start", "which_loss", "transport_in_pictures", "ordinal", "numbers")),
-    "guide/coming_from", "guide/questions", "reports/gallery", "reports/evidence", "reports/results",
-    "tutorials_built/index", "tutorials_built/plot_grades", "tutorials_built/plot_clouds",
-    "tutorials_built/plot_trl", "reference/index", "reference/generated/otloss.sinkhorn",
-)  # fmt: skip
-WIDTHS = (390, 1280, 1920)  # a phone, a small and a large screen
+REFERENCE = ("otloss", "otloss.sinkhorn", "otloss_llm.EMO")  # of the generated pages, which are alike
+SIZES = {"phone": (390, 800), "small": (1280, 900), "large": (1920, 1080)}
 WIDE_TABLES = """
 return [...document.querySelectorAll("main table")]
     .filter((table) => table.scrollWidth > table.clientWidth + 1)
     .map((table) => "a table is wider than its column: " + table.textContent.trim().slice(0, 60));
 """
-SIZES = {"wide": (1400, 900), "narrow": (400, 800)}
 # Pictures without pixels, and boxes beyond the right edge of the window outside of boxes that scroll by themselves.
 FAULTS = """
 const faults = [];
@@ -84,8 +78,8 @@ def wide_tables(window: Any, address: str, site: Path) -> list[str]:
     """Return a line for each table that is wider than its column, on any page, at one of three widths."""
     lines = []
     pages = sorted(path for path in site.rglob("*.html") if "<table" in path.read_text(encoding="utf-8"))
-    for width in WIDTHS:
-        resize(window, width, 900)
+    for width, height in SIZES.values():
+        resize(window, width, height)
         for page in pages:
             name = page.relative_to(site).as_posix()
             window.get(f"{address}/{name}")
@@ -93,10 +87,17 @@ def wide_tables(window: Any, address: str, site: Path) -> list[str]:
     return lines
 
 
-def faults_of(window: Any, address: str, pictures: Path | None) -> list[str]:
+def pages_of(site: Path) -> list[str]:
+    """Return the names of the pages, and a few of those of the reference."""
+    names = (page.relative_to(site).with_suffix("").as_posix() for page in sorted(site.rglob("*.html")))
+    own = [name for name in names if not name.startswith(("_", "reference/generated/"))]
+    return own + [f"reference/generated/{name}" for name in REFERENCE]
+
+
+def faults_of(window: Any, address: str, pages: list[str], pictures: Path | None) -> list[str]:
     """Return a line for each fault of each page."""
     lines = []
-    for name in PAGES:
+    for name in pages:
         for size, (width, height) in SIZES.items():
             resize(window, width, height)
             for mode in ("light", "dark"):
@@ -131,11 +132,12 @@ def main(arguments: list[str] | None = None) -> int:
     window = browser(driver, chromium)
     try:
         address = f"http://127.0.0.1:{server.server_port}"
-        lines = faults_of(window, address, asked.pictures) + wide_tables(window, address, asked.site)
+        pages = pages_of(asked.site)
+        lines = faults_of(window, address, pages, asked.pictures) + wide_tables(window, address, asked.site)
     finally:
         window.quit()
         server.shutdown()
-    print("\n".join(lines) or f"{len(PAGES)} pages, wide and narrow, light and dark, and all tables: no faults")
+    print("\n".join(lines) or f"{len(pages)} pages at {len(SIZES)} widths, light and dark, and all tables: no faults")
     return 1 if lines else 0
 
 

@@ -12,22 +12,19 @@ import importlib.metadata
 import io
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.gradient_peers import FAMILIES, Contestant, Family, Inputs, Value
-from benchmarks.measure import FOLDER, Settings, say
+from benchmarks.measure import Settings, say
 
 STEP = 1e-5
 RIGHT = 1e-3
 FLAT = 1e-7  # costs are about 1
 DTYPES = (torch.float64, torch.float32)
 WEIGHTS = ("p", "q")
-PAGE = FOLDER.parent / "docs" / "reports" / "gradients.md"
-START, END = "<!-- generated -->", "<!-- end of the generated part -->"
 
 
 def finite_differences(value: Value, inputs: Inputs, name: str, *, fixed: bool) -> Tensor:
@@ -133,11 +130,11 @@ def rows(family: Family) -> Iterator[list[str]]:
 def table(family: Family) -> str:
     head = ["", *(", ".join(filter(None, (case, str(dtype)[6:]))) for case in family.problems for dtype in DTYPES)]
     lines = [head, ["---"] * len(head), *rows(family)]
-    return f"### {family.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{family.title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(settings: Settings) -> None:
-    """Print the tables, and write them to docs/reports/gradients.md (or to gradients.md in another output folder)."""
+    """Print the tables, and write them to gradients.md in this folder or in another output folder."""
     names = ("torch-otloss", "POT", "geomloss", "torch")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     parts = [f"Made by `python -m benchmarks gradients` with {versions}.\n"]
@@ -149,12 +146,5 @@ def main(settings: Settings) -> None:
             parts.append(results + "\n")
             say(parts[-1])
     if settings.output is not None:
-        _write(PAGE if settings.output == FOLDER else settings.output / PAGE.name, "\n".join(parts))
-
-
-def _write(page: Path, text: str) -> None:
-    """Replace the text between the marks; a new page has nothing else."""
-    old = page.read_text(encoding="utf-8") if page.exists() else f"{START}\n{END}\n"
-    before, rest = old.split(START, 1)
-    after = rest.split(END, 1)[1]
-    page.write_text(f"{before}{START}\n\n{text}\n{END}{after}", encoding="utf-8")
+        head = "# Errors of gradients\n\ndocs/reports/gradients.md says what they mean.\n\n<!-- tables -->\n"
+        (settings.output / "gradients.md").write_text("\n".join([head, *parts]), encoding="utf-8")

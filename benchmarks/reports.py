@@ -2,14 +2,13 @@
 
     python -m benchmarks.reports        # after a benchmark has changed its CSV
 
-A page has a table between `<!-- table NAME -->` and `<!-- end -->`; NAME is a function of `TABLES`. The gallery, the
-gradients and the files of data have commands of their own.
+`tables.md` has a table between `<!-- table NAME -->` and `<!-- end -->` for each entry of `TABLES`; pages include what
+they need of it. The gallery, the gradients and the files of data have commands of their own.
 """
 
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,11 @@ from benchmarks.paper.frontier import Difference, Frontier, at_equal_recall
 from benchmarks.paper.tables import half_interval
 
 REPORTS = FOLDER.parent / "docs/reports"
+PAGE = FOLDER / "tables.md"
+HEAD = """# Tables of the reports
+
+`python -m benchmarks.reports` writes them; the pages of docs/reports say what they mean.
+"""
 SEEDS = 3  # of a cell that is complete
 LEVEL = 0.8  # arms are compared at the recall that likelihood has at this temperature
 
@@ -248,6 +252,22 @@ def demo_table() -> str:
     return markdown(["EMO, cost of", "at likelihood's recall at T = 0.8", "mean over the shared range"], rows)
 
 
+def draw_demo(path: Path) -> None:
+    """The gains of the demo over likelihood, with their intervals."""
+    figure, ((axes,),) = panels(7.5, 2.6)
+    names = {"default": "EMO, default cost", "all rows": "EMO, all rows", "random rows": "EMO, random rows (control)"}
+    experiment = next(name for kind, name in sources() if kind == "students" and name.endswith("(the demo)"))
+    for place, cost in enumerate(names):
+        gain = costs_of("students", experiment, COSTS[cost])
+        assert gain is not None
+        point(axes, place, gain, "0.5" if cost == "random rows" else "C0", "")
+    axes.axvline(0, color="black", lw=1)
+    axes.set_yticks(range(len(names)), list(names.values()))
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel("KL(student ‖ source) minus likelihood's, nats per token\n← nearer to the source than likelihood")
+    save(figure, path, title="The text of EMO is a little nearer to the source")
+
+
 def draw_gains(path: Path) -> None:
     """Both comparisons of docs/reports/evidence.md as points with intervals."""
     figure, ((left, right),) = panels(11, 5.4, 1, 2)
@@ -267,6 +287,7 @@ def draw_gains(path: Path) -> None:
         axes.axvline(0, color="black", lw=1)
         axes.invert_yaxis()
         axes.set_xlim(-0.15, 0.3)
+        axes.set_xticks((-0.1, 0, 0.1, 0.2, 0.3))
         axes.set_title(title)
         axes.set_xlabel("KL(student ‖ source) minus likelihood's at equal recall\n← better than likelihood")
         axes.legend(frameon=False, fontsize=8)
@@ -690,19 +711,21 @@ TABLES: dict[str, Callable[[], str]] = {
     "hard_clouds": hard_clouds_table,
     "token_loss": token_loss_table, "gpu": gpu_table, "boosting_times": boosting_times_table,
 }  # fmt: skip
-PART = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def written(text: str) -> str:
-    """The text of a page with its tables made anew."""
-    return PART.sub(lambda part: f"<!-- table {part[1]} -->\n\n{TABLES[part[1]]()}\n\n<!-- end -->", text)
+def tables() -> str:
+    """The text of `tables.md`."""
+    parts = [
+        f"## {name.replace('_', ' ').capitalize()}\n\n<!-- table {name} -->\n\n{table()}\n\n<!-- end -->\n"
+        for name, table in TABLES.items()
+    ]
+    return "\n".join([HEAD, *parts])
 
 
 def main() -> None:
-    for page in sorted(REPORTS.glob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        page.write_text(written(text), encoding="utf-8")
+    PAGE.write_text(tables(), encoding="utf-8")
     draw_gains(REPORTS / "evidence.png")
+    draw_demo(REPORTS / "demo_gains.png")
     draw_hard_clouds(REPORTS / "hard_clouds.png")
 
 

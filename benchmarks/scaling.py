@@ -191,5 +191,4 @@ def draw(rows: list[Row], file: Path) -> None:
     grid[0][0].set_ylabel("forward + backward,\ntime per logit (ns)")
     grid[1][0].set_ylabel("peak memory beyond inputs\nand gradients (MiB)")
     title = f"Token losses from hidden states of width {rows[0]['width']}, float32"
-    machine = f"{rows[0]['hardware']}, torch {rows[0]['torch']}"
-    save(figure, file, title=f"{title}\n{machine}", legend_of=grid[0][0])
+    save(figure, file, title=title, legend_of=grid[0][0])

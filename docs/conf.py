@@ -55,6 +55,7 @@ exclude_patterns = ["_build", "tutorials/*"]
 sphinx_gallery_conf = {  # the tutorials run at each build
     "examples_dirs": "tutorials",
     "gallery_dirs": "tutorials_built",
+    "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_signature": False,
     "abort_on_example_error": True,

@@ -1,13 +1,13 @@
-"""All examples, one on each core, and one page with their figures and tables.
+"""All examples, one on each core.
 
-    python examples/gallery.py                     # what `make gallery` runs: gallery-output/gallery.md and figures
-    python examples/gallery.py documents graphs    # these alone; the page holds what earlier runs left too
+    python examples/gallery.py                     # what `make gallery` runs
+    python examples/gallery.py documents graphs    # these alone
     python examples/gallery.py --docs              # what `make gallery-page` runs: docs/reports/gallery.md too
 
-An example is a script here that takes `--output FOLDER` and `--quick` and leaves one figure, FOLDER/NAME.png. The first
-line of its docstring is the title, the paragraph of "Result:" goes to the table. What a run printed and drew is kept in
-`gallery-output/NAME`; it runs again when the script has changed, or when it had to run on other data than in its
-docstring. Such runs are named at the end, and change nothing in docs. An example that fails does not stop the others.
+An example is a script here that takes `--output FOLDER` and `--quick` and leaves one figure, FOLDER/NAME.png. What a
+run printed and drew is kept in `gallery-output/NAME`; it runs again when the script has changed, or when it had to run
+on other data than in its docstring. Such runs are named at the end, and change no figure in docs. An example that fails
+does not stop the others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,33 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from gallery_page import Ran, entries_of, write
+from data import OTHER
+from gallery_page import keep_figure, pages
 
 HERE = Path(__file__).parent
 OPTIONS = ('"--output"', '"--quick"')  # of examples, in their source
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An example, and the folder with what its run printed, its time and its figure."""
+
+    script: Path
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.script.stem
+
+    @property
+    def on_other_data(self) -> bool:
+        return any(line.startswith(OTHER) for line in self.read("printed.txt").splitlines())
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text(encoding="utf-8")
 
 
 def is_done(run: Ran) -> bool:
@@ -54,15 +75,23 @@ def scripts_in(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path, text in texts.items() if all(option in text for option in OPTIONS)}
 
 
+def update(reports: Path, scripts: dict[str, Path], runs: list[Ran]) -> None:
+    """Copy the figures of these runs, and write the pages of all scripts."""
+    for run in runs:
+        keep_figure(run.folder / f"{run.name}.png", reports)
+    for page, text in pages(scripts.values(), reports).items():
+        page.write_text(text, encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None, folder: Path = HERE) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="of examples to run (all)")
-    parser.add_argument("--output", type=Path, default=folder.parent / "gallery-output", help="folder of runs and page")
+    parser.add_argument("--output", type=Path, default=folder.parent / "gallery-output", help="folder of the runs")
     parser.add_argument("--again", action="store_true", help="run also what is done")
     parser.add_argument(
-        "--docs", action="store_true", help="update docs/reports/gallery.md by the runs that had their data"
+        "--docs", action="store_true", help="update the pages, and the figures of the runs that had their data"
     )
-    parser.add_argument("--quick", action="store_true", help="tiny runs; their page goes to OUTPUT/quick")
+    parser.add_argument("--quick", action="store_true", help="tiny runs, in OUTPUT/quick")
     options = parser.parse_args(arguments)
     if options.quick and options.docs:
         parser.error("--quick makes no page for docs; leave out one of --quick and --docs")
@@ -77,15 +106,11 @@ def main(arguments: list[str] | None = None, folder: Path = HERE) -> int:
         succeeded = pool.map(lambda run: start(run, options.quick), chosen)
     failed = [run.name for run, good in zip(chosen, succeeded, strict=True) if not good]
     done = [run for run in runs if is_done(run)]
-    write(output / "gallery.md", done, {}, folder.parent)
-    print(f"Page: {output / 'gallery.md'}")
+    print(f"Figures: {output}/NAME/NAME.png")
     if options.docs:
-        page = folder.parent / "docs/reports/gallery.md"
-        kept = {name: entry for name, entry in entries_of(page).items() if name in scripts}
-        write(page, [run for run in done if not run.on_other_data], kept, folder.parent)
-        print(f"Page: {page}")
+        update(folder.parent / "docs/reports", scripts, [run for run in done if not run.on_other_data])
     if without := [run.name for run in done if run.on_other_data]:
-        kept = "; docs keeps what it has of them" * options.docs
+        kept = "; docs keeps their figures" * options.docs
         print(f"On other data than in their docstrings (docs/reports/data.md has them): {', '.join(without)}{kept}")
     if failed:
         print(f"Failed: {', '.join(failed)}")

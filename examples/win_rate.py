@@ -32,7 +32,7 @@ from stand_ins import small_model
 from benchmarks.paper.evaluation.likelihood import sequence_nll
 from benchmarks.paper.evaluation.sampling import sample_texts
 from benchmarks.paper.models import load_model_and_tokenizer
-from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.evaluation import context_length
 
 ASKED = """Which answer follows the instruction better?
 

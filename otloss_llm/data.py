@@ -10,6 +10,8 @@ from otloss._checks import install_hint, missing_package
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+__all__ = ["train_bpe_tokenizer"]
+
 END_OF_TEXT = "<|endoftext|>"
 
 

@@ -45,14 +45,6 @@ def test_imports_load_nothing_that_takes_long() -> None:
     assert done.stdout.splitlines() == ["[]"] * 3
 
 
-def test_the_tree_of_the_docs_is_that_of_the_sources() -> None:
-    written = runpy.run_path(str(ROOT / "docs/write_tree.py"))["tree"]()
-    assert (ROOT / "docs/contributors/tree.md").read_text(encoding="utf-8") == written, "run: python docs/write_tree.py"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What is where")[2].partition("\n[")[0]
-    folders = set(re.findall(r"\b(\w+)/ ", readme)) | set(re.findall(r"\b(\w+)/:", readme))
-    assert {name for name in folders if not list(ROOT.glob(f"**/{name}"))} == set()
-
-
 def test_files_are_named_by_what_they_do() -> None:
     for path in FILES:
         assert path.stem.strip("_") not in {"utils", "util", "common", "helpers", "helper", "misc"}, path

@@ -1,7 +1,5 @@
 """The site: links between the pages, and (slow) the build itself, with every public name in the reference."""
 
-import importlib
-import pkgutil
 import re
 import runpy
 import subprocess
@@ -10,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import otloss
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *(page for page in DOCS.glob("*/*.md") if page.parent.name != "tutorials_built")])
+PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "tutorials_built")
 
 
 def without_code(text: str) -> str:
@@ -32,20 +28,38 @@ def test_every_page_is_in_the_contents() -> None:
     listed = []
     for page in PAGES:
         for contents in re.findall(r"```{toctree}(.*?)```", page.read_text("utf-8"), re.DOTALL):
-            names = re.findall(r"^(?:[\w ]+<)?([\w/]+)>?$", contents, re.MULTILINE)
+            names = re.findall(r"^(?:[^<\n]+<)?([\w/]+)>?$", contents, re.MULTILINE)
             listed += [(page.parent / name).relative_to(DOCS).as_posix() for name in names]
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
     assert sorted(listed) == sorted(pages - {"index"} | {"tutorials_built/index"})
 
 
+def public_names() -> dict[str, set[str]]:
+    """The `__all__` of each module of both packages that has one, read without an import of it."""
+    names = {}
+    for path in sorted([*ROOT.glob("otloss/**/*.py"), *ROOT.glob("otloss_llm/**/*.py")]):
+        if found := re.search(r"^__all__ = \[(.*?)\]", path.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            names[module] = set(re.findall(r'"(\w+)"', found[1]))
+    return names
+
+
 def test_the_reference_lists_every_public_module() -> None:
     """The build makes a page for each name in the `__all__` of these modules."""
     listed = re.findall(r"^   (otloss[\w.]*)$", (DOCS / "reference/index.md").read_text("utf-8"), re.MULTILINE)
-    folders = {f"otloss.{actual.name}" for actual in pkgutil.iter_modules(otloss.__path__) if actual.name[0] != "_"}
-    # The names of the first are those of otloss and of its other folders; the second is a command.
-    inside = {"otloss.solvers", "otloss.warm_up"}
-    assert set(listed) == {"otloss", "otloss_llm", *folders} - inside
-    assert all(importlib.import_module(name).__all__ for name in listed if name != "otloss_llm")
+    assert sorted(listed) == sorted(public_names())
+
+
+def test_what_pages_tutorials_and_examples_import_is_in_the_reference() -> None:
+    names, places = public_names(), [ROOT / "README.md", *DOCS.glob("**/*.md"), *DOCS.glob("tutorials/*.py")]
+    private = []
+    for path in [*places, *ROOT.glob("examples/*.py")]:
+        text = path.read_text("utf-8")
+        for module, single, several in re.findall(r"from (otloss[\w.]*) import (?:([\w, ]+)|\(([^)]+)\))", text):
+            imported = {name.split()[0] for name in re.split(r",\s*", (single or several).strip()) if name.strip()}
+            missing = imported - names.get(module, set())
+            private += [f"{path.name}: {module}.{name}" for name in missing if f"{module}.{name}" not in names]
+    assert private == []
 
 
 @pytest.mark.slow

@@ -18,3 +18,5 @@ for (const table of document.querySelectorAll(".bd-article table.table")) {
 stackWideTables();
 document.fonts.ready.then(stackWideTables);
 window.addEventListener("resize", stackWideTables);
+// A table in a closed part of the page has no width yet.
+for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", stackWideTables);

@@ -22,22 +22,23 @@ goal = torch.stack([4 + angle.cos(), 1 + angle.sin()], 1) + 0.05 * torch.randn(1
 # below which the loss does not tell points apart.
 
 x = start.clone().requires_grad_()
-optimizer = torch.optim.Adam([x], lr=0.15)
-snapshots = {0: start}
+optimizer = torch.optim.Adam([x], lr=0.15, betas=(0.5, 0.9))
+frames, losses = {0: start}, []
 for step in range(1, 61):
     loss = cloud_loss(x, goal, blur=0.1)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if step in (15, 60):
-        snapshots[step] = x.detach().clone()
-        print(f"step {step}: loss {loss.item():.4f}")
+    losses.append(loss.item())
+    if step in (10, 25, 60):
+        frames[step] = x.detach().clone()
+        print(f"step {step}: loss {loss.item():.2g}")
 
-figure, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained", sharex=True, sharey=True)
-for axis, (step, points) in zip(axes, snapshots.items(), strict=True):
+figure, axes = plt.subplots(1, 4, figsize=(12, 3), layout="constrained", sharex=True, sharey=True)
+for axis, (step, points) in zip(axes, frames.items(), strict=True):
     axis.scatter(*goal.T, s=8, color="0.7", label="goal")
     axis.scatter(*points.T, s=8, color="C0", label="moving")
-    axis.set(title=f"after {step} steps", xlabel="x", ylabel="y", aspect="equal")
+    axis.set(title=f"after {step} steps", aspect="equal")
 axes[0].legend(frameon=False)
 
 # %%
@@ -48,7 +49,9 @@ answer = solve(None, None, PointCost(start, goal), epsilon=0.05)
 target = answer.barycentric_map(goal)
 print(f"value {answer.value:.4f}, converged {bool(answer.converged)}, gap {answer.gap:.1e}")
 
-figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
-axis.quiver(*start.T, *(target - start).T, angles="xy", scale_units="xy", scale=1, width=0.002, color="C0")
-axis.scatter(*goal.T, s=8, color="0.5")
-axis.set(title="Where each point goes", xlabel="x", ylabel="y", aspect="equal")
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", width_ratios=[1.4, 1])
+left.quiver(*start.T, *(target - start).T, angles="xy", scale_units="xy", scale=1, width=0.002, color="C0")
+left.scatter(*goal.T, s=8, color="0.5")
+left.set(title="Where each point goes", aspect="equal")
+right.semilogy(range(1, 61), losses)
+right.set(title="The loss over the steps", xlabel="steps", ylabel="loss")

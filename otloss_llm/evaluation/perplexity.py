@@ -91,7 +91,12 @@ def perplexity(
 
 
 def context_length(model: torch.nn.Module) -> int | None:
-    """Return the number of positions the model was built for; None if its configuration does not say."""
+    """Return the number of positions the model was built for; None if its configuration does not say.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> context_length(GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1)))
+    8
+    """
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if positions is not None and positions > 0 else None  # XLNet says -1
 

@@ -18,3 +18,6 @@ from otloss_llm.objectives.statistics import Objective as Objective
 from otloss_llm.objectives.statistics import Statistics as Statistics
 from otloss_llm.objectives.statistics import Sum as Sum
 from otloss_llm.objectives.statistics import Term as Term
+
+# The formulas and parse_objective are public as otloss_llm.EMO, otloss_llm.parse_objective and so on.
+__all__ = ["NumberDistance", "Statistics", "Sum", "Term", "WithNumbers"]

@@ -19,6 +19,8 @@ from otloss_llm.models.heads import LanguageModelHead
 from otloss_llm.models.sharded_heads import is_row_shard, replicated_like
 from otloss_llm.objectives import Objective
 
+__all__ = ["ObjectiveLoss"]
+
 try:  # its trainer gives the head to instances of this class
     from torchtitan.components.loss import ChunkedLossWrapper
 except ImportError:  # a loop of your own

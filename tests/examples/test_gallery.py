@@ -1,4 +1,4 @@
-"""The pages of the gallery: what ran, what failed, what is done, and what had other data or a path of the machine."""
+"""The gallery: what ran, what failed, what is done, what had other data, and the pages of docs."""
 
 from pathlib import Path
 
@@ -45,43 +45,44 @@ def write(root: Path, name: str, printed: str = "real data") -> Path:
     return path
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_the_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(root, "graphs", f"kept in {root}/examples/x.txt and ~/.cache/otloss")
+def test_examples_run_once(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(root, "graphs")
     wrong = root / "examples/wrong.py"
     wrong.write_text('# "--output" "--quick"\nraise ValueError(\'a bad line\')', encoding="utf-8")
     assert gallery.main([], root / "examples") == 1
     assert capsys.readouterr().out.endswith("Failed: wrong\n")
-    assert files(root / "docs/reports") == {}, "make gallery leaves the tracked page as it is"
-    page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
-    assert "| 3 \\| 4 times faster. | POT |" in page
-    kept = "kept in (a path) and (a path)\nquick is False and 3/4 m/s, https://a.org/b/c."
-    assert page.endswith(f"```text\n{kept}\n```\n"), "no path of the machine"
+    assert (root / "gallery-output/graphs/graphs.png").exists()
+    assert list((root / "docs/reports").iterdir()) == [], "make gallery leaves the pages as they are"
     wrong.unlink()
     assert gallery.main([], root / "examples") == 0
     assert "graphs  " not in capsys.readouterr().out, "it is done"
 
 
-def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("ensembles", "graphs", "sequences"):
-        write(root, name)
+def test_pages_keep_the_figure_of_what_ran_on_other_data(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(root, "ensembles")
+    write(root, "graphs")
     assert gallery.main(["--docs"], root / "examples") == 0
     assert "other data" not in capsys.readouterr().out.lower()
-    before = files(root / "docs/reports")
-    write(root, "ensembles", OTHER)
-    write(root, "sequences", "a new result")
-    (root / "gallery-output/graphs/seconds.txt").unlink()  # it has not run in this clone
-    (root / "examples/graphs.py").write_text('# "--output" "--quick"\nraise ValueError', encoding="utf-8")
-    assert gallery.main(["--docs"], root / "examples") == 1
-    assert "ensembles; docs keeps what it has of them\nFailed: graphs\n" in capsys.readouterr().out
-    old, new = before["gallery.md"].decode(), (root / "docs/reports/gallery.md").read_text(encoding="utf-8")
-    sections = [dict(part.split('"', 1) for part in text.split('<a id="')[1:]) for text in (old, new)]
-    assert sections[0]["graphs"] == sections[1]["graphs"]
-    assert sections[0]["ensembles"] == sections[1]["ensembles"]
-    assert "a new result" in sections[1]["sequences"]
+    page = (root / "docs/reports/gallery/graphs.md").read_text(encoding="utf-8")
+    assert "# Title of graphs\n" in page
+    assert "**3 | 4 times faster.**" in page
+    assert "compared with POT." in page
+    cards = (root / "docs/reports/gallery.md").read_text(encoding="utf-8")
+    assert cards.count(":img-top:") == 3, "two examples and the demo"
+    figure = root / "docs/reports/gallery/ensembles.png"
+    before = figure.read_bytes()
+    script = write(root, "ensembles", OTHER)
+    script.write_text(script.read_text(encoding="utf-8").replace("[1, 2]", "[2, 1]"), encoding="utf-8")
+    assert gallery.main(["--docs"], root / "examples") == 0
+    assert "ensembles; docs keeps their figures\n" in capsys.readouterr().out
+    assert figure.read_bytes() == before
+
+
+def test_the_pages_of_docs_are_those_of_the_scripts() -> None:
+    reports = gallery.HERE.parent / "docs/reports"
+    pages = gallery_page.pages(gallery.scripts_in(gallery.HERE).values(), reports)
+    assert {page: page.read_text(encoding="utf-8") for page in pages} == pages, "python examples/gallery.py --docs"
+    assert set(pages) == {reports / "gallery.md", *(reports / "gallery").glob("*.md")}
 
 
 def test_every_example_of_the_gallery_says_when_to_use_it() -> None:
