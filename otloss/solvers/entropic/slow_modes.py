@@ -77,7 +77,8 @@ def _largest_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor
     start = torch.rand(weights.shape[-1], dtype=weights.dtype, generator=random, device="cpu") - 0.5
     basis = torch.ones_like(weights).unsqueeze(-2)  # rows of length one in the inner product of the weights
     step, norm = _orthogonal(start.to(weights).expand_as(weights), basis, weights)
-    diagonal, beside = [], []
+    diagonal: list[Tensor] = []
+    beside: list[Tensor] = []
     while True:
         basis = torch.cat([basis, torch.where(norm > 0, step / norm.where(norm > 0, 1.0), 0.0).unsqueeze(-2)], -2)
         image = _round_trip(updates, f, g, received, basis[..., -1, :])
