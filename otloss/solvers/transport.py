@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._autograd import without_gradient
+from otloss._autograd import Unchanged, without_gradient
 from otloss._checks import check_finite, check_floating
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
+from otloss.solvers.weight_rounding import rounding_of_value
 
 
 class Certificate(NamedTuple):
@@ -73,14 +74,15 @@ class Transport:
         iterations: (...), of Sinkhorn, or pivots of the simplex.
         potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
             largest one of g, in the unit of the cost. Where the plan falls into parts that hardly exchange mass it is
-            large although the marginal error is small. Infinite where rounding decides them, NaN where it is not known
-            (on a GPU, or above 2**20 entries). Exact potentials are optimal, and one pair of many where the optimum is
-            degenerate: it is their rounding. With a marginal penalty and more than 2**20 entries it is a bound, too
-            large by up to the penalty over 2 epsilon, for bins that keep mass.
+            large although the marginal error is small. Infinite where rounding decides them. Of balanced problems with
+            more than 2**20 entries the first use may take some tens of iterations. Exact potentials are optimal, and
+            one pair of many where the optimum is degenerate: it is their rounding. With a marginal penalty and more
+            than 2**20 entries it is a bound, too large by up to the penalty over 2 epsilon, for bins that keep mass.
     """
 
     def __init__(self, problem: Problem, solution: Solution, ways_back: Sequence[WayBack]) -> None:
         self._problem, self._solution = problem, solution
+        self._unchanged = Unchanged(problem.p, problem.q, *problem.cost.tensors())
         self._ways_back: list[WayBack] = []  # the way back of the last reduction first
         for way_back in reversed(ways_back):
             self._ways_back.append(way_back.after(self._dense_plan))
@@ -130,23 +132,25 @@ class Transport:
         value = self._solution.dual_value
         for step in self._ways_back:
             value = step.value(value).detach()
-        return value
+        return value - self._rounding
 
     @property
     def gap(self) -> Float[Tensor, "*batch"]:
         """(...), at least 0: the objective of a plan that keeps the marginals, minus `dual_value`; likewise.
 
-        The true optimum lies between `dual_value` and `dual_value + gap`.
+        The true optimum lies between `dual_value` and `dual_value + gap`, also that for weights without the rounding of
+        their dtype: twice what it may change is a part of the gap.
         """
         gap = self._solution.gap
         for step in self._ways_back:
             gap = step.gap(gap)
-        return gap
+        return gap + 2 * self._rounding
 
     @property
     def certificate(self) -> Certificate:
         """Bounds of the exact transport cost, in float64 and without a graph."""
-        return Certificate(*(self._bound(bound) for bound in self._solution.bounds))
+        lower, upper = (self._bound(bound) for bound in self._solution.bounds)
+        return Certificate(lower - self._rounding, upper + self._rounding)
 
     def plan(self) -> Float[Tensor, "*batch n m"]:
         """Return the plan P as a dense tensor."""
@@ -196,6 +200,11 @@ class Transport:
             yield slice(None), self._dense_plan()
         else:
             yield from self._solution.plan_blocks()
+
+    @cached_property
+    def _rounding(self) -> Float[Tensor, "*batch"]:
+        self._unchanged.check("a bound")
+        return rounding_of_value(self._problem)
 
     def _bound(self, bound: Tensor) -> Tensor:
         for step in self._ways_back:

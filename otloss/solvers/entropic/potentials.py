@@ -17,6 +17,7 @@ from otloss.solvers.entropic.dual import shifted_to_equal_mass
 from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
+from otloss.solvers.entropic.slow_modes import with_known_error
 from otloss.solvers.entropic.warnings import (
     check_not_too_small,
     warn_of_errors,
@@ -87,6 +88,7 @@ def find_potentials(
         problem = in_float64(problem, with_graph=True)
     if result.is_within(tolerance):
         if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
+            result = with_known_error(problem, result)
             warn_of_uncertain(problem, result)
         return problem, result
     warn_of_errors(problem, result, settings)

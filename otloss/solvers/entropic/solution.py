@@ -29,7 +29,8 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
-from otloss.solvers.entropic.interface import LARGEST_POTENTIAL, SearchResult, in_float64, potential_of_plan
+from otloss.solvers.entropic.interface import SearchResult, in_float64, potential_of_plan
+from otloss.solvers.entropic.slow_modes import with_known_error
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
@@ -78,9 +79,12 @@ class EntropicSolution:
     def iterations(self) -> Tensor:
         return self.search.iterations
 
-    @property
+    @cached_property
     def potential_error(self) -> Tensor:
         error = self.search.potential_error
+        if error is None or bool(error.isnan().any()):
+            self._unchanged.check("the error of the potentials")
+            error = with_known_error(self.problem, self.search).potential_error
         return torch.full_like(self.search.error, torch.nan) if error is None else error
 
     @cached_property
@@ -132,18 +136,9 @@ class EntropicSolution:
 
     @cached_property
     def _rounding_bound(self) -> Tensor:
-        """Return what rounding may add to a sum over bins. Bounds include it.
-
-        Weights were rounded before. Where potentials are far larger than epsilon, parts of the plan may pay for that
-        at the price of far costs, so it counts there.
-        """
+        """Return what rounding may add to a sum over bins. Bounds include it."""
         problem, f, g = self._in_float64
-        sizes = sizes_of_terms(problem, f, g)
-        bound = 4 * torch.finfo(f.dtype).eps * sizes
-        if problem.marginal_penalty is not None:
-            return bound
-        pays = sizes > LARGEST_POTENTIAL * problem.epsilon.detach() * problem.p.detach().sum(-1)
-        return bound + torch.where(pays, problem.weight_rounding / 2 * sizes, 0.0)
+        return 4 * torch.finfo(f.dtype).eps * sizes_of_terms(problem, f, g)
 
     # ---- derivatives of the value ----
 

@@ -246,9 +246,12 @@ def warn_of_prices(
     near = np.maximum(
         PRICE_LIMITS.near_roundings * max(rounding, PRICE_LIMITS.rounding_of_others) * mass, rounding * mass_p.sum()
     )
-    is_near = (
-        (difference > PRICE_LIMITS.roundings * rounding * mass) & (difference <= near) & (mass_p > 0) & (mass_q > 0)
-    )
+    tolerance = PRICE_LIMITS.roundings * rounding * mass
+    is_near = (difference > tolerance) & (difference <= near) & (mass_p > 0) & (mass_q > 0)
+    # What has to leave the other blocks explains as much of the difference, as in light bins without a partner.
+    elsewhere = difference[(difference > tolerance) & ~is_near].sum()
+    if difference[is_near].sum() <= elsewhere + tolerance[is_near].sum():
+        return
     crossing = (costs >= price) & (is_near[blocks.rows[cells[0]]] | is_near[blocks.columns[cells[1]]])
     amounts, moved = flows * costs, float(flows[crossing].sum())
     if amounts[crossing].sum() <= 1e-3 * amounts[~crossing].sum():

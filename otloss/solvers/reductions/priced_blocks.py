@@ -29,8 +29,7 @@ from otloss.solvers.reductions.way_back import WayBack
 
 SMALL_EPSILON = 1e-4  # of a price; less, whether a cost or the largest one, takes no digits that count
 NEGLIGIBLE_COST = 1e-3  # epsilons for the mass, which blocks that differ by more than rounding may pay
-LARGEST_MATRIX = 2**22  # pairs of bins of one problem, above which clouds are searched by clusters, without a matrix
-MAX_ENTRIES = 2**24  # of all matrices that are computed here: 128 MiB in float64
+MAX_ENTRIES = 2**24  # of all matrices that are computed here: 128 MiB in float64; with more, the gap tells
 STEPS = 10  # from a bin to all others, in clouds that are one block
 
 
@@ -64,7 +63,7 @@ def _suits(problem: Problem) -> bool:
     cost, pairs = problem.cost, math.prod(problem.cost.shape)
     if cost.stored_matrix() is not None:
         return True
-    if cost.as_grid() is not None or pairs > LARGEST_MATRIX or cost.batch_shape.numel() * pairs > MAX_ENTRIES:
+    if cost.as_grid() is not None or cost.batch_shape.numel() * pairs > MAX_ENTRIES:
         return False
     # The masses of blocks of equal weights differ by whole bins, and so by no rounding.
     return len({bound.item() for w in (problem.p, problem.q) for bound in torch.aminmax(w.detach())}) > 1

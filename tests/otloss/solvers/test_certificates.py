@@ -11,6 +11,8 @@ from torch import Tensor
 
 import otloss
 from otloss import ConvergenceWarning
+from otloss.costs import PointCost
+from otloss.solvers.exact.clouds import CloudLimits
 from tests.otloss.oracles import precise_potentials
 
 
@@ -148,6 +150,56 @@ def test_bins_too_light_for_the_factors_of_the_kernel(
     assert 0 <= float(optimum - float(answer.dual_value.detach())) <= float(answer.gap.detach()) < rounding
     for potential, right in zip(answer.potentials, (f, g), strict=True):
         assert potential.detach().tolist() == pytest.approx([float(x) for x in right], rel=1e-3, abs=0.1 * epsilon)
+
+
+@pytest.mark.parametrize("kind", ["exact", "clouds", "partial", "entropic"])
+@pytest.mark.parametrize("metric", ["euclidean", "sqeuclidean"])
+def test_the_gap_counts_the_rounding_of_weights(kind: str, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At p = q up to rounding all of the value may come from the weights being scaled to equal masses in float32."""
+    monkeypatch.setattr("otloss.solvers.exact.clouds.CLOUD_LIMITS", CloudLimits(min_pairs=2**15))
+    n = 300 if kind == "clouds" else 12
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        x, p = torch.randn(n, 2, generator=generator), torch.rand(n, generator=generator) + 0.05
+        p = p / p.sum()
+        q = (p.double() * (1 + 1e-7 * torch.randn(n, generator=generator, dtype=torch.float64))).float()
+        wide = p.double(), q.double() * (p.double().sum() / q.double().sum())
+        options: dict[str, float] = {"mass": 0.9} if kind == "partial" else {}
+        options |= {"epsilon": 0.1} if kind == "entropic" else {}
+        answer = otloss.solve(p, q, PointCost(x, x.clone(), metric=metric), **options)
+        right = otloss.solve(*wide, PointCost(x.double(), x.clone().double(), metric=metric).dense(), **options)
+        error = abs(float(answer.value) - float(right.value))
+        assert error <= float(answer.gap) + 1e-7 * abs(float(right.value)), seed
+        assert float(answer.gap) < 2e-6 * float(PointCost(x, metric=metric).largest())
+
+
+def test_equal_weights_have_no_rounding_of_their_own() -> None:
+    x = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    assert float(otloss.solve(None, None, PointCost(x, x + 1)).gap) < 1e-14
+
+
+@pytest.mark.parametrize("clusters", [1, 3])
+def test_the_error_of_potentials_without_a_matrix_is_that_with_one(
+    clusters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shift = 2.0 * (torch.arange(60) % clusters).double()[:, None]
+    x, y = shift + torch.rand(2, 60, 2, generator=generator, dtype=torch.float64)
+    p, q = torch.rand(2, 60, generator=generator, dtype=torch.float64) + 0.1
+    q[3] = 0
+    problem = p / p.sum(), q / q.sum(), PointCost(x, y)
+    options = {"epsilon": 0.3, "tolerance": 1e-6, "impl": "torch"}
+    right = otloss.solve(*problem, **options)  # type: ignore[arg-type]
+    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
+    answer = otloss.solve(*problem, **options)  # type: ignore[arg-type]
+    assert float(answer.potential_error) == pytest.approx(float(right.potential_error), rel=0.5)
+
+
+def test_uncertain_gradients_are_named_without_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
+    p, cost = torch.full((2,), 0.5, dtype=torch.float64), torch.tensor([[0.0, 1.0], [1.5, 0.0]], dtype=torch.float64)
+    with pytest.warns(ConvergenceWarning, match="unknown amount"):
+        otloss.sinkhorn(p.clone().requires_grad_(), p, cost, epsilon=1 / 32, impl="torch")
 
 
 def test_the_gap_without_weights() -> None:

@@ -355,6 +355,32 @@ def test_groups_of_bins_without_costs() -> None:
     assert float(value) == pytest.approx(float((p - q * (p.sum() / q.sum())).abs().sum()) / 2, rel=1e-3)
 
 
+def test_prices_below_a_thousand_times_what_is_paid() -> None:
+    """They are costs like any: rounding pays them, the gap holds it, and the potentials are optimal for it."""
+    for seed in range(24):
+        dtype = (torch.float32, torch.float64)[seed % 2]
+        problem = priced(seed, dtype, largest=3.5)
+        among = problem.rows[:, None] != problem.columns
+        cost = torch.where(among, problem.cost * 10 ** (-2.5 * (seed + 1) / 24), problem.cost)
+        answer = otloss.solve(*problem[:2], cost)
+        p, q, wide = (t.double() for t in (*problem[:2], cost))
+        right = linprog_value(p.numpy(), (q * (p.sum() / q.sum())).numpy(), wide.numpy())
+        f, g = (potential.double() for potential in answer.potentials)
+        rounding = 4 * torch.finfo(dtype).eps * float(cost.max())
+        assert abs(float(answer.value) - right) <= float(answer.gap) + 1e-7 * right, seed
+        assert float((f[:, None] + g - wide).max()) <= rounding
+        assert float(p @ f + q @ g) == pytest.approx(right, abs=rounding)
+
+
+def test_light_bins_that_have_to_pay_are_not_named() -> None:
+    """What a light point far away moves is not rounding, though it is a rounding of the heavy bins."""
+    x = torch.tensor([0.0, 1.0, 2.0, 3.0, 1e3], dtype=torch.float64)
+    p = torch.tensor([0.3, 0.2, 0.4, 0.1, 3e-7], dtype=torch.float64)
+    q = torch.tensor([0.1, 0.4, 0.2, 0.3 + 3e-7, 0.0], dtype=torch.float64)
+    cost = (x[:, None] - x).square()
+    assert float(otloss.emd(p, q, cost)) == pytest.approx(linprog_value(p.numpy(), q.numpy(), cost.numpy()), rel=1e-6)
+
+
 def far_clusters(count: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Clouds in clusters of equal mass, and the cluster of each point."""
     generator = torch.Generator().manual_seed(count)
