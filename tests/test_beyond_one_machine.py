@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-for package in ("dask.dataframe", "distributed", "matplotlib", "ot"):
+for package in ("dask.dataframe", "distributed", "matplotlib", "ot", "xgboost", "lightgbm"):
     pytest.importorskip(package)
-xgboost, lightgbm = pytest.importorskip("xgboost"), pytest.importorskip("lightgbm")
 
 import dask  # noqa: E402
+import lightgbm  # noqa: E402
 import many_problems  # noqa: E402
 import xgboost.dask  # noqa: E402
 from dask import array  # noqa: E402
