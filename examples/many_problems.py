@@ -9,7 +9,7 @@ parallel, and the kernels are compiled before, once on each machine. Ray and Spa
 where they are installed.
 
 Data: histograms and documents are drawn from a seed in the partition that needs them.
-Result: RESULT
+Result: the values are those of a loop of calls, also after a worker was killed; the run prints the pairs a second.
 
     python examples/many_problems.py --workers 2
 """
