@@ -3,7 +3,8 @@ single_problems, gradients, boosting, first_calls, or all.
 
 hard_clouds (with options of its own), ordinal and ordinal_loss (with packages of the extra "peers"), mathematics,
 number_regression, objectives, place_values, ratings and scaling_clouds run only by name: objectives, ordinal and
-mathematics train for an hour and more. `python -m benchmarks paper --list` names the experiments, each with its time.
+mathematics train for an hour and more, and `objectives --scale large` trains models of 10 and 30 million parameters,
+for half an hour of an H100. `python -m benchmarks paper --list` names the experiments, each with its time.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ def main(arguments: list[str] | None = None) -> None:
         action="store_true",
         help="scaling, ordinal, and those of numbers and mathematics: resume an interrupted run",
     )
+    parser.add_argument("--scale", choices=["large"], help="of objectives: models of 10 and 30 million parameters")
     options, more = parser.parse_known_args(arguments)
     if more and options.name != "hard_clouds":
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected 1 or more")
+    if options.scale and options.name != "objectives":
+        parser.error(f"--scale is an option of objectives, and got {options.name or 'no name'}")
     settings = Settings(
         rounds=options.rounds,
         small=options.small,
@@ -59,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         resume=options.resume,
     )
     for name in [options.name] if options.name else BENCHMARKS:
+        name = f"{name}_{options.scale}" if options.scale else name
         if name == "ordinal_loss":
             import_module("benchmarks.ordinal").times(settings)
         elif name == "hard_clouds":

@@ -22,6 +22,13 @@ INPUTS = {
     "numbers": (("math/gsm8k-train.jsonl", TOKENIZER), "it is skipped"),
     "mathematics": (("math",), "it is skipped"),
     "objectives": (("models/stories260K", "text/warandpeace.txt"), "it is skipped"),
+    "objectives_large": (
+        (
+            *(f"text/{name}.txt" for name in ("tinyshakespeare", "warandpeace", "wikitext2-valid")),
+            "math/gsm8k-train.jsonl",
+        ),
+        "it is skipped",
+    ),
     "ratings": (("models/stories260K",), "it has the models from scratch alone"),
     "ordinal": (("ordinal/ben-david", "ordinal/gagolews"), "it has the sets of scikit-learn and statsmodels alone"),
 }

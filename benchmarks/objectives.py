@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,10 @@ class Experiment:
     def source(self) -> str:
         return f"source-{self.text}-{self.steps}-{'pretrained' if self.pretrained else 'scratch'}"
 
+    @property
+    def without_dropout(self) -> Experiment:
+        return replace(self, name=self.name.partition(", dropout")[0], dropout=0.0)
+
 
 EXPERIMENTS = (
     Experiment("few texts", "docstrings", 600, 16, True, FINE_TUNING | {"train_texts": 256}),
@@ -151,9 +155,11 @@ class Job:
 class Bench:
     """The folder of all runs; `small` has sizes that only check that everything runs."""
 
+    name, fields, rates = NAME, FIELDS, (*RATES, *BEYOND.values())
+
     def __init__(self, folder: Path, data: Path, *, small: bool = False) -> None:
         self.folder, self.start, self.small = folder, str(data / START), small
-        self.data = data
+        self.data, self.row_length, self.texts = data, 128, 20 if small else TEXTS
         self.arms = ARMS[:2] if small else ARMS
         self.seeds = SEEDS[:1] if small else SEEDS
         self.experiments = EXPERIMENTS[:2] if small else EXPERIMENTS
@@ -186,16 +192,23 @@ class Bench:
             return
         say(f"the source {experiment.source}")
         tokenizer = load_tokenizer(self.start)
-        rows = PackedBlocks.from_texts(self.documents(experiment.text), tokenizer, 128, progress=False)
+        model = load_model(self.start) if experiment.pretrained else small_llama(tokenizer)
+        self.train_by_likelihood(
+            folder, model, tokenizer, self.documents(experiment.text), steps=experiment.steps, batch=experiment.batch,
+            rate=1e-3 if experiment.pretrained else 3e-3,
+        )  # fmt: skip
+
+    def train_by_likelihood(
+        self, folder: Path, model: Any, tokenizer: Any, documents: list[str], *, steps: int, batch: int, rate: float
+    ) -> None:
+        rows = PackedBlocks.from_texts(documents, tokenizer, self.row_length, progress=False)
         args = self.arguments(folder)
         args.save_strategy, args.save_steps, args.save_total_limit = SaveStrategy.STEPS, 200, 1  # it can be resumed
-        args.max_steps, args.per_device_train_batch_size = self.steps(experiment.steps), experiment.batch
+        args.max_steps, args.per_device_train_batch_size = self.steps(steps), batch
         args.lr_scheduler_type, args.warmup_steps = SchedulerType.COSINE, max(1, args.max_steps // 20)
-        args.learning_rate = 1e-3 if experiment.pretrained else 3e-3
-        args.weight_decay, args.adam_beta2 = 0.1, 0.98
-        model = load_model(self.start) if experiment.pretrained else small_llama(tokenizer)
+        args.learning_rate, args.weight_decay, args.adam_beta2 = rate, 0.1, 0.98
         settings = {"blocks": rows.fingerprint}
-        train_run(model, tokenizer, rows, args=args, objective=MLE(), cost=None, settings=settings, bar="source")
+        train_run(model, tokenizer, rows, args=args, objective=MLE(), cost=None, settings=settings, bar=folder.name)
 
     def documents(self, text: str) -> list[str]:
         if text == "docstrings":
@@ -205,33 +218,40 @@ class Bench:
             return [f"{record['question']}\n{record['answer']}" for record in records]
         return read_texts(self.data / f"text/{text}.txt")
 
-    def start_with_dropout(self, share: float) -> str:
+    def start_with_dropout(self, start: str, folder: Path, share: float) -> str:
         """The folder of the start whose attention has dropout."""
-        folder = self.folder / f"start-dropout{share:g}"
         if not (folder / "config.json").is_file():
-            model = load_model(self.start)
+            model = load_model(start)
             model.config.attention_dropout = share
             with replaced(folder) as partial:
                 model.save_pretrained(partial)
-                load_tokenizer(self.start).save_pretrained(partial)
+                load_tokenizer(start).save_pretrained(partial)
         return str(folder)
 
     # ---- students ----------------------------------------------------------------------------------------------------
 
     def oracle(self, job: Job) -> Oracle:
         experiment, students = job.experiment, dict(job.experiment.students)
-        if experiment.pretrained:
-            students["start"] = self.start_with_dropout(experiment.dropout) if experiment.dropout else self.start
-        elif job.rate != RATES[0]:  # the start that was trained for the first rate
-            students["start"] = str(self.home(experiment, RATES[0]) / "start-model")
+        students["start"] = self.start_of(experiment, job.rate)
         for name in ("steps", "start_steps"):
             if name in students:
                 students[name] = self.steps(students[name])
         return Oracle(
             source=str(self.folder / experiment.source), arms=(job.oracle_arm,), seeds=(job.seed,),
             temperatures=job.temperatures, learning_rate=LEARNING_RATE * job.rate,
-            texts=20 if self.small else TEXTS, text_scores=False, **students,
+            texts=self.texts, text_scores="MAUVE" in self.fields, **students,
         )  # fmt: skip
+
+    def start_of(self, experiment: Experiment, rate: float) -> str | None:
+        """The model that students start from; None for one that is trained with the first of them."""
+        if experiment.pretrained:
+            start, folder = self.start, self.folder / f"start-dropout{experiment.dropout:g}"
+        elif rate == RATES[0] and not experiment.dropout:
+            return None
+        else:
+            start = str(self.home(experiment.without_dropout, RATES[0]) / "start-model")
+            folder = self.folder / f"{experiment.name.replace(' ', '-')}-start"
+        return self.start_with_dropout(start, folder, experiment.dropout) if experiment.dropout else start
 
     def run(self, job: Job) -> None:
         """Train and measure a student. A training that diverges is kept as failed."""
@@ -246,7 +266,8 @@ class Bench:
     def validation(self, job: Job) -> dict[str, float]:
         """KL(source || student) on text of the source that is not the test text, the least over temperatures."""
         texts = np.load(self.home(job.experiment, job.rate) / "texts-ceiling.npy").tolist()
-        source, student = load_model(str(self.folder / job.experiment.source)), load_model(str(self.student(job)))
+        folders, device = (self.folder / job.experiment.source, self.student(job)), self.arguments(self.folder).device
+        source, student = (load_model(str(folder)).to(device) for folder in folders)
         divergences = token_divergence(source, student, texts, q_temperatures=TEMPERATURES)
         return {"forward": min(one.kl for one in divergences)}
 
@@ -263,6 +284,8 @@ class Bench:
             if path.is_file():
                 point = read_json(path)
                 values |= {f"{side} T={temperature:g}": point[side] for side in ("forward", "reverse")}
+        if (home / "mauve.json").is_file():
+            values["MAUVE"] = read_json(home / "mauve.json")["mauve"]
         return values
 
     def lacks(self, job: Job) -> bool:
@@ -345,14 +368,17 @@ class Bench:
         rows = []
         for experiment in (*self.experiments, *(experiment for experiment, _ in self.controls), *self.more):
             for arm in (*self.arms, *self.tries):
-                for rate in (*RATES, *BEYOND.values()):
+                for rate in self.rates:
                     for seed in self.seeds:
                         if values := self.measures(Job(experiment, arm, rate, seed)):
                             row = {name: f"{value:.5f}" for name, value in values.items()}
                             rows.append({"experiment": experiment.name, "arm": arm, "rate": rate, "seed": seed} | row)
         machine = {"hardware": hardware(), "torch": torch.__version__}
-        with replaced(output / f"{NAME}.csv") as partial, partial.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, FIELDS, restval="", lineterminator="\n")
+        with (
+            replaced(output / f"{self.name}.csv") as partial,
+            partial.open("w", newline="", encoding="utf-8") as stream,
+        ):
+            writer = csv.DictWriter(stream, self.fields, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(row | machine for row in rows)
 

@@ -12,6 +12,7 @@ import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -92,7 +93,7 @@ def best_rate(experiment: str, arm: str) -> float:
     return min(measured, key=values.__getitem__)
 
 
-def frontier(row: Row) -> Frontier:
+def frontier(row: Mapping[str, Any]) -> Frontier:
     temperatures = [
         float(name.partition("=")[2]) for name, value in row.items() if name.startswith("forward") and value
     ]
@@ -109,7 +110,12 @@ def at_best(experiment: str, arm: str) -> Students:
 
 def difference(own: Students, other: Students) -> Difference | None:
     """Students minus others, which are of likelihood, at the recall of these at T = 0.8."""
-    ours, theirs = runs_of(*own), runs_of(*other)
+    return difference_of_runs(runs_of(*own), runs_of(*other))
+
+
+def difference_of_runs(
+    ours: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]]
+) -> Difference | None:
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
         return None

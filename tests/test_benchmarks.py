@@ -3,6 +3,7 @@
 import csv
 import mmap
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,36 @@ def test_number_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     gains = {row["decoding"]: row["gain"] for row in kept if (row["arm"], row["measure"]) == ("mle", "mae")}
     assert gains["greedy"] == "0"
     assert set(gains) == set(regression.DECODINGS)
+
+
+def test_objectives_of_large_models_run_dry_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.objectives_large import LargeBench
+
+    bench = LargeBench(tmp_path / "runs", tmp_path, small=True)
+    bench.work(tmp_path)
+    kept = rows(tmp_path / "objectives_large.csv")
+    arms = {(row["experiment"], row["arm"]) for row in kept}
+    assert arms == {
+        (f"{name}{end}", arm) for name in ("512 texts", "students")
+        for end, arm in (("", "mle"), ("", "emo"), (", dropout 0.1", "mle"))
+    }  # fmt: skip
+    assert all(float(row[name]) > 0 for row in kept for name in ("validation", "forward T=1", "reverse T=1", "MAUVE"))
+    losses = {row["arm"]: row["forward T=1"] for row in kept if row["experiment"] == "students"}
+    assert losses["mle"] != losses["emo"]
+    assert bench.table().count("of 3 seeds") + bench.table().count("| - ") > 0
+    job = next(bench.jobs())
+    shutil.rmtree(bench.student(job))
+    capsys.readouterr()
+    bench.work(tmp_path)
+    assert re.fullmatch(rf"{job.experiment.name}, {job.arm}, rate 1, seed 0: \d+ s\n", capsys.readouterr().out)
+    assert rows(tmp_path / "objectives_large.csv") == kept, "the student that was lost alone is trained again"
+
+
+def test_objectives_of_large_models_need_their_text(no_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["objectives", "--scale", "large"])
+    assert "objectives_large without its data: it is skipped" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["numbers", "--scale", "large"])
 
 
 # ---- verdicts and measures -------------------------------------------------------------------------------------------

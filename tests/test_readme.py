@@ -45,7 +45,7 @@ def empty_folder(tmp_path: Path) -> Iterator[Path]:
 
 def need_packages_of(code: str) -> None:
     """Skip where a package of an extra is missing; the libraries are the real ones."""
-    for package in ("transformers", "trl", "datasets", "matplotlib", "xgboost", "lightgbm"):
+    for package in ("transformers", "trl", "datasets", "matplotlib", "xgboost", "lightgbm", "dask"):
         if re.search(rf"(?:from|import) {package}\b", code) or (package == "transformers" and "otloss_llm" in code):
             pytest.importorskip(package)
     if "plotting" in code:

@@ -156,8 +156,8 @@ def sample_rows(
     batch_size: int = 1024,
 ) -> Int[Tensor, "count length"]:
     """Return the prompts, each followed by tokens that are sampled from the model's whole distribution."""
-    generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     rows = []
     with evaluation_mode(model):
         for part in prompts.split(batch_size):
@@ -165,8 +165,8 @@ def sample_rows(
             for _ in range(length - prompts.shape[1]):
                 out = model(input_ids=ids if past is None else ids[:, -1:], past_key_values=past, use_cache=True)
                 past = getattr(out, "past_key_values", None)
-                shares = torch.softmax(out.logits[:, -1].float() / temperature, -1).cpu()
-                ids = torch.cat([ids, torch.multinomial(shares, 1, generator=generator).to(device)], 1)
+                shares = torch.softmax(out.logits[:, -1].float() / temperature, -1)
+                ids = torch.cat([ids, torch.multinomial(shares, 1, generator=generator)], 1)
             rows.append(ids.cpu())
     return torch.cat(rows)
 
@@ -199,7 +199,7 @@ def run_oracle(
         ValueError: an unknown arm, texts longer than the source's context, a source without a beginning of text, a
             start with another tokenizer, or a folder that holds another experiment.
     """
-    source, tokenizer = load_model(oracle.source), load_tokenizer(oracle.source)
+    source, tokenizer = load_model(oracle.source).to(args.device), load_tokenizer(oracle.source)
     if oracle.start is not None:
         _check_start(oracle.start, source, tokenizer)
     start_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -324,7 +324,7 @@ def _train(
         path = folder / f"embedding-{arm.embedding}.npy"
         if not path.is_file():
             head = find_head(source).weight.detach().float()
-            np.save(path, embeddings[arm.embedding](head, source, rows).numpy())
+            np.save(path, embeddings[arm.embedding](head, source, rows).cpu().numpy())
         cost = load_cost(str(path), model, seed=args.seed)
     elif needs_cost:
         cost = load_cost(embedding, model, seed=args.seed)
@@ -344,7 +344,7 @@ def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tenso
 
     @functools.cache
     def student() -> Any:
-        return load_model(str(own))
+        return load_model(str(own)).to(source.device)
 
     @functools.cache
     def draw(temperature: float) -> Tensor:

@@ -31,6 +31,11 @@ _CONSTANT = (
     "small beside the limits and penalties of the trees. Raise transport and cross_entropy or the weights, or lower "
     "min_child_weight, gamma and lambda in booster_params."
 )
+# What trains on a cluster, by booster.
+_ON_DASK = {
+    "xgboost": "xgboost.dask.train(obj=otloss.boosting.xgboost_objective(K))",
+    "lightgbm": 'lightgbm.DaskLGBMRegressor(objective=otloss.boosting.lightgbm_objective(K, interface="sklearn"))',
+}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -129,12 +134,14 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
         Raises:
             ImportError: if the library of `booster` is not installed.
+            TypeError: if X is a collection of Dask, which the libraries train on themselves.
             ValueError: if a label, a weight, a feature or a setting is wrong; the message says which.
 
         Warns:
             ConvergenceWarning: if `n_estimators` rounds ended training before early stopping did.
             UserWarning: if no tree splits, so that the class frequencies are predicted, or labels have fractions.
         """
+        self._check_in_memory(X)
         with unchanged_on_error(self):
             eval_set = joined_evaluation(eval_set, eval_X, eval_y)
             self._category_dtypes = category_dtypes(X)
@@ -167,6 +174,14 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     def _accepts(self) -> dict[str, Any]:
         return {**super()._accepts(), "dtype": [np.float64, np.float32], "ensure_all_finite": "allow-nan"}
+
+    def _check_in_memory(self, X: Any) -> None:
+        if hasattr(X, "__dask_graph__"):
+            raise TypeError(
+                f"X is a {type(X).__name__} of Dask, expected rows in memory. Train on the cluster by "
+                f"{_ON_DASK.get(self.booster, _ON_DASK['xgboost'])}, with positions of K classes as labels, or pass "
+                "X.compute() and y.compute()."
+            )
 
     def _check_settings(self) -> None:
         super()._check_settings()

@@ -83,23 +83,23 @@ def token_divergence(
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             ids, mask = padded([sequences[i] for i in rows])
-            scored = mask[:, 1:].clone()
-            scored[:, : prefix_length - 1] = 0
             log_p = torch.log_softmax(_logits(p, ids, mask) / p_temperature, -1)
-            logits = _logits(q, ids, mask)
+            logits = _logits(q, ids, mask).to(log_p.device)
+            scored = mask[:, 1:].to(log_p.device, copy=True)
+            scored[:, : prefix_length - 1] = 0
             shares = log_p.exp()
-            entropy[rows] = -(torch.where(shares > 0, shares * log_p, 0.0).sum(-1) * scored).sum(-1).double()
+            entropy[rows] = -(torch.where(shares > 0, shares * log_p, 0.0).sum(-1) * scored).sum(-1).double().cpu()
             for k, temperature in enumerate(q_temperatures):
                 log_q = torch.log_softmax(logits / temperature, -1)
                 # One sum keeps the digits of a small divergence.
                 kl = torch.where(shares > 0, shares * (log_p - log_q), 0.0).sum(-1)
-                crossed[k, rows] = (kl * scored).sum(-1).double()
+                crossed[k, rows] = (kl * scored).sum(-1).double().cpu()
     return [_summary(kl, entropy, counts) for kl in crossed]
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     device = next(model.parameters()).device
-    return model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, :-1].float().cpu()
+    return model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, :-1].float()
 
 
 def _summary(kl: Tensor, entropy: Tensor, counts: Tensor) -> TokenDivergence:
