@@ -14,6 +14,7 @@ from otloss.solvers.closed_forms.circle import wasserstein_circular
 from otloss.solvers.closed_forms.line import cdf_distance, wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
 from otloss.solvers.closed_forms.tree import wasserstein_tree
+from otloss.solvers.options import Penalty
 from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence
 
 
@@ -158,7 +159,7 @@ class Sinkhorn(_TransportLoss):
         epsilon: float | Tensor,
         mass: float | Tensor | None = None,
         epsilon_relative_to: str | None = None,
-        marginal_penalty: float | None = None,
+        marginal_penalty: Penalty = None,
         grad: str = "envelope",
         tolerance: float | None = None,
         max_iterations: int = 10000,
@@ -191,7 +192,7 @@ class SinkhornDivergence(Loss):
         cost_p: Cost | Tensor | None = None,
         cost_q: Cost | Tensor | None = None,
         epsilon_relative_to: str | None = None,
-        marginal_penalty: float | None = None,
+        marginal_penalty: Penalty = None,
         grad: str = "envelope",
         tolerance: float | None = None,
         max_iterations: int = 10000,

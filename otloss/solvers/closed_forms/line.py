@@ -82,8 +82,8 @@ def cdf_distance(
         tensor(2.)
     """
     check_not_recorded()
-    _check_exponent("power", power)
-    p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x, p)))
+    check_exponent("power", power)
+    p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x, p)))
     return _closed_form(_cdf_distance, (p, q, x), power)
 
 
@@ -94,7 +94,7 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
             f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins; "
             "for different bins use wasserstein_1d with positions x and y."
         )
-    x = _positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
+    x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
     x_sorted, order = x.sort(dim=-1, stable=True)
     # The last bin has no gap behind it; a gap of 0 there is cheaper than slicing the histograms.
     gaps = x_sorted.diff(dim=-1, append=x_sorted[..., -1:])
@@ -105,7 +105,7 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
         apart = (weights_p - weights_q).cumsum(-1)
         if power < 2:  # the derivative at rounding errors is large: their power - 1
             apart = apart.masked_fill(_empty_ends(weights_p)[1] & _empty_ends(weights_q)[1], 0.0)
-        apart = _power(apart, power)
+        apart = power_of(apart, power)
     return (gaps * apart).sum(-1).to(pair.dtype)
 
 
@@ -181,8 +181,8 @@ def wasserstein_1d(
         tensor(5.)
     """
     check_not_recorded()
-    _check_exponent("order", order)
-    p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
+    check_exponent("order", order)
+    p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
     return _closed_form(_wasserstein_1d, (p, q, x, y), order)
@@ -195,8 +195,8 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
             f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins when y is not given; "
             "pass y, the positions of q's bins."
         )
-    x = _positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
-    y = x if y is None else _positions("y", y, pair.q)
+    x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
+    y = x if y is None else checked_positions("y", y, pair.q)
     x_sorted, order_x = x.sort(dim=-1, stable=True)
     y_sorted, order_y = y.sort(dim=-1, stable=True)
     value = _quantile_cost(_take(pair.p, order_x), _take(pair.q, order_y), x_sorted, y_sorted, order)
@@ -209,7 +209,7 @@ def _sums_to_one(weights: Tensor) -> bool:
     return not totals.numel() or all(abs(total.item() - 1) < 1e-3 for total in torch.aminmax(totals))
 
 
-def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
+def or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
     """The weights, or 1 / n each for the bins at the positions; where there are none, for those of the other side."""
     if weights is not None:
         return weights
@@ -309,7 +309,7 @@ def _merged_path(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> tu
     from_p = origin < n
     passed_p = from_p.cumsum(-1).sub_(from_p.long())
     passed_q = torch.arange(n + m, device=p.device) - passed_p
-    prices = _power(x.gather(-1, passed_p.clamp_(max=n - 1)) - y.gather(-1, passed_q.clamp_(max=m - 1)), order)
+    prices = power_of(x.gather(-1, passed_p.clamp_(max=n - 1)) - y.gather(-1, passed_q.clamp_(max=m - 1)), order)
     return widths, prices
 
 
@@ -341,7 +341,7 @@ def _empty_ends(weights: Tensor) -> tuple[Tensor, Tensor]:
     return occupied == 0, occupied == occupied[..., -1:]
 
 
-def _power(difference: Tensor, power: float) -> Tensor:
+def power_of(difference: Tensor, power: float) -> Tensor:
     if power == 1:
         return difference.abs()
     if power == 2:
@@ -364,7 +364,7 @@ def _position_dtypes(**inputs: Any) -> list[torch.dtype]:
     return [check_tensor(name, positions).dtype for name, positions in inputs.items() if positions is not None]
 
 
-def _positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:
+def checked_positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:
     """Return checked positions in the dtype of `weights`."""
     check_finite(name, positions)
     check_last_axis(name, positions, weights.shape[-1])
@@ -372,6 +372,6 @@ def _positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:
     return positions.to(weights.dtype)
 
 
-def _check_exponent(name: str, value: float) -> None:
+def check_exponent(name: str, value: float) -> None:
     if not 1 <= check_number(name, value) < float("inf"):
         raise ValueError(f"{name} is {value}, expected a finite number of at least 1.")
