@@ -19,6 +19,7 @@ from otloss.solvers.barycenter.barycenter import barycenter as barycenter
 from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.closed_forms.circle import wasserstein_circular as wasserstein_circular
+from otloss.solvers.closed_forms.gaussians import bures_wasserstein as bures_wasserstein
 from otloss.solvers.closed_forms.line import cdf_distance as cdf_distance
 from otloss.solvers.closed_forms.line import wasserstein_1d as wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein as sliced_wasserstein
@@ -48,6 +49,7 @@ __all__ = [
     "Transport",
     "__version__",
     "barycenter",
+    "bures_wasserstein",
     "cdf_distance",
     "cloud_loss",
     "costs",

@@ -199,7 +199,7 @@ def _above_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, or
     f = path.cheapest_for_p(high, g)
     g = torch.where(fixed_q > 0, g, path.cheapest_for_q(high, f))
     # The differences from the detached weights are zero and carry f and g, which keep their graph in the positions.
-    return path.value(high) + ((p - fixed_p) * f + (q - fixed_q) * g).sum(-1)
+    return path.value(high) + ((p - fixed_p) * f).sum(-1) + ((q - fixed_q) * g).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class _Shift:
         of_f, of_g: (..., 1), what the potentials lack.
         mass: (...), what is moved; the masses of p and q on average where the plan decides it.
         low_of_plan: (...), l where the plan decides how much is moved; None elsewhere.
+        rounding: (...), what the rounding of scaled weights may change in a value.
     """
 
     of_value: Float[Tensor, "*batch"]
@@ -98,6 +99,7 @@ class _Shift:
     of_g: Float[Tensor, "*batch 1"]
     mass: Float[Tensor, "*batch"]
     low_of_plan: Float[Tensor, "*batch"] | None = None
+    rounding: Float[Tensor, "*batch"] | float = 0.0
 
 
 def _shifted(problem: Problem, low: Tensor) -> tuple[Problem, _Shift]:
@@ -120,16 +122,17 @@ def _shifted(problem: Problem, low: Tensor) -> tuple[Problem, _Shift]:
     a = -low / (rho_p + rho_q + 2 * epsilon)
     factor = a.exp().unsqueeze(-1)
     p, q = problem.p * factor, problem.q * factor
-    grown_p, grown_q = p.sum(-1), q.sum(-1)
-    product = grown_p * grown_q
+    product = p.sum(-1) * q.sum(-1)
     if not bool((product <= torch.finfo(problem.dtype).max).all()):
         raise ValueError(
             f"the cost matrix holds {float(low.min()):.3g}, far below 0 for this marginal_penalty and epsilon: the mass "
             f"of the plan overflows {problem.dtype}; expected larger costs, or larger penalties."
         )
-    of_value = rho_p * (mass_p - grown_p) + rho_q * (mass_q - grown_q) + epsilon * (mass_p * mass_q - product)
+    # Differences bin by bin keep the digits where the penalty is large and the factor near one.
+    of_value = rho_p * (problem.p - p).sum(-1) + rho_q * (problem.q - q).sum(-1) + epsilon * (mass_p * mass_q - product)
     by_a = -a.detach().unsqueeze(-1)
-    shift = _Shift(of_value, by_a * penalty.p, by_a * penalty.q, average, low)
+    rounding = 2 * torch.finfo(p.dtype).eps * (rho_p * p.detach().sum(-1) + rho_q * q.detach().sum(-1))
+    shift = _Shift(of_value, by_a * penalty.p, by_a * penalty.q, average, low, rounding)
     return dataclasses.replace(problem, p=p, q=q), shift
 
 
@@ -173,6 +176,12 @@ class _PlainCosts(WayBack):
 
     def value(self, value: Tensor) -> Tensor:
         return value + self.shift.of_value - self.paid
+
+    def dual_value(self, value: Tensor) -> Tensor:
+        return self.value(value) - self.shift.rounding
+
+    def gap(self, gap: Tensor) -> Tensor:
+        return gap + 2 * self.shift.rounding
 
     def bound(self, bound: Tensor) -> Tensor:
         if (low := self.shift.low_of_plan) is None:

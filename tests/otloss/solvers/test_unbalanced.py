@@ -115,7 +115,7 @@ def test_an_epsilon_far_above_the_penalty(ratio: float, dtype: torch.dtype) -> N
 
 # ---- a penalty for each side -----------------------------------------------------------------------------------------
 
-PAIRS = [(0.3, 2.0), (1e6, 1e-3), (1e-3, 1e6), (None, 0.1), (0.1, None), (None, 1e4), (1e-3, None), (1e5, 1e5)]
+PAIRS = [(0.3, 2.0), (1e6, 1e-3), (1e-3, 1e6), (None, 0.1), (0.1, None), (None, 1e4), (1e-3, None), (1e4, 1e4)]
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch"])
@@ -252,3 +252,51 @@ def test_the_divergence_with_a_penalty_for_each_side(rho: tuple[float | None, fl
         assert (same.item() < 1e-8) == (rho[0] == rho[1])
         clouds = otloss.cloud_loss(*map(torch.tensor, (x, y, p, q)), **options)  # type: ignore[arg-type]
         assert clouds.item() == pytest.approx(value.item(), rel=1e-12)
+
+
+# ---- costs below 0 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize("rho", [(0.7, 0.7), (0.4, 3.0), (None, 0.6), (0.6, None), (1e4, 0.5)], ids=str)
+def test_costs_below_zero_against_50_digits(rho: tuple[float | None, float | None], grad: str) -> None:
+    """All parts of the answer, and the derivatives in the weights, the costs and epsilon; one pair is forbidden."""
+    prices = tuple(np.inf if r is None else r for r in rho)
+    for seed, epsilon, low in ((0, 0.05, -1.0), (1, 0.5, -3.0), (2, 5.0, -1e-3)):
+        draw = np.random.default_rng(seed)
+        p, q, cost = draw.random(4) + 0.1, 1.5 * draw.random(3) + 0.1, draw.random((4, 3)) + low
+        cost[1, 2] = 1e6 if seed else 0.3  # +inf below
+        leaves = [torch.tensor(t, dtype=torch.float64, requires_grad=True) for t in (p, q, cost, epsilon)]
+        matrix = torch.where(leaves[2] < 1e5, leaves[2], torch.inf)
+        options = {"marginal_penalty": rho, "grad": grad, "tolerance": 1e-11}
+        answer = otloss.solve(*leaves[:2], matrix, epsilon=leaves[3], **options)  # type: ignore[arg-type]
+        start = answer.potentials[1].tolist()
+        f, g, value = precise_potentials(p.tolist(), q.tolist(), cost.tolist(), epsilon, prices, start)
+        f, g = (np.array([float(t) for t in potential]) for potential in (f, g))
+        plan = p[:, None] * q * np.exp((f[:, None] + g - cost) / epsilon)
+        size = max(1.0, abs(float(value)), plan.sum())
+        close = {"rtol": 1e-7, "atol": 1e-8 * size}
+        np.testing.assert_allclose(answer.value.item(), float(value), **close)
+        assert answer.dual_value.item() <= float(value) <= (answer.dual_value + answer.gap).item()
+        assert answer.gap.item() <= 1e-7 * size
+        for actual, expected in (
+            (answer.plan(), plan), (answer.linear_cost, (plan * cost).sum()), (answer.potentials[0], f), (answer.potentials[1], g),
+        ):  # fmt: skip
+            np.testing.assert_allclose(actual.detach(), expected, **close)
+        shares = [np.exp(-t / price) for t, price in zip((f, g), prices, strict=True)]
+        by_weights = [
+            (t if price == np.inf else price * (1 - share)) - epsilon * (share - mass)
+            for t, share, price, mass in zip((f, g), shares, prices, (q.sum(), p.sum()), strict=True)
+        ]
+        entropy = (plan * (f[:, None] + g - cost)).sum() / epsilon - plan.sum() + p.sum() * q.sum()
+        gradients = torch.autograd.grad(answer.value, leaves)
+        for slope, expected in zip(gradients, (*by_weights, plan, entropy), strict=True):
+            np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-7 * size)
+
+
+def test_costs_so_far_below_zero_that_the_mass_overflows() -> None:
+    p, q = torch.ones(2), torch.ones(2)
+    with pytest.raises(ValueError, match=r"far below 0 .* the mass of the plan overflows torch.float32"):
+        otloss.sinkhorn(p, q, torch.full((2, 2), -1e3), epsilon=1.0, marginal_penalty=1.0)
+    value = otloss.sinkhorn(p, q, torch.full((2, 2), -1e3), epsilon=1.0, marginal_penalty=(None, 1.0))
+    assert value.item() == pytest.approx(-2e3, rel=1e-2)
