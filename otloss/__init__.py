@@ -16,6 +16,8 @@ from otloss.solvers.assignment.pair import pair as pair
 from otloss.solvers.assignment.register import Registration as Registration
 from otloss.solvers.assignment.register import register as register
 from otloss.solvers.barycenter.barycenter import barycenter as barycenter
+from otloss.solvers.barycenter.clouds import CloudBarycenter as CloudBarycenter
+from otloss.solvers.barycenter.clouds import cloud_barycenter as cloud_barycenter
 from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.closed_forms.circle import wasserstein_circular as wasserstein_circular
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Certificate",
+    "CloudBarycenter",
     "ConvergenceWarning",
     "FusedGromov",
     "Registration",
@@ -51,6 +54,7 @@ __all__ = [
     "barycenter",
     "bures_wasserstein",
     "cdf_distance",
+    "cloud_barycenter",
     "cloud_loss",
     "costs",
     "document_search",

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_cloud, check_floating, check_last_axis, check_positive, check_tensor
+from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs import PointCost
 from otloss.costs.points import Metric
@@ -39,6 +40,10 @@ Weights = Float[Tensor, "*batch n"] | Sequence[Tensor] | None
 
 
 @public
+@per_example(
+    is_traced=lambda settings: settings.get("kind") == "sliced", x=2, y=2, a=1, b=1, epsilon=0, marginal_penalty=0,
+    mask_x=1, mask_y=1,
+)  # fmt: skip
 def cloud_loss(
     x: Clouds,
     y: Clouds,

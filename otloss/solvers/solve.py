@@ -10,12 +10,14 @@ restore         `transport.Transport`: the way back through the reductions, and 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
+from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs import Cost, LineCost, as_cost, costs_within
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
@@ -35,6 +37,10 @@ from otloss.solvers.transport import Solution, Transport
 
 ROUNDINGS = 10.0  # so many roundings of terms of the size of epsilon, which cancel in a divergence, count as error
 _DEFAULTS = Settings()
+
+
+def _is_implicit(settings: dict[str, Any]) -> bool:
+    return settings.get("grad") == "implicit"
 
 
 @public
@@ -87,6 +93,7 @@ def solve(
 
 
 @public
+@per_example(is_traced=lambda settings: False, p=1, q=1, cost=2, mass=0)
 def emd(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -146,6 +153,7 @@ def emd(
 
 
 @public
+@per_example(is_traced=_is_implicit, p=1, q=1, cost=2, epsilon=0, mass=0, marginal_penalty=0)
 def sinkhorn(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -229,6 +237,7 @@ def sinkhorn(
 
 
 @public
+@per_example(is_traced=_is_implicit, p=1, q=1, cost=2, epsilon=0, cost_p=2, cost_q=2, marginal_penalty=0)
 def sinkhorn_divergence(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,

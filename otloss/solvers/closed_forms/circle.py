@@ -36,7 +36,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_finite, check_positive, check_tensor, has_float64
+from otloss._checks import check_positive, check_tensor, has_float64
+from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.closed_forms.line import check_exponent, checked_positions, finite_in, or_uniform, power_of
 from otloss.solvers.histograms import histogram_pair
@@ -46,6 +47,7 @@ ROUNDINGS = 8.0  # of a level, within which it may be another one
 
 
 @public
+@per_example(p=1, q=1, x=1, y=1)
 def wasserstein_circular(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -133,7 +135,11 @@ def _of_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, *, is
     batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
     if not is_shared:
         p, q, x, y = (t.expand(*batch, -1) for t in (p, q, x, y))
-        p, q, x = torch.cat([p, torch.zeros_like(q)], -1), torch.cat([torch.zeros_like(p), q], -1), torch.cat([x, y], -1)
+        p, q, x = (
+            torch.cat([p, torch.zeros_like(q)], -1),
+            torch.cat([torch.zeros_like(p), q], -1),
+            torch.cat([x, y], -1),
+        )
     place, order = x.expand(*batch, -1).sort(dim=-1, stable=True)
     weights_p, weights_q = (weights.expand(*batch, -1).gather(-1, order) for weights in (p, q))
     return _around(weights_p, weights_q, place, period)
@@ -195,7 +201,8 @@ def _above_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, or
     low, high, share = _best_shift(_shifted(fixed_p, fixed_q, x.detach(), y.detach(), period, order))
     path = _shifted(fixed_p, fixed_q, x, y, period, order)
     g = (1 - share) * path.rises(low) + share * path.rises(high)
-    g = torch.cat([torch.zeros_like(g[..., :1]), g[..., :-1].cumsum(-1)], -1)  # the last rise leads back to the first bin
+    # The last rise leads back to the first bin.
+    g = torch.cat([torch.zeros_like(g[..., :1]), g[..., :-1].cumsum(-1)], -1)
     f = path.cheapest_for_p(high, g)
     g = torch.where(fixed_q > 0, g, path.cheapest_for_q(high, f))
     # The differences from the detached weights are zero and carry f and g, which keep their graph in the positions.
@@ -215,7 +222,7 @@ class _Shifted:
     order: float
 
     def of_level(self, levels: Tensor, positions: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bins at the levels s, and their positions on the line: the first bin whose level is not below s."""
+        """Return the bins at the levels s, the first whose level is not below s, and their positions on the line."""
         turns = torch.ceil(s / self.mass) - 1
         rest = (s - turns * self.mass).clamp(max=self.mass)
         bins = torch.searchsorted(levels, rest.contiguous()).clamp_(max=levels.shape[-1] - 1)
@@ -260,7 +267,7 @@ class _Shifted:
 def _shifted(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, order: float) -> _Shifted:
     F, G = p.cumsum(-1), q.cumsum(-1)
     mass = F[..., -1:]
-    G = torch.where(G == G[..., -1:], mass, torch.minimum(G, mass))  # behind all mass both have the same level
+    G = torch.where(G[..., -1:] == G, mass, torch.minimum(G, mass))  # behind all mass both have the same level
     return _Shifted(F, G, x, y, mass.clamp(min=torch.finfo(F.dtype).tiny), period, order)
 
 

@@ -141,11 +141,9 @@ class _Bures(torch.autograd.Function):
         of_p, of_q = _factor(A), _factor(B)
         U, S, Vh = torch.linalg.svd(of_p.root.mT @ of_q.root)
         if any(ctx.needs_input_grad):
-            is_positive = S > S.shape[-1] * torch.finfo(S.dtype).eps * S[..., :1]
+            is_positive = S.shape[-1] * torch.finfo(S.dtype).eps * S[..., :1] < S
             rotation = Vh.mT @ (is_positive.unsqueeze(-1) * U.mT)
-            ctx.save_for_backward(
-                A, B, _derivative(of_p, of_q, rotation), _derivative(of_q, of_p, rotation.mT)
-            )
+            ctx.save_for_backward(A, B, _derivative(of_p, of_q, rotation), _derivative(of_q, of_p, rotation.mT))
         return (of_p.root @ U - of_q.root @ Vh.mT).square().sum((-2, -1))
 
     @staticmethod

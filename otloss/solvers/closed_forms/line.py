@@ -33,6 +33,7 @@ from otloss._checks import (
     check_tensor,
 )
 from otloss._numba import may_run_on
+from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.histograms import MASS_TOLERANCE, histogram_pair
 
@@ -44,6 +45,7 @@ _OF_SAMPLES = "If they are samples u and v, call wasserstein_1d(None, None, u, v
 
 
 @public
+@per_example(p=1, q=1, x=1)
 def cdf_distance(
     p: Float[Tensor, "*batch bins"] | None,
     q: Float[Tensor, "*batch bins"] | None,
@@ -141,6 +143,7 @@ def _is_plain(t: Any) -> bool:
 
 
 @public
+@per_example(p=1, q=1, x=1, y=1)
 @_weights_first
 def wasserstein_1d(
     p: Float[Tensor, "*batch n"] | None,

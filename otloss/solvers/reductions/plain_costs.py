@@ -125,8 +125,8 @@ def _shifted(problem: Problem, low: Tensor) -> tuple[Problem, _Shift]:
     product = p.sum(-1) * q.sum(-1)
     if not bool((product <= torch.finfo(problem.dtype).max).all()):
         raise ValueError(
-            f"the cost matrix holds {float(low.min()):.3g}, far below 0 for this marginal_penalty and epsilon: the mass "
-            f"of the plan overflows {problem.dtype}; expected larger costs, or larger penalties."
+            f"the cost matrix holds {float(low.min()):.3g}, far below 0 for this marginal_penalty: the mass of "
+            f"the plan overflows {problem.dtype}; expected larger costs, or larger penalties."
         )
     # Differences bin by bin keep the digits where the penalty is large and the factor near one.
     of_value = rho_p * (problem.p - p).sum(-1) + rho_q * (problem.q - q).sum(-1) + epsilon * (mass_p * mass_q - product)

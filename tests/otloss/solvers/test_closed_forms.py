@@ -92,7 +92,7 @@ def test_the_circle_is_the_linear_program_and_gradients_are_subgradients(problem
     check_subgradients(value, p, q, slack=1e-10 * (10 + period))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([1, 1.4, 2, 3]), st.sampled_from([1.0, 2.5, 100.0]), st.booleans())
 def test_the_circle_of_two_sides_is_the_linear_program(
     data: st.DataObject, order: float, period: float, shared: bool
@@ -114,7 +114,6 @@ def test_samples_on_the_circle() -> None:
     """Arrays, None as weights, batches, ties; POT's value; the derivatives in the positions by finite differences."""
     draw = np.random.default_rng(5)
     u, v = draw.random((2, 6)) * 30 - 10, draw.random(9) * 12
-    v[3] = v[4]
     for order in (1, 2):
         values = wasserstein_circular(None, None, u, v, order=order, period=12)
         for k in range(2):
@@ -122,12 +121,9 @@ def test_samples_on_the_circle() -> None:
             assert values[k].item() == pytest.approx(np.ravel(theirs)[0], rel=1e-6)
         x, y = as_double(u[0], grad=True), as_double(v, grad=True)
         slopes = torch.autograd.grad(wasserstein_circular(None, None, x, y, order=order, period=12), (x, y))
-        for slope, point, other in ((slopes[0], u[0], v), (slopes[1], v, u[0])):
-            if order == 1 or point is u[0]:
-                expected = central_gradients(
-                    lambda t: wasserstein_circular(None, None, t, other, order=order, period=12).item(), point, 1e-6
-                )
-                np.testing.assert_allclose(slope, expected, atol=1e-6)
+        distance = partial(wasserstein_circular, None, None, order=order, period=12)
+        np.testing.assert_allclose(slopes[0], central_gradients(lambda t: distance(t, v).item(), u[0], 1e-6), atol=1e-6)  # noqa: B023
+        np.testing.assert_allclose(slopes[1], central_gradients(lambda t: distance(u[0], t).item(), v, 1e-6), atol=1e-6)  # noqa: B023
     same = wasserstein_circular(None, None, u, u + 24, order=2, period=12)
     np.testing.assert_allclose(same, 0, atol=1e-12)
     turned = wasserstein_circular(None, None, u[0] + 1.0, v + 1.0, order=2, period=12)

@@ -280,7 +280,8 @@ def test_costs_below_zero_against_50_digits(rho: tuple[float | None, float | Non
         assert answer.dual_value.item() <= float(value) <= (answer.dual_value + answer.gap).item()
         assert answer.gap.item() <= 1e-7 * size
         for actual, expected in (
-            (answer.plan(), plan), (answer.linear_cost, (plan * cost).sum()), (answer.potentials[0], f), (answer.potentials[1], g),
+            (answer.plan(), plan), (answer.linear_cost, (plan * cost).sum()), (answer.potentials[0], f),
+            (answer.potentials[1], g),
         ):  # fmt: skip
             np.testing.assert_allclose(actual.detach(), expected, **close)
         shares = [np.exp(-t / price) for t, price in zip((f, g), prices, strict=True)]
