@@ -17,8 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from otloss._checks import called
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -65,7 +63,7 @@ def _call_below(
         parts = value.parameters() if hasattr(value, "parameters") else [value]
         if name not in tensors and any(isinstance(t, Tensor) and t.requires_grad for t in parts):
             raise NotImplementedError(
-                f"{called()} gives no gradient of {name} inside transforms of torch.func; pass the batch itself in one "
+                f"{function.__name__} gives no gradient of {name} inside transforms of torch.func; pass the batch itself in one "
                 "call, and differentiate by torch.autograd.grad."
             )
     wanted = tuple(name for name, t in tensors.items() if t.is_floating_point() and t.requires_grad)

@@ -70,8 +70,8 @@ PAIRS = {
         lambda: otloss.wasserstein_1d(P, Q, LINE_X, LINE_Y, order=2),
     ),
     "ot.wasserstein_circle(x, y, p, q)": (
-        lambda: ot.wasserstein_circle(LINE_X, LINE_X, P, Q[:6] / Q[:6].sum()),
-        lambda: otloss.wasserstein_circular(P, Q[:6] / Q[:6].sum(), LINE_X, period=1),
+        lambda: ot.wasserstein_circle(LINE_X, LINE_Y, P, Q),
+        lambda: otloss.wasserstein_circular(P, Q, LINE_X, LINE_Y, period=1),
     ),
     "ot.sliced_wasserstein_distance(x, y, projections=D)": (
         lambda: ot.sliced_wasserstein_distance(X, Y, P, Q, projections=DIRECTIONS),

@@ -54,7 +54,7 @@ class CdfDistance(Loss):
 
 
 class WassersteinCircular(Loss):
-    """`otloss.wasserstein_circular` with positions x and the period.
+    """`otloss.wasserstein_circular` with positions x and y and the period.
 
     Example:
         >>> import torch
@@ -62,10 +62,18 @@ class WassersteinCircular(Loss):
         tensor(2.)
     """
 
-    def __init__(self, x: Tensor | None = None, *, period: float | None = None, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        x: Tensor | None = None,
+        y: Tensor | None = None,
+        *,
+        order: float = 1,
+        period: float | None = None,
+        reduction: str = "mean",
+    ) -> None:
         super().__init__(locals())
 
-    def forward(self, p: Tensor, q: Tensor) -> Tensor:
+    def forward(self, p: Tensor | None, q: Tensor | None) -> Tensor:
         return self._reduced(wasserstein_circular(p, q, **self.settings))
 
 

@@ -246,7 +246,7 @@ ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 ONCE: dict[str, Entry] = {}
 for name, entry in sorted(ENTRIES.items(), key=lambda item: len(item[1].inputs)):
     ONCE[name.partition(",")[0].split()[0]] = entry
-CHANGED = {"barycenter", "gradient_penalty", "soft_labels", "cumulative_log_probabilities"}
+CHANGED = {"barycenter", "bures_wasserstein", "gradient_penalty", "soft_labels", "cumulative_log_probabilities"}
 
 
 @pytest.mark.parametrize("name", sorted(ONCE.keys() - CHANGED))

@@ -1,12 +1,11 @@
 """Barycenters of clouds with free support: the points that are nearest to several clouds on average.
 
-    min over x (and its masses a) of  V = sum_k w_k W(a at x, cloud k)        W: emd, or the divergence, of |x - y|^2
+    min over x of  V = sum_k w_k W(x, cloud k)        W: emd, or the divergence, of |x - y|^2
 
 At given plans the best points are the means of where their mass goes, x_i <- sum_k w_k T_k(x)_i with the barycentric
 maps T_k, after which V is not larger (M. Cuturi, A. Doucet, Fast Computation of Wasserstein Barycenters, 2014; P.
 Alvarez-Esteban et al., A fixed-point approach to barycenters in Wasserstein space, 2016). The divergence also has the
-map T of x to itself, x_i <- x_i + sum_k w_k T_k(x)_i - T(x)_i. Masses take steps a_i exp(-t f_i) along the derivative f
-of V, each only where it lowers V.
+map T of x to itself, x_i <- x_i + sum_k w_k T_k(x)_i - T(x)_i. All points have the same mass.
 """
 
 from __future__ import annotations
@@ -35,22 +34,18 @@ from otloss._public import public
 from otloss.costs import PointCost
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.solve import emd, sinkhorn_divergence, solve
-from otloss.solvers.transport import Transport
-
-LARGEST_STEP = 64.0  # of the masses: no larger step is tried than this times the first
 
 
 class CloudBarycenter(NamedTuple):
     """The barycenter of clouds, per problem.
 
     Attributes:
-        points: (..., s, d), and their masses (..., s); both without a graph.
+        points: (..., s, d), without a graph, of the same mass each.
         value: (...), what they minimise, differentiable in the clouds, their masses and the weights.
         iterations, converged: (...).
     """
 
     points: Float[Tensor, "*batch s d"]
-    masses: Float[Tensor, "*batch s"]
     value: Float[Tensor, "*batch"]
     iterations: Int[Tensor, "*batch"]
     converged: Bool[Tensor, "*batch"]
@@ -63,7 +58,6 @@ def cloud_barycenter(
     weights: Float[Tensor, "*batch k"] | None = None,
     *,
     start: int | Float[Tensor, "*batch s d"],
-    moves_mass: bool = False,
     epsilon: float | None = None,
     tolerance: float = 1e-5,
     max_iterations: int = 200,
@@ -76,9 +70,8 @@ def cloud_barycenter(
         masses: (..., k, n) >= 0, of one mass for all clouds, or a list of (n_k,) for a list; equal ones by default.
         weights: (..., k) of the clouds, >= 0 with sum 1; 1 / k each by default.
         start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`.
-        moves_mass: whether the masses of the points are searched too; else all points have the same.
         epsilon: None for `emd`, else the divergence of `sinkhorn_divergence`, above 0 in the unit of |x - y|^2.
-        tolerance: of a step of the points over the size of the clouds, and of a step of the masses over their sum.
+        tolerance: of the last step of the points, over the extent of the clouds.
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough.
 
     Returns:
@@ -103,7 +96,7 @@ def cloud_barycenter(
     problem = _posed(clouds, masses, weights, epsilon)
     x = _first_points(problem, start, generator)
     with torch.no_grad():
-        x, a, iterations, converged = _search(problem.detached(), x.detach(), moves_mass, tolerance, max_iterations)
+        x, iterations, converged = _search(problem.detached(), x.detach(), tolerance, max_iterations)
     if not bool(converged.all()):
         warnings.warn(
             f"{int((~converged).sum())} of {converged.numel()} barycenters of clouds did not converge in "
@@ -111,8 +104,8 @@ def cloud_barycenter(
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),
         )
-    value, dtype = problem.value(x, a), problem.dtype
-    return CloudBarycenter(x.to(dtype), a.to(dtype), value.to(dtype), iterations, converged)
+    value, dtype = problem.value(x), problem.dtype
+    return CloudBarycenter(x.to(dtype), value.to(dtype), iterations, converged)
 
 
 @dataclass(frozen=True)
@@ -128,72 +121,40 @@ class _Clouds:
     def detached(self) -> _Clouds:
         return _Clouds(self.clouds.detach(), self.masses.detach(), self.weights.detach(), self.epsilon, self.dtype)
 
-    def value(self, x: Tensor, a: Tensor) -> Tensor:
-        cost, a = PointCost(x.unsqueeze(-3), self.clouds), a.unsqueeze(-2)
+    def masses_of(self, x: Tensor) -> Tensor:
+        """Return the masses (..., s) of the points, all the same."""
+        mass = self.masses[..., 0, :].detach().sum(-1, keepdim=True)
+        return (mass / x.shape[-2]).expand(x.shape[:-1])
+
+    def value(self, x: Tensor) -> Tensor:
+        cost, a = PointCost(x.unsqueeze(-3), self.clouds), self.masses_of(x).unsqueeze(-2)
         if self.epsilon is None:
             return (self.weights * emd(a, self.masses, cost)).sum(-1)
         return (self.weights * sinkhorn_divergence(a, self.masses, cost, epsilon=self.epsilon)).sum(-1)
 
-    def at(self, x: Tensor, a: Tensor) -> _Point:
-        """Return V up to a constant, its derivative in the masses, and where the points go next."""
+    def moved(self, x: Tensor) -> Tensor:
+        """Return where the points go next."""
+        a = self.masses_of(x)
         across = solve(a.unsqueeze(-2), self.masses, PointCost(x.unsqueeze(-3), self.clouds), epsilon=self.epsilon)
-        f = (self.weights.unsqueeze(-1) * across.potentials[0]).sum(-2)
-        value, moved = (self.weights * across.value).sum(-1), _mean(across, x.unsqueeze(-3), self.clouds)
-        moved = (self.weights[..., None, None] * moved).sum(-3)
+        moved = (self.weights[..., None, None] * across.barycentric_map(self.clouds)).sum(-3)
         if self.epsilon is not None:
-            within = solve(a, a, PointCost(x), epsilon=self.epsilon)
-            f, value = f - sum(within.potentials) / 2, value - within.value / 2
-            moved = moved + x - _mean(within, x, x)
-        return _Point(value, f, moved)
+            moved = moved + x - solve(a, a, PointCost(x), epsilon=self.epsilon).barycentric_map(x)
+        return moved
 
 
-class _Point(NamedTuple):
-    value: Tensor
-    f: Tensor
-    moved: Tensor
-
-
-def _mean(transport: Transport, x: Tensor, y: Tensor) -> Tensor:
-    """Return where the mass of each point goes on average, itself where it has none."""
-    mapped = transport.barycentric_map(y)
-    return torch.where(mapped.isnan(), x, mapped)
-
-
-def _search(
-    problem: _Clouds, x: Tensor, moves_mass: bool, tolerance: float, max_iterations: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the points, their masses, the iterations, and whether they converged, per problem."""
-    batch, size = x.shape[:-2], _size(problem.clouds)
-    a = (problem.masses[..., 0, :].sum(-1, keepdim=True) / x.shape[-2]).expand(x.shape[:-1])
-    iterations = torch.zeros(batch, dtype=torch.int64, device=x.device)
-    active, step = torch.ones(batch, dtype=torch.bool, device=x.device), torch.ones_like(size)
+def _search(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the points, the iterations, and whether they converged, per problem."""
+    size = _size(problem.clouds)
+    iterations = torch.zeros(size.shape, dtype=torch.int64, device=x.device)
+    active = torch.ones_like(iterations, dtype=torch.bool)
     for _ in range(max_iterations):
-        point, changes = problem.at(x, a), torch.zeros_like(active)
-        if moves_mass:
-            lighter = _stepped(a, point.f, step)
-            there = problem.at(x, lighter)
-            is_lower = (there.value < point.value) & active
-            changes = ((lighter - a).abs().sum(-1) > tolerance * a.sum(-1)) & (step > tolerance)
-            a = torch.where(is_lower.unsqueeze(-1), lighter, a)
-            moved = torch.where(is_lower[..., None, None], there.moved, point.moved)
-            step = torch.where(is_lower, (2 * step).clamp(max=LARGEST_STEP), step / 4)
-        else:
-            moved = point.moved
-        moved = torch.where(active[..., None, None], moved, x)
+        moved = torch.where(active[..., None, None], problem.moved(x), x)
         length = (moved - x).square().sum(-1).sqrt().amax(-1)
         x, iterations = moved, iterations + active
-        active = active & ((length > tolerance * size) | changes)
+        active = active & (length > tolerance * size)
         if not bool(active.any()):
             break
-    return x, a, iterations, ~active
-
-
-def _stepped(a: Tensor, f: Tensor, step: Tensor) -> Tensor:
-    """Return the masses after a step along the derivative f, over its range."""
-    slope = f - f.amin(-1, keepdim=True)
-    slope = slope / slope.amax(-1, keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
-    lighter = a * (-step.unsqueeze(-1) * slope).exp()
-    return lighter * (a.sum(-1, keepdim=True) / lighter.sum(-1, keepdim=True))
+    return x, iterations, ~active
 
 
 def _size(clouds: Tensor) -> Tensor:
@@ -253,6 +214,8 @@ def _first_points(problem: _Clouds, start: int | Tensor, generator: torch.Genera
     shares = (problem.masses * problem.weights.unsqueeze(-1)).detach().flatten(-2)
     shares = shares.reshape(-1, shares.shape[-1])
     device = shares.device if generator is None else generator.device
-    index = torch.multinomial(shares.to(device), start, replacement=True, generator=generator).to(shares.device)
+    # Two points at one place stay together.
+    again = bool(((shares > 0).sum(-1) < start).any())
+    index = torch.multinomial(shares.to(device), start, replacement=again, generator=generator).to(shares.device)
     index = index.reshape(*batch, start, 1).expand(*batch, start, d)
     return problem.clouds.flatten(-3, -2).gather(-2, index)

@@ -21,8 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import once_only
+from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis, has_float64
+from otloss._per_example import per_example
 from otloss._public import public
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -32,6 +33,9 @@ _NO_SECOND = (
 
 
 @public
+@per_example(
+    is_traced=lambda settings: False, covariance_p=2, covariance_q=2, mean_p=1, mean_q=1,
+)  # fmt: skip
 def bures_wasserstein(
     covariance_p: Float[Tensor, "*batch d d"],
     covariance_q: Float[Tensor, "*batch d d"],
@@ -87,7 +91,10 @@ def bures_wasserstein(
     if mean_p is not None and mean_q is not None:
         apart = (mean_p.to(wide) - mean_q.to(wide)).square().sum(-1)
     A, B = (matrix.to(wide).expand(*batch, d, d) for matrix in (A, B))
-    value: Tensor = _Bures.apply(A, B)
+    check_no_tangent("differentiate in reverse mode.", A, B)
+    check_no_transform()
+    with torch.autocast(A.device.type, enabled=False):
+        value: Tensor = _Bures.apply(A, B)
     return (value if apart is None else value + apart).to(dtype)
 
 

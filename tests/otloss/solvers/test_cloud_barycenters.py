@@ -35,7 +35,6 @@ def test_equal_sizes_are_the_fixed_point_of_assignments() -> None:
         points, value = by_assignments(clouds[k], start, weights[k])
         np.testing.assert_allclose(answer.points[k], points, atol=1e-9)
         assert answer.value[k].item() == pytest.approx(value)
-    np.testing.assert_allclose(answer.masses, 1 / 7)
 
 
 def test_on_a_line_it_is_the_mean_of_the_quantiles() -> None:
@@ -65,7 +64,7 @@ def test_the_points_are_stationary_and_the_value_has_its_gradient(epsilon: float
     )
 
     def value(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        a, cost = answer.masses.expand(3, -1), PointCost(x, y)
+        a, cost = torch.full((3, 4), 0.25, dtype=torch.float64), PointCost(x, y)
         if epsilon is None:
             return otloss.emd(a, masses, cost).mean()
         return otloss.sinkhorn_divergence(a, masses, cost, epsilon=epsilon, tolerance=1e-11).mean()
@@ -77,44 +76,25 @@ def test_the_points_are_stationary_and_the_value_has_its_gradient(epsilon: float
     assert float(by_x.abs().max()) <= 1e-5
     torch.testing.assert_close(torch.autograd.grad(answer.value, clouds)[0], by_clouds, rtol=1e-5, atol=1e-6)
     for seed in range(5):
-        other = answer.points + 0.1 * torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))
+        other = answer.points + 1e-3 * torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))
         assert value(other, clouds.detach()) >= here.detach() - 1e-9
-
-
-@pytest.mark.parametrize("epsilon", [None, 0.05])
-def test_masses_of_the_points_are_found_too(epsilon: float | None) -> None:
-    """The barycenter of one cloud from its own points is that cloud; of two, moving masses lowers the value."""
-    draw = np.random.default_rng(3)
-    cloud, masses = as_double(3 * draw.normal(size=(1, 4, 2))), as_double(np.array([[0.1, 0.2, 0.3, 0.4]]))
-    own = cloud_barycenter(cloud, masses, start=cloud[0] + 0.01, moves_mass=True, epsilon=epsilon, max_iterations=500)
-    assert own.value.item() <= 1e-4
-    np.testing.assert_allclose(own.masses, masses[0], atol=5e-3)
-    clouds = as_double(draw.normal(size=(2, 5, 2)))
-    shares = as_double(draw.dirichlet(np.ones(5), 2))
-    start = as_double(draw.normal(size=(3, 2)))
-    fixed, moved = (
-        cloud_barycenter(clouds, shares, start=start, moves_mass=moves, epsilon=epsilon, max_iterations=500)
-        for moves in (False, True)
-    )
-    assert moved.value < fixed.value
-    torch.testing.assert_close(moved.masses.sum(), torch.ones((), dtype=torch.float64))
 
 
 def test_batches_dtypes_and_warnings() -> None:
     clouds = torch.randn(2, 3, 5, 2, generator=torch.Generator().manual_seed(4))
     start = clouds[:, 0] + 0.1
-    both = cloud_barycenter(clouds, start=start, moves_mass=True)
+    both = cloud_barycenter(clouds, start=start)
     assert both.points.dtype == both.value.dtype == torch.float32
     for k in range(2):
-        alone = cloud_barycenter(clouds[k], start=start[k], moves_mass=True)
+        alone = cloud_barycenter(clouds[k], start=start[k])
         torch.testing.assert_close(alone.points, both.points[k])
-        torch.testing.assert_close(alone.masses, both.masses[k])
         assert alone.iterations == both.iterations[k]
     with pytest.warns(ConvergenceWarning, match="2 of 2 barycenters of clouds did not converge in 1 iterations"):
         cloud_barycenter(clouds, start=start, max_iterations=1)
     for options, message in (
         ({"start": 0}, "start is 0"), ({"start": torch.zeros(3, 4)}, "start has shape"),
-        ({"start": 2, "weights": torch.ones(3)}, "weights sum to 3"), ({"start": 2, "masses": torch.ones(3, 4)}, "masses"),
+        ({"start": 2, "weights": torch.ones(3)}, "weights sum to 3"),
+        ({"start": 2, "masses": torch.ones(3, 4)}, "masses"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             cloud_barycenter(clouds[0], **options)  # type: ignore[arg-type]
