@@ -63,8 +63,8 @@ def _call_below(
         parts = value.parameters() if hasattr(value, "parameters") else [value]
         if name not in tensors and any(isinstance(t, Tensor) and t.requires_grad for t in parts):
             raise NotImplementedError(
-                f"{function.__name__} gives no gradient of {name} inside transforms of torch.func; pass the batch itself in one "
-                "call, and differentiate by torch.autograd.grad."
+                f"{function.__name__} gives no gradient of {name} inside transforms of torch.func; pass the batch itself "
+                "in one call, and differentiate by torch.autograd.grad."
             )
     wanted = tuple(name for name, t in tensors.items() if t.is_floating_point() and t.requires_grad)
     work = _Work(function, arguments, tuple(tensors), tuple(axes[name] for name in tensors), wanted)
