@@ -63,8 +63,8 @@ def _call_below(
         parts = value.parameters() if hasattr(value, "parameters") else [value]
         if name not in tensors and any(isinstance(t, Tensor) and t.requires_grad for t in parts):
             raise NotImplementedError(
-                f"{function.__name__} gives no gradient of {name} inside transforms of torch.func; pass the batch itself "
-                "in one call, and differentiate by torch.autograd.grad."
+                f"{function.__name__} gives no gradient of {name} inside transforms of torch.func; pass the batch "
+                "itself in one call, and differentiate by torch.autograd.grad."
             )
     wanted = tuple(name for name, t in tensors.items() if t.is_floating_point() and t.requires_grad)
     work = _Work(function, arguments, tuple(tensors), tuple(axes[name] for name in tensors), wanted)
@@ -136,8 +136,8 @@ class _Value(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         work: _Work = ctx.work
-        slopes = dict(zip(work.wanted, _Gradients.apply(work, upstream[0], *ctx.saved_tensors), strict=True))
-        return None, *(slopes.get(name) for name in work.names)
+        derivatives = dict(zip(work.wanted, _Gradients.apply(work, upstream[0], *ctx.saved_tensors), strict=True))
+        return None, *(derivatives.get(name) for name in work.names)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], work: _Work, *tensors: Tensor) -> tuple[Tensor, int]:
@@ -169,11 +169,11 @@ class _Gradients(torch.autograd.Function):
         ahead = upstream.movedim(dim, 0) if dim is not None else upstream.expand(info.batch_size, *upstream.shape)
         if all(axis is None for axis in dims):  # several gradients of one value, as for a Jacobian
             each = [_Gradients.apply(work, one, *tensors) for one in ahead]
-            slopes = [torch.stack(parts) for parts in zip(*each, strict=True)]
+            derivatives = [torch.stack(parts) for parts in zip(*each, strict=True)]
         else:
             own = dict(zip(work.names, zip(tensors, dims, strict=True), strict=True))
-            slopes = _Gradients.apply(work, ahead, *work.mapped(info.batch_size, dims, tensors))
+            derivatives = _Gradients.apply(work, ahead, *work.mapped(info.batch_size, dims, tensors))
             places = [own[name] for name in work.wanted]
             shapes = [t.shape if axis is None else t.movedim(axis, 0).shape[1:] for t, axis in places]
-            slopes = [t.reshape(info.batch_size, *shape) for t, shape in zip(slopes, shapes, strict=True)]
-        return tuple(slopes), (0,) * len(slopes)
+            derivatives = [t.reshape(info.batch_size, *shape) for t, shape in zip(derivatives, shapes, strict=True)]
+        return tuple(derivatives), (0,) * len(derivatives)

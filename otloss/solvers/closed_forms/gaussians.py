@@ -157,4 +157,4 @@ class _Bures(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, ...]:
         A, B, by_p, by_q = ctx.saved_tensors
         factor = upstream[0].detach()[..., None, None]
-        return tuple(once_only(factor * slope, _NO_SECOND, upstream[0], A, B) for slope in (by_p, by_q))
+        return tuple(once_only(factor * derivative, _NO_SECOND, upstream[0], A, B) for derivative in (by_p, by_q))

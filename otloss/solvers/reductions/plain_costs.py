@@ -143,7 +143,7 @@ class _PlainCosts(WayBack):
     forbidden: (..., n, m), where C is +inf; None if nowhere.
     price: (...), B.
     dtype: of the answer.
-    paid: (...), what mass on forbidden pairs has paid.
+    forbidden_cost: (...), the cost of the mass on forbidden pairs, which is rounding.
     plan_of_all: the plan.
     """
 
@@ -151,7 +151,7 @@ class _PlainCosts(WayBack):
     forbidden: Bool[Tensor, "*batch n m"] | None
     price: Float[Tensor, "*batch"]
     dtype: torch.dtype
-    paid: Float[Tensor, "*batch"] | float = 0.0
+    forbidden_cost: Float[Tensor, "*batch"] | float = 0.0
     plan_of_all: Callable[[], Tensor] | None = None
 
     def after(self, plan: Callable[[], Tensor]) -> WayBack:
@@ -172,10 +172,10 @@ class _PlainCosts(WayBack):
                 f"{float(mass[worst]):.3g} on forbidden pairs (cost +inf): no plan avoids them. Forbid fewer pairs, or "
                 "let mass stay where it is with mass= or marginal_penalty=."
             )
-        return dataclasses.replace(self, paid=self.price * leaked, plan_of_all=plan)
+        return dataclasses.replace(self, forbidden_cost=self.price * leaked, plan_of_all=plan)
 
     def value(self, value: Tensor) -> Tensor:
-        return value + self.shift.of_value - self.paid
+        return value + self.shift.of_value - self.forbidden_cost
 
     def dual_value(self, value: Tensor) -> Tensor:
         return self.value(value) - self.shift.rounding
@@ -185,9 +185,9 @@ class _PlainCosts(WayBack):
 
     def bound(self, bound: Tensor) -> Tensor:
         if (low := self.shift.low_of_plan) is None:
-            return bound + self.shift.of_value.detach() - self.paid
+            return bound + self.shift.of_value.detach() - self.forbidden_cost
         assert self.plan_of_all is not None
-        return bound + low * self.plan_of_all().sum((-2, -1)) - self.paid
+        return bound + low * self.plan_of_all().sum((-2, -1)) - self.forbidden_cost
 
     def potentials(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return f + self.shift.of_f, g + self.shift.of_g

@@ -47,9 +47,9 @@ def test_values_and_gradients(d: int) -> None:
     np.testing.assert_allclose(by_means[0], 2 * apart)
     for k, (a, b) in enumerate(matrices):
         assert values[k].item() == pytest.approx(truth(a, b) + (apart[k] ** 2).sum(), rel=1e-7)
-        for slope, (one, other) in ((by_p[k], (a, b)), (by_q[k], (b, a))):
+        for derivative, (one, other) in ((by_p[k], (a, b)), (by_q[k], (b, a))):
             expected = along_symmetric(one, other)
-            np.testing.assert_allclose(slope, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+            np.testing.assert_allclose(derivative, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 def test_equal_covariances_have_no_distance_and_no_gradient() -> None:
@@ -57,13 +57,13 @@ def test_equal_covariances_have_no_distance_and_no_gradient() -> None:
         A, B = as_double(matrix, grad=True), as_double(matrix, grad=True)
         value = bures_wasserstein(A, B)
         assert 0 <= value.item() <= 1e-14
-        for slope in torch.autograd.grad(value, (A, B)):
-            assert float((slope @ A.detach()).abs().max()) <= 1e-7
+        for derivative in torch.autograd.grad(value, (A, B)):
+            assert float((derivative @ A.detach()).abs().max()) <= 1e-7
     scale = as_double(np.array(1.001), grad=True)
     near = bures_wasserstein(scale * torch.eye(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
     assert near.item() == pytest.approx(4 * (math.sqrt(1.001) - 1) ** 2, rel=1e-9)
-    (slope,) = torch.autograd.grad(near, scale)
-    assert slope.item() == pytest.approx(4 * (1 - 1 / math.sqrt(1.001)), rel=1e-9)
+    (derivative,) = torch.autograd.grad(near, scale)
+    assert derivative.item() == pytest.approx(4 * (1 - 1 / math.sqrt(1.001)), rel=1e-9)
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -91,9 +91,9 @@ def test_dtypes_broadcasting_and_one_derivative() -> None:
     assert value.item() == pytest.approx(bures_wasserstein(A, B).item(), rel=1e-5)
     assert bures_wasserstein(A, torch.stack([A, B]), mean_p=torch.ones(3), mean_q=torch.ones(4, 1, 3)).shape == (4, 2)
     A.requires_grad_()
-    (slope,) = torch.autograd.grad(bures_wasserstein(A, B), A, create_graph=True)
+    (derivative,) = torch.autograd.grad(bures_wasserstein(A, B), A, create_graph=True)
     with pytest.raises(RuntimeError, match="gives first ones only"):
-        slope.sum().backward()
+        derivative.sum().backward()
 
 
 @pytest.mark.parametrize(

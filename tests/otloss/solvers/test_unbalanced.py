@@ -144,14 +144,14 @@ def test_a_penalty_for_each_side_against_50_digits(rho: tuple[float | None, floa
         gradients = torch.autograd.grad(answer.value, inputs)
         np.testing.assert_allclose(gradients[2], plan, rtol=1e-6, atol=1e-8 * plan.max())
         np.testing.assert_allclose(answer.plan().detach(), plan, rtol=1e-6, atol=1e-8 * plan.max())
-        for actual, potential, price, mass, slope in zip(
+        for actual, potential, price, mass, derivative in zip(
             answer.potentials, (f, g), prices, (q.sum(), p.sum()), gradients, strict=False
         ):
             np.testing.assert_allclose(actual.detach(), potential, rtol=1e-6, atol=size)
             share = np.exp(-potential / price)
             kept = potential if price == np.inf else -price * np.expm1(-potential / price)
             scale = size * (1 + share.max() * (1 + epsilon / price))
-            np.testing.assert_allclose(slope, kept - epsilon * (share - mass), rtol=1e-6, atol=scale)
+            np.testing.assert_allclose(derivative, kept - epsilon * (share - mass), rtol=1e-6, atol=scale)
         for side, (weights, price) in enumerate(zip((p, q), prices, strict=True)):
             if price == np.inf:
                 np.testing.assert_allclose(answer.plan().detach().sum(1 - side), weights, rtol=1e-6)
@@ -291,8 +291,8 @@ def test_costs_below_zero_against_50_digits(rho: tuple[float | None, float | Non
         ]
         entropy = (plan * (f[:, None] + g - cost)).sum() / epsilon - plan.sum() + p.sum() * q.sum()
         gradients = torch.autograd.grad(answer.value, leaves)
-        for slope, expected in zip(gradients, (*by_weights, plan, entropy), strict=True):
-            np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-7 * size)
+        for derivative, expected in zip(gradients, (*by_weights, plan, entropy), strict=True):
+            np.testing.assert_allclose(derivative, expected, rtol=1e-6, atol=1e-7 * size)
 
 
 def test_costs_so_far_below_zero_that_the_mass_overflows() -> None:
