@@ -88,7 +88,7 @@ def wasserstein_circular(
         tensor(2.)
         >>> angles = torch.tensor([10.0, 350.0]), torch.tensor([0.0, 20.0, 340.0])
         >>> wasserstein_circular(None, None, *angles, order=2, period=360)
-        tensor(133.3333)
+        tensor(100.)
     """
     check_exponent("order", order)
     p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
