@@ -82,8 +82,8 @@ def test_closed_forms(name: str, compiled: bool, request: pytest.FixtureRequest)
 # Pairwise: every two of function, cost, penalty, share and grad meet, and every function meets every cost.
 _SETTINGS = [
     (None, 0.01, "envelope"),
-    ((0.5, 2.0), 1.0, "envelope"),
-    ((None, 0.5), 0.01, "implicit"),
+    ((None, 0.5), 1.0, "envelope"),
+    ((0.5, 2.0), 0.01, "implicit"),
     (None, 1.0, "implicit"),
 ]
 _NO_GRADIENT = ("linear_cost", "envelope")
