@@ -16,9 +16,12 @@ from otloss.solvers.assignment.pair import pair as pair
 from otloss.solvers.assignment.register import Registration as Registration
 from otloss.solvers.assignment.register import register as register
 from otloss.solvers.barycenter.barycenter import barycenter as barycenter
+from otloss.solvers.barycenter.clouds import CloudBarycenter as CloudBarycenter
+from otloss.solvers.barycenter.clouds import cloud_barycenter as cloud_barycenter
 from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.closed_forms.circle import wasserstein_circular as wasserstein_circular
+from otloss.solvers.closed_forms.gaussians import bures_wasserstein as bures_wasserstein
 from otloss.solvers.closed_forms.line import cdf_distance as cdf_distance
 from otloss.solvers.closed_forms.line import wasserstein_1d as wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein as sliced_wasserstein
@@ -41,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Certificate",
+    "CloudBarycenter",
     "ConvergenceWarning",
     "FusedGromov",
     "Registration",
@@ -48,7 +52,9 @@ __all__ = [
     "Transport",
     "__version__",
     "barycenter",
+    "bures_wasserstein",
     "cdf_distance",
+    "cloud_barycenter",
     "cloud_loss",
     "costs",
     "document_search",

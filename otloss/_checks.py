@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 REDUCTIONS = ("mean", "sum", "none")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_OF_DECORATORS = ("otloss._public", "otloss._uncompiled")
+_OF_DECORATORS = ("otloss._per_example", "otloss._public", "otloss._uncompiled")
 
 
 def check_not_recorded() -> None:

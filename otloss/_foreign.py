@@ -36,6 +36,13 @@ _KEYWORDS = {
         "GeomLoss", "marginal_penalty", "give marginal_penalty=2 * reach**2 for squared distances, "
         "marginal_penalty=reach for distances",
     ),
+    **dict.fromkeys(
+        ("reach_x", "reach_y"),
+        _Keyword(
+            "FlashSinkhorn", "marginal_penalty", "give marginal_penalty=(2 * reach_x**2, 2 * reach_y**2) for squared "
+            "distances",
+        ),
+    ),
     "debias": _Keyword(
         "GeomLoss", None, 'leave it out: cloud_loss(kind="divergence") and sinkhorn_divergence are debiased, and '
         "sinkhorn(a, b, PointCost(x, y), epsilon=...) is not",
@@ -85,7 +92,7 @@ _CALLS = (
     _Call("POT", "solve_batch solve_sample_batch",
           "otloss.solve(p, q, cost, epsilon=...), whose leading axes are batch"),
     _Call("POT", "emd_1d emd2_1d", "otloss.wasserstein_1d(p, q, x, y, order=2)"),
-    _Call("POT", "wasserstein_circle binary_search_circle", "otloss.wasserstein_circular(p, q, x, period=1)"),
+    _Call("POT", "wasserstein_circle binary_search_circle", "otloss.wasserstein_circular(p, q, x, y, period=1)"),
     _Call("POT", "sliced_wasserstein_distance", "otloss.sliced_wasserstein(x, y).sqrt()"),
     _Call("POT", "sinkhorn_unbalanced lbfgsb_unbalanced",
           "otloss.solve(p, q, cost, epsilon=reg, marginal_penalty=reg_m).plan()"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_not_negative
 from otloss._public import public
 from otloss.costs import PointCost
+from otloss.solvers.options import Penalty
 from otloss.solvers.solve import emd, sinkhorn
 
 
@@ -30,7 +31,7 @@ def jdot_loss(
     feature_weight: float = 1.0,
     label_weight: float = 1.0,
     epsilon: float | None = None,
-    marginal_penalty: float | None = None,
+    marginal_penalty: Penalty = None,
 ) -> Float[Tensor, ""]:
     """Return the least cost of transporting source features and labels to target features and predictions.
 

@@ -19,12 +19,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_cloud, check_floating, check_last_axis, check_positive, check_tensor
+from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs import PointCost
 from otloss.costs.points import Metric
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
 from otloss.solvers.histograms import check_masses
-from otloss.solvers.options import SmallEpsilonError
+from otloss.solvers.options import Penalty, Settings, SmallEpsilonError
 from otloss.solvers.solve import emd, sinkhorn_divergence
 
 KINDS = ("divergence", "emd", "sliced")
@@ -39,6 +40,10 @@ Weights = Float[Tensor, "*batch n"] | Sequence[Tensor] | None
 
 
 @public
+@per_example(
+    is_traced=lambda settings: settings.get("kind") == "sliced", x=2, y=2, a=1, b=1, epsilon=0, marginal_penalty=0,
+    mask_x=1, mask_y=1,
+)  # fmt: skip
 def cloud_loss(
     x: Clouds,
     y: Clouds,
@@ -49,7 +54,7 @@ def cloud_loss(
     metric: Metric = "sqeuclidean",
     epsilon: float | Float[Tensor, "*batch"] | None = None,
     blur: float | None = None,
-    marginal_penalty: float | None = None,
+    marginal_penalty: Penalty = None,
     tolerance: float | None = None,
     projections: int | Float[Tensor, "k d"] | None = None,
     generator: torch.Generator | None = None,
@@ -75,8 +80,9 @@ def cloud_loss(
         blur: in place of epsilon, the length in `geomloss.SamplesLoss(blur=)`, and the value is that of `SamplesLoss`:
             for "euclidean" epsilon = blur; for "sqeuclidean", where GeomLoss has the cost |x - y|^2 / 2, epsilon =
             2 blur^2 and half of the value.
-        marginal_penalty: of the divergence, the price of mass that appears or vanishes, in the unit of the cost, as for
-            `sinkhorn`. GeomLoss's `reach` is 2 reach^2 here for "sqeuclidean", also with blur.
+        marginal_penalty: of the divergence, the price of mass that appears or vanishes, or (price of x, price of y), in
+            the unit of the cost, as for `sinkhorn_divergence`. GeomLoss's `reach` is 2 reach^2 here for "sqeuclidean",
+            also with blur.
         tolerance: of the divergence, as for `sinkhorn`.
         projections: of "sliced", 128 by default, as for `sliced_wasserstein`; so is `generator`.
         mask_x: (..., n), True where a place of x holds a point; what is elsewhere is not read. mask_y: likewise.
@@ -116,7 +122,8 @@ def cloud_loss(
     if a is not None or b is not None:
         masked = [f"mask_{k}" for k, w, mask in (("x", a, mask_x), ("y", b, mask_y)) if w is not None is not mask]
         hint = f" Weights where {' or '.join(masked)} is False do not count." if masked else ""
-        check_masses(one.weights, other.weights, ("a", "b"), balanced=marginal_penalty is None, hint=hint)
+        balanced = Settings(marginal_penalty=marginal_penalty).marginal_penalty is None
+        check_masses(one.weights, other.weights, ("a", "b"), balanced=balanced, hint=hint)
     if kind == "sliced":
         return sliced_wasserstein(
             one.points, other.points, one.weights, other.weights, order=_ORDER[str(metric)],

@@ -14,6 +14,7 @@ from otloss.solvers.closed_forms.circle import wasserstein_circular
 from otloss.solvers.closed_forms.line import cdf_distance, wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
 from otloss.solvers.closed_forms.tree import wasserstein_tree
+from otloss.solvers.options import Penalty
 from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence
 
 
@@ -53,7 +54,7 @@ class CdfDistance(Loss):
 
 
 class WassersteinCircular(Loss):
-    """`otloss.wasserstein_circular` with positions x and the period.
+    """`otloss.wasserstein_circular` with positions x and y and the period.
 
     Example:
         >>> import torch
@@ -61,10 +62,18 @@ class WassersteinCircular(Loss):
         tensor(2.)
     """
 
-    def __init__(self, x: Tensor | None = None, *, period: float | None = None, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        x: Tensor | None = None,
+        y: Tensor | None = None,
+        *,
+        order: float = 1,
+        period: float | None = None,
+        reduction: str = "mean",
+    ) -> None:
         super().__init__(locals())
 
-    def forward(self, p: Tensor, q: Tensor) -> Tensor:
+    def forward(self, p: Tensor | None, q: Tensor | None) -> Tensor:
         return self._reduced(wasserstein_circular(p, q, **self.settings))
 
 
@@ -158,7 +167,7 @@ class Sinkhorn(_TransportLoss):
         epsilon: float | Tensor,
         mass: float | Tensor | None = None,
         epsilon_relative_to: str | None = None,
-        marginal_penalty: float | None = None,
+        marginal_penalty: Penalty = None,
         grad: str = "envelope",
         tolerance: float | None = None,
         max_iterations: int = 10000,
@@ -191,7 +200,7 @@ class SinkhornDivergence(Loss):
         cost_p: Cost | Tensor | None = None,
         cost_q: Cost | Tensor | None = None,
         epsilon_relative_to: str | None = None,
-        marginal_penalty: float | None = None,
+        marginal_penalty: Penalty = None,
         grad: str = "envelope",
         tolerance: float | None = None,
         max_iterations: int = 10000,

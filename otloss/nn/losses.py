@@ -24,6 +24,7 @@ from otloss.losses import (
 )
 from otloss.losses.clouds import Clouds, Weights, check_options, cloud_loss
 from otloss.nn.base import Loss, Module
+from otloss.solvers.options import Penalty
 
 
 class OrdinalLoss(Module):
@@ -163,7 +164,7 @@ class CloudLoss(Loss):
         metric: Metric = "sqeuclidean",
         epsilon: float | Tensor | None = None,
         blur: float | None = None,
-        marginal_penalty: float | None = None,
+        marginal_penalty: Penalty = None,
         tolerance: float | None = None,
         projections: int | Tensor | None = None,
         empty: str = "error",
@@ -239,7 +240,7 @@ class JdotLoss(Module):
         feature_weight: float = 1.0,
         label_weight: float = 1.0,
         epsilon: float | None = None,
-        marginal_penalty: float | None = None,
+        marginal_penalty: Penalty = None,
     ) -> None:
         super().__init__(locals())
 

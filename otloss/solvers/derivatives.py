@@ -4,7 +4,7 @@ Envelope. At the optimum the dual does not change with its potentials, so only i
 
     dV/dp = f,   dV/dq = g,   dV/dC = P,   dV/depsilon = KL(P | p q^T / M)
 
-and, with a marginal penalty rho, `dV/dp_i = rho (1 - exp(-f_i / rho)) - epsilon (exp(-f_i / rho) - mass of q)`.
+and, with a marginal penalty, `dV/dp_i = rho_p (1 - exp(-f_i / rho_p)) - epsilon (exp(-f_i / rho_p) - mass of q)`.
 These are first derivatives, exact at convergence, and hold no history of the iterations.
 
 Implicit. At the solution (f, g) of an entropic problem write a = (f' - f) / epsilon and b = (g' - g) / epsilon for the
@@ -12,10 +12,10 @@ solution f', g' of a changed problem, and G = exp((f + g - C) / epsilon), balanc
 
     a = -log(G (q e^b)),   b = -log(G^T (p e^a))
 
-and unbalanced the same with `k (-f / rho - log ...)`, k = rho / (rho + epsilon). Newton's method on b, from b = 0 and
-with every step in the graph, gives the derivatives of b by p, q, C and epsilon: one step the first, two steps the
-second and third, for the error of a step is the square of that before. Weights stand as factors, not as logarithms, so
-that bins without mass have their one-sided derivatives. The system has the size of the smaller side.
+and unbalanced the same with `k_p (-f / rho_p - log ...)`, k_p = rho_p / (rho_p + epsilon). Newton's method on b, from
+b = 0 and with every step in the graph, gives the derivatives of b by p, q, C and epsilon: one step the first, two steps
+the second and third, for the error of a step is the square of that before. Weights stand as factors, not as logarithms,
+so that bins without mass have their one-sided derivatives. The system has the size of the smaller side.
 
 Where epsilon is small the plan falls into parts that hardly exchange mass, and the system is singular to rounding: it
 does not determine how potentials of one part compare with those of another. Neither the plan nor its derivatives in
@@ -44,7 +44,9 @@ from otloss.costs.cost import makes_graph
 from otloss.solvers.condition import MOST_CORRECTIONS, SMALL_STEP, check_condition, correction, no_implicit_answer
 from otloss.solvers.entropic.implicit_grid import suits_axes, with_graph
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
+from otloss.solvers.entropic.updates import damping_of
 from otloss.solvers.exact.solution import ExactSolution
+from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, is_kept
 from otloss.solvers.problem import Problem
 
 NEWTON_STEPS = 2
@@ -205,10 +207,11 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
     ratio = ratio_of(problem, f, g, p, epsilon, matrix)
-    equations = _Equations(epsilon.unsqueeze(-1), problem.marginal_penalty, is_differentiated(p, q))
+    equations = _Equations(epsilon.unsqueeze(-1), problem.marginal_penalty or BOTH_KEPT, is_differentiated(p, q))
     if p.shape[-1] >= q.shape[-1]:
         a, b = equations.newton(ratio, (p, q), (f, g))
     else:
+        equations = dataclasses.replace(equations, penalty=equations.penalty.swapped)
         b, a = equations.newton(ratio.mT, (q, p), (g, f))
     plan = (p * a.exp()).unsqueeze(-1) * ratio * (q * b.exp()).unsqueeze(-2)
     f, g = f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b
@@ -226,16 +229,16 @@ def ratio_of(problem: Problem, f: Tensor, g: Tensor, p: Tensor, epsilon: Tensor,
 def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:
     """The dual objective, whose derivatives in the potentials vanish."""
     p, q, epsilon = (t.to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-    rho = problem.marginal_penalty
-    mass = p.sum(-1) if rho is None else p.sum(-1) * q.sum(-1)
-    outside = (dual_term(f, rho) * p).sum(-1) + (dual_term(g, rho) * q).sum(-1)
+    penalty = problem.marginal_penalty or BOTH_KEPT
+    mass = p.sum(-1) if problem.marginal_penalty is None else p.sum(-1) * q.sum(-1)
+    outside = (dual_term(f, penalty.p) * p).sum(-1) + (dual_term(g, penalty.q) * q).sum(-1)
     return outside - epsilon * (plan.sum((-2, -1)) - mass)
 
 
 @dataclass(frozen=True)
 class _Equations:
     epsilon: Tensor  # (..., 1)
-    rho: float | None
+    penalty: MarginalPenalty
     through_weights: bool
 
     def newton(
@@ -277,30 +280,25 @@ class _Equations:
         self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor], b: Tensor
     ) -> Tensor:
         """Return the a that fits b."""
-        offset = 0.0 if self.rho is None else -potentials[0] / self.rho
-        return self.damping * (offset - (ratio * (weights[1] * b.exp()).unsqueeze(-2)).sum(-1).log())
-
-    @property
-    def damping(self) -> Tensor:
-        """k."""
-        return torch.ones_like(self.epsilon) if self.rho is None else self.rho / (self.rho + self.epsilon)
+        k_p, _ = damping_of(self.penalty, self.epsilon)
+        return k_p * (-potentials[0] / self.penalty.p - (ratio * (weights[1] * b.exp()).unsqueeze(-2)).sum(-1).log())
 
     def system(
         self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor], b: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the matrix and the right-hand side of a step of Newton's method from b."""
-        (p, q), damping = weights, self.damping
-        offset = 0.0 if self.rho is None else -potentials[1] / self.rho
+        (p, q), (k_p, k_q) = weights, damping_of(self.penalty, self.epsilon)
         along = ratio * (q * b.exp()).unsqueeze(-2)
         total = along.sum(-1)
         across = ratio * (p * self.rows(ratio, weights, potentials, b).exp()).unsqueeze(-1)
         received = across.sum(-2)
-        missing = damping * (offset - received.log()) - b
+        missing = k_q * (-potentials[1] / self.penalty.q - received.log()) - b
         # Row-stochastic: what a change of b does to b in one round.
         round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
         identity = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
-        system = identity - damping.unsqueeze(-1) ** 2 * round_trip
-        if self.rho is None:
+        damping = k_p * k_q
+        system = identity - (damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping) * round_trip
+        if is_kept(self.penalty.p) and is_kept(self.penalty.q):
             # A constant in b changes nothing; q is what the round trip leaves as it is.
             share = q / q.sum(-1, keepdim=True)
             system = system + share.unsqueeze(-2).expand_as(system)

@@ -2,7 +2,7 @@
 
     min over P >= 0 of  <C, P> + epsilon KL(P | p q^T / M)    and  P 1 = p, P^T 1 = q           (balanced)
                                                   or  P 1 <= p, P^T 1 <= q, sum P = mass         (partial)
-                                                  or  + rho KL(P 1 | p) + rho KL(P^T 1 | q)      (unbalanced)
+                                                  or  + rho_p KL(P 1 | p) + rho_q KL(P^T 1 | q)  (unbalanced)
 
 For a mass M of p and q the balanced entropy is that against p q^T / M: the value is M times that of p / M and q / M,
 and a mass that is one up to rounding adds nothing, however large epsilon is. Exact transport is epsilon = 0. A matrix
@@ -36,7 +36,7 @@ from otloss._checks import (
 )
 from otloss.costs import Cost
 from otloss.solvers.histograms import MASS_ROUNDING, pair_and_cost
-from otloss.solvers.options import DEFAULT_TOLERANCE, Settings, SmallEpsilonError
+from otloss.solvers.options import DEFAULT_TOLERANCE, MarginalPenalty, Settings, SmallEpsilonError
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Problem:
         cost: of the same dtype, with its graph.
         epsilon: (...), above 0, with a graph where it follows the cost; 0 for exact transport.
         is_exact: whether epsilon is 0.
-        marginal_penalty: the price of a unit of mass that appears or vanishes, in units of the cost, rho in formulas;
-            None holds the marginals.
+        marginal_penalty: the prices of a unit of mass that appears or vanishes on each side, rho_p and rho_q in
+            formulas, where they are tensors (..., 1) for the whole batch; None keeps both marginals.
         mass: (...), the amount that is moved, with its graph; None for all.
         start: potentials (f, g) of a similar problem, of the whole batch and without a graph, or None.
         has_empty_side: whether p or q holds no mass in a problem.
@@ -66,7 +66,7 @@ class Problem:
     epsilon: Float[Tensor, "*batch"]
     dtype: torch.dtype
     is_exact: bool = False
-    marginal_penalty: float | None = None
+    marginal_penalty: MarginalPenalty | None = None
     mass: Float[Tensor, "*batch"] | None = None
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None
     has_empty_side: bool = False
@@ -109,7 +109,13 @@ def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings:
     shapes: dict[str, Any] = {"p": batch, "q": pair.q.shape[:-1], "cost": fitted.batch_shape, "epsilon": width.shape}
     if moved is not None:
         shapes["mass"] = moved.shape
+    if (penalty := settings.marginal_penalty) is not None:
+        assert isinstance(penalty, MarginalPenalty)
+        shapes |= {f"marginal_penalty[{side}]": rho.shape[:-1] for side, rho in enumerate(penalty.tensors)}
     batch = check_broadcast(**shapes)
+    if penalty is not None:
+        wide = torch.float64 if has_float64(fitted.device) else fitted.dtype
+        penalty = penalty.map(lambda rho: rho.to(fitted.device, wide).expand(*batch, 1))
     start = None
     if settings.start is not None:
         f, g = check_potentials(settings.start, (n, m), batch)
@@ -123,7 +129,7 @@ def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings:
         epsilon=width.expand(batch),
         dtype=pair.dtype,
         is_exact=is_exact,
-        marginal_penalty=settings.marginal_penalty,
+        marginal_penalty=penalty,
         mass=moved if moved is None else moved.expand(batch),
         start=start,
         has_empty_side=pair.has_empty_side,

@@ -10,12 +10,14 @@ restore         `transport.Transport`: the way back through the reductions, and 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
+from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs import Cost, LineCost, as_cost, costs_within
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
@@ -27,7 +29,7 @@ from otloss.solvers.entropic.warnings import warn_of_errors
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.histograms import weights_or_uniform
-from otloss.solvers.options import Settings
+from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, Penalty, Settings, is_kept
 from otloss.solvers.problem import Problem, pose, tolerance_of
 from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
@@ -35,6 +37,10 @@ from otloss.solvers.transport import Solution, Transport
 
 ROUNDINGS = 10.0  # so many roundings of terms of the size of epsilon, which cancel in a divergence, count as error
 _DEFAULTS = Settings()
+
+
+def _is_implicit(settings: dict[str, Any]) -> bool:
+    return settings.get("grad") == "implicit"
 
 
 @public
@@ -46,7 +52,7 @@ def solve(
     epsilon: float | Float[Tensor, "*batch"] | None = None,
     mass: float | Float[Tensor, "*batch"] | None = None,
     epsilon_relative_to: str | None = None,
-    marginal_penalty: float | None = None,
+    marginal_penalty: Penalty = None,
     grad: str = "envelope",
     tolerance: float | None = None,
     max_iterations: int = 10_000,
@@ -89,6 +95,7 @@ def solve(
 
 
 @public
+@per_example(is_traced=lambda settings: False, p=1, q=1, cost=2, mass=0)
 def emd(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -150,6 +157,7 @@ def emd(
 
 
 @public
+@per_example(is_traced=_is_implicit, p=1, q=1, cost=2, epsilon=0, mass=0, marginal_penalty=0)
 def sinkhorn(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -158,7 +166,7 @@ def sinkhorn(
     epsilon: float | Float[Tensor, "*batch"],
     mass: float | Float[Tensor, "*batch"] | None = None,
     epsilon_relative_to: str | None = None,
-    marginal_penalty: float | None = None,
+    marginal_penalty: Penalty = None,
     grad: str = "envelope",
     tolerance: float | None = None,
     max_iterations: int = 10_000,
@@ -184,9 +192,10 @@ def sinkhorn(
         mass: the amount that is moved, as for `emd`; None for all. The KL then also counts what stays: see
             `otloss.solvers.reductions.partial_mass`.
         epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
-        marginal_penalty: rho, the price of mass that appears or vanishes, in the unit of the cost: adds
-            `rho KL(P 1 | p) + rho KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then those
-            between measures, `KL(a | b) = sum a log(a / b) - a + b`.
+        marginal_penalty: (rho_p, rho_q), the prices of mass that appears or vanishes on either side, in the unit of the
+            cost: adds `rho_p KL(P 1 | p) + rho_q KL(P^T 1 | q)` in place of the marginal constraints. Each is a number,
+            one per problem (...), or None for a side that is kept exactly; a single one is for both sides. All three KL
+            are then those between measures, `KL(a | b) = sum a log(a / b) - a + b`.
         grad: "envelope", first derivatives, exact at convergence, no history held; "implicit", also second ones, by a
             linear system of the size of the smaller side; for balanced problems on large grids by products along the
             axes.
@@ -234,6 +243,7 @@ def sinkhorn(
 
 
 @public
+@per_example(is_traced=_is_implicit, p=1, q=1, cost=2, epsilon=0, cost_p=2, cost_q=2, marginal_penalty=0)
 def sinkhorn_divergence(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -243,7 +253,7 @@ def sinkhorn_divergence(
     cost_p: Cost | Float[Tensor, "*batch n n"] | None = None,
     cost_q: Cost | Float[Tensor, "*batch m m"] | None = None,
     epsilon_relative_to: str | None = None,
-    marginal_penalty: float | None = None,
+    marginal_penalty: Penalty = None,
     grad: str = "envelope",
     tolerance: float | None = None,
     max_iterations: int = 10_000,
@@ -260,7 +270,8 @@ def sinkhorn_divergence(
 
     Args:
         p, q, cost, epsilon: as for `sinkhorn`, but costs are finite and at least 0; with `marginal_penalty`,
-            `epsilon (mass_p - mass_q)^2 / 2` is added.
+            `epsilon (mass_p - mass_q)^2 / 2` is added. S(p, p) has the penalty of p on both sides, and S(q, q) that of
+            q; where they differ, the value is still at least 0, but above 0 at p = q.
         cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix imply
             them; with a rectangular or asymmetric matrix they are required.
         epsilon_relative_to: as for `sinkhorn`; the mean cost is that of `cost`, for all three.
@@ -297,14 +308,18 @@ def sinkhorn_divergence(
     problem = dataclasses.replace(problem, dtype=wide)  # the difference would lose digits
     between = solve_problem(problem, settings)
     value, terms = between.value, [between]
-    for weights, among in ((problem.p, among_p), (problem.q, among_q)):
-        cost_within = among.to(problem.cost.dtype)
+    penalty = problem.marginal_penalty or BOTH_KEPT
+    for weights, among, rho in ((problem.p, among_p, penalty.p), (problem.q, among_q, penalty.q)):
         with_itself = dataclasses.replace(
-            problem, p=weights, q=weights, cost=cost_within, start=None, is_symmetric=True
-        )
+            problem, p=weights, q=weights, cost=among.to(problem.cost.dtype), start=None, is_symmetric=True,
+            marginal_penalty=None if is_kept(rho) else MarginalPenalty(rho, rho),
+        )  # fmt: skip
         terms.append(solve_problem(with_itself, settings))
         value = value - terms[-1].value / 2
-    if settings.marginal_penalty is not None:
+        if problem.marginal_penalty is not None and is_kept(rho):  # the KL with M = 1
+            mass = weights.sum(-1)
+            value = value - problem.epsilon * (mass.square() - mass - torch.xlogy(mass, mass)) / 2
+    if problem.marginal_penalty is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
     return _without_error_below_zero(problem, value, terms).to(dtype)

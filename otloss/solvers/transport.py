@@ -131,7 +131,7 @@ class Transport:
         """(...), the dual objective at the potentials, a lower bound of the optimum; in float64, without a graph."""
         value = self._solution.dual_value
         for step in self._ways_back:
-            value = step.value(value).detach()
+            value = step.dual_value(value).detach()
         return value - self._rounding
 
     @property

@@ -70,6 +70,15 @@ def _transport() -> dict[str, Entry]:
     weighed = {**clouds, **dict(zip("ab", weights(4, 5, empty=False).values(), strict=True))}
     directions = {"projections": draw(7, 3, seed=2) - 0.5}
 
+    averaged = {"clouds": draw(2, 3, 5, 2), "weights": torch.tensor([0.5, 0.2, 0.3]).double()}
+    gaussians = {"A": draw(2, 3, 3), "B": draw(3, 3, seed=1), "mean_p": draw(3), "mean_q": draw(2, 3, seed=2)}
+
+    unit = 2 * torch.eye(3).double()
+
+    def bures(t: Inputs) -> Tensor:
+        covariances = (unit.to(t[name]) + (t[name] + t[name].mT) / 2 for name in "AB")
+        return otloss.bures_wasserstein(*covariances, mean_p=t["mean_p"], mean_q=t["mean_q"])
+
     def value_of(**given: Any) -> Tensor:
         return otloss.fused_gromov(**given, tolerance=1e-14).value
 
@@ -95,6 +104,11 @@ def _transport() -> dict[str, Entry]:
         },
         "fused_gromov": of(value_of, {**graphs, **weights(4, 5, empty=False)}),
         "fused_gromov, epsilon": of(value_of, graphs, epsilon=0.2, max_iterations=2000),
+        "cloud_barycenter": Entry(averaged, lambda t: otloss.cloud_barycenter(**t, start=START.to(t["clouds"])).value),
+        "bures_wasserstein": Entry(gaussians, bures),
+        "sinkhorn, negative costs, penalties": of(
+            otloss.sinkhorn, _pair(cost=cost - 0.5), epsilon=0.3, marginal_penalty=(0.4, 2.0)
+        ),
         "barycenter": Entry(images, partial(barycenter, debiased=False)),
         "barycenter, debiased": Entry(images, partial(barycenter, debiased=True)),
         "cloud_loss, divergence": of(otloss.cloud_loss, weighed),
@@ -113,6 +127,9 @@ def _closed_forms() -> dict[str, Entry]:
     actual = {f"{names[name.split()[0]]}, {name}": Entry(make(), value) for name, (make, value) in cases.items()}
     places = {"x": draw(4), "y": draw(2, 5, seed=1)}
     actual["wasserstein_1d, uniform"] = of(otloss.wasserstein_1d, places, p=None, q=None)
+    around = {"x": draw(4), "y": draw(2, 5, seed=1), **weights(4, 5, empty=False)}
+    actual["wasserstein_circular, order 2"] = of(otloss.wasserstein_circular, around, order=2, period=0.8)
+    actual["wasserstein_circular, samples"] = of(otloss.wasserstein_circular, places, p=None, q=None, period=0.8)
     actual["wasserstein_circular, equal steps"] = of(otloss.wasserstein_circular, weights(4, 4, empty=False))
     for way in ("entropy", "quadratic"):
         for function, more in ((otloss.soft_sort, {}), (otloss.soft_rank, {}), (otloss.soft_top_k, {"k": 2})):
@@ -186,6 +203,7 @@ def _others() -> dict[str, Entry]:
     }
 
 
+START = draw(4, 2, seed=5)
 FUNCTIONS: dict[str, Entry] = {**_on_every_cost(), **_transport(), **_closed_forms(), **_of_logits(), **_others()}
 # Their results are indices: nothing to differentiate.
 _POINTS = {"x0": draw(4, 2), "x1": draw(5, 2, seed=1)}

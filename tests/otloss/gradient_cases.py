@@ -16,6 +16,7 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import CosineCost, DenseCost, GridCost, LineCost, PointCost, graph_cost
+from otloss.solvers.options import Penalty
 from tests.otloss.draws import draw
 
 Inputs = dict[str, Tensor]
@@ -211,7 +212,7 @@ def entropic_case(
     function: str,
     name: str,
     share: float,
-    marginal_penalty: float | None,
+    marginal_penalty: Penalty,
     grad: str,
     *,
     per: str = "range",

@@ -1,13 +1,13 @@
 """The reference implementation of `newton_numba`: Newton's method on the dual, with dense matrices in float64.
 
-The notation is that of the kernel: b = g / epsilon, s = epsilon / rho, k = 1 / (1 + s), and for all i and j
+The notation is that of the kernel: b = g / epsilon, s_p = epsilon / rho_p, k_p = 1 / (1 + s_p), and for all i and j
 
-    f_i = -epsilon k log sum_j q_j exp(b_j - C_ij / epsilon)      the exact update from g
+    f_i = -epsilon k_p log sum_j q_j exp(b_j - C_ij / epsilon)      the exact update from g
     S_ij = q_j exp(b_j - C_ij / epsilon) / sum_l q_l exp(b_l - C_il / epsilon)
-    r_i = p_i exp(-f_i / rho),  c = S^T r,  t_j = q_j exp(-s b_j)
-    D(b) = sum_i p_i f_i / epsilon + sum_j q_j b_j                balanced: rho infinite, s = 0, k = 1
-    D(b) = -(1 + 1 / s) sum_i r_i - (1 / s) sum_j t_j             unbalanced
-    dD / db = t - c,   -d^2 D / db^2 = H = diag(c + s t) - k S^T diag(r) S
+    r_i = p_i exp(-f_i / rho_p),  c = S^T r,  t_j = q_j exp(-s_q b_j)
+    D(b) = D_p + D_q - sum_i r_i,  D_p = -sum_i r_i / s_p,  D_q = -sum_j t_j / s_q
+    D_p = sum_i p_i f_i / epsilon,  D_q = sum_j q_j b_j           on sides that are kept: rho infinite, s = 0, k = 1
+    dD / db = t - c,   -d^2 D / db^2 = H = diag(c + s_q t) - k_p S^T diag(r) S
 
 Cells that do not take part have an infinite cost. Nothing but tests calls this file.
 """
@@ -43,35 +43,45 @@ class DenseDual:
     q: np.ndarray
     cost: np.ndarray
     epsilon: float
-    rho: float = math.inf
+    rho_p: float = math.inf
+    rho_q: float = math.inf
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.rho_p == self.rho_q == math.inf
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """k_p and s_q."""
+        return 1 / (1 + self.epsilon / self.rho_p), self.epsilon / self.rho_q
 
     def plan(self, b: np.ndarray) -> Plan:
-        s = self.epsilon / self.rho
+        s_p, s_q = self.epsilon / self.rho_p, self.epsilon / self.rho_q
         with np.errstate(divide="ignore"):
             scores = b - self.cost / self.epsilon + np.log(self.q)
         top = scores.max(1, keepdims=True)
         sums = np.exp(scores - top).sum(1)
-        f = -self.epsilon / (1 + s) * (top[:, 0] + np.log(sums))
-        shares, r = np.exp(scores - top) / sums[:, None], self.p * np.exp(-f / self.rho)
-        return Plan(f, r, shares.T @ r, self.q * np.exp(-s * b), shares)
+        f = -self.epsilon / (1 + s_p) * (top[:, 0] + np.log(sums))
+        shares, r = np.exp(scores - top) / sums[:, None], self.p * np.exp(-f / self.rho_p)
+        return Plan(f, r, shares.T @ r, self.q * np.exp(-s_q * b), shares)
 
     def value(self, b: np.ndarray) -> float:
-        plan, s = self.plan(b), self.epsilon / self.rho
-        if s == 0:
-            return float(self.p @ plan.f / self.epsilon + self.q @ b)
-        return float(-(1 + 1 / s) * plan.r.sum() - plan.t.sum() / s)
+        plan, s_p, s_q = self.plan(b), self.epsilon / self.rho_p, self.epsilon / self.rho_q
+        rows = -plan.r.sum() / s_p if s_p > 0 else self.p @ plan.f / self.epsilon
+        columns = -plan.t.sum() / s_q if s_q > 0 else self.q @ b
+        return float(rows + columns - plan.r.sum())
 
     def curvature(self, b: np.ndarray) -> np.ndarray:
-        plan, s = self.plan(b), self.epsilon / self.rho
-        return np.diag(plan.c + s * plan.t) - (plan.shares.T * plan.r) @ plan.shares / (1 + s)
+        plan, s_p, s_q = self.plan(b), self.epsilon / self.rho_p, self.epsilon / self.rho_q
+        return np.diag(plan.c + s_q * plan.t) - (plan.shares.T * plan.r) @ plan.shares / (1 + s_p)
 
     def update(self, b: np.ndarray, columns: np.ndarray | None = None) -> np.ndarray:
         """Return b after an exact update from f, in all columns or in those of a mask."""
-        s, f = self.epsilon / self.rho, self.plan(b).f
+        s_q, f = self.epsilon / self.rho_q, self.plan(b).f
         with np.errstate(divide="ignore"):
             scores = (f[:, None] - self.cost) / self.epsilon + np.log(self.p)[:, None]
         top = scores.max(0)
-        exact = -(top + np.log(np.exp(scores - top).sum(0))) / (1 + s)
+        exact = -(top + np.log(np.exp(scores - top).sum(0))) / (1 + s_q)
         return np.where(self.q > 0 if columns is None else columns, exact, b)
 
     def on_cells(self, is_cell: np.ndarray) -> DenseDual:

@@ -88,16 +88,19 @@ def sparse_weights(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def precise_potentials(
-    p: list[float], q: list[float], cost: list[list[float]], epsilon: float, rho: float | None, g: list[float]
-) -> tuple[list[Any], list[Any], Any]:
+    p: list[float], q: list[float], cost: list[list[float]], epsilon: float,
+    rho: float | tuple[float, float] | None, g: list[float],
+) -> tuple[list[Any], list[Any], Any]:  # fmt: skip
     """Return f, g and the optimum of an entropic problem with weights above 0, in 50 digits; ValueError if singular.
 
-    Newton's method on the dual as a function of g, from a g near the optimum. `rho` is the marginal penalty.
+    Newton's method on the dual as a function of g, from a g near the optimum. `rho` is the marginal penalty, or one for
+    each side, infinite for a side that is kept.
     """
     with mpmath.workdps(50):
         a, b, C = mpmath.matrix(p), mpmath.matrix(q), mpmath.matrix(cost)
         n, m, mass = len(p), len(q), mpmath.fsum(p) if rho is None else mpmath.mpf(1)
-        damping = mpmath.mpf(1) if rho is None else 1 / (1 + mpmath.mpf(epsilon) / rho)
+        rho_p, rho_q = map(mpmath.mpf, rho if isinstance(rho, tuple) else (rho or mpmath.inf, rho or mpmath.inf))
+        damping = 1 / (1 + epsilon / rho_p)
         if rho is None:
             b = b * (mpmath.fsum(a) / mpmath.fsum(b))
         x = mpmath.matrix(g)
@@ -106,16 +109,16 @@ def precise_potentials(
             tops = [max(row) for row in scores]
             sums = [mpmath.fsum(b[j] * mpmath.exp(scores[i][j] - tops[i]) for j in range(m)) for i in range(n)]
             f = [-damping * epsilon * (tops[i] + mpmath.log(sums[i] / mass)) for i in range(n)]
-            rows = [a[i] if rho is None else a[i] * mpmath.exp(-f[i] / rho) for i in range(n)]
+            rows = [a[i] * mpmath.exp(-f[i] / rho_p) for i in range(n)]
             share = [[b[j] * mpmath.exp(scores[i][j] - tops[i]) / sums[i] for j in range(m)] for i in range(n)]
-            target = [b[j] if rho is None else b[j] * mpmath.exp(-x[j] / rho) for j in range(m)]
+            target = [b[j] * mpmath.exp(-x[j] / rho_q) for j in range(m)]
             columns = [mpmath.fsum(rows[i] * share[i][j] for i in range(n)) for j in range(m)]
             system = mpmath.matrix(m, m)
             for j in range(m):
                 for k in range(m):
                     system[j, k] = -damping * mpmath.fsum(rows[i] * share[i][j] * share[i][k] for i in range(n))
                     system[j, k] += target[j] * target[k] / mpmath.fsum(target) if rho is None else 0
-                system[j, j] += columns[j] + (0 if rho is None else target[j] * epsilon / rho)
+                system[j, j] += columns[j] + target[j] * epsilon / rho_q
             try:
                 step = mpmath.lu_solve(system, mpmath.matrix([t - c for t, c in zip(target, columns, strict=True)]))
             except ZeroDivisionError as error:
@@ -127,6 +130,11 @@ def precise_potentials(
         if rho is None:
             value = mpmath.fdot(a, f) + mpmath.fdot(b, x)
         else:
-            gains = [rho * (w - kept) for w, kept in zip([*a, *b], [*rows, *target], strict=True)]
+            sides = ((a, rows, f, rho_p), (b, target, x, rho_q))
+            gains = [
+                w * t if r == mpmath.inf else r * (w - kept)
+                for weights, masses, potential, r in sides
+                for w, kept, t in zip(weights, masses, potential, strict=True)
+            ]  # fmt: skip
             value = mpmath.fsum(gains) - epsilon * (mpmath.fsum(rows) - mpmath.fsum(a) * mpmath.fsum(b))
         return f, list(x), value

@@ -31,6 +31,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize(("function", "keyword", "ours"), [
     ("cloud_loss", "reach", "marginal_penalty="), ("CloudLoss", "reach", "marginal_penalty="),
+    ("cloud_loss", "reach_y", r"marginal_penalty=\(2 \* reach_x"),
     ("cloud_loss", "debias", "sinkhorn_divergence"), ("cloud_loss", "p", "metric="), ("cloud_loss", "loss", "kind="),
     ("sinkhorn", "blur", r"epsilon=2 \* blur\*\*2"), ("sinkhorn", "reg", "epsilon=reg"), ("Emd", "log", r"solve\("),
     ("sinkhorn_divergence", "debias", "sinkhorn_divergence are debiased"), ("emd", "numItermax", "leave it out"),

@@ -194,7 +194,7 @@ def find_joint_step(
 @inner()
 def find_targets(cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float) -> float:
     """Evaluate plans on the cells; write what the columns should hold, the mean; return the error."""
-    evaluate(cells, rows, columns, epsilon, 0.0)
+    evaluate(cells, rows, columns, epsilon)
     n = columns.mass.shape[0] // weights.shape[0]
     for j in range(n):
         mean = 0.0
@@ -202,7 +202,7 @@ def find_targets(cells: Any, rows: Any, columns: Any, weights: Any, epsilon: flo
             mean += columns.mass[k * n + j]
         for k in range(weights.shape[0]):
             columns.weights[k * n + j] = mean * weights[k]
-    return column_error(columns, epsilon, 0.0)
+    return column_error(columns)
 
 
 @inner()
@@ -220,11 +220,11 @@ def steps_on_cells(
         if error <= tolerance or is_stopped(counter, error, np.nan):
             return steps
         find_joint_step(counter, cells, rows, columns, weights, error, x)
-        derivative = derivative_along(columns, epsilon, 0.0, x)
+        derivative = derivative_along(columns, x)
         if not derivative > 0:
             return steps
         moved += np.abs(x).max()
-        search_along(searched, rows, columns, epsilon, 0.0, x, derivative)
+        search_along(searched, rows, columns, epsilon, x, derivative)
         steps += 1
         if moved > ASCENT.largest_move or steps == max_steps:
             return steps
@@ -292,8 +292,10 @@ def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) 
         for k in range(count):
             for i in range(m):
                 masses[k * m + i] = p[b, k, i] * weights[k]
-        rows = Side(masses, np.zeros(count * m), np.zeros(count * m), np.zeros(count * m))
-        columns = Side(np.full(count * n, 1.0 / n), np.zeros(count * n), np.zeros(count * n), np.zeros(count * n))
+        rows = Side(masses, np.zeros(count * m), np.zeros(count * m), np.zeros(count * m), np.inf)
+        columns = Side(
+            np.full(count * n, 1.0 / n), np.zeros(count * n), np.zeros(count * n), np.zeros(count * n), np.inf
+        )
         previous, latest, steps = columns.potential.copy(), np.zeros(count * n), 0
         for stage in range(stages, -1, -1):
             width = epsilon * ASCENT.stage_factor**stage

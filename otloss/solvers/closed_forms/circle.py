@@ -1,7 +1,9 @@
-"""Wasserstein-1 distance between histograms on a circle, in closed form.
+"""Wasserstein distances between histograms or samples on a circle.
 
-Cut the circle at 0 and go once around: with positions sorted, D_k = F_k - G_k the difference of the cumulative sums
-and gap_k the arc from bin k to the next one, the last arc leading back to bin 0,
+Cut the circle at 0 and go once around.
+
+Order 1. With positions sorted, D_k = F_k - G_k the difference of the cumulative sums and gap_k the arc from position k
+to the next one, the last arc leading back to position 0,
 
     W_1 = min over t of sum_k gap_k |D_k - t|         t a median of D, weighted by the gaps
 
@@ -14,46 +16,69 @@ mass gets the one-sided derivative, the price of an infinitesimal mass there wit
     f_j = min over l with q_l > 0 of u_l + d(j, l)          g_j = min over l with p_l > 0 of d(j, l) - u_l
 
 in the circle's metric d, which two running minima find, one along each direction.
+
+Order above 1. On the line that covers the circle, where F(s + M) = F(s) + period for the mass M, quantiles are matched
+after a shift t of the levels (J. Delon, J. Salomon, A. Sobolevski, Fast Transport Optimization for Monge Costs on the
+Circle, 2010):
+
+    W = min over t of C(t) = integral over 0 to M of |F^-1(s) - G^-1(s + t)|^order ds
+
+C is convex and piecewise linear. Its derivative is the sum over the levels G_j of what the mass there pays more at the
+next bin of q, which is also g_{j+1} - g_j: bisection finds where the sum around the circle is zero. `_Shifted` has
+these formulas.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_finite, check_last_axis, check_positive, check_tensor
+from otloss._checks import check_positive, check_tensor, has_float64
+from otloss._per_example import per_example
 from otloss._public import public
+from otloss.solvers.closed_forms.line import check_exponent, checked_positions, finite_in, or_uniform, power_of
 from otloss.solvers.histograms import histogram_pair
+
+BISECTIONS = 60  # of the shift in float64, to its last digit
+ROUNDINGS = 8.0  # of a level, within which it may be another one
 
 
 @public
+@per_example(p=1, q=1, x=1, y=1)
 def wasserstein_circular(
-    p: Float[Tensor, "*batch bins"],
-    q: Float[Tensor, "*batch bins"],
-    x: Float[Tensor, "*batch bins"] | None = None,
+    p: Float[Tensor, "*batch n"] | None,
+    q: Float[Tensor, "*batch m"] | None,
+    x: Float[Tensor, "*batch n"] | None = None,
+    y: Float[Tensor, "*batch m"] | None = None,
     *,
+    order: float = 1,
     period: float | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """Return W_1 between histograms on a circle, the least cost of moving p to q along the shorter arcs.
+    """Return W_order^order on a circle, the least cost of moving p to q along the shorter arcs at arc^order per unit.
 
     Formulas: docs/guide/definitions.md#def-line
 
     Args:
-        p: (..., n) weights >= 0. The leading axes of p, q and x broadcast.
-        q: (..., n) weights >= 0 with the mass of p, up to rounding.
-        x: (n,) or (..., n) positions along the circle in the unit of `period`, in any order and taken modulo `period`;
-            0 to n - 1 by default.
+        p: (..., n) weights >= 0, or None for 1 / n each: of samples u and v the distance is
+            `wasserstein_circular(None, None, u, v, period=...)`. The leading axes of p, q, x and y broadcast.
+        q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
+        x: (n,) or (..., n) positions of p's bins along the circle in the unit of `period`, in any order and taken
+            modulo `period`; 0 to n - 1 by default.
+        y: (m,) or (..., m) positions of q's bins, those of p by default.
+        order: at least 1.
         period: the circumference, above 0; n by default when x is not given (hours of a day: 24 bins, period 24).
 
     Returns:
-        (...), in the promoted dtype; its unit is that of x times that of the mass.
-        Differentiable in p, q (centred over the bins; one-sided derivatives at bins without mass) and x. Where more
-        than one level t is optimal the value has a kink, and the gradient is a subgradient.
+        (...), in the promoted dtype; its unit is that of x to the power `order`, times that of the mass.
+        Differentiable in p, q (centred over the bins; one-sided derivatives at bins without mass), x and y. Where more
+        than one shift is optimal the value has a kink, and the gradient is a subgradient.
 
     Raises:
         TypeError: if p or q is not a floating tensor.
-        ValueError: if the bins or masses of p and q differ, a weight is negative, a number is not finite, x comes
+        ValueError: if the masses differ, a weight is negative, a number is not finite, positions do not fit or come
             without a period, or the period is not above 0.
 
     Source:
@@ -63,30 +88,63 @@ def wasserstein_circular(
         >>> late, early = torch.eye(24)[23], torch.eye(24)[1]
         >>> wasserstein_circular(late, early)
         tensor(2.)
-        >>> wasserstein_circular(torch.eye(2)[0], torch.eye(2)[1], torch.tensor([10.0, 350.0]), period=360)
-        tensor(20.)
+        >>> angles = torch.tensor([10.0, 350.0]), torch.tensor([0.0, 20.0, 340.0])
+        >>> wasserstein_circular(None, None, *angles, order=2, period=360)
+        tensor(100.)
     """
-    pair = histogram_pair(p, q, *([] if x is None else [check_tensor("x", x).dtype]))
+    check_exponent("order", order)
+    p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
+    given = [check_tensor(name, t).dtype for name, t in (("x", x), ("y", y)) if t is not None]
+    pair = histogram_pair(p, q, *given)
     n = p.shape[-1]
-    if q.shape[-1] != n:
+    if y is None and q.shape[-1] != n:
         raise ValueError(
-            f"p has {n} bins and q {q.shape[-1]}, expected the same bins; give both every bin, empty or not."
+            f"p has {n} bins and q {q.shape[-1]}, expected the same bins when y is not given; pass y, the positions of "
+            "q's bins."
         )
     if x is None:
         x = torch.arange(n, device=p.device)
         period = float(n) if period is None else period
-    elif period is None:
+    if period is None:
         raise ValueError("x is given without a period, expected period=, the circumference (such as 24, 360 or 2 pi).")
     check_positive("period", period)
-    check_finite("x", x)
-    check_last_axis("x", x, n)
-    check_broadcast(x=x.shape[:-1], weights=torch.broadcast_shapes(pair.p.shape[:-1], pair.q.shape[:-1]))
-    # Taken in float64: angles far from 0 keep all the digits they came with.
-    place = x.to(torch.float64).remainder(float(period)).to(pair.p.dtype)
-    batch = torch.broadcast_shapes(pair.p.shape, pair.q.shape, place.shape)
-    place, order = place.expand(batch).sort(dim=-1, stable=True)
-    weights_p, weights_q = (weights.expand(batch).gather(-1, order) for weights in (pair.p, pair.q))
-    return _around(weights_p, weights_q, place, float(period)).to(pair.dtype)
+    x = _on_circle("x", x, pair.p, float(period))
+    y = x if y is None else _on_circle("y", y, pair.q, float(period))
+    if order == 1:
+        value = _of_order_1(pair.p, pair.q, x, y, float(period), is_shared=y is x)
+    else:
+        value = _above_order_1(pair.p, pair.q, x, y, float(period), order)
+    return finite_in(pair.dtype, value, order)
+
+
+def _on_circle(name: str, positions: Tensor, weights: Tensor, period: float) -> Tensor:
+    """Return checked positions in [0, period): taken in float64, angles far from 0 keep all the digits they have."""
+    checked_positions(name, positions, weights)
+    wide = positions.to(torch.float64) if has_float64(positions.device) else positions.to(weights.dtype)
+    return wide.remainder(period).to(weights.dtype)
+
+
+def _sorted(weights: Tensor, positions: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor]:
+    positions, order = positions.expand(*batch, -1).sort(dim=-1, stable=True)
+    return weights.expand(*batch, -1).gather(-1, order), positions
+
+
+# ---- order 1 ---------------------------------------------------------------------------------------------------------
+
+
+def _of_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, *, is_shared: bool) -> Tensor:
+    """Return W_1: bins at different positions are bins of both, without mass on the other side."""
+    batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
+    if not is_shared:
+        p, q, x, y = (t.expand(*batch, -1) for t in (p, q, x, y))
+        p, q, x = (
+            torch.cat([p, torch.zeros_like(q)], -1),
+            torch.cat([torch.zeros_like(p), q], -1),
+            torch.cat([x, y], -1),
+        )
+    place, order = x.expand(*batch, -1).sort(dim=-1, stable=True)
+    weights_p, weights_q = (weights.expand(*batch, -1).gather(-1, order) for weights in (p, q))
+    return _around(weights_p, weights_q, place, period)
 
 
 def _around(p: Tensor, q: Tensor, x: Tensor, period: float) -> Tensor:
@@ -132,3 +190,96 @@ def _cheapest(price: Tensor, partner: Tensor, x: Tensor, period: float) -> Tenso
     ahead = ((offered + unrolled).flip(-1).cummin(-1).values.flip(-1) - unrolled)[..., :n]
     cheapest = torch.minimum(behind, ahead)
     return torch.where(partner.any(-1, keepdim=True), cheapest, price)
+
+
+# ---- order above 1 ---------------------------------------------------------------------------------------------------
+
+
+def _above_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, order: float) -> Tensor:
+    batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
+    wide = torch.float64 if has_float64(p.device) else p.dtype
+    (p, x), (q, y) = (_sorted(w.to(wide), t.to(wide), batch) for w, t in ((p, x), (q, y)))
+    fixed_p, fixed_q = p.detach(), q.detach()
+    low, high, share = _best_shift(_shifted(fixed_p, fixed_q, x.detach(), y.detach(), period, order))
+    path = _shifted(fixed_p, fixed_q, x, y, period, order)
+    g = (1 - share) * path.rises(low) + share * path.rises(high)
+    # The last rise leads back to the first bin.
+    g = torch.cat([torch.zeros_like(g[..., :1]), g[..., :-1].cumsum(-1)], -1)
+    f = path.cheapest_for_p(high, g)
+    g = torch.where(fixed_q > 0, g, path.cheapest_for_q(high, f))
+    # The differences from the detached weights are zero and carry f and g, which keep their graph in the positions.
+    return path.value(high) + ((p - fixed_p) * f).sum(-1) + ((q - fixed_q) * g).sum(-1)
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """Both sides on the line that covers the circle, with levels F and G of equal mass (..., 1)."""
+
+    F: Float[Tensor, "*batch n"]
+    G: Float[Tensor, "*batch m"]
+    x: Float[Tensor, "*batch n"]
+    y: Float[Tensor, "*batch m"]
+    mass: Float[Tensor, "*batch 1"]
+    period: float
+    order: float
+
+    def of_level(self, levels: Tensor, positions: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bins at the levels s, the first whose level is not below s, and their positions on the line."""
+        turns = torch.ceil(s / self.mass) - 1
+        rest = (s - turns * self.mass).clamp(max=self.mass)
+        bins = torch.searchsorted(levels, rest.contiguous()).clamp_(max=levels.shape[-1] - 1)
+        return bins, positions.gather(-1, bins) + turns * self.period
+
+    def price(self, x: Tensor, y: Tensor) -> Tensor:
+        return power_of(x - y, self.order)
+
+    def rises(self, t: Tensor) -> Tensor:
+        """Return what the mass at each level G_j pays more at the next bin of q, the last one back to the first."""
+        _, x = self.of_level(self.F, self.x, self.G - t)
+        following = torch.cat([self.y[..., 1:], self.y[..., :1] + self.period], -1)
+        return self.price(x, following) - self.price(x, self.y)
+
+    def value(self, t: Tensor) -> Tensor:
+        """Return C(t)."""
+        s = (self.G - t).remainder(self.mass)
+        levels = torch.cat([self.F, s], -1).sort(-1).values
+        widths = levels.diff(dim=-1, prepend=torch.zeros_like(levels[..., :1]))
+        middle = levels - widths / 2
+        (_, x), (_, y) = self.of_level(self.F, self.x, middle), self.of_level(self.G, self.y, middle + t)
+        return (widths * self.price(x, y)).sum(-1)
+
+    def cheapest_for_p(self, t: Tensor, g: Tensor) -> Tensor:
+        """Return for each bin of p the least price minus g, over partners at its levels and next to them."""
+        bins, y = self.of_level(self.G, self.y, self._around(self.F) + t)
+        prices = self.price(self.x.repeat(*[1] * (self.x.dim() - 1), 6), y) - g.gather(-1, bins)
+        return prices.unflatten(-1, (6, -1)).amin(-2)
+
+    def cheapest_for_q(self, t: Tensor, f: Tensor) -> Tensor:
+        bins, x = self.of_level(self.F, self.x, self._around(self.G) - t)
+        prices = self.price(x, self.y.repeat(*[1] * (self.y.dim() - 1), 6)) - f.gather(-1, bins)
+        return prices.unflatten(-1, (6, -1)).amin(-2)
+
+    def _around(self, levels: Tensor) -> Tensor:
+        """Return the levels at both ends of each bin, and a few roundings below and above."""
+        rounding = ROUNDINGS * torch.finfo(levels.dtype).eps * self.mass
+        before = torch.cat([torch.zeros_like(self.mass), levels[..., :-1]], -1)
+        return torch.cat([level + k * rounding for level in (before, levels) for k in (-1, 0, 1)], -1)
+
+
+def _shifted(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, order: float) -> _Shifted:
+    F, G = p.cumsum(-1), q.cumsum(-1)
+    mass = F[..., -1:]
+    G = torch.where(G[..., -1:] == G, mass, torch.minimum(G, mass))  # behind all mass both have the same level
+    return _Shifted(F, G, x, y, mass.clamp(min=torch.finfo(F.dtype).tiny), period, order)
+
+
+def _best_shift(path: _Shifted) -> tuple[Tensor, Tensor, Tensor]:
+    """Return two shifts (..., 1) next to each other, and the share of the second with which C has the derivative 0."""
+    low, high = -2 * path.mass, 2 * path.mass
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        rises = path.rises(middle).sum(-1, keepdim=True) > 0
+        low, high = torch.where(rises, low, middle), torch.where(rises, middle, high)
+    falling, rising = (path.rises(t).sum(-1, keepdim=True) for t in (low, high))
+    share = -falling / (rising - falling).clamp(min=torch.finfo(rising.dtype).tiny)
+    return low, high, share.nan_to_num(nan=0.0).clamp(0, 1)

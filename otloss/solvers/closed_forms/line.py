@@ -33,6 +33,7 @@ from otloss._checks import (
     check_tensor,
 )
 from otloss._numba import may_run_on
+from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.histograms import MASS_TOLERANCE, histogram_pair
 
@@ -44,6 +45,7 @@ _OF_SAMPLES = "If they are samples u and v, call wasserstein_1d(None, None, u, v
 
 
 @public
+@per_example(p=1, q=1, x=1)
 def cdf_distance(
     p: Float[Tensor, "*batch bins"] | None,
     q: Float[Tensor, "*batch bins"] | None,
@@ -84,8 +86,8 @@ def cdf_distance(
         tensor(2.)
     """
     check_not_recorded()
-    _check_exponent("power", power)
-    p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x, p)))
+    check_exponent("power", power)
+    p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x, p)))
     return _closed_form(_cdf_distance, (p, q, x), power)
 
 
@@ -96,7 +98,7 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
             f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins; "
             "for different bins use wasserstein_1d with positions x and y."
         )
-    x = _positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
+    x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
     x_sorted, order = x.sort(dim=-1, stable=True)
     # The last bin has no gap behind it; a gap of 0 there is cheaper than slicing the histograms.
     gaps = x_sorted.diff(dim=-1, append=x_sorted[..., -1:])
@@ -107,7 +109,7 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
         apart = (weights_p - weights_q).cumsum(-1)
         if power < 2:  # the derivative at rounding errors is large: their power - 1
             apart = apart.masked_fill(_empty_ends(weights_p)[1] & _empty_ends(weights_q)[1], 0.0)
-        apart = _power(apart, power)
+        apart = power_of(apart, power)
     return (gaps * apart).sum(-1).to(pair.dtype)
 
 
@@ -143,6 +145,7 @@ def _is_plain(t: Any) -> bool:
 
 
 @public
+@per_example(p=1, q=1, x=1, y=1)
 @_weights_first
 def wasserstein_1d(
     p: Float[Tensor, "*batch n"] | None,
@@ -185,8 +188,8 @@ def wasserstein_1d(
         tensor(5.)
     """
     check_not_recorded()
-    _check_exponent("order", order)
-    p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
+    check_exponent("order", order)
+    p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
     return _closed_form(_wasserstein_1d, (p, q, x, y), order)
@@ -199,8 +202,8 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
             f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins when y is not given; "
             "pass y, the positions of q's bins."
         )
-    x = _positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
-    y = x if y is None else _positions("y", y, pair.q)
+    x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
+    y = x if y is None else checked_positions("y", y, pair.q)
     x_sorted, order_x = x.sort(dim=-1, stable=True)
     y_sorted, order_y = y.sort(dim=-1, stable=True)
     value = _quantile_cost(_take(pair.p, order_x), _take(pair.q, order_y), x_sorted, y_sorted, order)
@@ -213,7 +216,7 @@ def _sums_to_one(weights: Tensor) -> bool:
     return not totals.numel() or all(abs(total.item() - 1) < 1e-3 for total in torch.aminmax(totals))
 
 
-def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
+def or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
     """The weights, or 1 / n each for the bins at the positions; where there are none, for those of the other side."""
     if weights is not None:
         return weights
@@ -313,7 +316,7 @@ def _merged_path(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> tu
     from_p = origin < n
     passed_p = from_p.cumsum(-1).sub_(from_p.long())
     passed_q = torch.arange(n + m, device=p.device) - passed_p
-    prices = _power(x.gather(-1, passed_p.clamp_(max=n - 1)) - y.gather(-1, passed_q.clamp_(max=m - 1)), order)
+    prices = power_of(x.gather(-1, passed_p.clamp_(max=n - 1)) - y.gather(-1, passed_q.clamp_(max=m - 1)), order)
     return widths, prices
 
 
@@ -345,7 +348,7 @@ def _empty_ends(weights: Tensor) -> tuple[Tensor, Tensor]:
     return occupied == 0, occupied == occupied[..., -1:]
 
 
-def _power(difference: Tensor, power: float) -> Tensor:
+def power_of(difference: Tensor, power: float) -> Tensor:
     if power == 1:
         return difference.abs()
     if power == 2:
@@ -368,7 +371,7 @@ def _position_dtypes(**inputs: Any) -> list[torch.dtype]:
     return [check_tensor(name, positions).dtype for name, positions in inputs.items() if positions is not None]
 
 
-def _positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:
+def checked_positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:
     """Return checked positions in the dtype of `weights`."""
     check_finite(name, positions)
     check_last_axis(name, positions, weights.shape[-1])
@@ -376,6 +379,6 @@ def _positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:
     return positions.to(weights.dtype)
 
 
-def _check_exponent(name: str, value: float) -> None:
+def check_exponent(name: str, value: float) -> None:
     if not 1 <= check_number(name, value) < float("inf"):
         raise ValueError(f"{name} is {value}, expected a finite number of at least 1.")

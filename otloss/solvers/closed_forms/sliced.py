@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
+from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs.cost import recomputed
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
@@ -26,6 +27,7 @@ _BLOCK = 2**23
 
 
 @public
+@per_example(x=2, y=2, a=1, b=1)
 def sliced_wasserstein(
     x: Float[Tensor, "*batch n d"],
     y: Float[Tensor, "*batch m d"],

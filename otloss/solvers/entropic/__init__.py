@@ -1,17 +1,17 @@
 """Entropic transport: the potentials of a reduced problem, and its solution.
 
     value = min over P >= 0 of  <C, P> + epsilon KL(P | p q^T / M)  and  P 1 = p, P^T 1 = q          (balanced)
-                                                  or  + rho KL(P 1 | p) + rho KL(P^T 1 | q)      (unbalanced)
+                                                  or  + rho_p KL(P 1 | p) + rho_q KL(P^T 1 | q)  (unbalanced)
 
-Here KL(a | b) = sum a log(a / b) - a + b, and rho is the option `marginal_penalty`. M is the mass of p and q in
-balanced problems, and one in unbalanced ones. The optimal plan is P_ij = p_i q_j / M exp((f_i + g_j - C_ij) / epsilon).
-With
+Here KL(a | b) = sum a log(a / b) - a + b, and rho_p and rho_q are the option `marginal_penalty`, infinite for a side
+that is kept. M is the mass of p and q in balanced problems, and one in unbalanced ones. The optimal plan is
+P_ij = p_i q_j / M exp((f_i + g_j - C_ij) / epsilon). With
 
     softmin(g)_i = -epsilon log sum_j q_j / M exp((g_j - C_ij) / epsilon)
 
-and k = 1 in balanced problems, k = rho / (rho + epsilon) in unbalanced ones, the potentials solve
+and k = 1 in balanced problems, k_p = rho_p / (rho_p + epsilon) and k_q likewise in unbalanced ones, potentials solve
 
-    f = k softmin(g),  g = k softmin(f)
+    f = k_p softmin(g),  g = k_q softmin(f)
 
 Sources: M. Cuturi, Sinkhorn Distances, 2013; T. Séjourné, J. Feydy, F.-X. Vialard, A. Trouvé, G. Peyré, Sinkhorn
 Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.

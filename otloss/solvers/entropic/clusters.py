@@ -285,7 +285,7 @@ class _ClusterSearch:
         smallest_error, halved_error, iterations = math.inf, math.inf, 0
         for _ in range(max_iterations):
             f, updated = self._next_potentials(min(smallest_error, 1.0))
-            errors = self.updates.error(self.g, updated, self.updates.log_q)
+            errors = self.updates.error_of_columns(self.g, updated)
             self.iterations += 1
             error = float(errors)
             report("Sinkhorn iterations", error, tolerance=tolerance)
@@ -364,9 +364,9 @@ class _ClusterSearch:
             change = sum(float((new - old).abs().amax()) for new, old in zip(updated, (self.f, g), strict=True))
             if change <= float(updates.epsilon):
                 bound = self.share * math.exp(change / float(updates.epsilon))
-                return updated[0], g, updates.error(g, updated[1], updates.log_q) + bound
+                return updated[0], g, updates.error_of_columns(g, updated[1]) + bound
         f = updates.f_from(g)
-        return f, g, updates.error(g, updates.g_from(f), updates.log_q)
+        return f, g, updates.error_of_columns(g, updates.g_from(f))
 
     def _rounding(self, epsilon: float) -> float:
         range_of_g = float(self.g.amax() - self.g.amin())

@@ -88,7 +88,7 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
         steps = steps + is_active
     f = updates.f_from(torch.where(q > 0, b * updates.epsilon, g))
     g = torch.where(q > 0, b * updates.epsilon, updates.g_from(f))
-    error = updates.error(g, updates.g_from(f), updates.log_q)
+    error = updates.error_of_columns(g, updates.g_from(f))
     return SearchResult(f, g, error, steps, dual.error(g / updates.epsilon) * problem.epsilon)
 
 

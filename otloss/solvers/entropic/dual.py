@@ -2,15 +2,15 @@
 potentials are.
 
 Let b = g / epsilon, let f be the exact update from g, and let S be the plan with rows scaled to one. The rows of the
-plan sum to a = p exp(-f / rho), and its columns should sum to t = q exp(-g / rho). With r = epsilon / rho and
-k = 1 / (1 + r), the dual has in b
+plan sum to a = p exp(-f / rho_p), and its columns should sum to t = q exp(-g / rho_q). With r_p = epsilon / rho_p, r_q
+likewise and k_p = 1 / (1 + r_p), the dual has in b
 
     the gradient            t - S^T a
-    the negative Hessian    H = diag(S^T a + r t) - k S^T diag(a) S
+    the negative Hessian    H = diag(S^T a + r_q t) - k_p S^T diag(a) S
 
-In balanced problems rho is infinite: a = p, t = q, r = 0 and k = 1, and a constant in b changes nothing. Where rho is
-large, a constant changes next to nothing: the marginal error, an error of masses, tells it only up to rho times the
-tolerance. But the best constant has a closed form (`shifted_to_equal_mass`).
+On a side that is kept rho is infinite: a = p and k_p = 1, or t = q and r_q = 0. Where both are, a constant in b changes
+nothing. Where both penalties are large, a constant changes next to nothing: the marginal error, an error of masses,
+tells it only up to the penalty times the tolerance. But the best constant has a closed form (`shifted_to_equal_mass`).
 
 The error of g is at most the largest relative error of the columns over the least eigenvalue of H, where constants are
 left out, and where both are taken in the metric of t. This is a linear model. Near the limit of its validity the true
@@ -28,7 +28,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.solvers.entropic.interface import SCHEDULE, SearchResult
-from otloss.solvers.entropic.updates import Updates, build_updates, log_mass_ratio
+from otloss.solvers.entropic.updates import Updates, build_updates, damping_of, log_mass_ratio
+from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
 
 LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
@@ -44,18 +45,19 @@ class Dual:
     Attributes:
         scores: (..., n, m), log q - C / epsilon.
         log_p, log_q: logarithms of the weights, or in balanced problems of the shares of the mass.
-        ratio: (..., 1), r.
+        ratio_p, ratio_q: (..., 1), r_p and r_q.
     """
 
     scores: Float[Tensor, "*batch n m"]
     log_p: Float[Tensor, "*batch n"]
     log_q: Float[Tensor, "*batch m"]
-    ratio: Float[Tensor, "*batch 1"]
+    ratio_p: Float[Tensor, "*batch 1"]
+    ratio_q: Float[Tensor, "*batch 1"]
     is_balanced: bool
 
     def target(self, b: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
         """Return t, what the columns of the plan should sum to."""
-        return (self.log_q - self.ratio * b).exp()
+        return (self.log_q - self.ratio_q * b).exp()
 
     def gradient(self, b: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
         """Return t - S^T a."""
@@ -65,8 +67,8 @@ class Dual:
     def derivatives(self, b: Float[Tensor, "*batch m"], *, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return the gradient t - S^T a, and H plus a ridge, in balanced problems plus the projection on constants."""
         rows, masses, received = self._plan(b)
-        target, damping = self.target(b), 1 / (1 + self.ratio)
-        curvature = torch.diag_embed(received + (self.ratio + ridge) * target)
+        target, damping = self.target(b), 1 / (1 + self.ratio_p)
+        curvature = torch.diag_embed(received + (self.ratio_q + ridge) * target)
         curvature -= damping.unsqueeze(-1) * (rows * masses.unsqueeze(-1)).mT @ rows
         return target - received, curvature + _constants(target) if self.is_balanced else curvature
 
@@ -75,7 +77,7 @@ class Dual:
         exponents = self.scores + b.masked_fill(self.log_q == -torch.inf, 0.0).unsqueeze(-2)
         rows = torch.softmax(exponents, -1)
         rows.masked_fill_(rows < NO_SHARE, 0.0)
-        pull = self.ratio / (1 + self.ratio)
+        pull = self.ratio_p / (1 + self.ratio_p)
         masses = (self.log_p if self.is_balanced else self.log_p + pull * torch.logsumexp(exponents, -1)).exp()
         return rows, masses, (masses.unsqueeze(-2) @ rows).squeeze(-2)
 
@@ -98,10 +100,9 @@ class Dual:
 def build_dual(updates: Updates) -> Dual:
     """Return the dual of the problems of the updates, with their costs as dense matrices."""
     problem, log_q = updates.problem, updates.log_q
-    dtype, rho = log_q.dtype, problem.marginal_penalty
-    scores = -problem.cost.dense().to(dtype) / updates.epsilon.unsqueeze(-1) + log_q.unsqueeze(-2)
-    ratio = torch.zeros_like(updates.epsilon) if rho is None else updates.epsilon / rho
-    return Dual(scores, updates.log_p, log_q, ratio, rho is None)
+    scores = -problem.cost.dense().to(log_q.dtype) / updates.epsilon.unsqueeze(-1) + log_q.unsqueeze(-2)
+    ratios = (updates.epsilon / updates.penalty.p, updates.epsilon / updates.penalty.q)
+    return Dual(scores, updates.log_p, log_q, *ratios, is_balanced=problem.marginal_penalty is None)
 
 
 def is_dense_fast(problem: Problem) -> bool:
@@ -113,7 +114,7 @@ def estimate_error(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tens
     """Return the largest error of g in the unit of the cost, NaN where it is not known.
 
     It is an estimate from the dense matrix, or in larger unbalanced problems a bound: two updates contract the error by
-    k^2 there.
+    k_p k_q there.
     """
     updates = build_updates(problem)
     epsilon, g = updates.epsilon, g.to(updates.epsilon.dtype)
@@ -122,7 +123,7 @@ def estimate_error(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tens
     if problem.marginal_penalty is None:
         return torch.full_like(epsilon.squeeze(-1), math.nan)
     change = (updates.g_from(updates.f_from(g)) - g).abs().masked_fill(problem.q.detach() == 0, 0.0).amax(-1)
-    return change / (1 - updates.damping.squeeze(-1) ** 2)
+    return change / (1 - of_batch(updates.damping[0] * updates.damping[1]))
 
 
 def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
@@ -139,32 +140,35 @@ def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
 
 
 def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResult:
-    """Return the potentials g - s and f + k s of unbalanced problems, with the s that maximises the dual.
+    """Return the potentials g - s and f + k_p s of unbalanced problems, with the s that maximises the dual.
 
-    f stays the exact update from g. The rows of the plan sum to p exp(-f / rho); they have the mass that its columns
-    should have, sum_j q_j exp(-g_j / rho), for
+    f stays the exact update from g. The rows of the plan sum to p exp(-f / rho_p); they have the mass that its columns
+    should have, sum_j q_j exp(-g_j / rho_q), for
 
-        s (1 + k) = rho log(sum_i p_i exp(-f_i / rho) / sum_j q_j exp(-g_j / rho))
+        s (k_p / rho_p + 1 / rho_q) = log(sum_i p_i exp(-f_i / rho_p) / sum_j q_j exp(-g_j / rho_q))
 
     Source: T. Sejourne, F.-X. Vialard, G. Peyre, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn,
     2022.
     """
-    rho, error = problem.marginal_penalty, result.error
-    if rho is None or not error.numel():
+    penalty, error = problem.marginal_penalty, result.error
+    if penalty is None or not error.numel():
         return result
-    uncertain = result.potential_error
-    if rho * error.amax().item() <= NEGLIGIBLE_SHIFT * problem.epsilon.amin().item():  # NaN goes on
+    penalty = penalty.map(lambda rho: rho.to(result.f.dtype))
+    uncertain, price = result.potential_error, of_batch(2 * penalty.of_constant)
+    largest = price.amax().item() if isinstance(price, Tensor) else price
+    if largest * error.amax().item() <= NEGLIGIBLE_SHIFT * problem.epsilon.amin().item():  # NaN goes on
         if uncertain is None:
             return result
-        return dataclasses.replace(result, potential_error=uncertain + rho * (error + 4 * torch.finfo(error.dtype).eps))
+        uncertain = uncertain + price * (error + 4 * torch.finfo(error.dtype).eps)
+        return dataclasses.replace(result, potential_error=uncertain)
     f, g = result.f, result.g
     epsilon = problem.epsilon.detach().to(f.dtype).unsqueeze(-1)
     log_p, log_q = (weights.detach().to(f.dtype).log() for weights in (problem.p, problem.q))
-    damping = rho / (rho + epsilon)
-    shift = rho / (1 + damping) * log_mass_ratio(log_p, log_q, f, g, rho)
+    damping, _ = damping_of(penalty, epsilon)
+    shift = log_mass_ratio(log_p, log_q, f, g, penalty) / (damping / penalty.p + 1 / penalty.q)
     shift = shift.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # empty sides
     if uncertain is not None:  # by the rounding of the logarithms
-        uncertain = uncertain + 4 * torch.finfo(f.dtype).eps * rho
+        uncertain = uncertain + 4 * torch.finfo(f.dtype).eps * price
     return dataclasses.replace(result, f=f + damping * shift, g=g - shift, potential_error=uncertain)
 
 

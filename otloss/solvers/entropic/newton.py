@@ -22,7 +22,7 @@ from otloss.costs.order import METRICS, order_of
 from otloss.solvers.entropic.dual import estimate_error
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
 from otloss.solvers.entropic.selection import is_between_large_clouds, scatter, select
-from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
+from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS, penalties_of
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
@@ -113,9 +113,9 @@ def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None
     """Call the kernel, from g with this error and the cells (problems, 2, cells) of the exact plans."""
     from otloss.solvers.entropic.newton_numba import build_results, newton_problems
 
-    rho, (n, m) = problem.marginal_penalty, problem.cost.shape
+    penalty, (n, m) = problem.marginal_penalty, problem.cost.shape
     p, q = problem.p, problem.q
-    if rho is None:
+    if penalty is None:
         p, q = (w / w.sum(-1, keepdim=True) for w in (p, q))
     count, order = len(p), _order(problem)
     cells = np.empty((count, 2, 0), np.int64)
@@ -126,7 +126,7 @@ def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None
     problems = (
         p[:, order.rows].contiguous().numpy(), q[:, order.columns].contiguous().numpy(), tuple(costs),
         np.arange(count) % len(costs.matrix), problem.epsilon.contiguous().numpy(),
-        math.inf if rho is None else float(rho), error.isfinite().numpy(), cells,
+        penalties_of(problem), error.isfinite().numpy(), cells,
     )  # fmt: skip
     limits = (budget.tolerance, budget.largest_change, min(budget.max_iterations, MAX_STEPS))
     work = Work("Newton's method", count * n * m, budget.tolerance)

@@ -1,18 +1,19 @@
 """Newton's method on the dual of entropic problems on a CPU, on the few cells of the plan that hold mass.
 
 Let b = g / epsilon, and let f be the exact update from g. The plan is P_ij = r_i S_ij with the row sums r. The shares S
-of each row sum to 1. The columns hold c = P^T 1 and should hold t. In balanced problems t = q and r = p. With a
-marginal penalty rho, s = epsilon / rho and k = 1 / (1 + s), the targets are t = q exp(-s b). Balanced problems have
-s = 0 and k = 1. As a function of b the dual has the gradient t - c, and its negative Hessian is
+of each row sum to 1. The columns hold c = P^T 1 and should hold t. In balanced problems t = q and r = p. With
+marginal penalties rho_p and rho_q, s_q = epsilon / rho_q and k_p = 1 / (1 + epsilon / rho_p), the targets are
+t = q exp(-s_q b). A side that is kept has an infinite rho, so s = 0 and k = 1; in balanced problems both are. As a
+function of b the dual has the gradient t - c, and its negative Hessian is
 
-    H = diag(c + s t) - k S^T diag(r) S
+    H = diag(c + s_q t) - k_p S^T diag(r) S
 
     round       `select_cells` updates f exactly over all pairs. This gives the error, and the cells that hold more than
                 a small share of their row or column. `steps_on_cells` runs on these cells.
     step        Conjugate gradients solve H x = t - c, with an approximate factor of H as the preconditioner.
                 `search_along` moves b by x, or by a part of x where the dual falls along the rest.
     factor      H is the Laplacian of a graph, plus a diagonal: row i joins any two of its columns by an edge of weight
-                k r_i S_ij S_il. The exact elimination of a column joins any two of its neighbours in the same way.
+                k_p r_i S_ij S_il. The exact elimination of a column joins any two of its neighbours in the same way.
                 `add_tree` puts a random tree in the place of these edges, with the same mean: each neighbour, from the
                 lightest to the heaviest, is joined to one of the heavier ones, with a probability in proportion to
                 their weights. Multiples of the golden ratio serve as random numbers.
@@ -153,12 +154,13 @@ class Cells(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Vectors over the rows or the columns: weights, their logarithms, potentials, and the masses of the plan."""
+    """Vectors over the rows or the columns: weights, their logarithms, potentials, masses of the plan; and rho."""
 
     weights: Any
     logs: Any
     potential: Any
     mass: Any
+    rho: float
 
 
 class Edges(NamedTuple):
@@ -246,23 +248,23 @@ def check_shares(cells: Any) -> None:
 
 
 @inner()
-def build_side(weights: Any, potential: Any) -> Side:
+def build_side(weights: Any, potential: Any, rho: float) -> Side:
     logs = np.empty(weights.shape[0])
     for j in range(weights.shape[0]):
         logs[j] = math.log(weights[j]) if weights[j] > 0 else -np.inf
-    return Side(weights, logs, potential, filled(weights.shape[0], 0.0))
+    return Side(weights, logs, potential, filled(weights.shape[0], 0.0), rho)
 
 
 @inner()
-def target(side: Any, j: int, epsilon: float, ratio: float) -> float:
-    """Return the mass t that a row or column should hold; `ratio` is s."""
-    if ratio == 0:
+def target(side: Any, j: int) -> float:
+    """Return the mass t that a row or column should hold."""
+    if side.rho == np.inf:
         return side.weights[j]
-    return side.weights[j] * math.exp(-ratio * side.potential[j] / epsilon)
+    return side.weights[j] * math.exp(-side.potential[j] / side.rho)
 
 
 @inner(fastmath={"contract", "nsz", "reassoc"})
-def turn_into_shares(scores: Any, count: int, rows: Any, i: int, epsilon: float, ratio: float) -> None:
+def turn_into_shares(scores: Any, count: int, rows: Any, i: int, epsilon: float) -> None:
     """Turn the exponents of a row into shares, and write its potential f_i and mass r_i."""
     top = largest(scores, count)
     total = 0.0
@@ -272,46 +274,46 @@ def turn_into_shares(scores: Any, count: int, rows: Any, i: int, epsilon: float,
     inverse = 1 / total
     for j in range(count):
         scores[j] *= inverse
-    rows.potential[i] = -epsilon * (top + math.log(total)) / (1 + ratio)
-    rows.mass[i] = target(rows, i, epsilon, ratio)
+    rows.potential[i] = -epsilon * (top + math.log(total)) / (1 + epsilon / rows.rho)
+    rows.mass[i] = target(rows, i)
 
 
 @inner()
-def column_error(columns: Any, epsilon: float, ratio: float) -> float:
+def column_error(columns: Any) -> float:
     """Return sum_j |t_j - c_j| / sum_j t_j."""
     difference, total = 0.0, 0.0
     for j in range(columns.weights.shape[0]):
-        wanted = target(columns, j, epsilon, ratio)
+        wanted = target(columns, j)
         difference += abs(wanted - columns.mass[j])
         total += wanted
     return difference / total
 
 
 @inner()
-def change_of_column(columns: Any, j: int, epsilon: float, ratio: float) -> float:
+def change_of_column(columns: Any, j: int, epsilon: float) -> float:
     """Return what an exact update adds to b_j = g_j / epsilon."""
-    wanted, mass = target(columns, j, epsilon, ratio), columns.mass[j]
+    wanted, mass = target(columns, j), columns.mass[j]
     if wanted == 0:
         return 0.0
-    change = math.log(wanted / mass) / (1 + ratio) if mass > 0 else NEWTON.largest_update
+    change = math.log(wanted / mass) / (1 + epsilon / columns.rho) if mass > 0 else NEWTON.largest_update
     return min(max(change, -NEWTON.largest_update), NEWTON.largest_update)
 
 
 @inner()
-def largest_change(columns: Any, epsilon: float, ratio: float) -> float:
+def largest_change(columns: Any, epsilon: float) -> float:
     """Return the largest change of b by exact updates, over the columns that keep mass."""
     change = 0.0
     for j in range(columns.weights.shape[0]):
-        if target(columns, j, epsilon, ratio) > NEWTON.negligible * columns.weights[j]:
-            change = max(change, abs(change_of_column(columns, j, epsilon, ratio)))
+        if target(columns, j) > NEWTON.negligible * columns.weights[j]:
+            change = max(change, abs(change_of_column(columns, j, epsilon)))
     return change
 
 
 @inner()
-def update_columns(columns: Any, epsilon: float, ratio: float) -> None:
+def update_columns(columns: Any, epsilon: float) -> None:
     """Update g exactly, as far as the masses tell."""
     for j in range(columns.weights.shape[0]):
-        columns.potential[j] += epsilon * change_of_column(columns, j, epsilon, ratio)
+        columns.potential[j] += epsilon * change_of_column(columns, j, epsilon)
     if CHECKED:
         for j in range(columns.mass.shape[0]):
             columns.mass[j] = np.nan
@@ -390,9 +392,7 @@ def resize(columns: Any, costs: Any, size: int) -> tuple[Any, Any]:
 
 
 @inner()
-def select_cells(
-    pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, smallest_share: float, previous: Any
-) -> Cells:
+def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, smallest_share: float, previous: Any) -> Cells:
     """Update f exactly over all pairs, and write the masses of the rows and columns.
 
     Returns the cells that hold more than the share `smallest_share` of their row or column, and the cells of
@@ -403,7 +403,7 @@ def select_cells(
     h, smallest, scores, last_row = np.empty(m), np.empty(m), np.empty(m), filled_integers(m, -1)
     for j in range(m):
         h[j] = columns.potential[j] + epsilon * columns.logs[j]
-        smallest[j] = smallest_share * target(columns, j, epsilon, ratio)
+        smallest[j] = smallest_share * target(columns, j)
         columns.mass[j] = 0.0
     near, cutoff = build_near(pairs, columns, smallest, epsilon)
     hits, starts, space = np.empty(m + 1, np.int64), filled_integers(n + 1, 0), min(n * m, 16 * (n + m) + m)
@@ -416,7 +416,7 @@ def select_cells(
             count, row, potential, bounds = m, pairs.matrix[i], h, smallest
         for e in range(count):
             scores[e] = (potential[e] - row[e]) * inverse
-        turn_into_shares(scores, count, rows, i, epsilon, ratio)
+        turn_into_shares(scores, count, rows, i, epsilon)
         mass = rows.mass[i]
         for e in range(count):
             columns.mass[np.int64(near.columns[1, d, e]) if between_points else e] += mass * scores[e]
@@ -441,14 +441,14 @@ def select_cells(
 
 
 @spliced
-def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float) -> int:
+def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float) -> int:
     """Update g exactly from f in the columns whose change exceeds `largest_update`; return their number.
 
     In these columns the masses have underflowed, so that they do not give the change.
     """
     count = 0
     for j in range(columns.weights.shape[0]):
-        if abs(change_of_column(columns, j, epsilon, ratio)) < NEWTON.largest_update:
+        if abs(change_of_column(columns, j, epsilon)) < NEWTON.largest_update:
             continue
         count += 1
         top, total = -np.inf, 0.0
@@ -457,7 +457,7 @@ def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float, rati
             if score > top:
                 total, top = total * math.exp(top - score), score
             total += math.exp(score - top) if score > -np.inf else 0.0
-        columns.potential[j] = -epsilon * (top + math.log(total)) / (1 + ratio)
+        columns.potential[j] = -epsilon * (top + math.log(total)) / (1 + epsilon / columns.rho)
     if CHECKED and count > 0:
         for j in range(columns.mass.shape[0]):
             columns.mass[j] = np.nan
@@ -465,7 +465,7 @@ def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float, rati
 
 
 @inner()
-def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) -> float:
+def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float) -> float:
     """Update f exactly on the cells; write the shares and the masses of rows and columns; return the error."""
     inverse = 1 / epsilon
     for j in range(columns.mass.shape[0]):
@@ -478,13 +478,13 @@ def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) 
         costs = cells.costs[first : first + count]
         for e in range(count):
             scores[e] = (columns.potential[places[e]] - costs[e]) * inverse + columns.logs[places[e]]
-        turn_into_shares(scores, count, rows, i, epsilon, ratio)
+        turn_into_shares(scores, count, rows, i, epsilon)
         mass = rows.mass[i]
         for e in range(count):
             columns.mass[places[e]] += mass * scores[e]
     if CHECKED:
         check_masses(rows, columns)
-    return column_error(columns, epsilon, ratio)
+    return column_error(columns)
 
 
 # ---- the approximate factor ------------------------------------------------------------------------------------------
@@ -692,7 +692,7 @@ def precondition(factor: Any, residual: Any, out: Any) -> None:
 
 @inner(fastmath={"contract", "nsz", "reassoc"})
 def apply_curvature(cells: Any, rows: Any, diagonal: Any, damping: float, x: Any, out: Any) -> None:
-    """Write H x; `damping` is k, and the diagonal is that of diag(c + s t) with its ridge."""
+    """Write H x; `damping` is k_p, and the diagonal is that of diag(c + s_q t) with its ridge."""
     for j in range(x.shape[0]):
         out[j] = diagonal[j] * x[j]
     for i in range(rows.mass.shape[0]):
@@ -705,11 +705,11 @@ def apply_curvature(cells: Any, rows: Any, diagonal: Any, damping: float, x: Any
 
 
 @inner()
-def derivative_along(columns: Any, epsilon: float, ratio: float, x: Any) -> float:
+def derivative_along(columns: Any, x: Any) -> float:
     """Return the derivative of the dual along a step x of b."""
     total = 0.0
     for j in range(x.shape[0]):
-        total += (target(columns, j, epsilon, ratio) - columns.mass[j]) * x[j]
+        total += (target(columns, j) - columns.mass[j]) * x[j]
     return total
 
 
@@ -763,18 +763,19 @@ solve_equations = build_conjugate_gradients(precondition)
 
 @spliced
 def find_step(
-    counter: Any, cells: Any, rows: Any, columns: Any, order: Any, epsilon: float, ratio: float, error: float, x: Any
+    counter: Any, cells: Any, rows: Any, columns: Any, order: Any, epsilon: float, error: float, x: Any
 ) -> None:  # fmt: skip
     """Write the step x of b: the approximate solution of H x = t - c."""
-    m, damping = x.shape[0], 1 / (1 + ratio)
+    m, pull, ratio = x.shape[0], epsilon / rows.rho, epsilon / columns.rho
+    damping = 1 / (1 + pull)
     diagonal, residual, excess = np.empty(m), np.empty(m), np.empty(m)
     if CHECKED:
         check_masses(rows, columns)
         check_shares(cells)
     for j in range(m):
-        wanted = target(columns, j, epsilon, ratio)
+        wanted = target(columns, j)
         residual[j] = wanted - columns.mass[j]
-        excess[j] = ratio * damping * columns.mass[j] + (ratio + NEWTON.ridge * error + NEWTON.smallest_ridge) * wanted
+        excess[j] = pull * damping * columns.mass[j] + (ratio + NEWTON.ridge * error + NEWTON.smallest_ridge) * wanted
         diagonal[j] = excess[j] + damping * columns.mass[j]
     factor = factorise(cells, rows, damping, excess, order)
     share = NEWTON.residual**2 * min(1.0, error)
@@ -782,7 +783,7 @@ def find_step(
 
 
 @spliced
-def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, x: Any, derivative: float) -> None:
+def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, x: Any, derivative: float) -> None:
     """Move b along x, or along a part of it; masses, f and shares belong to the new b.
 
     The step becomes shorter until the derivative along it is at least minus the share `remaining_derivative` of the
@@ -794,8 +795,8 @@ def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
     for _ in range(NEWTON.max_trials):
         for j in range(x.shape[0]):
             columns.potential[j] = start[j] + epsilon * length * x[j]
-        evaluate(cells, rows, columns, epsilon, ratio)
-        current = derivative_along(columns, epsilon, ratio, x)
+        evaluate(cells, rows, columns, epsilon)
+        current = derivative_along(columns, x)
         if current >= -NEWTON.remaining_derivative * derivative:
             break
         zero_of_secant = derivative / (derivative - current) if current < 0 else 0.0  # 0 for NaN
@@ -804,28 +805,28 @@ def search_along(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: flo
 
 @spliced
 def steps_on_cells(
-    counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, max_steps: int
+    counter: Any, cells: Any, rows: Any, columns: Any, epsilon: float, tolerance: float, max_steps: int
 ) -> int:
     """Run Newton's method on the cells, from g; return the number of steps. An exact update of g ends it."""
     m, steps = columns.weights.shape[0], 0
     x, order = np.empty(m), elimination_order(cells, m)
-    error = evaluate(cells, rows, columns, epsilon, ratio)
+    error = evaluate(cells, rows, columns, epsilon)
     goal = max(tolerance, NEWTON.error_reduction * error)
     while True:
         for _ in range(NEWTON.updates):
             if error > goal:
-                update_columns(columns, epsilon, ratio)
-                error = evaluate(cells, rows, columns, epsilon, ratio)
+                update_columns(columns, epsilon)
+                error = evaluate(cells, rows, columns, epsilon)
         if error <= goal or steps == max_steps or is_stopped(counter, error, np.nan):
             break
-        find_step(counter, cells, rows, columns, order, epsilon, ratio, error, x)
-        derivative = derivative_along(columns, epsilon, ratio, x)
+        find_step(counter, cells, rows, columns, order, epsilon, error, x)
+        derivative = derivative_along(columns, x)
         if not derivative > 0:
             break
-        search_along(cells, rows, columns, epsilon, ratio, x, derivative)
-        error = column_error(columns, epsilon, ratio)
+        search_along(cells, rows, columns, epsilon, x, derivative)
+        error = column_error(columns)
         steps += 1
-    update_columns(columns, epsilon, ratio)
+    update_columns(columns, epsilon)
     return steps
 
 
@@ -849,7 +850,7 @@ def build_support(places: Any, n: int) -> Cells:
 
 @spliced
 def solve_stage(
-    counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float,
+    counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, tolerance: float,
     allowed_change: float, max_steps: int, support: Any,
 ) -> tuple[float, int]:  # fmt: skip
     """Run rounds at one epsilon; return the error and the number of steps. f is then the exact update from g."""
@@ -857,36 +858,37 @@ def solve_stage(
     n, m = rows.weights.shape[0], columns.weights.shape[0]
     while True:
         smallest_share = max(tolerance, NEWTON.omitted_share * NEWTON.error_reduction * error) / (n + m)
-        cells = select_cells(pairs, rows, columns, epsilon, ratio, smallest_share, cells)
-        if steps < max_steps and update_far_columns(pairs, rows, columns, epsilon, ratio) > 0:
-            cells = select_cells(pairs, rows, columns, epsilon, ratio, smallest_share, cells)
-        error = column_error(columns, epsilon, ratio)
-        is_accurate = allowed_change == np.inf or largest_change(columns, epsilon, ratio) <= allowed_change
+        cells = select_cells(pairs, rows, columns, epsilon, smallest_share, cells)
+        if steps < max_steps and update_far_columns(pairs, rows, columns, epsilon) > 0:
+            cells = select_cells(pairs, rows, columns, epsilon, smallest_share, cells)
+        error = column_error(columns)
+        is_accurate = allowed_change == np.inf or largest_change(columns, epsilon) <= allowed_change
         if (error <= tolerance and is_accurate) or steps >= max_steps or is_stopped(counter, error, np.nan):
             return error, steps
         limit = min(NEWTON.max_steps_of_round, max_steps - steps)
         done = steps_on_cells(
-            counter, cells, rows, columns, epsilon, ratio, NEWTON.error_share * tolerance, limit
+            counter, cells, rows, columns, epsilon, NEWTON.error_share * tolerance, limit
         )  # fmt: skip
         steps += max(1, done)
 
 
 @spliced
 def solve_problem(
-    counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, rho: float, has_start: bool, support: Any,
+    counter: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, has_start: bool, support: Any,
     limits: Any,
 ) -> tuple[float, int]:  # fmt: skip
     """Run the stages of one problem; return the error and the number of steps."""
     tolerance, allowed_change, max_steps = limits
     first = NEWTON.stages_from_exact if support.columns.shape[0] > 0 else 0
     if not has_start:
+        rho = min(rows.rho, columns.rho) if max(rows.rho, columns.rho) == np.inf else max(rows.rho, columns.rho)
         while epsilon * NEWTON.stage_factor ** (first + 1) <= NEWTON.first_epsilon_over_penalty * rho < np.inf:
             first += 1
     error, steps = np.inf, 0
     for stage in range(first, -1, -1):
         width, is_last = epsilon * NEWTON.stage_factor**stage, stage == 0
         error, done = solve_stage(
-            counter, pairs, rows, columns, width, width / rho, tolerance if is_last else NEWTON.tolerance_of_stage,
+            counter, pairs, rows, columns, width, tolerance if is_last else NEWTON.tolerance_of_stage,
             allowed_change if is_last else np.inf, max_steps - steps, support,
         )  # fmt: skip
         steps += done
@@ -897,24 +899,25 @@ def solve_problem(
 def newton_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
     """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; write the potentials to f[k] and g[k].
 
-        problems    p (B, n) and q (B, m), weights, or shares of the mass in balanced problems, where rho is infinite;
-                    the fields of `Pairs`, the matrix with a first axis of matrices; owner (B,); epsilon (B,); rho;
-                    has_start (B,), false where g is zeros; and rows and columns of the cells of exact plans whose
-                    potentials are in g, (B, 2, cells), or (B, 2, 0)
+        problems    p (B, n) and q (B, m), weights, or shares of the mass in balanced problems; the fields of `Pairs`,
+                    the matrix with a first axis of matrices; owner (B,); epsilon (B,); rho_p and rho_q (B, 2), infinite
+                    for a side that is kept; has_start (B,), false where g is zeros; and rows and columns of the cells
+                    of exact plans whose potentials are in g, (B, 2, cells), or (B, 2, 0)
         limits      the tolerance; the largest change of b by an exact update that ends a search, or infinity; the
                     largest number of steps
         results     f (B, n); g (B, m); outcome (B, 2), the error of g and the number of steps
 
     All in float64.
     """
-    p, q, costs, owner, epsilon, rho, has_start, plans = problems
+    p, q, costs, owner, epsilon, penalties, has_start, plans = problems
     f, g, outcome = results
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
         pairs = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3])
-        rows, columns, support = build_side(p[k], f[k]), build_side(q[k], g[k]), build_support(plans[k], p.shape[1])
+        rows, columns = build_side(p[k], f[k], penalties[k, 0]), build_side(q[k], g[k], penalties[k, 1])
+        support = build_support(plans[k], p.shape[1])
         outcome[k, ERROR], outcome[k, ITERATIONS] = solve_problem(
-            counter, pairs, rows, columns, epsilon[k], rho, has_start[k], support, limits
+            counter, pairs, rows, columns, epsilon[k], has_start[k], support, limits
         )

@@ -117,7 +117,10 @@ def _prepared(problem: Problem) -> Problem:
     start = problem.start
     if is_faster_on_cpu(problem):
         p, q, epsilon = (t.detach().cpu() for t in (problem.p, problem.q, problem.epsilon))
-        problem = dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=problem.cost.to("cpu").with_matrix())
+        penalty = problem.marginal_penalty and problem.marginal_penalty.map(lambda rho: rho.cpu())
+        problem = dataclasses.replace(
+            problem, p=p, q=q, epsilon=epsilon, cost=problem.cost.to("cpu").with_matrix(), marginal_penalty=penalty
+        )
         start = None if start is None else (start[0].cpu(), start[1].cpu())
     if start is None:
         return problem

@@ -33,7 +33,9 @@ def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
         if matrices.dim() > 2:
             matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[chosen]
         costs = DenseCost.unchecked(matrices.cpu().double().contiguous())
-    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=costs, start=None)
+    penalty = problem.marginal_penalty
+    penalty = penalty and penalty.map(lambda rho: rho[chosen].cpu())
+    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=costs, marginal_penalty=penalty, start=None)
 
 
 def scatter(previous: SearchResult, chosen: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:

@@ -24,6 +24,7 @@ from otloss._progress import report
 from otloss.solvers.entropic.dual import with_estimates
 from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult
 from otloss.solvers.entropic.updates import Updates, build_updates
+from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
 
 STAGE_ITERATIONS = 3
@@ -84,12 +85,12 @@ def _run_stages(updates: Updates, f: Tensor, g: Tensor, budget: Budget) -> tuple
 def _falling_epsilons(problem: Problem) -> list[Tensor]:
     """Return falling values of epsilon, from a share of the largest cost to four times the epsilon of each problem.
 
-    All problems get the same number of values. Values above the marginal penalty would save no iteration, since the
-    penalty bounds the potentials.
+    All problems get the same number of values. Values above both marginal penalties would save no iteration, since the
+    penalties bound the potentials.
     """
     largest = SCHEDULE.first_epsilon_over_cost * problem.cost.largest()
     if problem.marginal_penalty is not None:
-        largest = largest.clamp(max=problem.marginal_penalty)
+        largest = largest.clamp(max=of_batch(problem.marginal_penalty.largest))
     values: list[Tensor] = []
     epsilon = problem.epsilon / SCHEDULE.stage_factor
     while (epsilon <= largest).any():
@@ -134,10 +135,10 @@ def _relaxed_updates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return f and g after one iteration of the active problems, and the error of the marginals before each update."""
     new_f = updates.f_from(g)
-    error = updates.error(f, new_f, updates.log_p)
+    error = updates.error_of_rows(f, new_f)
     relaxed_f = _relaxed(f, new_f, w, updates.epsilon)
     new_g = updates.g_from(relaxed_f)
-    error = error + updates.error(g, new_g, updates.log_q)
+    error = error + updates.error_of_columns(g, new_g)
     relaxed_f, relaxed_g = updates.with_best_constant(relaxed_f, _relaxed(g, new_g, w, updates.epsilon))
     keep = is_active.unsqueeze(-1)
     return torch.where(keep, relaxed_f, f), torch.where(keep, relaxed_g, g), error
@@ -159,7 +160,7 @@ def exact_updates(updates: Updates, f: Tensor, g: Tensor, iterations: Tensor) ->
     change = torch.maximum(
         updates.largest_change(f, new_f, updates.log_p), updates.largest_change(g, new_g, updates.log_q)
     )
-    error = updates.error(new_g, updates.g_from(new_f), updates.log_q)
+    error = updates.error_of_columns(new_g, updates.g_from(new_f))
     return SearchResult(new_f, new_g, error, iterations), change
 
 
@@ -168,7 +169,7 @@ def _run_symmetric(updates: Updates, g: Tensor, budget: Budget) -> SearchResult:
     iterations = torch.zeros(g.shape[:-1], dtype=torch.int64, device=g.device)
     for _ in range(budget.max_iterations):
         updated = updates.f_from(g)
-        error = updates.error(g, updated, updates.log_p)
+        error = updates.error_of_rows(g, updated)
         report("Sinkhorn iterations", error, tolerance=budget.tolerance)
         is_active = ~(error <= budget.tolerance)
         if budget.is_accurate:

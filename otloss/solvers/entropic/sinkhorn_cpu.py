@@ -25,6 +25,7 @@ from otloss.solvers.entropic.interface import (
     in_float64,
 )
 from otloss.solvers.entropic.updates import build_updates
+from otloss.solvers.options import BOTH_KEPT, of_batch
 from otloss.solvers.problem import Problem
 
 
@@ -37,7 +38,7 @@ class MatrixLimits:
         max_entries: of all matrices together: 1 GiB in float32.
         largest_image: entries of the cost of images, above which products along the axes are faster.
         largest_unbalanced_image: the same for unbalanced problems, which take more iterations in the kernel.
-        largest_ratio: of epsilon to the marginal penalty. The kernel iterates potentials over epsilon, and the mass of
+        largest_ratio: of epsilon to a marginal penalty. The kernel iterates potentials over epsilon, and the mass of
             the plan multiplies their rounding by the ratio. Above, they are updated once more in float64.
     """
 
@@ -80,13 +81,15 @@ class SinkhornOnCPU(Method):
         f, g, outcome = run_kernel(
             p, q, costs.reshape(-1, n, m), owner=owner,
             epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
-            g=None if previous is None else previous.start[1].reshape(-1, m), rho=problem.marginal_penalty,
+            g=None if previous is None else previous.start[1].reshape(-1, m),
+            penalties=None if problem.marginal_penalty is None else penalties_of(problem),
             symmetric=problem.is_symmetric, budget=budget,
         )  # fmt: skip
         error, iterations = (outcome[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
         f, g = f.reshape(*batch, n), g.reshape(*batch, m)
-        rho = problem.marginal_penalty
-        if rho is not None and bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * rho).any()):
+        penalty = problem.marginal_penalty
+        least = None if penalty is None else of_batch(penalty.least)
+        if least is not None and bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * least).any()):
             updates = build_updates(in_float64(problem))
             g = updates.g_from(f)
             f = updates.f_from(g)
@@ -98,6 +101,15 @@ class SinkhornOnCPU(Method):
         return dataclasses.replace(
             result, potential_error=potential_error, potential_range=range_of_g, least_eigenvalue=eigenvalue
         )
+
+
+def penalties_of(problem: Problem) -> Float[np.ndarray, "problems 2"]:
+    """Return rho_p and rho_q of each problem, infinite for a side that is kept."""
+    penalty = problem.marginal_penalty or BOTH_KEPT
+    penalties = np.empty((problem.batch.numel(), 2))
+    for side, rho in enumerate((penalty.p, penalty.q)):
+        penalties[:, side] = rho.reshape(-1).cpu().numpy() if isinstance(rho, Tensor) else rho
+    return penalties
 
 
 class KernelResults(NamedTuple):
@@ -124,14 +136,14 @@ def run_kernel(
     budget: Budget,
     g: Float[Tensor, "problems m"] | None = None,
     symmetric: bool = False,
-    rho: float | None = None,
+    penalties: Float[np.ndarray, "problems 2"] | None = None,
 ) -> KernelResults:
     """Run the kernels for matrices, without a graph.
 
     Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`; owner and epsilon are (problems,). Without a start
     `g`, epsilon falls in stages. The error is infinite where a number is not valid. `symmetric` is for p = q at
-    symmetric costs. With the marginal penalty `rho` problems are unbalanced: the error is infinite too where a side has
-    no mass.
+    symmetric costs. With marginal penalties (rho_p, rho_q) problems are unbalanced: the error is infinite too where a
+    side has no mass.
 
     If the budget asks for accurate potentials or the eigenvalue, the largest error of g is estimated. It is a bound in
     unbalanced problems. The least eigenvalue is the one of the equations for g, estimated from above.
@@ -148,10 +160,12 @@ def run_kernel(
     (count, n), m = p.shape, q.shape[1]
     results = empty_results(count, n, m, None if g is None else g.detach().numpy())
     matrices = costs.contiguous().numpy()
-    kernel = sinkhorn_problems if rho is None else unbalanced_problems
-    if symmetric and rho is None:
+    kernel = sinkhorn_problems if penalties is None else unbalanced_problems
+    if symmetric and penalties is None:
         kernel = symmetric_problems
-    problems = (p.contiguous().numpy(), q.contiguous().numpy(), matrices, owner, epsilon)
+    problems: tuple[np.ndarray, ...] = (p.contiguous().numpy(), q.contiguous().numpy(), matrices, owner, epsilon)
+    if penalties is not None:
+        problems = (*problems, penalties)
     last = int(min(budget.max_iterations, budget.patience))
     limits = KernelBudget(
         tolerance=budget.tolerance,
@@ -160,7 +174,6 @@ def run_kernel(
         patience=float(budget.patience),
         is_warm=g is not None,
         estimates_error=budget.is_accurate or budget.needs_eigenvalue,
-        rho=0.0 if rho is None else float(rho),
     )
     passes = min(last, max(PASSES, last // 50))  # a limit of iterations is rarely reached
     run_on_threads(

@@ -138,7 +138,6 @@ class KernelBudget(NamedTuple):
         tolerance, largest_change, max_iterations, patience: as in `interface.Budget`.
         is_warm: whether g holds a start.
         estimates_error: whether the error of g is estimated.
-        rho: the marginal penalty, 0 for balanced problems.
     """
 
     tolerance: float
@@ -147,7 +146,6 @@ class KernelBudget(NamedTuple):
     patience: float
     is_warm: bool
     estimates_error: bool
-    rho: float
 
 
 def empty_arrays(n: int, m: int, dtype: Any) -> tuple[tuple[np.ndarray, ...]]:
@@ -176,8 +174,8 @@ def build_scratch(counter: Any, arrays: Any) -> Scratch:
 
 @inner()
 def build_budget(values: Any) -> KernelBudget:
-    tolerance, largest_change, max_iterations, patience, is_warm, estimates_error, rho = values
-    return KernelBudget(tolerance, largest_change, max_iterations, patience, is_warm, estimates_error, rho)
+    tolerance, largest_change, max_iterations, patience, is_warm, estimates_error = values
+    return KernelBudget(tolerance, largest_change, max_iterations, patience, is_warm, estimates_error)
 
 
 @inner()

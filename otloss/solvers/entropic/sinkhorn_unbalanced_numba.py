@@ -1,14 +1,15 @@
 """Unbalanced Sinkhorn for a batch of dense problems on a CPU; layout and scaling form as in `sinkhorn_numba`.
 
-Let M_p and M_q be the masses, p and q shares of them, r = epsilon / rho and k = 1 / (1 + r). The plan is P = U G V as
-in `sinkhorn_numba`. In place of the potentials f and g the kernel iterates
+Let M_p and M_q be the masses, p and q shares of them, r_p = epsilon / rho_p and k_p = 1 / (1 + r_p), r_q and k_q
+likewise; r = 0 and k = 1 on a side that is kept. The plan is P = U G V as in `sinkhorn_numba`. In place of the
+potentials f and g the kernel iterates
 
     phi = f / epsilon + log M_q,    gamma = g / epsilon + log M_p
 
-The rows of P should sum to t = p exp(log M_p + r log M_q - r phi), and the columns likewise.
+The rows of P should sum to t = p exp(log M_p + r_p log M_q - r_p phi), and the columns likewise.
 
-    update          phi <- phi + w k log(t / (U G V)): `sinkhorn_steps_numba.damped_update`
-    shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / 2 r
+    update          phi <- phi + w k_p log(t / (U G V)): `sinkhorn_steps_numba.damped_update`
+    shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / (r_p + r_q)
 
 No constant s increases the dual more than this shift does. Where factors underflow, the error is infinite and
 `entropic.sinkhorn`, the reference implementation, takes over.
@@ -66,13 +67,19 @@ JOINT_UPDATES = 20  # of light bins and all others, at most: the same
 LARGEST_EXPONENT = 80.0  # of the mass of a column over what it should be, in the error
 
 
-class Sides(NamedTuple):
-    """r, k, and the constants in the exponents of the targets of rows and of columns."""
+class Side(NamedTuple):
+    """r, k, and the constant in the exponents of the targets of the rows or of the columns."""
 
     pull: float
     damping: float
-    rows: float
-    columns: float
+    constant: float
+
+
+class Sides(NamedTuple):
+    """Both sides."""
+
+    rows: Side
+    columns: Side
 
 
 @spliced
@@ -95,7 +102,7 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
         is_normal = True
         for i in range(n):
             work.totals[i] = alpha[i] / epsilon
-            phi[i] = sides.damping * (work.totals[i] + sides.rows)
+            phi[i] = sides.rows.damping * (work.totals[i] + sides.rows.constant)
             work.shifted[i] = phi[i]
             u[i] = p[i] * math.exp(phi[i] - work.totals[i])
             is_normal &= u[i] > least and u[i] < 1 / least
@@ -104,7 +111,7 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
         column_sums(work.kernel, u, sums, n, m)
         is_lost = False
         for j in range(m):
-            ratio = np.float64(sums[j]) / math.exp(sides.columns - sides.pull * gamma[j])
+            ratio = np.float64(sums[j]) / math.exp(sides.columns.constant - sides.columns.pull * gamma[j])
             is_lost |= not (
                 ratio > ITERATION_BOUNDS.smallest_column_sum and ratio < 1 / ITERATION_BOUNDS.smallest_column_sum
             )
@@ -115,7 +122,7 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
         for j in range(m):
             for i in range(n):
                 scores[i] = work.shifted[i] - cost[i, j] / epsilon
-            gamma[j] = sides.damping * (softmin_of_scores(scores, 1.0, n) + sides.columns)
+            gamma[j] = sides.columns.damping * (softmin_of_scores(scores, 1.0, n) + sides.columns.constant)
     return False
 
 
@@ -125,40 +132,41 @@ def _damped_updates(work: Any, n: int, m: int, sides: Any, shift: float, w: floa
 
     Returns the error before, the next change of the shift s, and the number of potentials that have to be absorbed.
     """
-    pull, damping = sides.pull, sides.damping
+    rows, columns = sides.rows, sides.columns
     row_sums(work.kernel, work.v, work.row_sums, n, m)
     error_p, mass_p, mass_p_after, far_p = damped_update(
-        work.p, work.row_sums, work.totals, work.shifted, work.phi, work.u, work.scores, sides.rows - pull * shift,
-        pull, damping, w, n,
+        work.p, work.row_sums, work.totals, work.shifted, work.phi, work.u, work.scores,
+        rows.constant - rows.pull * shift, rows.pull, rows.damping, w, n,
     )  # fmt: skip
     column_sums(work.kernel, work.u, work.column_sums, n, m)
     error_q, mass_q, mass_q_after, far_q = damped_update(
         work.q, work.column_sums, work.absorbed, work.absorbed, work.gamma, work.v, work.scores,
-        sides.columns + pull * shift, pull, damping, w, m,
+        columns.constant + columns.pull * shift, columns.pull, columns.damping, w, m,
     )  # fmt: skip
-    step_of_shift = math.log(mass_p_after / mass_q_after) / (2 * pull)
+    step_of_shift = math.log(mass_p_after / mass_q_after) / (rows.pull + columns.pull)
     return error_p / mass_p + error_q / mass_q, step_of_shift, far_p + far_q
 
 
 @spliced
 def _update_exactly(work: Any, n: int, m: int, sides: Any, shift: float) -> tuple[float, float, float]:
     """Update gamma and then phi exactly; return their largest change, the error, and the largest error of a column."""
-    q, sums, pull, damping = work.q, work.column_sums, sides.pull, sides.damping
+    q, sums, rows, columns = work.q, work.column_sums, sides.rows, sides.columns
+    constant = columns.constant + columns.pull * shift
     damped_update(
-        q, sums, work.absorbed, work.absorbed, work.gamma, work.v, work.scores, sides.columns + pull * shift, pull,
-        damping, 1.0, m,
+        q, sums, work.absorbed, work.absorbed, work.gamma, work.v, work.scores, constant, columns.pull,
+        columns.damping, 1.0, m,
     )  # fmt: skip
     change = largest_size(work.scores, m)
     row_sums(work.kernel, work.v, work.row_sums, n, m)
     damped_update(
-        work.p, work.row_sums, work.totals, work.shifted, work.phi, work.u, work.scores, sides.rows - pull * shift,
-        pull, damping, 1.0, n,
+        work.p, work.row_sums, work.totals, work.shifted, work.phi, work.u, work.scores,
+        rows.constant - rows.pull * shift, rows.pull, rows.damping, 1.0, n,
     )  # fmt: skip
     change = max(change, largest_size(work.scores, n))
     column_sums(work.kernel, work.u, sums, n, m)
     difference, total, residual = 0.0, 0.0, 0.0
     for j in range(m):
-        target = q[j] * math.exp(sides.columns + pull * shift - pull * work.gamma[j])
+        target = q[j] * math.exp(constant - columns.pull * work.gamma[j])
         size = abs(sums[j] * work.v[j] - target)
         difference += size
         total += target
@@ -229,8 +237,8 @@ def _write_potentials(
         f[work.rows[i]] = epsilon * work.phi[i]
     for j in range(m):
         g[work.columns[j]] = epsilon * work.gamma[j]
-    _update_others(cost, n < 0, work.rows, n, q, 1 / masses[1], g, epsilon, sides.damping, sides.rows, f, work)
-    _update_others(cost, n >= 0, work.columns, m, p, 1 / masses[0], f, epsilon, sides.damping, sides.columns, g, work)
+    _update_others(cost, n < 0, work.rows, n, q, 1 / masses[1], g, epsilon, sides.rows, f, work)
+    _update_others(cost, n >= 0, work.columns, m, p, 1 / masses[0], f, epsilon, sides.columns, g, work)
 
 
 @inner()
@@ -243,7 +251,7 @@ def _join_light(
     A light bin may count: with wrong potentials it would hold more mass than all others, and heavy bins that are far
     from each other keep less mass than it does. The bound is of the columns that light bins change (`is_changed`).
     """
-    updated, is_changed, damping = work.beta, work.alpha, sides.damping
+    updated, is_changed, columns = work.beta, work.alpha, sides.columns
     has_light_columns = m < count_positive(q)
     for j in range(g.shape[0]):
         is_changed[j] = 1.0 if has_light_rows and has_light_columns else 0.0
@@ -251,20 +259,18 @@ def _join_light(
         is_changed[work.columns[j]] = 0.0
     error, change = np.inf, np.inf
     for k in range(JOINT_UPDATES):
-        _update_others(cost, m < 0, work.rows, 0, q, 1 / masses[1], g, epsilon, damping, sides.rows, f, work)
+        _update_others(cost, m < 0, work.rows, 0, q, 1 / masses[1], g, epsilon, sides.rows, f, work)
         for j in range(g.shape[0]):
             updated[j] = g[j]
-        _update_others(
-            cost, m >= 0, work.columns, 0, p, 1 / masses[0], f, epsilon, damping, sides.columns, updated, work
-        )
+        _update_others(cost, m >= 0, work.columns, 0, p, 1 / masses[0], f, epsilon, columns, updated, work)
         difference, total, change = 0.0, 0.0, 0.0
         is_start = k == 0 and has_light_columns  # their potentials are arbitrary
         for j in range(g.shape[0]):
             share = q[j] / masses[1]
             if share > 0:
                 step = (updated[j] - g[j]) / epsilon
-                target = math.exp(math.log(share) + sides.columns - sides.pull * g[j] / epsilon)
-                difference += target * abs(math.expm1(min(-step / damping, LARGEST_EXPONENT)))
+                target = math.exp(math.log(share) + columns.constant - columns.pull * g[j] / epsilon)
+                difference += target * abs(math.expm1(min(-step / columns.damping, LARGEST_EXPONENT)))
                 total += target
                 is_changed[j] = 1.0 if abs(step) > largest_change and not is_start else is_changed[j]
                 change = max(change, abs(step)) if is_changed[j] > 0 else change
@@ -275,14 +281,14 @@ def _join_light(
             break
         for j in range(g.shape[0]):
             g[j] = updated[j]
-    # Written so that NaN fails too. Two updates contract the error of g by damping^2.
-    return error if error <= tolerance else np.inf, change / (1 - damping * damping)
+    # Written so that NaN fails too. Two updates contract the error of g by k_p k_q.
+    return error if error <= tolerance else np.inf, change / (1 - sides.rows.damping * columns.damping)
 
 
 @inner()
 def _update_others(
     cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, potential: Any,
-    epsilon: float, damping: float, offset: float, out: Any, work: Any,
+    epsilon: float, side: Any, out: Any, work: Any,
 ) -> None:  # fmt: skip
     """Update the potentials of one side exactly, but for the bins at the first `count` places."""
     # `count < 0` stands for the literal False: numba would compile `write_other_potentials` once for each literal.
@@ -292,12 +298,12 @@ def _update_others(
         if at < count and places[at] == i:
             at += 1
         else:
-            out[i] = damping * (out[i] + epsilon * offset)
+            out[i] = side.damping * (out[i] + epsilon * side.constant)
 
 
 @spliced
 def _run_stages(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, masses: Any, limits: Any
+    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, masses: Any, penalties: Any, limits: Any
 ) -> tuple[float, int, float, Any]:
     """Iterate at falling values of epsilon, from the potentials in gamma.
 
@@ -311,8 +317,11 @@ def _run_stages(
         is_last = width <= epsilon
         remaining = limits.max_iterations - iterations
         is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
-        pull = width / limits.rho
-        sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
+        pull_p, pull_q = width / penalties[0], width / penalties[1]
+        sides = Sides(
+            Side(pull_p, 1 / (1 + pull_p), log_p + pull_p * log_q),
+            Side(pull_q, 1 / (1 + pull_q), log_q + pull_q * log_p),
+        )
         for j in range(m):
             gamma[j] = gamma[j] / width + log_p
         error, count, residual = _iterate(
@@ -330,7 +339,9 @@ def _run_stages(
 
 
 @spliced
-def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any) -> None:
+def _solve(
+    p: Any, q: Any, cost: Any, epsilon: float, penalties: Any, f: Any, g: Any, outcome: Any, limits: Any, work: Any
+) -> None:  # fmt: skip
     negligible = ITERATION_BOUNDS.negligible_32 if cost.itemsize == 4 else ITERATION_BOUNDS.negligible_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
@@ -346,7 +357,7 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
         highest, block = gather_costs(cost, work, n, m), work.costs
-    error, iterations, residual, sides = _run_stages(block, work, n, m, epsilon, highest, masses, limits)
+    error, iterations, residual, sides = _run_stages(block, work, n, m, epsilon, highest, masses, penalties, limits)
     outcome[ITERATIONS] = iterations
     if not error < np.inf:
         return
@@ -363,7 +374,8 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
     _subtract(epsilon * math.log(masses[0]), g)
     outcome[ERROR] = error
     if limits.estimates_error:
-        _write_uncertainty(work, n, m, epsilon, residual, sides.damping, outcome)
+        damping = sides.rows.damping * sides.columns.damping
+        _write_uncertainty(work, n, m, epsilon, residual, damping, outcome)
         outcome[POTENTIAL_RANGE] = _range(q, g)
         outcome[POTENTIAL_ERROR] = max(outcome[POTENTIAL_ERROR], epsilon * uncertain)
 
@@ -388,7 +400,7 @@ def _range(weights: Any, potential: Any) -> float:
 def _write_uncertainty(
     work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
 ) -> None:  # fmt: skip
-    """Write the error of g, and the least eigenvalue of the equations for g without their constant.
+    """Write the error of g, and the least eigenvalue of the equations for g without their constant; damping is k_p k_q.
 
     The constant has a closed form; the caller shifts g by it.
     """
@@ -404,23 +416,23 @@ def _write_uncertainty(
         p[i] = work.row_sums[i] * u[i]
     for j in range(m):
         q[j] /= mass
-    least = 1 - damping * damping * (1 - eigenvalue_of_plan(work, n, m))
+    least = 1 - damping * (1 - eigenvalue_of_plan(work, n, m))
     outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, work.kernel.itemsize)
     outcome[LEAST_EIGENVALUE] = least
 
 
 @compiled(seconds=4)
 def unbalanced_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
-    """As `sinkhorn_problems`, with the marginal penalty rho.
+    """As `sinkhorn_problems`, with the marginal penalties (B, 2), rho_p and rho_q, of which one may be infinite.
 
     The error is infinite too where a side has no mass, factors underflow, or light bins count. Then `f` and `g` are not
     written, or not completely.
     """
-    p, q, costs, owner, epsilon = problems
+    p, q, costs, owner, epsilon, penalties = problems
     f, g, outcome = results
     work, bounds = build_scratch(counter, arrays), build_budget(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], outcome[k], bounds, work)
+        _solve(p[k], q[k], costs[owner[k]], epsilon[k], penalties[k], f[k], g[k], outcome[k], bounds, work)

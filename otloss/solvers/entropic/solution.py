@@ -1,8 +1,8 @@
 """The solution of an entropic problem at potentials: its value, plan, linear cost, duality gap and bounds.
 
 All of it is computed from soft minima and products, so a cost without a matrix needs none here. The value is that of
-the dual at the potentials, D = f.p + g.q - epsilon (sum P - mass). In unbalanced problems rho (1 - exp(-f / rho))
-replaces f, likewise for g, and mass_p mass_q replaces the mass.
+the dual at the potentials, D = f.p + g.q - epsilon (sum P - mass). In unbalanced problems rho_p (1 - exp(-f / rho_p))
+replaces f, likewise for g, and mass_p mass_q replaces the mass. A side that is kept has its potential there.
 
 The gap needs a feasible plan, one with the marginals p and q; let their mass be one here. Since f is an exact update,
 the rows of P are right and only its columns are off. With y = min(1, q / P^T 1), the plan A = P diag(y) is nowhere too
@@ -13,6 +13,8 @@ it, so A + B is feasible. By the convexity of the entropy, for every t
 
 and t = sum A / mass is the best. In the first two terms the costs cancel, because log(A / p q^T) consists of f, g and
 C. The last two take one product with C.
+
+In unbalanced problems every plan is feasible, and with q kept those with the columns of an exact update of g.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from otloss.solvers.bounds import lower_bound, upper_bound
 from otloss.solvers.entropic.interface import SearchResult, in_float64, potential_of_plan
 from otloss.solvers.entropic.slow_modes import with_known_error
 from otloss.solvers.entropic.updates import build_updates
+from otloss.solvers.options import is_kept
 from otloss.solvers.problem import Problem
 
 _PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of this size exist at a time
@@ -146,11 +149,11 @@ class EntropicSolution:
     def weight_gradients(self) -> tuple[Tensor, Tensor]:
         """Return dV/dp and dV/dq; in balanced problems they are defined up to a constant."""
         problem, (f, g) = self.problem, self.potentials
-        epsilon, rho = problem.epsilon.detach().to(f.dtype), problem.marginal_penalty
-        if rho is None:
+        epsilon, penalty = problem.epsilon.detach().to(f.dtype), problem.marginal_penalty
+        if penalty is None:
             return f, g
         mass_p, mass_q = (w.detach().to(f.dtype).sum(-1) for w in (problem.p, problem.q))
-        return _weight_gradient(f, mass_q, epsilon, rho), _weight_gradient(g, mass_p, epsilon, rho)
+        return _weight_gradient(f, mass_q, epsilon, penalty.p), _weight_gradient(g, mass_p, epsilon, penalty.q)
 
     @property
     def relative_entropy(self) -> Tensor:
@@ -174,7 +177,7 @@ def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> Ent
         return EntropicSolution(problem, search, tolerance, value)
 
 
-def _weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float) -> Tensor:
+def _weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float | Tensor) -> Tensor:
     """Return dV/dp from f, or dV/dq from g, where `mass` (...) is that of the other side."""
     # At bins without mass this may overflow. It is cut off, so that a mask of zeros times it is zero.
     potential = potential.clamp(min=-_LARGEST_EXPONENT * rho)
@@ -182,31 +185,33 @@ def _weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: floa
     return dual_term(potential, rho) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
 
 
-def dual_term(potential: Tensor, rho: float | None) -> Tensor:
-    """Return a potential's term in the dual: itself, or `rho (1 - exp(-f / rho))` with the marginal penalty rho."""
-    return potential if rho is None else -rho * torch.expm1(-potential / rho)
+def dual_term(potential: Tensor, rho: float | Tensor) -> Tensor:
+    """Return a potential's term in the dual: `rho (1 - exp(-f / rho))`, or itself for a side that is kept."""
+    return potential if is_kept(rho) else -rho * torch.expm1(-potential / rho)
 
 
-def kept_mass(weights: Tensor, potential: Tensor, rho: float) -> Tensor:
+def kept_mass(weights: Tensor, potential: Tensor, rho: float | Tensor) -> Tensor:
     """Return w_i exp(-f_i / rho), 0 at bins without mass: exp(-f_i / rho) alone may overflow at light bins."""
     return (weights.log() - potential / rho).exp()
 
 
-def dual_sum(weights: Tensor, potential: Tensor, rho: float) -> tuple[Tensor, Tensor]:
+def dual_sum(weights: Tensor, potential: Tensor, rho: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return sum_i w_i rho (1 - exp(-f_i / rho)) and the mass sum_i w_i exp(-f_i / rho)."""
+    if is_kept(rho):
+        return (weights * potential).sum(-1), weights.sum(-1)
     exponent, mass = -potential / rho, kept_mass(weights, potential, rho)
     gain = torch.where(exponent > 1, mass - weights, weights * exponent.clamp(max=1.0).expm1())
-    return -rho * gain.sum(-1), mass.sum(-1)
+    return (-rho * gain).sum(-1), mass.sum(-1)
 
 
 def sizes_of_terms(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return the sum of the sizes of all terms of the primal and dual objectives, each times its own conditioning."""
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-    rho, mass_p, mass_q = problem.marginal_penalty, p.sum(-1), q.sum(-1)
-    if rho is None:
+    penalty, mass_p, mass_q = problem.marginal_penalty, p.sum(-1), q.sum(-1)
+    if penalty is None:
         return (p * f.abs()).sum(-1) + (q * g.abs()).sum(-1) + epsilon * (mass_p + mass_q)
     total = epsilon * mass_p * mass_q
-    for weights, potential in ((p, f), (q, g)):
+    for weights, potential, rho in ((p, f, penalty.p), (q, g, penalty.q)):
         kept, size = kept_mass(weights, potential, rho), potential.abs()
         # The exponential in the kept mass has the relative error of its exponent.
         gain = torch.where(size > rho, rho * (weights + kept), weights * size)
@@ -216,12 +221,12 @@ def sizes_of_terms(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*ba
 
 def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return D at potentials of which f is an exact update from g."""
-    rho = problem.marginal_penalty
-    if rho is None:
+    penalty = problem.marginal_penalty
+    if penalty is None:
         return (f * problem.p.detach()).sum(-1) + (g * problem.q.detach()).sum(-1)
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
     mass_p, mass_q = p.sum(-1), q.sum(-1)
-    (from_p, kept), (from_q, _) = dual_sum(p, f, rho), dual_sum(q, g, rho)
+    (from_p, kept), (from_q, _) = dual_sum(p, f, penalty.p), dual_sum(q, g, penalty.q)
     return from_p + from_q - epsilon * (kept - mass_p * mass_q)
 
 
@@ -331,23 +336,30 @@ def _gap_balanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
 
 
 def _gap_unbalanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
-    rho = problem.marginal_penalty
-    assert rho is not None
+    penalty = problem.marginal_penalty
+    assert penalty is not None
+    if is_kept(penalty.q):  # the columns have to be right: the gap of an exact update of g, which raises the dual
+        updated, (p, q) = build_updates(problem).g_from(f), (problem.p, problem.q)
+        transposed = dataclasses.replace(problem, p=q, q=p, cost=problem.cost.T, marginal_penalty=penalty.swapped)
+        raised = dual_value(transposed, updated, f) - dual_value(problem, f, g)
+        return _gap_unbalanced(transposed, updated, f) + raised
     p, q = (w.detach().to(f.dtype) for w in (problem.p, problem.q))
     ratio_p, ratio_q = log_marginal_ratios(problem, f, g)
     rows, columns = (p.log() + ratio_p).exp(), (q.log() + ratio_q).exp()
     # The entropy term of the plan consists of f, g and C, so the costs cancel; -epsilon (sum P - mass) stands in both.
     primal = (f * rows).sum(-1) + (g * columns).sum(-1)
-    primal = primal + rho * (_divergence(rows, p, ratio_p) + _divergence(columns, q, ratio_q))
-    return primal - dual_sum(p, f, rho)[0] - dual_sum(q, g, rho)[0]
+    primal = primal + _divergence(columns, q, ratio_q, penalty.q)
+    if not is_kept(penalty.p):  # else the rows are right, since f is an exact update
+        primal = primal + _divergence(rows, p, ratio_p, penalty.p)
+    return primal - dual_sum(p, f, penalty.p)[0] - dual_sum(q, g, penalty.q)[0]
 
 
-def _divergence(marginal: Tensor, weights: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return KL(marginal | weights) = sum_i w_i (x_i e^x_i - e^x_i + 1), x the logarithm of their ratio."""
+def _divergence(marginal: Tensor, weights: Tensor, log_ratio: Tensor, rho: float | Tensor) -> Tensor:
+    """Return rho KL(marginal | weights) = rho sum_i w_i (x_i e^x_i - e^x_i + 1), x the logarithm of their ratio."""
     small = log_ratio.clamp(max=1.0)
     terms = torch.where(
         log_ratio > 1.0,
         marginal * (log_ratio - 1) + weights,
         weights * (small * small.exp() - small.expm1()),
     )
-    return terms.sum(-1)
+    return (rho * terms).sum(-1)

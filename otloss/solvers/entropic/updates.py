@@ -1,6 +1,6 @@
 """Sinkhorn's two updates of an entropic problem in the log domain, and the error of the marginals.
 
-f = k softmin(g),  g = k softmin(f)        (the notation of `otloss.solvers.entropic`)
+f = k_p softmin(g),  g = k_q softmin(f)        (the notation of `otloss.solvers.entropic`)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from otloss.costs import Cost
 from otloss.solvers.entropic.interface import dtype_of_potentials, log_weights
+from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, is_kept
 from otloss.solvers.problem import Problem
 
 
@@ -26,7 +27,8 @@ class Updates:
         transposed: its transposed cost. A matrix is transposed in memory once, and not in every soft minimum.
         log_p, log_q: logarithms of the weights, or in balanced problems of the shares of the mass.
         epsilon: (..., 1); like log_p and log_q in the dtype of the potentials.
-        damping: (..., 1), the k of `otloss.solvers.entropic`; 1 for balanced problems.
+        penalty: rho_p and rho_q, infinite in balanced problems.
+        damping: the k_p and k_q of `otloss.solvers.entropic`, (..., 1) or numbers; 1 in balanced problems.
     """
 
     problem: Problem
@@ -34,14 +36,13 @@ class Updates:
     log_p: Tensor
     log_q: Tensor
     epsilon: Tensor
-    damping: Tensor
+    penalty: MarginalPenalty
+    damping: tuple[Tensor | float, Tensor | float]
 
     def at(self, epsilon: Tensor) -> Updates:
         """Return the updates at another epsilon (...)."""
         width = epsilon.detach().to(self.log_p.dtype).unsqueeze(-1)
-        rho = self.problem.marginal_penalty
-        damping = torch.ones_like(width) if rho is None else rho / (rho + width)
-        return dataclasses.replace(self, epsilon=width, damping=damping)
+        return dataclasses.replace(self, epsilon=width, damping=damping_of(self.penalty, width))
 
     def softmin_rows(self, g: Tensor) -> Tensor:
         return self.problem.cost.softmin(g + self.epsilon * self.log_q, self.epsilon.squeeze(-1))
@@ -50,27 +51,30 @@ class Updates:
         return self.transposed.softmin(f + self.epsilon * self.log_p, self.epsilon.squeeze(-1))
 
     def f_from(self, g: Tensor) -> Tensor:
-        return self.damping * self.softmin_rows(g)
+        return self.damping[0] * self.softmin_rows(g)
 
     def g_from(self, f: Tensor) -> Tensor:
-        return self.damping * self.softmin_columns(f)
+        return self.damping[1] * self.softmin_columns(f)
 
-    def error(self, potential: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
-        """Return the error of one side's marginal before its update: sum |P 1 - t| over sum t.
+    def error_of_rows(self, f: Tensor, updated: Tensor) -> Tensor:
+        """Return the error of the rows before the update of f: sum |P 1 - t| over sum t, t what they should sum to."""
+        return self._error(f, updated, self.log_p, self.penalty.p, self.damping[0])
 
-        t is what the rows of the plan should sum to.
-        """
-        rho = self.problem.marginal_penalty
-        share = torch.softmax(log_weights if rho is None else log_weights - potential / rho, -1)
-        relative = ((potential - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
+    def error_of_columns(self, g: Tensor, updated: Tensor) -> Tensor:
+        return self._error(g, updated, self.log_q, self.penalty.q, self.damping[1])
+
+    def _error(
+        self, potential: Tensor, updated: Tensor, log_weights: Tensor, rho: Tensor | float, damping: Tensor | float
+    ) -> Tensor:
+        share = torch.softmax(log_weights if is_kept(rho) else log_weights - potential / rho, -1)
+        relative = ((potential - updated) / (damping * self.epsilon)).clamp(max=80.0).expm1().abs()
         return (share * relative).sum(-1)
 
     def with_best_constant(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return f + t, g - t with the best t, for unbalanced problems, whose dual depends on t."""
-        rho = self.problem.marginal_penalty
-        if rho is None:
+        if self.problem.marginal_penalty is None:
             return f, g
-        shift = rho / 2 * log_mass_ratio(self.log_p, self.log_q, f, g, rho)
+        shift = self.penalty.of_constant * log_mass_ratio(self.log_p, self.log_q, f, g, self.penalty)
         return f + shift, g - shift
 
     def largest_change(self, potential: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
@@ -79,13 +83,24 @@ class Updates:
         return change.amax(-1)
 
 
-def log_mass_ratio(log_p: Tensor, log_q: Tensor, f: Tensor, g: Tensor, rho: float) -> Float[Tensor, "*batch 1"]:
-    """Return log(sum_i p_i exp(-f_i / rho) / sum_j q_j exp(-g_j / rho)), of the masses that rows and columns keep.
+def damping_of(penalty: MarginalPenalty, epsilon: Tensor) -> tuple[Tensor | float, Tensor | float]:
+    """Return k_p and k_q."""
+    k_p = 1.0 if is_kept(penalty.p) else penalty.p / (penalty.p + epsilon)
+    if penalty.q is penalty.p:
+        return k_p, k_p
+    return k_p, 1.0 if is_kept(penalty.q) else penalty.q / (penalty.q + epsilon)
+
+
+def log_mass_ratio(
+    log_p: Tensor, log_q: Tensor, f: Tensor, g: Tensor, penalty: MarginalPenalty
+) -> Float[Tensor, "*batch 1"]:
+    """Return log(sum_i p_i exp(-f_i / rho_p) / sum_j q_j exp(-g_j / rho_q)), of the masses that rows and columns keep.
 
     The best constants between f and g are multiples of it: the dual is largest where both masses are equal.
     """
     rows, columns = (
-        torch.logsumexp(weights - potential / rho, -1, keepdim=True) for weights, potential in ((log_p, f), (log_q, g))
+        torch.logsumexp(weights - potential / rho, -1, keepdim=True)
+        for weights, potential, rho in ((log_p, f, penalty.p), (log_q, g, penalty.q))
     )
     return rows - columns
 
@@ -95,4 +110,7 @@ def build_updates(problem: Problem) -> Updates:
     dtype = dtype_of_potentials(problem)
     epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
     p, q = log_weights(problem, dtype)
-    return Updates(problem, problem.cost.T.contiguous(), p, q, epsilon, epsilon).at(problem.epsilon)
+    penalty = problem.marginal_penalty or BOTH_KEPT
+    penalty = penalty.map(lambda rho: rho.to(dtype))
+    updates = Updates(problem, problem.cost.T.contiguous(), p, q, epsilon, penalty, (1.0, 1.0))
+    return updates.at(problem.epsilon)

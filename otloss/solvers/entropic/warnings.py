@@ -13,7 +13,7 @@ from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.entropic.dense_newton import DENSE_NEWTON
 from otloss.solvers.entropic.implicit_grid import suits_axes
 from otloss.solvers.entropic.interface import SearchResult
-from otloss.solvers.options import Settings, SmallEpsilonError
+from otloss.solvers.options import BOTH_KEPT, Settings, SmallEpsilonError
 from otloss.solvers.problem import Problem, tolerance_of
 
 
@@ -82,10 +82,10 @@ def check_not_too_small(problem: Problem, result: SearchResult, tolerance: float
     largest = max(potential.abs().amax().item() for potential in (result.f, result.g))
     if epsilon.amin().item() >= smallest_ratio * largest:
         return
-    largest_kept = torch.inf if problem.marginal_penalty is None else BOUNDS.no_mass * problem.marginal_penalty
+    penalty = problem.marginal_penalty or BOTH_KEPT
     size = torch.maximum(*(
-        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=largest_kept).abs().amax(-1)
-        for potential, weights in ((result.f, problem.p), (result.g, problem.q))
+        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=BOUNDS.no_mass * rho).abs().amax(-1)
+        for potential, weights, rho in ((result.f, problem.p, penalty.p), (result.g, problem.q, penalty.q))
     ))  # fmt: skip
     is_outside = epsilon < smallest_ratio * size
     if is_outside.any():

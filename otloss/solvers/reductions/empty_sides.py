@@ -2,7 +2,9 @@
 
 They are solved for uniform weights, so that no solver divides by a mass of zero, and the answer is replaced:
 
-    value = 0    or, with the marginal penalty rho, rho (mass of p + mass of q)        f = g = 0    P = 0
+    value = 0    or, with marginal penalties, rho_p (mass of p) + rho_q (mass of q)        f = g = 0    P = 0
+
+With penalties, a side that is kept needs mass on the other one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss.solvers.options import Settings
+from otloss.solvers.options import MarginalPenalty, Settings, is_kept
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
@@ -33,10 +35,24 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         return None
     _check_derivatives(problem, (empty_p, empty_q), settings)
     p, q = (torch.where(empty, 1.0 / w.shape[-1], w) for w in (problem.p, problem.q))
-    rho = problem.marginal_penalty
-    empty_value = problem.p.sum(-1) * 0 if rho is None else rho * (problem.p.sum(-1) + problem.q.sum(-1))
+    empty_value = problem.p.sum(-1) * 0
+    if (penalty := problem.marginal_penalty) is not None:
+        _check_kept(penalty, (empty_p, empty_q))
+        for weights, rho in ((problem.p, penalty.p), (problem.q, penalty.q)):
+            if not is_kept(rho):
+                empty_value = empty_value + (rho * weights).sum(-1)
     reduced = dataclasses.replace(problem, p=p, q=q, has_empty_side=False)
     return reduced, _EmptySides(empty.squeeze(-1), empty_value)
+
+
+def _check_kept(penalty: MarginalPenalty, empty: tuple[Tensor, Tensor]) -> None:
+    empty_p, empty_q = empty
+    for name, rho, is_stuck in (("p", penalty.p, empty_q & ~empty_p), ("q", penalty.q, empty_p & ~empty_q)):
+        if is_kept(rho) and bool(is_stuck.any()):
+            raise ValueError(
+                f"marginal_penalty keeps {name}, but the other side holds no mass in a problem: its mass cannot go "
+                "anywhere. Give a number in place of None, or leave such problems out."
+            )
 
 
 def _check_derivatives(problem: Problem, empty: tuple[Tensor, Tensor], settings: Settings) -> None:

@@ -16,8 +16,12 @@ class WayBack:
         return self
 
     def value(self, value: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """The optimum, with its graph; the dual value likewise."""
+        """The optimum, with its graph."""
         return value
+
+    def dual_value(self, value: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The dual value, not above the optimum."""
+        return self.value(value)
 
     def bound(self, bound: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """The linear cost, or a bound of the exact transport cost."""

@@ -229,7 +229,7 @@ def test_histograms(dtype: torch.dtype) -> None:
         check(otloss.emd(p, q, cost), p, cost)
         check(otloss.emd(p, q, torch.ones_like(cost)), p)
         check(otloss.emd(p, q, cost, mass=torch.full(batch, 0.5)), p, cost)
-        for epsilon, penalty in ((0.1, None), (1e-3, None), (0.1, 1.0)):
+        for epsilon, penalty in ((0.1, None), (1e-3, None), (0.1, 1.0), (0.1, (None, 1.0))):
             options: dict[str, Any] = {"epsilon": epsilon, "marginal_penalty": penalty}
             check(otloss.sinkhorn(p, q, cost, **options), p, cost)
             solution = otloss.solve(p, q, cost, **options)

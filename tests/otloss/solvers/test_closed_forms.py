@@ -7,6 +7,7 @@ import math
 from functools import partial
 
 import numpy as np
+import ot
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from torch import Tensor
 import otloss
 from otloss import cdf_distance, sliced_wasserstein, wasserstein_1d, wasserstein_circular, wasserstein_tree
 from tests.errors import raising
-from tests.otloss.oracles import as_double, check_subgradients, linprog_value, sparse_weights
+from tests.otloss.oracles import as_double, central_gradients, check_subgradients, linprog_value, sparse_weights
 from tests.otloss.strategies import line_problems, positions, weights
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -89,6 +90,45 @@ def test_the_circle_is_the_linear_program_and_gradients_are_subgradients(problem
     expected = linprog_value(p, q, np.minimum(apart, period - apart))
     assert value(as_double(p), as_double(q)).item() == pytest.approx(expected, abs=1e-6 * period)
     check_subgradients(value, p, q, slack=1e-10 * (10 + period))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([1, 1.4, 2, 3]), st.sampled_from([1.0, 2.5, 100.0]), st.booleans())
+def test_the_circle_of_two_sides_is_the_linear_program(
+    data: st.DataObject, order: float, period: float, shared: bool
+) -> None:
+    m = data.draw(st.integers(1, 6))
+    n = m if shared else data.draw(st.integers(1, 6))
+    p, q, x, y = (data.draw(s) for s in (weights(n), weights(m), positions(n), positions(m)))
+    apart = np.abs(np.subtract.outer(x, x if shared else y)) % period
+    matrix = np.minimum(apart, period - apart) ** order
+    places = (as_double(x),) if shared else (as_double(x), as_double(y))
+    value = partial(wasserstein_circular, x=places[0], y=None if shared else places[1], order=order, period=period)
+    assert value(as_double(p), as_double(q)).item() == pytest.approx(
+        linprog_value(p, q, matrix), abs=1e-6 * period**order
+    )
+    check_subgradients(value, p, q, slack=1e-9 * (1 + matrix.max()) * (1 + order))
+
+
+def test_samples_on_the_circle() -> None:
+    """Arrays, None as weights, batches, ties; POT's value; the derivatives in the positions by finite differences."""
+    draw = np.random.default_rng(5)
+    u, v = draw.random((2, 6)) * 30 - 10, draw.random(9) * 12
+    for order in (1, 2):
+        values = wasserstein_circular(None, None, u, v, order=order, period=12)
+        for k in range(2):
+            theirs = ot.wasserstein_circle(u[k] % 12 / 12, v / 12, p=order) * 12**order
+            assert values[k].item() == pytest.approx(np.ravel(theirs)[0], rel=1e-6)
+        x, y = as_double(u[0], grad=True), as_double(v, grad=True)
+        distance = partial(wasserstein_circular, None, None, order=order, period=12)
+        of_x, of_y = (lambda t, f=distance: f(t, v).item()), (lambda t, f=distance: f(u[0], t).item())
+        by_x, by_y = torch.autograd.grad(distance(x, y), (x, y))
+        np.testing.assert_allclose(by_x, central_gradients(of_x, u[0], 1e-6), atol=1e-6)
+        np.testing.assert_allclose(by_y, central_gradients(of_y, v, 1e-6), atol=1e-6)
+    same = wasserstein_circular(None, None, u, u + 24, order=2, period=12)
+    np.testing.assert_allclose(same, 0, atol=1e-12)
+    turned = wasserstein_circular(None, None, u[0] + 1.0, v + 1.0, order=2, period=12)
+    assert turned.item() == pytest.approx(wasserstein_circular(None, None, u[0], v, order=2, period=12).item())
 
 
 def path_lengths(parent: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from otloss.solvers.options import Penalty
 from tests.otloss.gradient_cases import (
     CLOSED_FORMS,
     COSTS,
@@ -79,7 +80,12 @@ def test_closed_forms(name: str, compiled: bool, request: pytest.FixtureRequest)
 
 
 # Pairwise: every two of function, cost, penalty, share and grad meet, and every function meets every cost.
-_SETTINGS = [(None, 0.01, "envelope"), (0.5, 1.0, "envelope"), (0.5, 0.01, "implicit"), (None, 1.0, "implicit")]
+_SETTINGS = [
+    (None, 0.01, "envelope"),
+    ((None, 0.5), 1.0, "envelope"),
+    ((0.5, 2.0), 0.01, "implicit"),
+    (None, 1.0, "implicit"),
+]
 _NO_GRADIENT = ("linear_cost", "envelope")
 _ENTROPIC = [
     (function, name, *_SETTINGS[(i + k) % 4])
@@ -90,7 +96,7 @@ _ENTROPIC = [
 
 
 @pytest.mark.parametrize(("function", "name", "marginal_penalty", "share", "grad"), _ENTROPIC)
-def test_entropic(function: str, name: str, marginal_penalty: float | None, share: float, grad: str) -> None:
+def test_entropic(function: str, name: str, marginal_penalty: Penalty, share: float, grad: str) -> None:
     case = entropic_case(function, name, share, marginal_penalty, grad)
     with pytest.raises(RuntimeError, match="implicit") if (function, grad) == _NO_GRADIENT else nullcontext():
         check(case)
@@ -116,11 +122,12 @@ def test_implicit_gradients_of_weights_that_rounding_decides_raise(name: str) ->
         ("linear_cost", "one matrix", 0.5, "implicit", "tensor"),
         ("linear_cost", "one matrix", None, "implicit", "mean_cost"),
         ("divergence", "matrix", None, "envelope", "mean_cost"),
-        ("divergence", "sqeuclidean", 0.5, "envelope", "tensor"),
+        ("sinkhorn", "matrix", (0.5, None), "envelope", "tensor"),
+        ("divergence", "sqeuclidean", (0.5, None), "envelope", "tensor"),
         ("divergence", "one cloud", None, "implicit", "mean_cost"),
     ],
 )
-def test_epsilon(function: str, name: str, marginal_penalty: float | None, grad: str, per: str) -> None:
+def test_epsilon(function: str, name: str, marginal_penalty: Penalty, grad: str, per: str) -> None:
     case = entropic_case(function, name, 0.3, marginal_penalty, grad, per=per)
     assert ("epsilon" in case.inputs) == (per == "tensor")
     check(case)
@@ -151,11 +158,11 @@ def second_derivatives_are_right(case: Case) -> None:
 # Pairwise over function, cost and penalty; "one cloud" twice in a cost has no unambiguous direction.
 _COSTS = [name for name in COSTS if name != "one cloud"]
 _PAIRS = [(function, name, (i + j) % 2) for i, function in enumerate(ENTROPIC) for j, name in enumerate(_COSTS)]
-_IMPLICIT = [(function, name, (None, 0.5)[which]) for function, name, which in _PAIRS]
+_IMPLICIT = [(function, name, (None, (0.5, 2.0))[which]) for function, name, which in _PAIRS]
 
 
 @pytest.mark.parametrize(("function", "name", "marginal_penalty"), _IMPLICIT)
-def test_entropic_second_derivatives(function: str, name: str, marginal_penalty: float | None) -> None:
+def test_entropic_second_derivatives(function: str, name: str, marginal_penalty: Penalty) -> None:
     second_derivatives_are_right(entropic_case(function, name, 0.3, marginal_penalty, "implicit"))
 
 

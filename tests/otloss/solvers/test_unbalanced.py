@@ -1,6 +1,9 @@
 """Unbalanced transport: the numba kernel against the log domain, POT's plans, and where the kernel does not fit."""
 
+from typing import Any
+
 import numpy as np
+import ot
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import otloss
+from tests.otloss.oracles import precise_potentials
 
 
 def problem(seed: int, batch: int, n: int, m: int, *, apart: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,11 +28,11 @@ def problem(seed: int, batch: int, n: int, m: int, *, apart: float = 1.0) -> tup
     st.integers(2, 12),
     st.integers(2, 12),
     st.sampled_from([0.01, 0.05, 1.0]),
-    st.sampled_from([1e-3, 0.1, 3.0, 30.0]),
+    st.sampled_from([1e-3, 0.1, 3.0, 30.0, (0.1, 30.0), (1e3, 1e-3), (None, 0.1), (3.0, None)]),
     st.sampled_from([1e-6, 0.5, 1.0, 1e5]),
 )
 @example(11157, 3, 3, 0.01, 0.001, 1e-6)  # a column that loses all its mass beside an empty row
-def test_kernel_equals_the_log_domain(seed: int, n: int, m: int, epsilon: float, rho: float, apart: float) -> None:
+def test_kernel_equals_the_log_domain(seed: int, n: int, m: int, epsilon: float, rho: Any, apart: float) -> None:
     p, q, cost = problem(seed, 2, n, m, apart=apart)
     options = {"epsilon": epsilon, "marginal_penalty": rho, "max_iterations": 20_000}
     truth = otloss.solve(p, q, cost, impl="torch", tolerance=1e-10, **options)  # type: ignore[arg-type]
@@ -38,14 +42,16 @@ def test_kernel_equals_the_log_domain(seed: int, n: int, m: int, epsilon: float,
         torch.testing.assert_close(result.value.double(), truth.value, rtol=size, atol=0.0)
         largest = float(truth.plan().max())
         torch.testing.assert_close(result.plan().double(), truth.plan(), rtol=0.0, atol=size * largest)
-        scale = 1 + rho * abs(np.log(apart))  # of the constant in the potentials
+        rho_p, rho_q = (1e300 if r is None else r for r in (rho if isinstance(rho, tuple) else (rho, rho)))
+        constant = 2 / (1 / rho_p + 1 / rho_q)
+        scale = 1 + constant * abs(np.log(apart))  # of the constant in the potentials
         for mine, theirs in zip(result.potentials, truth.potentials, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=size, atol=10 * size * scale)
         g = truth.potentials[1]
-        off = (result.potentials[1].double() - g).masked_fill((q == 0) | (g > 40 * rho), 0.0).abs().amax(-1)
+        off = (result.potentials[1].double() - g).masked_fill((q == 0) | (g > 40 * rho_q), 0.0).abs().amax(-1)
         rounding = 1e-6 if dtype == torch.float32 else 1e-9
         assert bool((off <= result.potential_error + truth.potential_error + rounding * scale).all())
-        assert bool((result.potential_error <= 100 * size * (1 + rho)).all())
+        assert bool((result.potential_error <= 100 * size * (1 + constant)).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -105,3 +111,193 @@ def test_an_epsilon_far_above_the_penalty(ratio: float, dtype: torch.dtype) -> N
     torch.testing.assert_close(value.double(), expected.squeeze(), **tolerance)
     for actual, true in zip(torch.autograd.grad(value, (p, q)), torch.autograd.grad(expected, (a, b)), strict=True):
         torch.testing.assert_close(actual.double(), true, **tolerance)
+
+
+# ---- a penalty for each side -----------------------------------------------------------------------------------------
+
+PAIRS = [(0.3, 2.0), (1e6, 1e-3), (1e-3, 1e6), (None, 0.1), (0.1, None), (None, 1e4), (1e-3, None), (1e4, 1e4)]
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+@pytest.mark.parametrize("rho", PAIRS, ids=str)
+def test_a_penalty_for_each_side_against_50_digits(rho: tuple[float | None, float | None], impl: str) -> None:
+    """Value, potentials, plan, gap and all first derivatives, with light bins, ties and masses that differ."""
+    prices = tuple(np.inf if r is None else r for r in rho)
+    for seed in range(6):
+        draw = np.random.default_rng(seed)
+        n, m = draw.integers(1, 6, 2)
+        p, q = draw.random(n) + 0.1, 1.5 * draw.random(m) + 0.1
+        cost, epsilon = draw.random((n, m)), (0.02, 0.3, 5.0)[seed % 3]
+        if seed % 2:
+            p[0], q[-1], cost[:, 0] = 1e-7, 1e-9, np.round(cost[:, 0])
+        inputs = [torch.tensor(t, requires_grad=True) for t in (p, q, cost)]
+        answer = otloss.solve(*inputs, epsilon=epsilon, marginal_penalty=rho, impl=impl, tolerance=1e-10)  # type: ignore[misc]
+        f, g, value = precise_potentials(
+            p.tolist(), q.tolist(), cost.tolist(), epsilon, prices, answer.potentials[1].tolist()
+        )
+        f, g = (np.array([float(t) for t in potential]) for potential in (f, g))
+        size = 1e-7 * max(1.0, float(np.abs(g).max()), float(np.abs(f).max()))
+        assert abs(answer.value.item() - float(value)) <= 1e-8 * max(1.0, abs(float(value)))
+        assert answer.dual_value.item() <= float(value) <= (answer.dual_value + answer.gap).item()
+        assert answer.gap.item() <= 1e-6 * max(1.0, abs(float(value)))
+        plan = p[:, None] * q * np.exp((f[:, None] + g - cost) / epsilon)
+        gradients = torch.autograd.grad(answer.value, inputs)
+        np.testing.assert_allclose(gradients[2], plan, rtol=1e-6, atol=1e-8 * plan.max())
+        np.testing.assert_allclose(answer.plan().detach(), plan, rtol=1e-6, atol=1e-8 * plan.max())
+        for actual, potential, price, mass, derivative in zip(
+            answer.potentials, (f, g), prices, (q.sum(), p.sum()), gradients, strict=False
+        ):
+            np.testing.assert_allclose(actual.detach(), potential, rtol=1e-6, atol=size)
+            share = np.exp(-potential / price)
+            kept = potential if price == np.inf else -price * np.expm1(-potential / price)
+            scale = size * (1 + share.max() * (1 + epsilon / price))
+            np.testing.assert_allclose(derivative, kept - epsilon * (share - mass), rtol=1e-6, atol=scale)
+        for side, (weights, price) in enumerate(zip((p, q), prices, strict=True)):
+            if price == np.inf:
+                np.testing.assert_allclose(answer.plan().detach().sum(1 - side), weights, rtol=1e-6)
+
+
+def test_pot_takes_a_penalty_for_each_side() -> None:
+    p, q, cost = (t[1].numpy() for t in problem(7, 2, 6, 9, apart=2.0))
+    p = p + 0.01
+    theirs = ot.unbalanced.sinkhorn_unbalanced(p, q, cost, 0.1, (0.4, 3.0), numItermax=20_000, stopThr=1e-12)
+    mine = otloss.solve(*map(torch.tensor, (p, q, cost)), epsilon=0.1, marginal_penalty=(0.4, 3.0), tolerance=1e-10)
+    np.testing.assert_allclose(mine.plan(), theirs, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+def test_penalties_of_a_batch_are_those_of_each_problem(grad: str) -> None:
+    p, q, cost = problem(4, 3, 5, 6, apart=1.4)
+    p, q, cost = p + 0.01, q + 0.01, cost.requires_grad_()
+    rho = torch.tensor([0.1, 1e5, 2.0])
+    for pair in (rho, (rho, None), (0.3, rho), (rho, rho.flip(0).double())):
+        options = {"epsilon": 0.1, "grad": grad, "tolerance": 1e-10}
+        values = otloss.sinkhorn(p, q, cost, marginal_penalty=pair, **options)  # type: ignore[arg-type]
+        for k in range(3):
+            one = tuple(
+                t[k].item() if isinstance(t, Tensor) else t for t in (pair if isinstance(pair, tuple) else (rho, rho))
+            )
+            alone = otloss.sinkhorn(p[k], q[k], cost[k], marginal_penalty=one, **options)  # type: ignore[arg-type]
+            torch.testing.assert_close(values[k], alone, rtol=1e-9, atol=1e-12)
+            gradients = (torch.autograd.grad(value, cost, retain_graph=True)[0][k] for value in (values[k], alone))
+            torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+    across = otloss.sinkhorn(p[0], q[0], cost[0], epsilon=0.1, marginal_penalty=rho)
+    assert across.shape == (3,)
+
+
+def test_a_side_that_is_kept_needs_mass_on_the_other() -> None:
+    p, q, cost = problem(2, 2, 4, 5)
+    q = q * torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match="marginal_penalty keeps p, but the other side holds no mass"):
+        otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=(None, 0.3))
+    value = otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=(0.3, None))
+    torch.testing.assert_close(value[1], 0.3 * p[1].sum())
+
+
+def test_none_on_both_sides_is_balanced() -> None:
+    p, q, cost = (t[0] for t in problem(2, 2, 4, 5))
+    both = otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=(None, None))
+    assert both.item() == otloss.sinkhorn(p, q, cost, epsilon=0.1).item()
+    with pytest.raises(ValueError, match="masses"):
+        otloss.sinkhorn(p, 2 * q, cost, epsilon=0.1, marginal_penalty=(None, None))
+
+
+@pytest.mark.parametrize(
+    ("rho", "error", "message"),
+    [
+        ((0.1, 0.2, 0.3), ValueError, "has 3 entries, expected two"),
+        ((0.1, -1.0), ValueError, "marginal_penalty is -1.0, expected a finite number above 0"),
+        ((0.1, float("inf")), ValueError, "marginal_penalty is inf"),
+        (("a", 1.0), TypeError, "marginal_penalty is a str"),
+        (torch.tensor([1.0, 0.0]), ValueError, "marginal_penalty holds 0.0"),
+        (torch.tensor([1, 2]), TypeError, "floating"),
+        (torch.tensor([1.0], requires_grad=True), ValueError, "requires a gradient, which is not given"),
+        ((torch.ones(3), None), ValueError, r"do not broadcast.*marginal_penalty\[0\] \(3,\)"),
+    ],
+)
+def test_penalties_that_are_not_valid(rho: Any, error: type[Exception], message: str) -> None:
+    p, q, cost = problem(2, 2, 4, 5)
+    with pytest.raises(error, match=message):
+        otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=rho)
+
+
+@pytest.mark.parametrize("rho", [(0.3, 0.3), (0.3, 2.0), (None, 0.5), (0.5, None)], ids=str)
+def test_the_divergence_with_a_penalty_for_each_side(rho: tuple[float | None, float | None]) -> None:
+    """S(p, q) - S_p(p, p) / 2 - S_q(q, q) / 2 + epsilon (mass_p - mass_q)^2 / 2 by 50 digits; at least 0."""
+    draw = np.random.default_rng(3)
+    for epsilon in (0.05, 1.0):
+        x, y = draw.random((4, 2)), draw.random((5, 2)) + 0.3
+        p, q = draw.random(4) + 0.1, 1.4 * draw.random(5) + 0.1
+        expected = epsilon * (p.sum() - q.sum()) ** 2 / 2
+        prices = tuple(np.inf if r is None else r for r in rho)
+        for a, b, u, v, price, share in (
+            (p, q, x, y, prices, 1.0), (p, p, x, x, (prices[0],) * 2, -0.5), (q, q, y, y, (prices[1],) * 2, -0.5),
+        ):  # fmt: skip
+            cost = np.square(u[:, None] - v).sum(-1)
+            if price == (np.inf, np.inf):  # no constant is determined: the limit of large penalties
+                price = (1e12, 1e12)
+            start = np.zeros(len(b)).tolist()
+            expected += share * float(
+                precise_potentials(a.tolist(), b.tolist(), cost.tolist(), epsilon, price, start)[2]
+            )
+        cost = otloss.costs.PointCost(torch.tensor(x), torch.tensor(y))
+        options = {"epsilon": epsilon, "marginal_penalty": rho, "tolerance": 1e-11}
+        value = otloss.sinkhorn_divergence(torch.tensor(p), torch.tensor(q), cost, **options)  # type: ignore[arg-type]
+        assert value.item() == pytest.approx(expected, rel=1e-8, abs=1e-8)
+        assert value.item() >= 0
+        same = otloss.sinkhorn_divergence(
+            torch.tensor(p), torch.tensor(p), otloss.costs.PointCost(torch.tensor(x)), **options
+        )  # type: ignore[arg-type]
+        assert same.item() >= 0
+        assert (same.item() < 1e-8) == (rho[0] == rho[1])
+        clouds = otloss.cloud_loss(*map(torch.tensor, (x, y, p, q)), **options)  # type: ignore[arg-type]
+        assert clouds.item() == pytest.approx(value.item(), rel=1e-12)
+
+
+# ---- costs below 0 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize("rho", [(0.7, 0.7), (0.4, 3.0), (None, 0.6), (0.6, None), (1e4, 0.5)], ids=str)
+def test_costs_below_zero_against_50_digits(rho: tuple[float | None, float | None], grad: str) -> None:
+    """All parts of the answer, and the derivatives in the weights, the costs and epsilon; one pair is forbidden."""
+    prices = tuple(np.inf if r is None else r for r in rho)
+    for seed, epsilon, low in ((0, 0.05, -1.0), (1, 0.5, -3.0), (2, 5.0, -1e-3)):
+        draw = np.random.default_rng(seed)
+        p, q, cost = draw.random(4) + 0.1, 1.5 * draw.random(3) + 0.1, draw.random((4, 3)) + low
+        cost[1, 2] = 1e6 if seed else 0.3  # +inf below
+        leaves = [torch.tensor(t, dtype=torch.float64, requires_grad=True) for t in (p, q, cost, epsilon)]
+        matrix = torch.where(leaves[2] < 1e5, leaves[2], torch.inf)
+        options = {"marginal_penalty": rho, "grad": grad, "tolerance": 1e-11}
+        answer = otloss.solve(*leaves[:2], matrix, epsilon=leaves[3], **options)  # type: ignore[arg-type]
+        start = answer.potentials[1].tolist()
+        f, g, value = precise_potentials(p.tolist(), q.tolist(), cost.tolist(), epsilon, prices, start)
+        f, g = (np.array([float(t) for t in potential]) for potential in (f, g))
+        plan = p[:, None] * q * np.exp((f[:, None] + g - cost) / epsilon)
+        size = max(1.0, abs(float(value)), plan.sum())
+        close = {"rtol": 1e-7, "atol": 1e-8 * size}
+        np.testing.assert_allclose(answer.value.item(), float(value), **close)
+        assert answer.dual_value.item() <= float(value) <= (answer.dual_value + answer.gap).item()
+        assert answer.gap.item() <= 1e-7 * size
+        for actual, expected in (
+            (answer.plan(), plan), (answer.linear_cost, (plan * cost).sum()), (answer.potentials[0], f),
+            (answer.potentials[1], g),
+        ):  # fmt: skip
+            np.testing.assert_allclose(actual.detach(), expected, **close)
+        shares = [np.exp(-t / price) for t, price in zip((f, g), prices, strict=True)]
+        by_weights = [
+            (t if price == np.inf else price * (1 - share)) - epsilon * (share - mass)
+            for t, share, price, mass in zip((f, g), shares, prices, (q.sum(), p.sum()), strict=True)
+        ]
+        entropy = (plan * (f[:, None] + g - cost)).sum() / epsilon - plan.sum() + p.sum() * q.sum()
+        gradients = torch.autograd.grad(answer.value, leaves)
+        for derivative, expected in zip(gradients, (*by_weights, plan, entropy), strict=True):
+            np.testing.assert_allclose(derivative, expected, rtol=1e-6, atol=1e-7 * size)
+
+
+def test_costs_so_far_below_zero_that_the_mass_overflows() -> None:
+    p, q = torch.ones(2), torch.ones(2)
+    with pytest.raises(ValueError, match=r"far below 0 .* the mass of the plan overflows torch.float32"):
+        otloss.sinkhorn(p, q, torch.full((2, 2), -1e3), epsilon=1.0, marginal_penalty=1.0)
+    value = otloss.sinkhorn(p, q, torch.full((2, 2), -1e3), epsilon=1.0, marginal_penalty=(None, 1.0))
+    assert value.item() == pytest.approx(-2e3, rel=1e-2)

@@ -1,0 +1,221 @@
+"""Barycenters of clouds with free support: the points that are nearest to several clouds on average.
+
+    min over x of  V = sum_k w_k W(x, cloud k)        W: emd, or the divergence, of |x - y|^2
+
+At given plans the best points are the means of where their mass goes, x_i <- sum_k w_k T_k(x)_i with the barycentric
+maps T_k, after which V is not larger (M. Cuturi, A. Doucet, Fast Computation of Wasserstein Barycenters, 2014; P.
+Alvarez-Esteban et al., A fixed-point approach to barycenters in Wasserstein space, 2016). The divergence also has the
+map T of x to itself, x_i <- x_i + sum_k w_k T_k(x)_i - T(x)_i. All points have the same mass.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from otloss._checks import (
+    check_broadcast,
+    check_cloud,
+    check_count,
+    check_finite,
+    check_floating,
+    check_last_axis,
+    check_positive,
+    has_float64,
+)
+from otloss._public import public
+from otloss.costs import PointCost
+from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
+from otloss.solvers.solve import emd, sinkhorn_divergence, solve
+
+
+class CloudBarycenter(NamedTuple):
+    """The barycenter of clouds, per problem.
+
+    Attributes:
+        points: (..., s, d), without a graph, of the same mass each.
+        value: (...), what they minimise, differentiable in the clouds, their masses and the weights.
+        iterations, converged: (...).
+    """
+
+    points: Float[Tensor, "*batch s d"]
+    value: Float[Tensor, "*batch"]
+    iterations: Int[Tensor, "*batch"]
+    converged: Bool[Tensor, "*batch"]
+
+
+@public
+def cloud_barycenter(
+    clouds: Float[Tensor, "*batch k n d"] | Sequence[Tensor],
+    masses: Float[Tensor, "*batch k n"] | Sequence[Tensor] | None = None,
+    weights: Float[Tensor, "*batch k"] | None = None,
+    *,
+    start: int | Float[Tensor, "*batch s d"],
+    epsilon: float | None = None,
+    tolerance: float = 1e-5,
+    max_iterations: int = 200,
+    generator: torch.Generator | None = None,
+) -> CloudBarycenter:
+    """Return points that minimise the weighted sum of the transport costs to k clouds, for squared distances.
+
+    Args:
+        clouds: (..., k, n, d), or a list of k clouds (n_k, d) of different sizes.
+        masses: (..., k, n) >= 0, of one mass for all clouds, or a list of (n_k,) for a list; equal ones by default.
+        weights: (..., k) of the clouds, >= 0 with sum 1; 1 / k each by default.
+        start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`.
+        epsilon: None for `emd`, else the divergence of `sinkhorn_divergence`, above 0 in the unit of |x - y|^2.
+        tolerance: of the last step of the points, over the extent of the clouds.
+        max_iterations: at most; a `ConvergenceWarning` tells where they are not enough.
+
+    Returns:
+        The barycenter, in the dtype of the clouds. The problem has local minima: another start may lead to a lower
+        value. By the envelope theorem the value has the right derivatives where the points have converged.
+
+    Raises:
+        TypeError: if clouds, masses or weights are not floating tensors.
+        ValueError: if shapes or masses do not fit, a number is not finite or in range, or weights do not sum to 1.
+
+    Source:
+        M. Cuturi, A. Doucet, Fast Computation of Wasserstein Barycenters, 2014.
+
+    Example:
+        >>> clouds = torch.tensor([[[0.0, 0.0], [2.0, 0.0]], [[0.0, 4.0], [4.0, 4.0]]])
+        >>> cloud_barycenter(clouds, start=clouds[0]).points
+        tensor([[0., 2.],
+                [3., 2.]])
+    """
+    check_count("max_iterations", max_iterations)
+    check_positive("tolerance", tolerance)
+    problem = _posed(clouds, masses, weights, epsilon)
+    x = _first_points(problem, start, generator)
+    with torch.no_grad():
+        x, iterations, converged = _search(problem.detached(), x.detach(), tolerance, max_iterations)
+    if not bool(converged.all()):
+        warnings.warn(
+            f"{int((~converged).sum())} of {converged.numel()} barycenters of clouds did not converge in "
+            f"{max_iterations} iterations; raise max_iterations or the tolerance, or give a start that is nearer.",
+            ConvergenceWarning,
+            stacklevel=level_of_the_caller(),
+        )
+    value, dtype = problem.value(x), problem.dtype
+    return CloudBarycenter(x.to(dtype), value.to(dtype), iterations, converged)
+
+
+@dataclass(frozen=True)
+class _Clouds:
+    """Clouds (..., k, n, d), masses (..., k, n) and weights (..., k) of one batch, in float64 where there is one."""
+
+    clouds: Tensor
+    masses: Tensor
+    weights: Tensor
+    epsilon: float | None
+    dtype: torch.dtype
+
+    def detached(self) -> _Clouds:
+        return _Clouds(self.clouds.detach(), self.masses.detach(), self.weights.detach(), self.epsilon, self.dtype)
+
+    def masses_of(self, x: Tensor) -> Tensor:
+        """Return the masses (..., s) of the points, all the same."""
+        mass = self.masses[..., 0, :].detach().sum(-1, keepdim=True)
+        return (mass / x.shape[-2]).expand(x.shape[:-1])
+
+    def value(self, x: Tensor) -> Tensor:
+        cost, a = PointCost(x.unsqueeze(-3), self.clouds), self.masses_of(x).unsqueeze(-2)
+        if self.epsilon is None:
+            return (self.weights * emd(a, self.masses, cost)).sum(-1)
+        return (self.weights * sinkhorn_divergence(a, self.masses, cost, epsilon=self.epsilon)).sum(-1)
+
+    def moved(self, x: Tensor) -> Tensor:
+        """Return where the points go next."""
+        a = self.masses_of(x)
+        across = solve(a.unsqueeze(-2), self.masses, PointCost(x.unsqueeze(-3), self.clouds), epsilon=self.epsilon)
+        moved = (self.weights[..., None, None] * across.barycentric_map(self.clouds)).sum(-3)
+        if self.epsilon is not None:
+            moved = moved + x - solve(a, a, PointCost(x), epsilon=self.epsilon).barycentric_map(x)
+        return moved
+
+
+def _search(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the points, the iterations, and whether they converged, per problem."""
+    size = _size(problem.clouds)
+    iterations = torch.zeros(size.shape, dtype=torch.int64, device=x.device)
+    active = torch.ones_like(iterations, dtype=torch.bool)
+    for _ in range(max_iterations):
+        moved = torch.where(active[..., None, None], problem.moved(x), x)
+        length = (moved - x).square().sum(-1).sqrt().amax(-1)
+        x, iterations = moved, iterations + active
+        active = active & (length > tolerance * size)
+        if not bool(active.any()):
+            break
+    return x, iterations, ~active
+
+
+def _size(clouds: Tensor) -> Tensor:
+    """Return the largest extent of the clouds along an axis."""
+    points = clouds.flatten(-3, -2)
+    return (points.amax(-2) - points.amin(-2)).amax(-1)
+
+
+def _posed(
+    clouds: Tensor | Sequence[Tensor],
+    masses: Tensor | Sequence[Tensor] | None,
+    weights: Tensor | None,
+    epsilon: float | None,
+) -> _Clouds:
+    if isinstance(clouds, Tensor):
+        points = check_cloud("clouds", clouds)
+    else:
+        each = [check_cloud(f"clouds[{k}]", cloud) for k, cloud in enumerate(clouds)]
+        if masses is None:
+            masses = [torch.full_like(cloud[:, 0].detach(), 1 / len(cloud)) for cloud in each]
+        if isinstance(masses, Tensor) or [len(w) for w in masses] != [len(cloud) for cloud in each]:
+            raise ValueError("masses do not fit the list of clouds, expected a list with one (n_k,) for each cloud.")
+        # Places without mass repeat a point, so that they change no extent.
+        longest = max(len(cloud) for cloud in each)
+        points = torch.stack([torch.cat([t, t[:1].detach().expand(longest - len(t), -1)]) for t in each])
+        masses = pad_sequence([check_floating("masses", w) for w in masses], batch_first=True)
+    if points.dim() < 3:
+        raise ValueError(f"clouds have shape {tuple(points.shape)}, expected (..., k, n, d), several clouds.")
+    assert masses is None or isinstance(masses, Tensor)
+    k, n = points.shape[-3:-1]
+    wide = torch.float64 if has_float64(points.device) else torch.float32
+    dtype = torch.promote_types(points.dtype, torch.float32)
+    if masses is None:
+        masses = points.new_full((k, n), 1 / n, dtype=wide)
+    if weights is None:
+        weights = points.new_full((k,), 1 / k, dtype=wide)
+    check_last_axis("masses", check_floating("masses", masses), n)
+    check_last_axis("weights", check_floating("weights", weights), k)
+    check_finite("weights", weights)
+    totals = weights.detach().sum(-1)
+    if bool((weights < 0).any()) or bool(((totals - 1).abs() > 1e-3).any()):
+        raise ValueError(f"weights sum to {float(totals.flatten()[0]):.6g}, expected numbers >= 0 with sum 1.")
+    batch = check_broadcast(clouds=points.shape[:-3], masses=masses.shape[:-2], weights=weights.shape[:-1])
+    return _Clouds(
+        points.to(wide).expand(*batch, -1, -1, -1), masses.to(wide).expand(*batch, k, n),
+        weights.to(wide).expand(*batch, k), epsilon, dtype,
+    )  # fmt: skip
+
+
+def _first_points(problem: _Clouds, start: int | Tensor, generator: torch.Generator | None) -> Tensor:
+    *batch, _, _, d = problem.clouds.shape
+    if isinstance(start, Tensor):
+        check_last_axis("start", check_cloud("start", start), d)
+        check_broadcast(clouds=tuple(batch), start=start.shape[:-2])
+        return start.to(problem.clouds).expand(*batch, -1, -1)
+    check_count("start", start)
+    shares = (problem.masses * problem.weights.unsqueeze(-1)).detach().flatten(-2)
+    shares = shares.reshape(-1, shares.shape[-1])
+    device = shares.device if generator is None else generator.device
+    # Two points at one place stay together.
+    again = bool(((shares > 0).sum(-1) < start).any())
+    index = torch.multinomial(shares.to(device), start, replacement=again, generator=generator).to(shares.device)
+    index = index.reshape(*batch, start, 1).expand(*batch, start, d)
+    return problem.clouds.flatten(-3, -2).gather(-2, index)

@@ -1,0 +1,102 @@
+"""Barycenters of clouds against plain loops of assignments, closed forms, and the derivatives of what they minimise."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+
+import otloss
+from otloss import ConvergenceWarning, cloud_barycenter
+from otloss.costs import PointCost
+from tests.otloss.oracles import as_double
+
+
+def by_assignments(clouds: np.ndarray, x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float]:
+    """Points and value of the fixed point, for clouds of as many points as there are in x."""
+    while True:
+        moved, value = np.zeros_like(x), 0.0
+        for cloud, weight in zip(clouds, weights, strict=True):
+            costs = np.square(x[:, None] - cloud).sum(-1)
+            rows, columns = linear_sum_assignment(costs)
+            moved, value = moved + weight * cloud[columns], value + weight * costs[rows, columns].mean()
+        if np.allclose(moved, x):
+            return x, value
+        x = moved
+
+
+def test_equal_sizes_are_the_fixed_point_of_assignments() -> None:
+    draw = np.random.default_rng(0)
+    clouds, start = draw.normal(size=(2, 3, 7, 2)), draw.normal(size=(7, 2))
+    clouds[1, 0] += 1e3  # far away
+    weights = np.array([[0.5, 0.3, 0.2], [0.1, 0.0, 0.9]])
+    answer = cloud_barycenter(as_double(clouds), None, as_double(weights), start=as_double(start))
+    assert bool(answer.converged.all())
+    for k in range(2):
+        points, value = by_assignments(clouds[k], start, weights[k])
+        np.testing.assert_allclose(answer.points[k], points, atol=1e-9)
+        assert answer.value[k].item() == pytest.approx(value)
+
+
+def test_on_a_line_it_is_the_mean_of_the_quantiles() -> None:
+    """Clouds of different sizes as a list; and a single point is the mean."""
+    draw = np.random.default_rng(1)
+    clouds = [as_double(draw.normal(size=(size, 1))) for size in (4, 8, 12)]
+    quantiles = [np.sort(cloud[:, 0].numpy()).reshape(4, -1).mean(1) for cloud in clouds]
+    answer = cloud_barycenter(clouds, start=as_double(draw.normal(size=(4, 1))))
+    np.testing.assert_allclose(np.sort(answer.points[:, 0].numpy()), np.mean(quantiles, 0), atol=1e-9)
+    weights = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    single = cloud_barycenter(clouds, None, weights, start=1, generator=torch.Generator().manual_seed(0))
+    expected = sum(w * cloud.mean() for w, cloud in zip(weights, clouds, strict=True))
+    assert single.points.item() == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.3])
+def test_the_points_are_stationary_and_the_value_has_its_gradient(epsilon: float | None) -> None:
+    """Weights that are not uniform, zeros among them, and outliers; by derivatives of `emd` and the divergence."""
+    draw = np.random.default_rng(2)
+    clouds, masses = as_double(draw.normal(size=(3, 6, 2)), grad=True), draw.random((3, 6))
+    masses[0, 2], masses[1, :3] = 0.0, 1e-6
+    masses = as_double(masses / masses.sum(-1, keepdims=True))
+    with torch.no_grad():
+        clouds[2, 0] = 30.0
+    answer = cloud_barycenter(
+        clouds, masses, start=4, epsilon=epsilon, generator=torch.Generator().manual_seed(1), tolerance=1e-7
+    )
+
+    def value(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a, cost = torch.full((3, 4), 0.25, dtype=torch.float64), PointCost(x, y)
+        if epsilon is None:
+            return otloss.emd(a, masses, cost).mean()
+        return otloss.sinkhorn_divergence(a, masses, cost, epsilon=epsilon, tolerance=1e-11).mean()
+
+    x = answer.points.clone().requires_grad_()
+    here = value(x, clouds)
+    by_x, by_clouds = torch.autograd.grad(here, (x, clouds))
+    assert answer.value.item() == pytest.approx(here.item(), rel=1e-6)
+    assert float(by_x.abs().max()) <= 1e-5
+    torch.testing.assert_close(torch.autograd.grad(answer.value, clouds)[0], by_clouds, rtol=1e-5, atol=1e-6)
+    for seed in range(5):
+        other = answer.points + 1e-3 * torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))
+        assert value(other, clouds.detach()) >= here.detach() - 1e-9
+
+
+def test_batches_dtypes_and_warnings() -> None:
+    clouds = torch.randn(2, 3, 5, 2, generator=torch.Generator().manual_seed(4))
+    start = clouds[:, 0] + 0.1
+    both = cloud_barycenter(clouds, start=start)
+    assert both.points.dtype == both.value.dtype == torch.float32
+    for k in range(2):
+        alone = cloud_barycenter(clouds[k], start=start[k])
+        torch.testing.assert_close(alone.points, both.points[k])
+        assert alone.iterations == both.iterations[k]
+    with pytest.warns(ConvergenceWarning, match="2 of 2 barycenters of clouds did not converge in 1 iterations"):
+        cloud_barycenter(clouds, start=start, max_iterations=1)
+    for options, message in (
+        ({"start": 0}, "start is 0"), ({"start": torch.zeros(3, 4)}, "start has shape"),
+        ({"start": 2, "weights": torch.ones(3)}, "weights sum to 3"),
+        ({"start": 2, "masses": torch.ones(3, 4)}, "masses"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            cloud_barycenter(clouds[0], **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="several clouds"):
+        cloud_barycenter(clouds[0, 0], start=2)
