@@ -5,8 +5,8 @@
 
 A function takes the rows of a partition and returns a number for each: the engine moves them, shows the progress, and
 computes the partitions of a lost worker again. Workers have one thread each, since partitions are what runs in
-parallel, and the kernels are compiled before, once on each machine. Ray and Spark take the same functions; they run
-where they are installed.
+parallel, and the kernels are compiled before, once on each machine. Ray and Spark take the same functions, and run
+where they are installed; neither was tried yet.
 
 Data: histograms and documents are drawn from a seed in the partition that needs them.
 Result: the values are those of a loop of calls, also after a worker was killed; the run prints the pairs a second.
