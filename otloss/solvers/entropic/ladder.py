@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from otloss._numba.background import StillCompilingError, declining
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, in_float64, rounds_costs
-from otloss.solvers.entropic.meanwhile import Meanwhile
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64, rounds_costs
+from otloss.solvers.entropic.meanwhile import run_method
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
@@ -48,30 +47,14 @@ def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
     for method in methods:
         patience = budget.patience if method is methods[-1] else PATIENCE
         part = dataclasses.replace(budget, patience=patience)
-        result = _run(method, problem, result, part)
+        result = run_method(method, problem, result, part)
         if rounds_costs(problem, result):
             is_solved = result.is_within(budget.tolerance)
             problem = in_float64(problem)
             result = measured(problem, result)  # else its error, that of rounded costs, would count as the smaller one
             if is_solved:
-                result = _run(method, problem, result, part)
+                result = run_method(method, problem, result, part)
         if result.is_within(budget.tolerance) or result.most_iterations >= budget.max_iterations:
             break
     assert result is not None
     return problem, result
-
-
-def _run(method: Method, problem: Problem, result: SearchResult | None, budget: Budget) -> SearchResult:
-    """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, go on without it."""
-    meanwhile: Meanwhile | None = None
-    while True:
-        used = 0 if result is None else result.most_iterations
-        part = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used)) if used else budget
-        try:
-            with declining():
-                return better(result, method.run(problem, result, part), budget.tolerance)
-        except StillCompilingError:
-            meanwhile = meanwhile or Meanwhile(budget, result)
-            result = better(result, meanwhile.run(problem, result), budget.tolerance)
-        if result.is_within(budget.tolerance):
-            return result
