@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 # By folder: words of prose, figures per 100 words of prose, words of the longest paragraph or item of a list.
 LIMITS = {"guide": (900, 3.0, 90), "reports": (400, None, 90)}
-WORDS_OF_FILES = {"README.md": 600, "CHANGELOG.md": 920}  # with the replacement of each thing that went
+WORDS_OF_FILES = {"README.md": 600, "CHANGELOG.md": 1050}  # with the replacement of each thing that went
 WORDS_OF_DOCS = 27_000
 NOT_COUNTED = ("reference/", "tutorials", "changelog.md", "contributors/contributing.md")
 

@@ -2,7 +2,7 @@
 
 pose            `problem.pose`: what the user gave becomes one checked `Problem`
 reduce          `reductions.reduce`: signed costs, a part of the mass, empty sides, a large epsilon
-solve           `_solve`, the table below: exact, or entropic
+solve           `_solve`: exact, or entropic
 differentiate   `derivatives`: the envelope theorem, or the implicit function theorem
 restore         `transport.Transport`: the way back through the reductions, and the answer
 """

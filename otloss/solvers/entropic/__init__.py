@@ -16,12 +16,12 @@ and k = 1 in balanced problems, k_p = rho_p / (rho_p + epsilon) and k_q likewise
 Sources: M. Cuturi, Sinkhorn Distances, 2013; T. Séjourné, J. Feydy, F.-X. Vialard, A. Trouvé, G. Peyré, Sinkhorn
 Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
 
-    potentials      arithmetic, the search, warnings        ladder     which methods, and in which order
+    potentials      the search, its accuracy, warnings      ladder     which methods, in which order, and dtype
     interface       what all methods share                  updates    the two updates and the error of the marginals
     sinkhorn        any cost and device: the reference      sinkhorn_cpu   the numba kernels for matrices
     coarse_images   large images                            clusters   large clouds
     newton          Newton's method on the cells of a plan  dual       its dense equations, and the error of potentials
-    dense_newton    accurate potentials for gradients       solution   value, plan, <C, P>, duality gap, bounds
+    dense_newton    accurate potentials                     solution   value, plan, <C, P>, duality gap, bounds
 
 Newton's method starts from exact potentials, so this folder imports `exact`. An exact solver that starts from entropic
 potentials therefore gets `assignment_start` as an argument from its caller, and does not import it.

@@ -1,4 +1,4 @@
-"""Accurate potentials, where gradients of the weights are wanted: Newton's method with dense equations.
+"""Accurate potentials, for gradients of the weights and for `solve`: Newton's method with dense equations.
 
 Slow modes of g hardly count in the marginal error that ends a search. Here the equations of each step (`dual`) are
 solved up to rounding, and the steps end where one is small or does not reduce the residual beyond rounding.

@@ -54,6 +54,7 @@ class Schedule(NamedTuple):
 
 SCHEDULE = Schedule()
 LARGEST_POTENTIAL = 1e3  # over epsilon, for which costs are computed in float32
+UNMEASURED = 1e30  # the error of a start of an unbalanced problem: any error that is measured is smaller
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class SearchResult:
         error = torch.full_like(problem.epsilon, torch.inf, dtype=dtype)
         if problem.start is not None:
             f, g = (potential.to(dtype) for potential in problem.start)
-            error = torch.full_like(error, 2.0)  # the largest error of balanced problems
+            error = torch.full_like(error, 2.0 if problem.marginal_penalty is None else UNMEASURED)
         return SearchResult(f, g, error, torch.zeros_like(error, dtype=torch.int64))
 
 
@@ -171,8 +172,8 @@ class Method(Protocol):
     should hold `potential_error`, `potential_range` and `least_eigenvalue`. With None for one of the first two the
     caller is not warned of uncertain gradients, and with None for any of them `dense_newton` keeps the result as it is.
 
-    `applies` decides by `impl`, the device and whether there is a start. Their values are checked before, in
-    `potentials`: whether `impl` is possible on the device, and whether the start is finite.
+    `applies` decides by `impl`, the device and whether there is a start; Newton's method runs with any `impl`. Their
+    values are checked before, in `potentials`: whether `impl` is possible on the device, and the start finite.
     """
 
     def applies(self, problem: Problem) -> bool:

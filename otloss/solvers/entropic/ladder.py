@@ -7,22 +7,23 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
 2. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
 3. Sinkhorn's iteration in float64, without a limit but that of the call: where Newton's method does not apply or fails.
 
-Potentials that gradients of the weights need accurately are searched after the ladder, by `dense_newton`.
+Potentials that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are
+improved after the ladder, by `dense_newton`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from otloss._numba.background import StillCompilingError, declining
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, in_float64, rounds_costs
-from otloss.solvers.entropic.meanwhile import Meanwhile
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64, rounds_costs
+from otloss.solvers.entropic.meanwhile import run_method
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
+from otloss.solvers.entropic.updates import measured
 from otloss.solvers.problem import Problem
 
 LADDER: tuple[tuple[Method, ...], ...] = (
@@ -37,7 +38,8 @@ def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
     """Return the potentials, for each problem the best that the methods have found, and the problem in their dtype.
 
     The budget is for all methods together. All but the last have `PATIENCE` only. Where potentials are so large that
-    the rounding of float32 costs changes the plan, the problem is in float64 from there on.
+    the rounding of float32 costs changes the plan, the problem is in float64 from there on, and errors are measured
+    again.
     """
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
     methods = [method for method in rungs if method is not None]
@@ -45,28 +47,14 @@ def search(problem: Problem, budget: Budget) -> tuple[Problem, SearchResult]:
     for method in methods:
         patience = budget.patience if method is methods[-1] else PATIENCE
         part = dataclasses.replace(budget, patience=patience)
-        result = _run(method, problem, result, part)
+        result = run_method(method, problem, result, part)
         if rounds_costs(problem, result):
+            is_solved = result.is_within(budget.tolerance)
             problem = in_float64(problem)
-            if result.is_within(budget.tolerance):
-                result = _run(method, problem, result, part)
+            result = measured(problem, result)  # else its error, that of rounded costs, would count as the smaller one
+            if is_solved:
+                result = run_method(method, problem, result, part)
         if result.is_within(budget.tolerance) or result.most_iterations >= budget.max_iterations:
             break
     assert result is not None
     return problem, result
-
-
-def _run(method: Method, problem: Problem, result: SearchResult | None, budget: Budget) -> SearchResult:
-    """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, go on without it."""
-    meanwhile: Meanwhile | None = None
-    while True:
-        used = 0 if result is None else result.most_iterations
-        part = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used)) if used else budget
-        try:
-            with declining():
-                return better(result, method.run(problem, result, part), budget.tolerance)
-        except StillCompilingError:
-            meanwhile = meanwhile or Meanwhile(budget, result)
-            result = better(result, meanwhile.run(problem, result), budget.tolerance)
-        if result.is_within(budget.tolerance):
-            return result

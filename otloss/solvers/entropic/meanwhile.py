@@ -9,7 +9,7 @@ import time
 import torch
 
 from otloss._numba.background import StillCompilingError, declining
-from otloss.solvers.entropic.interface import Budget, SearchResult
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.problem import Problem
@@ -21,7 +21,23 @@ SHARE = 4  # of the iterations of a budget one in so many, at most
 PAUSE = 0.05  # seconds between two looks where iterations are not worth while
 
 
-class Meanwhile:
+def run_method(method: Method, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+    """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, go on without it."""
+    result, iterations = previous, None
+    while True:
+        used = 0 if result is None else result.most_iterations
+        part = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used)) if used else budget
+        try:
+            with declining():
+                return better(result, method.run(problem, result, part), budget.tolerance)
+        except StillCompilingError:
+            iterations = iterations or _Iterations(budget, previous)
+            result = better(result, iterations.run(problem, result), budget.tolerance)
+        if result.is_within(budget.tolerance):
+            return result
+
+
+class _Iterations:
     """Iterations in the place of a method. They are a part of the budget, and end where they would take too long."""
 
     def __init__(self, budget: Budget, previous: SearchResult | None) -> None:

@@ -1,4 +1,4 @@
-"""The last method: Sinkhorn's iteration in float64, from what the other methods have previous."""
+"""The last method: Sinkhorn's iteration in float64, from where the other methods ended."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from torch import Tensor
 import otloss
 from otloss import ConvergenceWarning
 from otloss.costs import PointCost
+from otloss.solvers.entropic import potentials
+from otloss.solvers.entropic.ladder import search
 
 
 def value_in_logs(p: Tensor, q: Tensor, cost: Tensor, epsilon: float, iterations: int = 300) -> float:
@@ -180,3 +182,25 @@ def test_far_clusters_pay_nothing_for_the_rounding_of_weights(apart: float, size
     error = abs(float(answer.value.detach()) - expected)
     assert error <= float(answer.gap) + 1e-7 * expected
     assert error <= (1e-3 if apart == 30 else 1e-6) * expected
+
+
+@pytest.mark.parametrize("epsilon", [(0.05,), (0.05, 1e-3)], ids=["one", "beside a slow one"])
+@pytest.mark.parametrize("limit", [25, 40, 10_000])
+def test_errors_are_those_of_the_costs_in_float64(
+    epsilon: tuple[float, ...], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between far clouds the search turns to float64. An error that it has measured with rounded costs is too small."""
+    results = []
+    monkeypatch.setattr(potentials, "search", lambda *arguments: results.append(search(*arguments)) or results[-1])
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(60, 2, generator=generator), torch.rand(60, 2, generator=generator) + 100
+    p = torch.full((len(epsilon), 60), 1 / 60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        otloss.sinkhorn(p, p, PointCost(x, y), epsilon=torch.tensor(epsilon), max_iterations=limit)
+    ((_, result),) = results
+    costs = torch.cdist(x.double(), y.double()).square()
+    exponent = result.f.double()[..., :, None] + result.g.double()[..., None, :] - costs
+    plan = (exponent / torch.tensor(epsilon).double()[:, None, None]).exp() / 3600
+    error = sum((plan.sum(axis) - 1 / 60).abs().sum(-1) for axis in (-1, -2))
+    assert bool((error <= 2 * result.error + 1e-6).all()), (error, result.error)

@@ -301,3 +301,17 @@ def test_costs_so_far_below_zero_that_the_mass_overflows() -> None:
         otloss.sinkhorn(p, q, torch.full((2, 2), -1e3), epsilon=1.0, marginal_penalty=1.0)
     value = otloss.sinkhorn(p, q, torch.full((2, 2), -1e3), epsilon=1.0, marginal_penalty=(None, 1.0))
     assert value.item() == pytest.approx(-2e3, rel=1e-2)
+
+
+def test_a_bad_start_is_left_for_what_iterations_find() -> None:
+    """Errors of unbalanced problems have no largest value, so the start is not kept as the smaller one."""
+    generator = torch.Generator().manual_seed(0)
+    costs = torch.rand(60, 50, generator=generator, dtype=torch.float64)
+    p, q = (torch.rand(n, generator=generator, dtype=torch.float64) for n in (60, 50))
+    start = torch.full_like(p, 3.0), torch.full_like(q, 3.0)
+    with pytest.warns(otloss.ConvergenceWarning):
+        answer = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05, start=start, max_iterations=10)
+    assert float((answer.potentials[0] - 3.0).abs().max()) > 0.1
+    found = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05, start=start)
+    expected = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05)
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-8, atol=0)
