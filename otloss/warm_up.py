@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from importlib import import_module
 from types import ModuleType
 
 from otloss._warm_up import DTYPES, EXAMPLES, warm_up
@@ -30,6 +31,9 @@ class _Function(ModuleType):
     """This module is called as the function, since any import of it sets the attribute `otloss.warm_up`."""
 
     __call__ = staticmethod(warm_up)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return import_module, (__name__,)
 
 
 sys.modules[__name__].__class__ = _Function

@@ -45,10 +45,13 @@ LANCZOS = Lanczos()
 
 
 def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
-    """Return the result with the error of g and its range, also where the search has not estimated them."""
+    """Return the result with the error of g and its range, also where the search has not estimated them.
+
+    That of symmetric problems stays unknown: their slow modes move f and g apart, and both are one potential there.
+    """
     error, range_of_g = result.potential_error, result.potential_range
     is_known = error is not None and range_of_g is not None and not bool(error.isnan().any())
-    if is_known or problem.marginal_penalty is not None or not problem.batch.numel():
+    if is_known or problem.is_symmetric or problem.marginal_penalty is not None or not problem.batch.numel():
         return result
     with torch.no_grad():
         estimate = _estimate(build_updates(in_float64(problem)), result.g)
