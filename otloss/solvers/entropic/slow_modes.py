@@ -32,12 +32,16 @@ class Lanczos(NamedTuple):
         min_steps, max_steps: products.
         resolved: the bound of the error of l over 1 - l. It holds for some eigenvalue, and after the first products for
             the largest.
+        first_steps, first_resolved: fewer products are enough for a smaller bound. An eigenvalue nearer to one that
+            stands alone would show by then, and pull l away from where it is resolved.
         smallest_norm: of a step, below which all eigenvalues are found.
     """
 
     min_steps: int = 24
     max_steps: int = 60
     resolved: float = 0.5
+    first_steps: int = 12
+    first_resolved: float = 0.1
     smallest_norm: float = 1e-8
 
 
@@ -92,9 +96,10 @@ def _largest_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor
             tridiagonal = tridiagonal + torch.diag_embed(torch.stack(beside, -1), offset)
         values, vectors = torch.linalg.eigh(tridiagonal)
         bound = norm.squeeze(-1) * vectors[..., -1, -1].abs()
-        is_resolved = bound <= LANCZOS.resolved * (1 - values[..., -1])
-        is_last = len(diagonal) >= LANCZOS.min_steps and bool(is_resolved.all())
-        if is_last or len(diagonal) == LANCZOS.max_steps:
+        steps = len(diagonal)
+        share = LANCZOS.resolved if steps >= LANCZOS.min_steps else LANCZOS.first_resolved
+        is_resolved = bool((bound <= share * (1 - values[..., -1])).all())
+        if (is_resolved and steps >= LANCZOS.first_steps) or steps == LANCZOS.max_steps:
             largest: Tensor = values[..., -1] + bound
             return largest
         beside.append(norm.squeeze(-1))
