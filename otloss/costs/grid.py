@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from jaxtyping import Float, Int
@@ -63,7 +64,7 @@ class GridCost(Cost):
     """
 
     def __init__(self, shape: Sequence[int], *, power: float = 2, spacing: float | Sequence[float] = 1.0) -> None:
-        if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+        if not isinstance(shape, Sequence) or not all(isinstance(size, Integral) for size in shape):
             raise TypeError(f"the shape of the grid is {shape!r}, expected whole numbers such as (64, 64).")
         spacings = tuple(spacing) if isinstance(spacing, Sequence) else (spacing,) * len(shape)
         if not shape or min(shape) < 1 or len(spacings) != len(shape):
@@ -71,7 +72,7 @@ class GridCost(Cost):
                 f"the grid has shape {tuple(shape)} and {len(spacings)} spacings, expected at least one axis, of at "
                 "least one cell each, and one spacing or one per axis."
             )
-        self.cells = tuple(shape)
+        self.cells = tuple(map(int, shape))
         self.power = check_positive("power", power)
         # Numbers of Python, so that a cost moved to float64 has all their digits.
         self.spacing = tuple(check_positive("spacing", step) for step in spacings)

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from sklearn import get_config
 from sklearn.base import clone
+from sklearn.dummy import DummyClassifier
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils import check_array, column_or_1d, get_tags, indexable
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, get_routing_for_object, process_routing
 from sklearn.utils.validation import has_fit_parameter, validate_data
 
 from otloss._ordered_classes import check_choice
-from otloss.estimators.base import OrdinalBase, unchanged_on_error
+from otloss.estimators.base import SMALLEST_CALIBRATED, OrdinalBase, unchanged_on_error
 from otloss.estimators.decode import RULES
 
 _REQUESTS = (
@@ -116,8 +117,14 @@ class OrdinalDecomposition(OrdinalBase):
 
     def _train(self, X: Any, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState) -> None:
         weighted = self._routed(weights) if (weights != 1).any() else {}
-        thresholds = range(len(self.classes_) - 1)
-        self.estimators_ = [clone(self._binary()).fit(X, (positions > k).astype(int), **weighted) for k in thresholds]
+        self.estimators_ = []
+        for k in range(len(self.classes_) - 1):
+            above = (positions > k).astype(int)
+            if above.min() == above.max():  # the classes of one side have no weight
+                constant = DummyClassifier(strategy="constant", constant=above[0])
+                self.estimators_.append(constant.fit(np.zeros((2, 1)), [0, 1]))
+            else:
+                self.estimators_.append(clone(self._binary()).fit(X, above, **weighted))
 
     def _routed(self, weights: np.ndarray) -> dict[str, Any]:
         """Return the keywords that hand weights to the fit of `estimator`."""
@@ -140,3 +147,10 @@ class OrdinalDecomposition(OrdinalBase):
         above = -np.sort(-above, axis=1)
         padded = np.pad(above, ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
         return np.log(np.maximum(-np.diff(padded), np.finfo(float).tiny))
+
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Return log-probabilities (n, len(classes_)), of at least `SMALLEST_CALIBRATED`.
+
+        Trees and neighbours vote 0 for a class, and the logarithm of next to nothing would decide a calibration.
+        """
+        return np.log(np.maximum(self.predict_proba(X), SMALLEST_CALIBRATED))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -154,7 +154,8 @@ class Settings:
                 raise TypeError(f"tolerance is a {kind}, expected a number; a tensor gives .item().")
             object.__setattr__(self, "tolerance", float(check_positive("tolerance", float(tolerance))))
         object.__setattr__(self, "marginal_penalty", _checked_penalty(self.marginal_penalty))
-        if isinstance(self.max_iterations, bool) or not isinstance(self.max_iterations, int) or self.max_iterations < 1:
+        is_whole = isinstance(self.max_iterations, Integral) and not isinstance(self.max_iterations, bool)
+        if not is_whole or self.max_iterations < 1:
             raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
 
     @cached_property

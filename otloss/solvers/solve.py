@@ -185,8 +185,7 @@ def sinkhorn(
         q: (..., m) weights >= 0, with the mass of p up to rounding unless `marginal_penalty` is given; or None for
             1 / m each.
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
-            A matrix may have +inf for pairs that may not exchange mass, and, without `marginal_penalty`, negative
-            entries.
+            A matrix may have +inf for pairs that may not exchange mass, and negative entries.
         epsilon: above 0, in the unit of the cost; a number, or one per problem (...). In balanced problems the plan of
             1e8 times the largest cost stands for those of larger epsilons: all equal p q^T / mass to rounding.
         mass: the amount that is moved, as for `emd`; None for all. The KL then also counts what stays: see

@@ -139,7 +139,8 @@ class Transport:
         """(...), at least 0: the objective of a plan that keeps the marginals, minus `dual_value`; likewise.
 
         The true optimum lies between `dual_value` and `dual_value + gap`, also that for weights without the rounding of
-        their dtype: twice what it may change is a part of the gap.
+        their dtype: twice what it may change is a part of the gap, but with `marginal_penalty`, where it is not
+        counted. A number as epsilon counts as its rounding to the dtype of the cost.
         """
         gap = self._solution.gap
         for step in self._ways_back:

@@ -200,7 +200,7 @@ def _posed(
     batch = check_broadcast(clouds=points.shape[:-3], masses=masses.shape[:-2], weights=weights.shape[:-1])
     return _Clouds(
         points.to(wide).expand(*batch, -1, -1, -1), masses.to(wide).expand(*batch, k, n),
-        weights.to(wide).expand(*batch, k), epsilon, dtype,
+        (weights.to(wide) / totals.to(wide).unsqueeze(-1)).expand(*batch, k), epsilon, dtype,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis, has_float64
 from otloss._per_example import per_example
 from otloss._public import public
+from otloss.solvers.closed_forms.line import finite_in
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _NO_SECOND = (
@@ -95,7 +96,7 @@ def bures_wasserstein(
     check_no_transform()
     with torch.autocast(A.device.type, enabled=False):
         value: Tensor = _Bures.apply(A, B)
-    return (value if apart is None else value + apart).to(dtype)
+    return finite_in(dtype, value if apart is None else value + apart, 2)
 
 
 def _checked(name: str, matrix: Any) -> Tensor:

@@ -10,6 +10,7 @@ projected: the distance stays, and clouds far from the origin keep their digits.
 from __future__ import annotations
 
 import functools
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def _directions(projections: Any, d: int, generator: torch.Generator | None) -> 
         if not torch.isfinite(directions).all():
             row = int((~torch.isfinite(directions)).any(-1).nonzero()[0])
             raise ValueError(f"projections[{row}] is zero, expected directions; drop this row.")
-    elif isinstance(projections, bool) or not isinstance(projections, int) or projections < 1:
+    elif isinstance(projections, bool) or not isinstance(projections, Integral) or projections < 1:
         raise ValueError(
             f"projections is {projections!r}, expected how many directions to draw, at least 1 (such as 128), or a "
             "tensor of them."
@@ -125,7 +126,7 @@ def _directions(projections: Any, d: int, generator: torch.Generator | None) -> 
     else:
         # Drawn in float64 whatever the clouds' dtype, so that the same generator gives the same directions.
         device = "cpu" if generator is None else generator.device
-        directions = torch.randn(projections, d, generator=generator, device=device, dtype=torch.float64)
+        directions = torch.randn(int(projections), d, generator=generator, device=device, dtype=torch.float64)
     return directions / directions.norm(dim=-1, keepdim=True)
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -236,9 +237,9 @@ def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Flo
 
 def _check_top_k(x: Any, k: Any, epsilon: Any, regularization: str) -> None:
     _check("soft_top_k", x, epsilon, regularization)
-    if isinstance(k, bool) or not isinstance(k, int):
+    if isinstance(k, bool) or not isinstance(k, Integral):
         raise TypeError(f"k is a {type(k).__name__}, expected a whole number.")
-    if not 0 <= k <= x.shape[-1]:
+    if not 0 <= int(k) <= x.shape[-1]:
         raise ValueError(f"k is {k}, expected 0 to {x.shape[-1]}, the number of entries in a row of x.")
 
 

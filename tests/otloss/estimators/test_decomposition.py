@@ -101,3 +101,23 @@ test_errors_name_the_estimator = raising(
     (OrdinalDecomposition(decode="cost"), None, "decode is 'cost', expected one of"),
     call=lambda model, weight: model.fit(X, y, sample_weight=weight),
 )
+
+
+def test_a_class_whose_rows_have_no_weight_is_left_out() -> None:
+    """As in a bootstrap of rows with a rare class."""
+    random = np.random.default_rng(0)
+    X = random.normal(size=(60, 2))
+    y = 1 + (X[:, 0] > 0)
+    y[5] = 0
+    model = OrdinalDecomposition().fit(X, y, sample_weight=(y > 0) * 1.0)
+    assert model.predict_proba(X)[:, 0].max() < 1e-6
+    assert (model.predict(X)[y > 0] == y[y > 0]).mean() > 0.9
+
+
+def test_log_probabilities_of_votes_are_finite_for_a_calibration() -> None:
+    random = np.random.default_rng(5)
+    X = random.normal(size=(300, 2))
+    y = np.digitize(X[:, 0] + 0.8 * random.normal(size=300), [-1, 0, 1])
+    model = OrdinalDecomposition(KNeighborsClassifier(5)).fit(X, y)
+    assert model.predict_proba(X).min() < 1e-300
+    assert model.decision_function(X).min() == pytest.approx(np.log(1e-6))

@@ -100,3 +100,13 @@ def test_batches_dtypes_and_warnings() -> None:
             cloud_barycenter(clouds[0], **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="several clouds"):
         cloud_barycenter(clouds[0, 0], start=2)
+
+
+def test_weights_that_sum_to_one_up_to_rounding_move_no_points() -> None:
+    clouds = 1000 + torch.rand(2, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = clouds[0]
+    expected, found = (
+        otloss.cloud_barycenter(clouds, weights=factor * torch.tensor([0.5, 0.5], dtype=torch.float64), start=start)
+        for factor in (1.0, 1.0005)
+    )
+    torch.testing.assert_close(found.points, expected.points, rtol=1e-9, atol=0)

@@ -111,3 +111,8 @@ def test_dtypes_broadcasting_and_one_derivative() -> None:
 def test_errors(A: torch.Tensor, options: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         otloss.bures_wasserstein(A, torch.eye(2), **options)
+
+
+def test_a_value_beyond_the_dtype_is_an_error() -> None:
+    with pytest.raises(ValueError, match="overflow"):
+        otloss.bures_wasserstein(3e38 * torch.eye(3), torch.zeros(3, 3))
