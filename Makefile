@@ -34,7 +34,7 @@ gallery: $(FOR_DEV)  ## all examples, with their figures in gallery-output/; abo
 gallery-page: $(FOR_DEV)  ## the same, and the gallery of docs is updated by the examples that had their real data
 	$(BIN)/python examples/gallery.py --docs
 
-# Before the tests, each kernel once: workers that run at the same time would each compile their own.
+# Before the tests, since workers that need one kernel wait until one of them has compiled it.
 COMPILE := $(BIN)/python -m otloss.warm_up && $(BIN)/python -c "import otloss_llm; otloss_llm.warm_up()"
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU

@@ -49,7 +49,7 @@ class _NoEnvironments:
 
 
 class _LinkedCode(JITCodeLibrary):
-    """Code that is simplified and left to its callers, which have it optimised with theirs."""
+    """Code that is optimised, so that loops are vectorised, and that callers link into theirs."""
 
     codegen = _NoEnvironments()
 
