@@ -68,7 +68,7 @@ def cloud_barycenter(
     Args:
         clouds: (..., k, n, d), or a list of k clouds (n_k, d) of different sizes.
         masses: (..., k, n) >= 0, of one mass for all clouds, or a list of (n_k,) for a list; equal ones by default.
-        weights: (..., k) of the clouds, >= 0 with sum 1; 1 / k each by default.
+        weights: (..., k) of the clouds, >= 0 with sum 1 (divided by it, up to rounding); 1 / k each by default.
         start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`.
         epsilon: None for `emd`, else the divergence of `sinkhorn_divergence`, above 0 in the unit of |x - y|^2.
         tolerance: of the last step of the points, over the extent of the clouds.
@@ -194,13 +194,13 @@ def _posed(
     check_last_axis("masses", check_floating("masses", masses), n)
     check_last_axis("weights", check_floating("weights", weights), k)
     check_finite("weights", weights)
-    totals = weights.detach().sum(-1)
+    totals = weights.to(wide).sum(-1, keepdim=True)
     if bool((weights < 0).any()) or bool(((totals - 1).abs() > 1e-3).any()):
-        raise ValueError(f"weights sum to {float(totals.flatten()[0]):.6g}, expected numbers >= 0 with sum 1.")
+        raise ValueError(f"weights sum to {totals.flatten()[0].item():.6g}, expected numbers >= 0 with sum 1.")
     batch = check_broadcast(clouds=points.shape[:-3], masses=masses.shape[:-2], weights=weights.shape[:-1])
     return _Clouds(
         points.to(wide).expand(*batch, -1, -1, -1), masses.to(wide).expand(*batch, k, n),
-        (weights.to(wide) / totals.to(wide).unsqueeze(-1)).expand(*batch, k), epsilon, dtype,
+        (weights.to(wide) / totals).expand(*batch, k), epsilon, dtype,
     )  # fmt: skip
 
 
