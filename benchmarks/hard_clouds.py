@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.hard_kinds import BLURS, KINDS, MANY_AXES, MANY_AXES_SIZES, SIZES, Hard, words_file
+from benchmarks.hard_kinds import BLURS, GIVEN_AXES, KINDS, MANY_AXES, MANY_AXES_SIZES, SIZES, Hard, data_of
 from benchmarks.hard_references import marginal_error, references
 from benchmarks.measure import SMALL_SIZES, Limit, Settings, hardware, heading, say, table
 
@@ -115,8 +115,9 @@ def takes(cell: Cell) -> bool:
     if "d" in cell.size or cell.kind in MANY_AXES:
         if cell.kind not in MANY_AXES or "d" not in cell.size or cell.work != DIVERGENCE or cell.blur != 0.05:
             return False
-        has_points = words_file() is not None if cell.kind == "words" else True
-        return (cell.kind == "words") == cell.size.endswith("d25") and has_points and cell.name not in (POT, OTT)
+        if cell.kind in GIVEN_AXES and (data_of(cell.kind) is None or not cell.size.endswith(GIVEN_AXES[cell.kind])):
+            return False
+        return cell.name not in (POT, OTT)
     *batch, n = map(int, cell.size.split("x"))
     if (cell.work != DIVERGENCE and not batch) or (cell.name == EXACT and cell.work != DIVERGENCE):
         return False

@@ -21,8 +21,9 @@ KINDS = (
     "uniform", "clusters", "narrow", "heavy", "heavier", "outlier", "colours", "moons", "axes", "weights",
 )  # fmt: skip
 SIZES = ("16x256", "500", "2000", "6000", "20000")
-MANY_AXES = ("gaussian", "low rank", "distant clusters", "sphere", "words")  # of size POINTSdAXES; words have 25 axes
-MANY_AXES_SIZES = ("2000d25", "2000d512")
+MANY_AXES = ("gaussian", "low rank", "distant clusters", "sphere", "words", "states")  # of size POINTSdAXES
+GIVEN_AXES = {"words": "d25", "states": "d64"}  # of data
+MANY_AXES_SIZES = ("2000d25", "2000d64", "2000d512")
 BLURS = (0.5, 0.05, 0.01)
 CENTRES, WIDTH, NARROW = 8, 0.3, 0.05
 ORDERS = 12  # of magnitude, of the weights
@@ -133,18 +134,39 @@ def _two_scales(generator: Generator, n: int, axes: int) -> tuple[Tensor, Tensor
     return x * scale, y * scale
 
 
-def words_file() -> Path | None:
-    path = Path(os.environ.get("OTLOSS_DATA", "")) / "words" / "glove_twitter_25d.npz"
-    return path if path.is_file() else None
+def data_of(kind: str) -> Path | None:
+    """Where the points of a kind come from, None where the data are not here."""
+    path = (
+        Path(os.environ.get("OTLOSS_DATA", ""))
+        / {"words": "words/glove_twitter_25d.npz", "states": "models/stories260K"}[kind]
+    )
+    return path if path.exists() else None
+
+
+def _words() -> Tensor:
+    with np.load(str(data_of("words"))) as arrays:
+        return torch.from_numpy(next(a for a in arrays.values() if a.ndim == 2)).float()
+
+
+def _states() -> Tensor:
+    """Hidden states of a small Llama on a text, after the last layer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = data_of("states")
+    text = (folder.parents[1] / "text" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:120_000]
+    tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        rows = tokens[: len(tokens) // 256 * 256].reshape(-1, 256)
+        return model.base_model(rows).last_hidden_state.flatten(0, 1)
 
 
 def _embeddings(generator: Generator, kind: str, n: int, axes: int) -> tuple[Tensor, Tensor]:
     """Clouds, or modes of clouds, whose points lie one from the centre in the mean."""
-    if kind == "words":
-        with np.load(str(words_file())) as arrays:
-            words = torch.from_numpy(next(a for a in arrays.values() if a.ndim == 2)).float()
-        words = words / (words - words.mean(0)).square().sum(-1).mean().sqrt()
-        drawn = words[torch.randperm(len(words), generator=generator)[: 2 * n]]
+    if kind in GIVEN_AXES:
+        points = _words() if kind == "words" else _states()
+        points = points / (points - points.mean(0)).square().sum(-1).mean().sqrt()
+        drawn = points[torch.randperm(len(points), generator=generator)[: 2 * n]]
         return drawn[:n].clone(), drawn[n:].clone()
     x, y = torch.randn(2, n, axes, generator=generator) / axes**0.5
     if kind == "low rank":  # 8 directions, with noise
