@@ -625,6 +625,19 @@ def hard_clouds_table() -> str:
     return markdown(["clouds", *heads], rows)
 
 
+def many_axes_table() -> str:
+    """Seconds of ours, of GeomLoss where it was measured, and of our exact solver."""
+    found = dict.fromkeys((r["kind"], r["size"]) for r in rows_of("hard_clouds") if "d" in r["size"])
+    rows = []
+    for kind, size in found:
+        timed = [hard_row(kind, size, name) for name in ("otloss", GEOMLOSS, "otloss emd")]
+        points, axes = size.split("d")
+        rows.append(
+            [kind, f"{int(points):,} x {axes}", *("" if r is None else f"{float(r['seconds']):.2g}" for r in timed)]
+        )
+    return markdown(["clouds", "points x axes", "otloss", "GeomLoss", "`emd`"], rows)
+
+
 def draw_hard_clouds(path: Path) -> None:
     """Error of the value over time, one point for each kind of clouds of 2,000 points."""
     figure, ((axes,),) = panels(6.5, 4)
@@ -714,7 +727,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ranks": ranks_table, "losses": losses_table, "decisions": decisions_table, "grades": grades_table,
     "corpora": corpora_table, "known_source": known_source_table, "sizes": sizes_table,
     "in_context": in_context_table, "speeds": speeds_table, "clouds": clouds_table,
-    "hard_clouds": hard_clouds_table,
+    "hard_clouds": hard_clouds_table, "many_axes": many_axes_table,
     "token_loss": token_loss_table, "gpu": gpu_table, "boosting_times": boosting_times_table,
 }  # fmt: skip
 
