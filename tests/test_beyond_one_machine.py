@@ -30,6 +30,7 @@ from otloss.boosting import (  # noqa: E402
     xgboost_objective,
 )
 from otloss.estimators import OrdinalBoostingClassifier  # noqa: E402
+from tests.test_readme import ON_A_CLUSTER, ROOT, run_page  # noqa: E402
 
 K, ROUNDS, ROWS = 4, 3, 600
 LOSS: dict[str, Any] = {"power": 1, "cross_entropy": 0.5, "class_weight": [1.0, 2.0, 1.0, 0.5]}
@@ -144,6 +145,14 @@ def test_the_nearest_documents_of_partitions_are_those_of_the_corpus(client: Any
     expected = document_search(queries, corpus, vectors, k=many_problems.NEAREST)
     np.testing.assert_array_equal(found[1], expected.indices)
     np.testing.assert_allclose(found[0], expected.distances, rtol=1e-12)
+
+
+def test_the_blocks_of_the_page_run_in_order(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this cluster."""
+    monkeypatch.setattr("dask.distributed.Client", lambda **_: client)
+    monkeypatch.setattr(client, "close", lambda: None)
+    with warnings.catch_warnings(action="ignore"):  # of the libraries
+        run_page(ROOT / "docs" / ON_A_CLUSTER)
 
 
 def solve(seed: int) -> np.ndarray:

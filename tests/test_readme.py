@@ -1,6 +1,7 @@
 """README.md and the pages of docs/: Python blocks run as printed, and links point to files that exist."""
 
 import ast
+import io
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-BLOCKS = BLOCK.findall(README)
 COMMAND = re.compile(r"^    python -m (otloss_llm|lm_eval) (.*)$", re.MULTILINE)
 TASK = re.compile(r"`(\w+\.yaml)`:\n\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)  # a file that a page names
 LINKS = re.findall(r"\]\(([^)\s]+)\)", README)
 # Pages whose blocks are parts of programs that this machine cannot run, and why.
 FRAGMENTS = {"guide/devices.md": "Megatron and torchtitan"}
+ON_A_CLUSTER = "guide/beyond_one_machine.md"  # whose blocks tests/test_beyond_one_machine.py runs
+OTHERS = re.compile("Megatron|transformers|dask")
 PAGES = [  # tests/test_coming_from.py runs those with the calls of other packages
     path
     for path in sorted((ROOT / "docs").rglob("*.md"))
     if path.parent.name != "coming_from" and BLOCK.search(path.read_text(encoding="utf-8"))
 ]
+# Pages of the guide that need neither a language model nor other processes.
+TOGETHER = [page for page in PAGES if page.parent.name == "guide" and not OTHERS.search(page.read_text("utf-8"))]
 
 
 def name_of(page: Path) -> str:
@@ -52,30 +56,31 @@ def need_packages_of(code: str) -> None:
         pytest.importorskip("matplotlib")
 
 
-def run(code: str, name: str, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(code, name, "exec"), names)
-    printed = capsys.readouterr().out
-    assert "nan" not in printed, name
-    assert printed or not re.search(r"^print\(", code, re.MULTILINE), name
+def run(code: str, name: str, names: dict[str, Any]) -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, name, "exec"), names)
+    assert "nan" not in printed.getvalue(), name
+    assert printed.getvalue() or not re.search(r"^print\(", code, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("number", range(1, len(BLOCKS) + 1))
-def test_a_block_of_the_readme_runs_by_itself(
-    number: int, empty_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    need_packages_of(BLOCKS[number - 1])
-    run(BLOCKS[number - 1], f"README.md, block {number}", {"__name__": "readme"}, capsys)
+def run_page(page: Path) -> None:
+    """Blocks of a page in order, as parts of one program; those of the readme one by one."""
+    alone, names = page == ROOT / "README.md", dict[str, Any]()
+    for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), start=1):
+        names = {"__name__": "page"} if alone or number == 1 else names
+        run(block, f"{page.name}, block {number}", names)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in FRAGMENTS], ids=name_of)
-def test_the_blocks_of_a_page_run_in_order(page: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page not in TOGETHER and name_of(page) not in {*FRAGMENTS, ON_A_CLUSTER}],
+    ids=name_of,
+)
+def test_the_blocks_of_a_page_run_in_order(page: Path, empty_folder: Path) -> None:
     assert FRAGMENTS.keys() <= set(map(name_of, PAGES))
     text = page.read_text(encoding="utf-8")
-    blocks = BLOCK.findall(text)
-    need_packages_of("\n".join(blocks))
-    names: dict[str, Any] = {"__name__": "page"}
-    for number, block in enumerate(blocks, start=1):
-        run(block, f"{name_of(page)}, block {number}", names, capsys)
+    need_packages_of("\n".join(BLOCK.findall(text)))
+    run_page(page)
     for name, content in TASK.findall(text):
         (empty_folder / name).write_text(content, encoding="utf-8")
     for module, given in COMMAND.findall(text):
@@ -94,7 +99,9 @@ def run_command(module: str, given: str) -> None:
 
 KERNELS = """
 import sys, warnings, torch, otloss, otloss_llm
+from pathlib import Path
 from numba.core.dispatcher import Dispatcher
+from tests.test_readme import run_page
 warnings.simplefilter("ignore")
 def compiled():
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("otloss")]
@@ -104,20 +111,20 @@ torch.set_num_threads(1)
 otloss.warm_up()
 otloss_llm.warm_up()
 before = compiled()
-for block in sys.argv[1:]:
-    exec(block, {"__name__": "readme"})
+for page in sys.argv[1:]:
+    run_page(Path(page))
 print(len(before) > 30, sorted(compiled() - before))
 """
 
 
-def test_warm_up_compiles_what_the_readme_and_the_guide_need(empty_folder: Path) -> None:
-    guide = [page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "guide"]
-    guide = [page for page in guide if "Megatron" not in page and "transformers" not in page]
-    need_packages_of("".join(guide))
-    blocks = [block for block in BLOCKS if "transformers" not in block or find_spec("trl")]
-    blocks += ["\n".join(BLOCK.findall(page)) for page in guide]
+def test_blocks_of_the_readme_and_the_guide_run_on_the_kernels_of_warm_up(empty_folder: Path) -> None:
+    """In a process of their own, that has no other kernels."""
+    pages = [ROOT / "README.md", *TOGETHER]
+    need_packages_of("".join(page.read_text(encoding="utf-8") for page in pages))
     given: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", KERNELS, *blocks], check=True, timeout=600, **given)
+    command = [sys.executable, "-c", KERNELS, *map(str, pages)]
+    done = subprocess.run(command, check=False, timeout=600, **given)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True []"
 
 

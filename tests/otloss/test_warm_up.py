@@ -35,31 +35,31 @@ test_names_and_dtypes_are_checked = raising(
 )
 
 
-def test_every_name_runs_also_where_gradients_are_off() -> None:
-    otloss.warm_up()
+def test_it_runs_where_gradients_are_off() -> None:
+    """Every name runs in tests/test_readme.py."""
     with torch.inference_mode():
         otloss.warm_up("emd")
         otloss_llm.warm_up()
 
 
 def test_the_command_compiles_in_processes_and_reads_what_is_there(tmp_path: Path) -> None:
-    command = ["-m", "otloss.warm_up", "cdf_distance", "match"]
-    for _ in range(2):
-        process = start(*command, cache=tmp_path, threads=3)
+    command = ["-m", "otloss.warm_up", "cdf_distance", "match", "--dtypes", "float64"]
+    for threads in (2, 1):
+        process = start(*command, cache=tmp_path, threads=threads)
         said = process.communicate(timeout=300)[1].splitlines()
         assert process.returncode == 0, said
-        assert all(f"{k} of 4 functions and dtypes" in line for k, line in enumerate(said)), said
+        assert all(f"{k} of 2 functions and dtypes" in line for k, line in enumerate(said)), said
         kept = {path: path.stat().st_mtime for path in tmp_path.rglob("*.nbc")}
-        assert len(kept) >= 4
+        assert len(kept) >= 2
     assert kept == {path: path.stat().st_mtime for path in tmp_path.rglob("*.nbc")}
 
 
-def test_the_command_and_the_function_share_a_name() -> None:
+def test_the_command_and_the_function_share_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     import otloss.warm_up
 
     with pytest.raises(ValueError, match="no kernels are known"):
         otloss.warm_up("emdd")
     assert pickle.loads(pickle.dumps(otloss.warm_up)) is otloss.warm_up
-    process = start("-m", "otloss.warm_up", "emdd", cache=Path())
-    assert "no kernels are known for emdd; expected some of sinkhorn, " in process.communicate(timeout=300)[1]
-    assert process.returncode == 2
+    with pytest.raises(SystemExit, match="2"):
+        otloss.warm_up.main(["emdd"])
+    assert "no kernels are known for emdd; expected some of sinkhorn, " in capsys.readouterr().err

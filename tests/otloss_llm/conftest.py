@@ -125,10 +125,10 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 def launch(*arguments: object) -> str:
-    """What a module prints that starts processes, each on one thread of the CPU; the end of it is in the failure."""
+    """What a script prints that starts processes, each on one thread of the CPU; the end of it is in the failure."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     given: Any = {"env": environment, "capture_output": True, "text": True, "timeout": 240, "check": False}
-    done = subprocess.run([sys.executable, "-m", *map(str, arguments)], **given)
+    done = subprocess.run([sys.executable, *map(str, arguments)], **given)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-6000:]
     return done.stdout
 

@@ -62,9 +62,7 @@ def test_hidden_layers_learn_what_no_linear_model_can(head: str, linear: Any) ->
     random = np.random.default_rng(0)
     X = random.uniform(-2, 2, size=(400, 2))
     y = np.digitize(np.hypot(*X.T), [0.8, 1.4])
-    mlp = OrdinalNetworkClassifier(
-        head=head, hidden_layer_sizes=(30,), learning_rate=0.02, random_state=0, max_iter=150
-    )
+    mlp = OrdinalNetworkClassifier(head=head, hidden_layer_sizes=(30,), learning_rate=0.02, random_state=0, max_iter=80)
     assert mlp.fit(X[:300], y[:300]).score(X[300:], y[300:]) > 0.9
     assert linear().fit(X[:300], y[:300]).score(X[300:], y[300:]) < 0.7
 

@@ -49,7 +49,7 @@ def separated_or_overlapping(seed: int) -> tuple[np.ndarray, np.ndarray, dict[st
 
 
 @pytest.mark.filterwarnings("ignore:CumulativeLinkClassifier did not converge")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
 def test_a_summary_raises_where_the_features_separate_the_classes_and_only_there(seed: int) -> None:
     X, top, apart, overlapping = separated_or_overlapping(seed)
     with_dummy = np.column_stack([X, top])
@@ -74,7 +74,7 @@ def test_separation_is_found_in_many_rows_and_where_some_of_them_leave_direction
 
 
 @pytest.mark.filterwarnings("ignore:CumulativeLinkClassifier did not converge")
-@pytest.mark.parametrize("weight", [0.0, 1e-300, 1e-20, 1e20, 1e300])
+@pytest.mark.parametrize("weight", [0.0, 1e-300, 1e300])
 @pytest.mark.parametrize("link", ORDERED_MODEL)
 def test_classes_of_any_weight_give_finite_coefficients(link: str, weight: float) -> None:
     for label, settings in ((0, LIKELIHOOD), (1, {"loss": "all_threshold"}), (3, {"power": 1}), (1, {"alpha": 1.0})):

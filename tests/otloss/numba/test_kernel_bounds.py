@@ -1,8 +1,8 @@
 """Kernels with checked indices: the arrays of their callers are as long as kernels read and write.
 
 numba checks indices where NUMBA_BOUNDSCHECK=1 is set before it is imported, and what it compiles then needs a cache of
-its own. `make test-bounds` runs this file and the other tests of kernels in such a process. Elsewhere one test starts
-one, for the part of this file that takes seconds.
+its own. `make test-bounds` runs this file and the other tests of kernels in such a process, and a slow test starts one
+for a part of this file. Newton's functions run as plain Python too, which checks indices: test_newton_kernel.py.
 """
 
 import itertools
@@ -76,6 +76,7 @@ def switches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(name, size)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHECKED, reason="this is that process")
 def test_the_part_of_this_file_that_takes_seconds_holds_with_checked_indices() -> None:
     names = re.search(r"^CHECKED := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)

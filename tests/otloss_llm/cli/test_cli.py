@@ -353,7 +353,7 @@ def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_are_one_with_twice_the_batch(model: Path, sums: Path, tmp_path: Path) -> None:
-    torchrun = ["torch.distributed.run", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
     for processes, batch in ((1, 8), (2, 4)):
         changes = {"per_device_train_batch_size": batch, "optim": "sgd", "learning_rate": 0.1}
         given = asked("train", model, sums, output_dir=tmp_path / str(processes), **changes)

@@ -1,4 +1,4 @@
-"""What test_vocab_parallel.py runs in each process: every check, in order, in step.
+"""What test_vocab_parallel.py runs: every check, in order, in step, in as many processes as the argument says.
 
 A head spread over processes against the same head in one, which every process also computes by itself. The checks of
 DTensors are in dtensor_checks.py.
@@ -37,6 +37,7 @@ from otloss_llm import (
     token_statistics,
 )
 from otloss_llm.losses.token_loss import _shards
+from tests.otloss_llm.forked import fork_ranks
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, everything, problem
 from tests.otloss_llm.scoring import fused
 
@@ -161,8 +162,9 @@ def cases() -> Iterator[tuple[Problem, dict[str, Any]]]:
 
 
 def check_all_cases() -> None:
-    for given, settings in cases():
-        for sizes in blocks():
+    """Of two processes, which have a test that is not slow, one pair of blocks in turn."""
+    for index, (given, settings) in enumerate(cases()):
+        for sizes in blocks()[index % 2 :: 2] if dist.get_world_size() == 2 else blocks():
             assert_as_in_one_process(given, sizes, **settings)
 
 
@@ -277,6 +279,7 @@ def check_autograd() -> None:
 
 
 def main() -> None:
+    fork_ranks(int(sys.argv[1]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     from tests.otloss_llm import dtensor_checks
 

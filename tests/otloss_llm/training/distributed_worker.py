@@ -1,4 +1,7 @@
-"""What test_distributed.py runs in each process: `torchrun distributed_worker.py CHECK FOLDER`."""
+"""What test_distributed.py runs in each process: `torchrun distributed_worker.py CHECK ... FOLDER`.
+
+Without a launcher it starts two processes itself.
+"""
 
 import contextlib
 import os
@@ -22,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from otloss_llm import EmbeddingCost, NumberCost, NumberToken, ObjectiveTrainer
+from tests.otloss_llm.forked import fork_ranks
 from tests.otloss_llm.tiny_models import VOCAB, aligned, lora, step, tiny_batch, tiny_model
 from tests.otloss_llm.training.trainer_cases import logs, rows, trainer
 
@@ -262,16 +266,23 @@ def grid(folder: Path) -> dict[str, float]:
     return {"grid": error_of_a_step("llama", wrap, mesh=mesh["data"])}
 
 
+def made_of(check: str, folder: Path) -> Any:
+    if not check.startswith(("ddp", "fsdp")):
+        return {"steps": steps, "grid": grid, "tensor": with_tp_plan}[check](folder)
+    fsdp = check.startswith("fsdp")
+    made: Any = {kind: run(folder / kind, check, BATCH, fsdp, given) for kind, given in objectives(fsdp).items()}
+    if not fsdp:
+        made["split"] = {objective: split(folder / "split" / objective, objective) for objective in ("mle", "emo")}
+    return made
+
+
 def main() -> None:
-    check, folder = sys.argv[1], Path(sys.argv[2])
-    if check.startswith(("ddp", "fsdp")):
-        fsdp = check.startswith("fsdp")
-        made: Any = {kind: run(folder / kind, check, BATCH, fsdp, given) for kind, given in objectives(fsdp).items()}
-        if not fsdp:
-            made["split"] = {objective: split(folder / "split" / objective, objective) for objective in ("mle", "emo")}
-    else:
+    checks, folder = sys.argv[1:-1], Path(sys.argv[-1])
+    if "RANK" not in os.environ:
+        fork_ranks(2)
+    if not checks[0].startswith(("ddp", "fsdp")):
         dist.init_process_group("gloo")
-        made = {"steps": steps, "grid": grid, "tensor": with_tp_plan}[check](folder)
+    made = {check: made_of(check, folder / check) for check in checks}
     if int(os.environ["RANK"]) == 0:
         torch.save(made, folder / "made.pt")
     if dist.is_initialized():

@@ -24,7 +24,7 @@ def test_the_trainer_of_torchtitan(way: str, tmp_path: Path) -> None:
     """MLE makes its loss, norm of gradients and weights after two steps; EMO as published its loss, other weights."""
     from tests.otloss_llm.conftest import launch  # which is not found where this file runs as a script
 
-    launch("torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, way, tmp_path)
+    launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, way, tmp_path)
     theirs, mle, emo = torch.load(tmp_path / "runs.pt")
     assert mle["logged"] == pytest.approx(theirs["logged"], rel=1e-5)  # mean and largest loss, norm of gradients
     assert emo["logged"][:2] == pytest.approx(theirs["logged"][:2], rel=1e-5)
