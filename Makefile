@@ -37,12 +37,13 @@ gallery-page: $(FOR_DEV)  ## the same, and the gallery of docs is updated by the
 # Before the tests, since workers that need one kernel wait until one of them has compiled it.
 COMPILE := $(BIN)/python -m otloss.warm_up && $(BIN)/python -c "import otloss_llm; otloss_llm.warm_up()"
 
-test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
+test: $(FOR_DEV)  ## the tests that are not slow and need no GPU; about 5 minutes on 2 cores
+	@echo "On 2 cores the CPU kernels are compiled for about 100 s, the first time, and the tests take 3 minutes."
 	@$(COMPILE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(FOR_DEV)  ## the slow tests too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu" --hypothesis-profile default
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu" --hypothesis-profile many
 
 # Kernels that check indices. They are compiled with fewer optimisations, which takes less time, and kept apart.
 CHECKED := NUMBA_BOUNDSCHECK=1 NUMBA_OPT=1 NUMBA_LOOP_VECTORIZE=0 NUMBA_CACHE_DIR=$(CURDIR)/build/bounds

@@ -17,9 +17,10 @@ from hypothesis import settings  # noqa: E402
 
 from otloss._numba import background  # noqa: E402
 
-# The same examples in every run; `make test-all` draws others.
-settings.register_profile("same", derandomize=True)
-settings.load_profile("same")
+# The same few examples in every run; `make test-all` draws more, and others.
+settings.register_profile("few", derandomize=True, deadline=None, max_examples=30)
+settings.register_profile("many", deadline=None, max_examples=200)
+settings.load_profile("few")
 
 
 # Which kernel answers does not depend on time.

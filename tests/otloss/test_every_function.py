@@ -4,8 +4,9 @@ error, and what surrounds a call changes nothing: autocast, and torch's defaults
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,19 @@ import otloss
 from otloss import losses
 from tests.otloss.draws import draw
 from tests.otloss.every_function import FUNCTIONS, OF_INDICES, Entry
-from tests.otloss.gradient_cases import Inputs
+from tests.otloss.gradient_cases import COSTS, Inputs
+from tests.samples import sampled
 
 ENTRIES = {**FUNCTIONS, **OF_INDICES}
+# A function with each kind of cost: `make test` takes every fourth.
+ON_COSTS = [name for name in FUNCTIONS if name.rpartition(" of ")[2] in COSTS]
+
+
+def most(names: Iterable[str]) -> list[Any]:
+    slow = {name for k, name in enumerate(ON_COSTS) if k % 4}
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
 MASSES = ("p", "q", "a", "b", "target")
 
 
@@ -37,7 +48,7 @@ def gradients(entry: Entry) -> Inputs:
     return dict(zip(entry.inputs, found, strict=True)) if found else {}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", most(FUNCTIONS))
 def test_gradients_are_finite_differences(name: str) -> None:
     """Along a random direction, in which the mass of weights stays; each entry of the value has a factor of its own."""
     entry, step = FUNCTIONS[name], 1e-4
@@ -68,7 +79,7 @@ def by_jvp(entry: Entry, given: str, tangent: Tensor) -> Tensor | None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", most(FUNCTIONS))
 def test_forward_mode_is_right_or_an_error_that_names_the_function(name: str) -> None:
     entry, function = FUNCTIONS[name], name.partition(",")[0].split()[0]
     by_backward = gradients(entry)
@@ -98,7 +109,7 @@ OF_EXAMPLES = {"logits", "score", "sample_weight", "p", "q", "a", "b", "epsilon"
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule for log_ndtr
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", most(ENTRIES))
 def test_vmap_is_a_loop_or_an_error_that_says_to_pass_the_batch(name: str) -> None:
     entry, function = ENTRIES[name], name.partition(",")[0].split()[0]
     for given, point in entry.inputs.items():
@@ -191,7 +202,7 @@ def second_derivative(entry: Entry) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", most(FUNCTIONS))
 def test_a_second_derivative_or_an_error_whose_advice_the_function_takes(name: str) -> None:
     """A keyword that the message names is one of the function, or of another that it names with it."""
     called, message = name.partition(",")[0].split()[0], second_derivative(FUNCTIONS[name])
@@ -221,7 +232,7 @@ def results(entry: Entry, dtype: torch.dtype, *, autocast: bool = False) -> tupl
     return value, *torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", most(ENTRIES))
 def test_autocast_and_default_dtype_and_device_change_nothing(name: str) -> None:
     entry = ENTRIES[name]
     for dtype, other in ((torch.float64, torch.float16), (torch.float32, torch.float64)):
@@ -258,8 +269,12 @@ def test_tensors_that_are_not_plain_numbers_are_named(name: str) -> None:
                 ONCE[name].value({**inputs, given: change(tensor)})
 
 
+# Transport, sorts, a closed form, losses; these have a sentence for fullgraph=True.
+COMPILED = ("emd", "fused_gromov", "ordinal_loss", "sinkhorn", "sliced_wasserstein", "soft_sort")
+
+
 @pytest.mark.filterwarnings("ignore")  # of the compilers
-@pytest.mark.parametrize("name", sorted(ONCE))
+@pytest.mark.parametrize("name", [*COMPILED, *sampled(0, sorted(set(ONCE) - set(COMPILED)))])
 def test_compiled_functions_give_the_same_and_recording_them_raises_one_sentence(name: str) -> None:
     entry, inputs = ONCE[name], {**ONCE[name].inputs, **ONCE[name].fixed}
 

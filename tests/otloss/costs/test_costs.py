@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -94,7 +94,6 @@ def test_a_subclass_with_other_costs_is_not_solved_with_its_metric() -> None:
     assert lower_bound(p, q, Half(x, y)) <= value
 
 
-@settings(max_examples=100, deadline=None)
 @given(square_problems())
 def test_cosine_rows_are_the_definition(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     points = as_double(problem[2])
@@ -167,7 +166,6 @@ def random_graph(n: int, seed: int, *, directed: bool) -> np.ndarray:
     return lengths if directed else np.maximum(lengths, lengths.T)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 9), st.integers(0, 1000), st.booleans())
 def test_lengths_are_those_of_the_shortest_paths(n: int, seed: int, directed: bool) -> None:
     lengths = random_graph(n, seed, directed=directed)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +42,6 @@ def clouds(n: int = 6, m: int = 5, d: int = 3, dtype: torch.dtype = torch.float6
     return x, y
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 20), st.booleans(), st.sampled_from(METRICS), st.data())
 def test_costs_are_the_definition(n: int, m: int, d: int, tied: bool, metric: str, data: st.DataObject) -> None:
     entry = st.integers(-2, 2).map(float) if tied else st.floats(-3, 3).map(lambda v: round(v, 6))

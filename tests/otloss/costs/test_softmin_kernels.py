@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -64,7 +64,6 @@ def test_potentials_of_float64_over_costs_of_float32() -> None:
             assert (got - truth(matrix, wide, epsilon)).abs().max() <= 2e-7 * scale + 1e-6 * epsilon
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 2100), st.integers(1, 6), st.sampled_from(["sqeuclidean", "euclidean", "l1"]))
 def test_any_size(n: int, m: int, d: int, metric: str) -> None:
     x, y, potential = clouds(n, m, d, torch.float64, seed=n + m)

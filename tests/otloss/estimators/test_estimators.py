@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import softmax
 from sklearn import config_context
@@ -368,7 +368,6 @@ def test_calibration_is_that_of_the_rows_held_out(index: int, kind: str, method:
     np.testing.assert_array_equal(model.predict(more), decoded)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any), min_size=1, max_size=5))
 def test_decoding_is_the_best_answer_by_enumeration(counts: list[list[int]]) -> None:
     P = np.array(counts) / np.sum(counts, 1, keepdims=True)

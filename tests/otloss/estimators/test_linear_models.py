@@ -13,6 +13,7 @@ from sklearn.datasets import load_diabetes
 from otloss.estimators import CumulativeLinkClassifier, OrdinalClassifier
 from otloss.estimators.likelihood import separates
 from tests.errors import raising
+from tests.samples import sampled
 
 X, progression = load_diabetes(return_X_y=True)
 X = X[:, [2, 3, 8]] * 10
@@ -49,7 +50,7 @@ def separated_or_overlapping(seed: int) -> tuple[np.ndarray, np.ndarray, dict[st
 
 
 @pytest.mark.filterwarnings("ignore:CumulativeLinkClassifier did not converge")
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
+@pytest.mark.parametrize("seed", sampled(4, range(12)))
 def test_a_summary_raises_where_the_features_separate_the_classes_and_only_there(seed: int) -> None:
     X, top, apart, overlapping = separated_or_overlapping(seed)
     with_dummy = np.column_stack([X, top])

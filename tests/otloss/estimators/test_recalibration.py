@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize_scalar
 from scipy.special import expit, softmax
@@ -52,7 +52,6 @@ def held_out(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nd
     return proba, y, weight, np.sort(rng.choice(50, classes, replace=False)).astype(float)
 
 
-@settings(deadline=None, max_examples=80)
 @given(held_out(), st.sampled_from([0.0, 2.0]))
 def test_score_on_the_own_data_is_never_worse(data: Any, shrinkage: float) -> None:
     proba, y, weight, values = data

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import otloss
@@ -18,7 +18,6 @@ def double_sum(x: np.ndarray, y: float, w: np.ndarray, fair: bool = False) -> fl
     return float(w @ abs(x - y) - spread / (1 - w @ w if fair else 1))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 7))
 def test_against_the_double_sum(data: st.DataObject, members: int) -> None:
     x, w = data.draw(positions(members)), data.draw(weights(members))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
@@ -22,7 +22,6 @@ EDGES = np.array([-0.5, 0.5, 2.5, 5.0, 6.5, 7.5])  # midway, and half a gap furt
 FORMS = ("two_hot", "one_hot", "gaussian")
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.floats(0.0, 7.0), st.sampled_from(FORMS), st.booleans())
 def test_labels_are_their_definition(value: float, form: str, by_edges: bool) -> None:
     centres = (EDGES[1:] + EDGES[:-1]) / 2 if by_edges else CENTRES

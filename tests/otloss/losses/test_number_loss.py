@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import grad
@@ -102,7 +102,6 @@ def test_definition_and_reductions(options: dict[str, Any]) -> None:
     assert number_token_loss(Z, Y, WIDE, sample_weight=torch.zeros(3, 4), **options) == 0
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_any_small_problem(data: st.DataObject) -> None:
     vocab = data.draw(st.integers(1, 6))

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from scipy.stats import wasserstein_distance
@@ -48,7 +48,6 @@ def draw(seed: int, n: int = 40, classes: int = 5) -> tuple[np.ndarray, np.ndarr
 rows = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=30)
 
 
-@settings(deadline=None, max_examples=60)
 @given(rows)
 def test_against_peers_on_weighted_examples_with_absent_classes(drawn: Any) -> None:
     y, predicted, weight = np.array(drawn).T

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from otloss import emd, lower_bound, upper_bound
@@ -46,7 +46,6 @@ def check_sandwich(p: Tensor, q: Tensor, cost: Cost, *, metric: bool) -> None:
         assert (residual <= independent + slack).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(square_problems())
 def test_sandwich_on_degenerate_problems(problem: SquareProblem) -> None:
     p, q, points = map(as_double, problem)
@@ -54,7 +53,6 @@ def test_sandwich_on_degenerate_problems(problem: SquareProblem) -> None:
         check_sandwich(3 * p, 3 * q, cost, metric=name in METRIC_COSTS)
 
 
-@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_sandwich_on_rectangular_costs(problem: SquareProblem) -> None:
     p, q, matrix = map(as_double, problem)

@@ -14,6 +14,7 @@ from otloss import ConvergenceWarning
 from otloss.costs import PointCost
 from otloss.solvers.exact.clouds import CloudLimits
 from tests.otloss.oracles import precise_potentials
+from tests.samples import sampled
 
 
 class Case(NamedTuple):
@@ -50,9 +51,10 @@ def hostile(seed: int, *, balanced: bool) -> Case:
 
 
 @pytest.mark.parametrize("balanced", [True, False])
-def test_gap_and_potential_error_hold_what_they_say(balanced: bool) -> None:
+@pytest.mark.parametrize("first", sampled(1, [0, 20, 40]))
+def test_gap_and_potential_error_hold_what_they_say(first: int, balanced: bool) -> None:
     unknown = 0
-    for seed in range(60):
+    for seed in range(first, first + 20):
         case = hostile(seed, balanced=balanced)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # of parts that exchange nothing
@@ -76,7 +78,7 @@ def test_gap_and_potential_error_hold_what_they_say(balanced: bool) -> None:
         assert max(abs(x - shift) for x in off) <= 2 * told + rounding, seed
         missing = float(optimum - float(answer.dual_value))
         assert 0 <= missing <= float(answer.gap), seed
-    assert unknown <= 12
+    assert unknown <= 4
 
 
 @pytest.mark.parametrize("penalty", [1e5, 1e8])

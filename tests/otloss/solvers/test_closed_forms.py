@@ -21,7 +21,7 @@ from tests.otloss.oracles import as_double, central_gradients, check_subgradient
 from tests.otloss.strategies import line_problems, positions, weights
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
-drawn = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+drawn = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(params=["torch", "kernels"])
@@ -78,7 +78,6 @@ def test_float32_is_as_good_as_its_inputs() -> None:
     assert wasserstein_1d(p.float(), q.float(), torch.arange(3), torch.arange(3).double()).dtype == torch.float64
 
 
-@settings(max_examples=100, deadline=None)
 @given(line_problems(max_size=7), st.sampled_from([1.0, 2.5, 7.0, 100.0]))
 def test_the_circle_is_the_linear_program_and_gradients_are_subgradients(problem: Problem, period: float) -> None:
     p, q, x = problem
@@ -92,7 +91,6 @@ def test_the_circle_is_the_linear_program_and_gradients_are_subgradients(problem
     check_subgradients(value, p, q, slack=1e-10 * (10 + period))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([1, 1.4, 2, 3]), st.sampled_from([1.0, 2.5, 100.0]), st.booleans())
 def test_the_circle_of_two_sides_is_the_linear_program(
     data: st.DataObject, order: float, period: float, shared: bool
@@ -145,7 +143,6 @@ def path_lengths(parent: np.ndarray, length: np.ndarray) -> np.ndarray:
     return np.array([[sum(length[e] for e in a ^ b) for b in above] for a in above])
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 8), st.integers(0, 10_000))
 def test_the_tree_is_the_linear_program_and_gradients_are_subgradients(data: st.DataObject, n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

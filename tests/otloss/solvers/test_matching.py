@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
@@ -16,7 +16,6 @@ from tests.otloss.oracles import linprog_value
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 0.6]))
-@settings(max_examples=80, deadline=None)
 def test_each_is_as_cheap_as_that_of_scipy(n: int, m: int, seed: int, forbidden: float) -> None:
     # Whole numbers with ties and both signs, so that totals are exact.
     generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq, isotonic_regression, root
 from scipy.special import expit, logsumexp, softmax
@@ -85,7 +85,6 @@ def test_gradients_at_ties_and_at_small_epsilon(name: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(-20, 20), min_size=1, max_size=12), st.sampled_from([1e-5, 1e-6, 1e-7]), st.data())
 def test_the_limit_is_the_operator_itself(entries: list[int], epsilon: float, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, F64]))
@@ -209,7 +208,6 @@ def projected(z: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 @given(st.lists(st.tuples(*[st.integers(-4, 4)] * 5), min_size=1, max_size=40), st.sampled_from([1e-7, 0.3, 1.0, 7.0]))
-@settings(max_examples=40, deadline=None)
 def test_quadratic_operators_are_projections_of_rows_with_ties(entries: list[tuple[int, ...]], epsilon: float) -> None:
     x, places = torch.tensor(entries, dtype=torch.float32), np.arange(5.0, 0.0, -1.0)
     values = (operator(x, epsilon=epsilon) for operator in (rank, sort, top_two))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -37,7 +37,6 @@ PAIRS = st.lists(st.tuples(st.floats(1e-6, 50.0), st.floats(1e-6, 2.0)), min_siz
 
 
 @given(name=st.sampled_from(list(OBJECTIVES)), pairs=PAIRS)
-@settings(max_examples=150, deadline=None)
 def test_values_and_gradients_are_those_of_the_formula(name: str, pairs: list[tuple[float, float]]) -> None:
     objective, formula = OBJECTIVES[name]
     nll, cost = torch.tensor(pairs, dtype=torch.float64).T.clone()
