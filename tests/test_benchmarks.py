@@ -44,6 +44,7 @@ def run(name: str, output: Path, *more: str) -> list[dict[str, str]]:
     return kept
 
 
+@pytest.mark.slow
 def test_first_calls_count_the_kernels_that_they_compile(tmp_path: Path) -> None:
     kept = {row["name"].removeprefix("loop, ordinal_loss, "): row for row in run("first_calls", tmp_path)}
     counts = {name: int(row["error"].removesuffix(" kernels compiled")) for name, row in kept.items()}
@@ -143,6 +144,7 @@ def test_number_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert set(gains) == set(regression.DECODINGS)
 
 
+@pytest.mark.slow
 def test_objectives_of_large_models_run_dry_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.objectives_large import LargeBench
 

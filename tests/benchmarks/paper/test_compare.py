@@ -104,6 +104,7 @@ def test_mauve_and_rouge_are_those_of_the_samples(compared: Path, tiny: Tiny) ->
     assert (run["mauve"], run["mauve_std"]) == pytest.approx((expected.mean, expected.std), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_arms_and_seeds_can_be_added(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert cli(*compare_options(tiny, folder, objectives=["mle"], seeds=[0])).code == 0
@@ -120,6 +121,7 @@ def test_arms_and_seeds_can_be_added(cli: Cli, tiny: Tiny, tmp_path: Path) -> No
     assert not list(folder.glob("tailr*"))
 
 
+@pytest.mark.slow
 def test_a_failed_arm_is_reported_and_the_others_continue(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     """One folder of a run holds another one's files."""
     arms, notes = ["emo", "emo/T=0.5", "mle"], tmp_path / "run/emo-seed1/notes.md"

@@ -119,6 +119,7 @@ def test_the_numbers_are_those_of_the_model(compared: Path, files: tuple[Path, P
     assert read(folder / "answers.json") == answers
 
 
+@pytest.mark.slow
 def test_what_is_there_is_neither_trained_nor_asked_again(
     cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_what_is_there_is_neither_trained_nor_asked_again(
     assert len(read(folder / "report.json")["runs"]) == 6
 
 
+@pytest.mark.slow
 def test_questions_may_come_from_the_training_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     """A share of it, thinned to a number; right answers that are too long are counted."""
     train = write_questions(tmp_path / "all.jsonl", SUMS)

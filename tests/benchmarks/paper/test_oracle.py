@@ -23,6 +23,7 @@ def oracle_options(tiny: Tiny, folder: Path, **changed: object) -> list[str]:
     return options(**(given | changed))
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     ended = cli(*oracle_options(tiny, tmp_path / "out"))
     assert ended.code == 0, ended.err

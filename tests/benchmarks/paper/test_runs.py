@@ -41,6 +41,7 @@ def train(tiny: Tiny, folder: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tiny: Tiny, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(tiny, whole)

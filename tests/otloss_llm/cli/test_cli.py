@@ -1,11 +1,12 @@
 """The command line: rows as TRL makes them, runs that resume, what is measured, and one line for wrong input."""
 
+import io
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import otloss_llm
 from otloss_llm import MLE, EmbeddingCost, token_loss
+from otloss_llm.cli import main
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
@@ -234,19 +236,26 @@ def interrupted_at(step: int) -> Iterator[None]:
         hook.remove()
 
 
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, sums: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run, and the same one that was interrupted; with dropout."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert main(asked("train", tiny.llama, sums, output_dir=folder / "uninterrupted")) == 0
+    with interrupted_at(5), redirect_stderr(io.StringIO()) as said:
+        assert main(asked("train", tiny.llama, sums, output_dir=folder / "broken")) == 130
+    assert "interrupted" in said.getvalue()
+    return folder / "uninterrupted", folder / "broken"
+
+
 TORN = {"": 0, "trainer_state.json": 0, "model.safetensors": 100, "optimizer.pt": 100}
 
 
 @pytest.mark.parametrize("torn", TORN)
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(
-    cli: Cli, tiny: Tiny, sums: Path, tmp_path: Path, torn: str
+    cli: Cli, tiny: Tiny, sums: Path, runs: tuple[Path, Path], tmp_path: Path, torn: str
 ) -> None:
-    """With dropout, and EMO, whose cost is that of the start model though the weights are a checkpoint's."""
-    uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
-    assert cli(*asked("train", tiny.llama, sums, output_dir=uninterrupted)).code == 0
-    with interrupted_at(5):
-        ended = cli(*asked("train", tiny.llama, sums, output_dir=broken))
-    assert (ended.code, "interrupted" in ended.err) == (130, True)
+    """With EMO, whose cost is that of the start model though the weights are a checkpoint's."""
+    uninterrupted, broken = runs[0], Path(shutil.copytree(runs[1], tmp_path / "broken"))
     if torn:  # killed while it was written: cut off
         os.truncate(broken / "checkpoint-4" / torn, TORN[torn])
     assert cli(*asked("train", tiny.llama, sums, output_dir=broken)).code == 0
