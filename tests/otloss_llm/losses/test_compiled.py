@@ -8,6 +8,7 @@ from torch import Tensor
 
 from otloss_llm import EMO, MLE, EmbeddingCost, TokenLoss, dense_token_loss, emo_loss, linear_token_loss, token_loss
 from tests.otloss_llm.oracles import relative_error
+from tests.samples import sampled
 
 # torch itself asks a non-leaf tensor for its gradient where a graph breaks.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -39,7 +40,7 @@ def batch(length: int) -> tuple[Tensor, Tensor]:
     return torch.randn(2, length, 6, generator=generator), labels
 
 
-@pytest.mark.parametrize("name", FACES)
+@pytest.mark.parametrize("name", sampled(2, FACES))
 def test_numbers_of_the_eager_program(name: str) -> None:
     """At changing lengths, in the middle of a program, with gradients; under autocast, too."""
 
@@ -69,7 +70,7 @@ def test_another_objective_in_the_same_program() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compilers
-@pytest.mark.parametrize("name", FACES)
+@pytest.mark.parametrize("name", sampled(2, FACES))
 def test_recording_a_loss_raises_one_sentence(name: str) -> None:
     hidden, labels = batch(4)
     model = torch.nn.Module()
