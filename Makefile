@@ -38,7 +38,7 @@ gallery-page: $(FOR_DEV)  ## the same, and the gallery of docs is updated by the
 COMPILE := $(BIN)/python -m otloss.warm_up && $(BIN)/python -c "import otloss_llm; otloss_llm.warm_up()"
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU; about 5 minutes on 2 cores
-	@echo "On 2 cores the CPU kernels are compiled for about 100 s, the first time, and the tests take 3 minutes."
+	@echo "This takes about 5 minutes on 2 quiet cores, of which the CPU kernels take about 100 s, the first time."
 	@$(COMPILE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
