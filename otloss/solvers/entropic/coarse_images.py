@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -78,12 +79,13 @@ def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*
     assert cost is not None
     larger = cost.coarser(SIZE)
     coarse = _in_blocks(problem, cost, larger)
-    budget = Budget(COARSENING.tolerance, COARSENING.max_iterations, needs_eigenvalue=True)
+    budget = Budget(COARSENING.tolerance, COARSENING.max_iterations)
     if coarse.cost.shape[0] > COARSENING.largest_coarse:
         start, w = _start_from_blocks(coarse)
         result, least = Sinkhorn().run(coarse, start, budget, relaxation=w), start.least_eigenvalue
     else:
-        result = SinkhornOnCPU().run(coarse, None, budget)
+        # Any change is small enough, but the kernel estimates the least eigenvalue.
+        result = SinkhornOnCPU().run(coarse, None, dataclasses.replace(budget, largest_change=sys.float_info.max))
         least = result.least_eigenvalue
         w = torch.ones_like(result.error) if least is None else 2 / (1 + least.clamp(0, 1).sqrt())
         if least is not None:
