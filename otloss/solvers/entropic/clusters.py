@@ -47,8 +47,8 @@ from otloss.costs import PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.costs.order import grouped
 from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult, in_float64, potential_of_plan
-from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS, Sinkhorn
-from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
+from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS
+from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, iterate
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
@@ -124,15 +124,15 @@ class Clusters(Method):
 
         The search ends early where it becomes slow, and has no iteration where clusters do not help: a side has no
         mass, the problem between clusters was not solved, or clusters are far larger than epsilon resolves. Between a
-        cloud and itself, Sinkhorn's iteration runs without clusters then.
+        cloud and itself, Sinkhorn's iteration runs without clusters then. The potentials between clusters are a better
+        start than `previous`, which is what iterations have found while a kernel was compiled.
         """
         p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
         flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
         clusters = _build_clusters(flat)
         result = None if clusters is None else _search(flat, clusters, budget)
         if result is None and problem.is_symmetric:
-            method = SinkhornOnCPU() if SinkhornOnCPU().applies(problem) else Sinkhorn()
-            return method.run(problem, previous, budget)
+            return iterate(problem, previous, budget)
         if result is None:
             return SearchResult.at_start(problem)
         return dataclasses.replace(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from otloss.solvers.entropic.dual import ROUNDING, Dual, build_dual, is_dense_fast
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
-from otloss.solvers.entropic.newton import SparseNewton
-from otloss.solvers.entropic.selection import scatter, select
+from otloss.solvers.entropic.selection import is_selectable, scatter, select
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
@@ -52,7 +51,7 @@ def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Bud
     allowed = budget.largest_change * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
     is_inaccurate = ~(error <= allowed) | (eigenvalue < DENSE_NEWTON.resolved_eigenvalue)
     is_inaccurate = is_inaccurate & (result.error <= budget.tolerance)
-    if not bool(is_inaccurate.any()) or not (is_dense_fast(problem) and SparseNewton().applies(problem)):
+    if not bool(is_inaccurate.any()) or not (is_dense_fast(problem) and is_selectable(problem)):
         return result
     max_iterations = budget.max_iterations - int(result.iterations.amax())
     if max_iterations < 1:

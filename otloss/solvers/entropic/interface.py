@@ -59,7 +59,7 @@ UNMEASURED = 1e30  # the error of a start of an unbalanced problem: any error th
 
 @dataclass(frozen=True)
 class Budget:
-    """When a search ends.
+    """When a search ends. It counts iterations and not seconds: results must not depend on how busy a machine is.
 
     Attributes:
         tolerance: the error of the marginals to reach.
@@ -68,15 +68,12 @@ class Budget:
             more than so many further ones. Finite where the ladder has another method for the problem.
         largest_change: if finite, a search that is within the tolerance continues until its last update changes no
             factor of the plan by a larger share, and estimates the error of g.
-        needs_eigenvalue: whether Sinkhorn's kernel estimates the least eigenvalue, and the error of g with it, even if
-            `largest_change` is infinite.
     """
 
     tolerance: float
     max_iterations: int
     patience: float = math.inf
     largest_change: float = math.inf
-    needs_eigenvalue: bool = False
 
     @property
     def is_accurate(self) -> bool:
@@ -95,7 +92,7 @@ class SearchResult:
         potential_error: (...), an estimate of the largest error of g, NaN where it is not known. This and the next two
             are None where they were not asked for or are not known.
         potential_range: (...), the largest g minus the least, over bins with mass.
-        least_eigenvalue: (...), of the equations for g, or a bound from above.
+        least_eigenvalue: (...), of the equations for g, or a bound from above; between images up to a factor of three.
     """
 
     f: Float[Tensor, "*batch n"]

@@ -11,7 +11,7 @@ import torch
 from otloss._numba.background import StillCompilingError, declining
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
-from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
+from otloss.solvers.entropic.sinkhorn_cpu import iterate
 from otloss.solvers.problem import Problem
 
 ENTRIES = 2e7  # of all costs and iterations together: some tenths of a second, until one looks for the kernel again
@@ -72,8 +72,6 @@ class _Iterations:
 def _run(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
     try:
         with declining():
-            if SinkhornOnCPU().applies(problem):
-                return SinkhornOnCPU().run(problem, previous, budget)
+            return iterate(problem, previous, budget)
     except StillCompilingError:
-        pass
-    return Sinkhorn().run(problem, previous, budget)
+        return Sinkhorn().run(problem, previous, budget)

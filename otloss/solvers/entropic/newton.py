@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._checks import has_float64, needs_torch
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs.order import METRICS, order_of
 from otloss.solvers.entropic.dual import estimate_error
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
-from otloss.solvers.entropic.selection import is_between_large_clouds, scatter, select
+from otloss.solvers.entropic.selection import is_selectable, scatter, select
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS, penalties_of
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
@@ -39,13 +38,9 @@ class SparseNewton(Method):
 
     def applies(self, problem: Problem) -> bool:
         (n, m), cost = problem.cost.shape, problem.cost
-        if problem.is_symmetric or not has_float64(problem.p.device):
+        if problem.is_symmetric or (cost.softmin_work() < n * m and n * m > MATRIX_LIMITS.largest_image):
             return False
-        if needs_torch(problem.p, problem.q, *cost.tensors()):
-            return False
-        if cost.softmin_work() < n * m and n * m > MATRIX_LIMITS.largest_image:
-            return False
-        return n * m * problem.batch.numel() <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
+        return is_selectable(problem)
 
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Solve the problems that `previous` has not solved; see `interface.Method`."""

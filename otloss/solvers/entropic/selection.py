@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
 from otloss.costs import Cost, DenseCost
 from otloss.costs.order import METRICS, can_leave_out
 from otloss.solvers.entropic.interface import SearchResult, in_float64
+from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.problem import Problem
 
 
@@ -21,6 +24,14 @@ def is_between_large_clouds(problem: Problem) -> bool:
     if cost is None or cost.metric not in METRICS or problem.batch.numel() != 1:
         return False
     return can_leave_out(cost.x, cost.y) and may_run_on(cost.x, cost.y)
+
+
+def is_selectable(problem: Problem) -> bool:
+    """Return whether problems can be solved in float64 on the CPU, with matrices that fit the memory or without any."""
+    if not has_float64(problem.p.device) or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
+        return False
+    entries = math.prod(problem.cost.shape) * problem.batch.numel()
+    return entries <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
 
 
 def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
@@ -49,4 +60,8 @@ def scatter(previous: SearchResult, chosen: Bool[Tensor, "*batch"], new: SearchR
     estimate = previous.potential_error
     estimate = torch.full_like(error, torch.nan) if estimate is None else estimate.clone()
     estimate[chosen] = new.potential_error.to(estimate)
-    return dataclasses.replace(previous, f=f, g=g, error=error, iterations=iterations, potential_error=estimate)
+    least = previous.least_eigenvalue
+    return dataclasses.replace(
+        previous, f=f, g=g, error=error, iterations=iterations, potential_error=estimate,
+        least_eigenvalue=None if least is None else least.masked_fill(estimate.isnan(), torch.nan),
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from otloss.solvers.entropic.interface import (
     SearchResult,
     in_float64,
 )
+from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.options import BOTH_KEPT, of_batch
 from otloss.solvers.problem import Problem
@@ -94,13 +95,19 @@ class SinkhornOnCPU(Method):
             g = updates.g_from(f)
             f = updates.f_from(g)
         result = SearchResult(f, g, error, iterations.long())
-        if not (budget.is_accurate or budget.needs_eigenvalue) or problem.is_symmetric:  # no estimate of the error of g
+        if not budget.is_accurate or problem.is_symmetric:  # no estimate of the error of g
             return result
         columns = (POTENTIAL_ERROR, POTENTIAL_RANGE, LEAST_EIGENVALUE)
         potential_error, range_of_g, eigenvalue = (outcome[:, column].reshape(batch) for column in columns)
         return dataclasses.replace(
             result, potential_error=potential_error, potential_range=range_of_g, least_eigenvalue=eigenvalue
         )
+
+
+def iterate(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+    """Run Sinkhorn's iteration by the kernel where it applies, else in torch."""
+    method: Method = SinkhornOnCPU() if SinkhornOnCPU().applies(problem) else Sinkhorn()
+    return method.run(problem, previous, budget)
 
 
 def penalties_of(problem: Problem) -> Float[np.ndarray, "problems 2"]:
@@ -173,7 +180,7 @@ def run_kernel(
         max_iterations=last,
         patience=float(budget.patience),
         is_warm=g is not None,
-        estimates_error=budget.is_accurate or budget.needs_eigenvalue,
+        estimates_error=budget.is_accurate,
     )
     passes = min(last, max(PASSES, last // 50))  # a limit of iterations is rarely reached
     run_on_threads(

@@ -7,7 +7,7 @@ import torch
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
-from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
+from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, iterate
 from otloss.solvers.problem import Problem
 
 
@@ -26,7 +26,5 @@ class SinkhornInFloat64(Method):
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from where another search ended; see `interface.Method`."""
         problem = in_float64(problem)
-        kernel = SinkhornOnCPU()
-        if problem.marginal_penalty is None and kernel.applies(problem):
-            return kernel.run(problem, previous, budget)
-        return Sinkhorn().run(problem, previous, budget)
+        run = iterate if problem.marginal_penalty is None else Sinkhorn().run  # whose logarithms do not underflow
+        return run(problem, previous, budget)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import otloss
 from otloss import ConvergenceWarning
-from otloss.costs import PointCost
+from otloss.costs import GridCost, PointCost
 from otloss.solvers.exact.clouds import CloudLimits
 from tests.otloss.oracles import precise_potentials
 from tests.samples import sampled
@@ -234,3 +234,22 @@ def test_a_constant_in_the_start_changes_nothing(epsilon: float | None) -> None:
     answer = otloss.solve(one, one, cost, epsilon=epsilon, start=(-3e12 * one, 3e12 * one))
     assert float(answer.value) == pytest.approx(0.38)
     assert float(answer.gap) < 1e-12
+
+
+@pytest.mark.parametrize("epsilon", [0.01, 0.001])  # at the second one blocks of cells do not tell the eigenvalue
+def test_errors_of_potentials_between_images_cost_products_only_where_they_count(
+    epsilon: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 33
+    p, q = torch.rand(2, n, n, generator=torch.Generator().manual_seed(0))
+    options = {"cost": GridCost((n, n), spacing=1 / n), "epsilon": epsilon}
+    apart = [torch.cat([w[:, :8] / w[:, :8].sum(), w[:, 8:25] * 0, w[:, 25:] / w[:, 25:].sum()], 1) for w in (p, q)]
+    with pytest.warns(ConvergenceWarning, match="unknown amount"):
+        otloss.sinkhorn(*_of_mass_one(*apart), **options)  # type: ignore[arg-type]
+    if epsilon == 0.01:
+        monkeypatch.setattr("otloss.solvers.entropic.slow_modes._least_eigenvalue", None)
+        otloss.sinkhorn(*_of_mass_one(p, q), **options)  # type: ignore[arg-type]
+
+
+def _of_mass_one(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    return (p / p.sum()).reshape(-1).requires_grad_(), (q / q.sum()).reshape(-1)
