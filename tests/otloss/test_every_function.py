@@ -214,6 +214,7 @@ def test_vmap_maps_penalties_in_a_pair_and_keeps_the_batch_of_a_cost_object() ->
         torch.vmap(lambda x: otloss.cloud_loss(x, clouds))(draw(2, 6, 2))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, by torch's own rules
 def test_forward_mode_inside_vmap_is_an_error_that_says_so() -> None:
     eye = torch.eye(2, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"no derivative in forward mode inside torch.vmap.*jacrev"):
