@@ -117,7 +117,12 @@ class Transport:
     @property
     def potential_error(self) -> Float[Tensor, "*batch"]:
         """(...), in the unit of the cost."""
-        return self._cast(self._solution.potential_error)
+        error = self._cast(self._solution.potential_error)
+        f, g = (
+            potential.detach().abs().masked_fill(weights.detach() == 0, 0.0).amax(-1)
+            for potential, weights in zip(self.potentials, (self._problem.p, self._problem.q), strict=True)
+        )
+        return error + torch.finfo(error.dtype).eps * torch.maximum(f, g).to(error)  # with the rounding of the answer
 
     @cached_property
     def linear_cost(self) -> Float[Tensor, "*batch"]:
