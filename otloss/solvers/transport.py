@@ -73,11 +73,12 @@ class Transport:
         converged: (...), whether that is within the tolerance.
         iterations: (...), of Sinkhorn, or pivots of the simplex.
         potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
-            largest one of g, in the unit of the cost. Where the plan falls into parts that hardly exchange mass it is
-            large although the marginal error is small. Infinite where rounding decides them. Of balanced problems with
-            more than 2**20 entries the first use may take some tens of iterations. Exact potentials are optimal, and
-            one pair of many where the optimum is degenerate: it is their rounding. With a marginal penalty and more
-            than 2**20 entries it is a bound, too large by up to the penalty over 2 epsilon, for bins that keep mass.
+            largest one of g, in the unit of the cost, with the rounding of f and g to their dtype. Where the plan falls
+            into parts that hardly exchange mass it is large although the marginal error is small. Infinite where
+            rounding decides them. Of balanced problems with more than 2**20 entries the first use may take some tens of
+            iterations. Exact potentials are optimal, and one pair of many where the optimum is degenerate: it is their
+            rounding. With a marginal penalty and more than 2**20 entries it is a bound, too large by up to the penalty
+            over 2 epsilon, for bins that keep mass.
     """
 
     def __init__(self, problem: Problem, solution: Solution, ways_back: Sequence[WayBack]) -> None:
