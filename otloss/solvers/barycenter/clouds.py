@@ -190,7 +190,8 @@ def _posed(
         masses = points.new_full((k, n), 1 / n, dtype=wide)
     if weights is None:
         weights = points.new_full((k,), 1 / k, dtype=wide)
-    check_last_axis("masses", check_floating("masses", masses), n)
+    masses = check_floating("masses", masses)
+    check_last_axis("masses", masses, n)
     check_finite("masses", masses)
     if bool((masses < 0).any()) or not bool((masses > 0).any(-1).all()):
         raise ValueError("masses have a negative entry or a cloud without mass, expected numbers >= 0, some above 0.")
