@@ -33,8 +33,15 @@ def check_not_batched(tensor: Tensor) -> None:
 
 
 def raise_inside_vmap() -> NoReturn:
+    functorch = torch._C._functorch
+    if any(level.key() == functorch.TransformType.Jvp for level in functorch.get_interpreter_stack()):
+        raise NotImplementedError(
+            f"{called()} has no derivative in forward mode inside torch.vmap, which jacfwd and hessian of torch.func "
+            "take; use torch.func.jacrev, or pass the batch itself in one call and differentiate by "
+            "torch.autograd.grad."
+        )
     raise NotImplementedError(
-        f"{called()} does not work inside torch.vmap (which jacfwd and hessian of torch.func use): it reads the "
+        f"{called()} does not work inside torch.vmap: it reads the "
         "numbers of its tensors. Leading axes are batch axes: pass the batch itself in one call, or one problem at a "
         "time in a loop, and differentiate by torch.autograd.grad."
     )
@@ -155,9 +162,17 @@ def needs_torch(*tensors: Tensor) -> bool:
     return torch._C._are_functorch_transforms_active() or has_tangent(*tensors)
 
 
+def requires_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient is wanted at any level of `torch.func`: `torch.vmap` hides those of the levels around it."""
+    functorch = torch._C._functorch
+    while not tensor.requires_grad and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
 def is_differentiated(*tensors: Tensor) -> bool:
     """Whether one of the tensors requires a gradient or carries a tangent."""
-    return any(tensor.requires_grad for tensor in tensors) or has_tangent(*tensors)
+    return any(requires_gradient(tensor) for tensor in tensors) or has_tangent(*tensors)
 
 
 class NotFiniteError(ValueError):

@@ -17,16 +17,22 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from otloss._checks import requires_gradient
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+Place = tuple[str, int | None]  # the name of an argument, and for one of a pair which one
+
+
 def per_example(
-    *, is_traced: Callable[[dict[str, Any]], bool] = lambda settings: True, **axes: int
+    *, is_traced: Callable[[dict[str, Any]], bool] = lambda settings: True, **axes: int | tuple[int, int]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Return a decorator for a function of tensors that are named with the number of their axes after the batch.
 
-    `is_traced` tells by the arguments of a call whether `torch.func.grad` differentiates the function itself.
+    An argument that may be a pair has two such numbers. `is_traced` tells by the arguments of a call whether
+    `torch.func.grad` differentiates the function itself.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -36,7 +42,7 @@ def per_example(
         def call(*args: _P.args, **settings: _P.kwargs) -> _R:
             if torch._C._are_functorch_transforms_active():
                 arguments = signature.bind(*args, **settings).arguments
-                tensors = {name: t for name, t in arguments.items() if name in axes and isinstance(t, Tensor)}
+                tensors = _tensors(arguments, axes)
                 if _is_below(arguments, tensors, is_traced):
                     return _call_below(function, arguments, tensors, axes)
             return function(*args, **settings)
@@ -46,8 +52,18 @@ def per_example(
     return decorate
 
 
+def _tensors(arguments: dict[str, Any], axes: dict[str, int | tuple[int, int]]) -> dict[Place, Tensor]:
+    found: dict[Place, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(axes.get(name), tuple) and isinstance(value, tuple | list):
+            found |= {(name, index): part for index, part in enumerate(value[:2])}
+        elif name in axes:
+            found[name, None] = value
+    return {place: t for place, t in found.items() if isinstance(t, Tensor)}
+
+
 def _is_below(
-    arguments: dict[str, Any], tensors: dict[str, Tensor], is_traced: Callable[[dict[str, Any]], bool]
+    arguments: dict[str, Any], tensors: dict[Place, Tensor], is_traced: Callable[[dict[str, Any]], bool]
 ) -> bool:
     functorch = torch._C._functorch
     kinds, stack = functorch.TransformType, {level.key() for level in functorch.get_interpreter_stack()}
@@ -57,18 +73,28 @@ def _is_below(
 
 
 def _call_below(
-    function: Callable[..., Any], arguments: dict[str, Any], tensors: dict[str, Tensor], axes: dict[str, int]
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    tensors: dict[Place, Tensor],
+    axes: dict[str, int | tuple[int, int]],
 ) -> Any:
+    taken = {name for name, _ in tensors}
     for name, value in arguments.items():
+        if name not in taken and isinstance(value, tuple | list) and any(isinstance(t, Tensor) for t in value):
+            raise NotImplementedError(
+                f"{function.__name__} does not take a list as {name} inside transforms of torch.func; pass one padded "
+                "tensor with weights of 0, or pass the batch itself in one call, without them."
+            )
         parts = value.parameters() if hasattr(value, "parameters") else [value]
-        if name not in tensors and any(isinstance(t, Tensor) and t.requires_grad for t in parts):
+        if name not in taken and any(isinstance(t, Tensor) and requires_gradient(t) for t in parts):
             raise NotImplementedError(
                 f"{function.__name__} gives no gradient of {name} inside transforms of torch.func; pass the batch "
                 "itself in one call, and differentiate by torch.autograd.grad."
             )
-    wanted = tuple(name for name, t in tensors.items() if t.is_floating_point() and t.requires_grad)
-    work = _Work(function, arguments, tuple(tensors), tuple(axes[name] for name in tensors), wanted)
-    return _Value.apply(work, *tensors.values())
+    wanted = tuple(place for place, t in tensors.items() if t.is_floating_point() and requires_gradient(t))
+    counts = [axes[name] for name, _ in tensors]
+    after = tuple(count if isinstance(count, int) else count[0] for count in counts)
+    return _Value.apply(_Work(function, arguments, tuple(tensors), after, wanted), *tensors.values())
 
 
 @dataclass(eq=False)
@@ -77,28 +103,29 @@ class _Work:
 
     Attributes:
         function, arguments: of the call.
-        names, axes: of the tensors, and the number of their axes after the batch.
-        wanted: the names of those whose gradient is wanted.
+        places, axes: of the tensors, and the number of their axes after the batch.
+        wanted: the places of those whose gradient is wanted.
         leaves, value: what the call was below the transforms, and its value.
     """
 
     function: Callable[..., Tensor]
     arguments: dict[str, Any]
-    names: tuple[str, ...]
+    places: tuple[Place, ...]
     axes: tuple[int, ...]
-    wanted: tuple[str, ...]
+    wanted: tuple[Place, ...]
     leaves: tuple[Tensor, ...] = ()
     value: Tensor | None = None
 
     def run(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Call the function on tensors without transforms."""
+        arguments, own = dict(self.arguments), {}
         with torch.enable_grad():
-            own = {
-                name: t.detach().requires_grad_(name in self.wanted)
-                for name, t in zip(self.names, tensors, strict=True)
-            }
-            self.value = self.function(**{**self.arguments, **own})
-        self.leaves = tuple(own[name] for name in self.wanted)
+            for (name, index), t in zip(self.places, tensors, strict=True):
+                leaf = own[name, index] = t.detach().requires_grad_((name, index) in self.wanted)
+                pair = arguments[name]
+                arguments[name] = leaf if index is None else (*pair[:index], leaf, *pair[index + 1 :])
+            self.value = self.function(**arguments)
+        self.leaves = tuple(own[place] for place in self.wanted)
         return self.value.detach()
 
     def gradients(self, upstream: Tensor) -> tuple[Tensor, ...]:
@@ -110,11 +137,12 @@ class _Work:
     def mapped(self, count: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the tensors with the mapped axis in front of their batch axes."""
         batches = [t.dim() - axes - (dim is not None) for t, dim, axes in zip(tensors, dims, self.axes, strict=True)]
-        most, moved = max(batches), []
-        for name, t, dim, batch in zip(self.names, tensors, dims, batches, strict=True):
+        most = max(*batches, *(len(getattr(value, "batch_shape", ())) for value in self.arguments.values()))
+        moved = []
+        for place, t, dim, batch in zip(self.places, tensors, dims, batches, strict=True):
             if dim is not None:
                 t = t.movedim(dim, 0)
-            elif name in self.wanted:
+            elif place in self.wanted:
                 t = t.expand(count, *t.shape)
             else:
                 moved.append(t)
@@ -137,7 +165,7 @@ class _Value(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         work: _Work = ctx.work
         derivatives = dict(zip(work.wanted, _Gradients.apply(work, upstream[0], *ctx.saved_tensors), strict=True))
-        return None, *(derivatives.get(name) for name in work.names)
+        return None, *(derivatives.get(place) for place in work.places)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], work: _Work, *tensors: Tensor) -> tuple[Tensor, int]:
@@ -171,9 +199,9 @@ class _Gradients(torch.autograd.Function):
             each = [_Gradients.apply(work, one, *tensors) for one in ahead]
             derivatives = [torch.stack(parts) for parts in zip(*each, strict=True)]
         else:
-            own = dict(zip(work.names, zip(tensors, dims, strict=True), strict=True))
+            own = dict(zip(work.places, zip(tensors, dims, strict=True), strict=True))
             derivatives = _Gradients.apply(work, ahead, *work.mapped(info.batch_size, dims, tensors))
-            places = [own[name] for name in work.wanted]
-            shapes = [t.shape if axis is None else t.movedim(axis, 0).shape[1:] for t, axis in places]
+            moved = [own[place] for place in work.wanted]
+            shapes = [t.shape if axis is None else t.movedim(axis, 0).shape[1:] for t, axis in moved]
             derivatives = [t.reshape(info.batch_size, *shape) for t, shape in zip(derivatives, shapes, strict=True)]
         return tuple(derivatives), (0,) * len(derivatives)

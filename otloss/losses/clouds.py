@@ -41,7 +41,7 @@ Weights = Float[Tensor, "*batch n"] | Sequence[Tensor] | None
 
 @public
 @per_example(
-    is_traced=lambda settings: settings.get("kind") == "sliced", x=2, y=2, a=1, b=1, epsilon=0, marginal_penalty=0,
+    is_traced=lambda settings: settings.get("kind") == "sliced", x=2, y=2, a=1, b=1, epsilon=0, marginal_penalty=(0, 0),
     mask_x=1, mask_y=1,
 )  # fmt: skip
 def cloud_loss(

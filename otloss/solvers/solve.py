@@ -157,7 +157,7 @@ def emd(
 
 
 @public
-@per_example(is_traced=_is_implicit, p=1, q=1, cost=2, epsilon=0, mass=0, marginal_penalty=0)
+@per_example(is_traced=_is_implicit, p=1, q=1, cost=2, epsilon=0, mass=0, marginal_penalty=(0, 0), start=(1, 1))
 def sinkhorn(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -242,7 +242,9 @@ def sinkhorn(
 
 
 @public
-@per_example(is_traced=_is_implicit, p=1, q=1, cost=2, epsilon=0, cost_p=2, cost_q=2, marginal_penalty=0)
+@per_example(
+    is_traced=_is_implicit, p=1, q=1, cost=2, epsilon=0, cost_p=2, cost_q=2, marginal_penalty=(0, 0), start=(1, 1),
+)  # fmt: skip
 def sinkhorn_divergence(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,

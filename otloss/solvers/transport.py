@@ -73,11 +73,12 @@ class Transport:
         converged: (...), whether that is within the tolerance.
         iterations: (...), of Sinkhorn, or pivots of the simplex.
         potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
-            largest one of g, in the unit of the cost. Where the plan falls into parts that hardly exchange mass it is
-            large although the marginal error is small. Infinite where rounding decides them. Of balanced problems with
-            more than 2**20 entries the first use may take some tens of iterations. Exact potentials are optimal, and
-            one pair of many where the optimum is degenerate: it is their rounding. With a marginal penalty and more
-            than 2**20 entries it is a bound, too large by up to the penalty over 2 epsilon, for bins that keep mass.
+            largest one of g, in the unit of the cost, with the rounding of f and g to their dtype. Where the plan falls
+            into parts that hardly exchange mass it is large although the marginal error is small. Infinite where
+            rounding decides them. Of balanced problems with more than 2**20 entries the first use may take some tens of
+            iterations. Exact potentials are optimal, and one pair of many where the optimum is degenerate: it is their
+            rounding. With a marginal penalty and more than 2**20 entries it is a bound, too large by up to the penalty
+            over 2 epsilon, for bins that keep mass.
     """
 
     def __init__(self, problem: Problem, solution: Solution, ways_back: Sequence[WayBack]) -> None:
@@ -117,7 +118,12 @@ class Transport:
     @property
     def potential_error(self) -> Float[Tensor, "*batch"]:
         """(...), in the unit of the cost."""
-        return self._cast(self._solution.potential_error)
+        error = self._cast(self._solution.potential_error)
+        f, g = (
+            potential.detach().abs().masked_fill(weights.detach() == 0, 0.0).amax(-1)
+            for potential, weights in zip(self.potentials, (self._problem.p, self._problem.q), strict=True)
+        )
+        return error + torch.finfo(error.dtype).eps * torch.maximum(f, g).to(error)  # with the rounding of the answer
 
     @cached_property
     def linear_cost(self) -> Float[Tensor, "*batch"]:

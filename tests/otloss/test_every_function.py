@@ -187,6 +187,54 @@ def test_transforms_of_torch_func_on_transport() -> None:
         torch.vmap(lambda p: otloss.emd(p, q, outside))(p)
 
 
+def test_levels_around_vmap_get_the_gradients_of_what_it_maps_over() -> None:
+    """By `torch.func.grad` of a vmap, by jacrev, and outside of all transforms."""
+    p, label, q = (draw(3, 4, seed=seed).softmax(-1) for seed in range(3))
+    x, y, cost = draw(3, 4, 2), draw(3, 5, 2, seed=1), draw(4, 4)
+    functions: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = [
+        (lambda p, q: otloss.emd(p, q, cost), (p, q)),
+        (lambda p, q: otloss.sinkhorn(p, q, cost, epsilon=0.2, marginal_penalty=(None, 1.0)), (p, q)),
+        (lambda x, y: otloss.cloud_loss(x, y, epsilon=0.3), (x, y)),
+        (lambda p, q: otloss.wasserstein_1d(p, q, order=1), (p, q)),
+        (lambda z, label: otloss.ordinal_loss(z, label, reduction="none"), (q.log(), label)),
+    ]
+    for function, inputs in functions:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        expected = torch.autograd.grad(function(*leaves).square().sum(), leaves)
+
+        def value(*given: Tensor, function: Callable[..., Tensor] = function) -> Tensor:
+            return torch.vmap(function)(*given).square().sum()
+
+        torch.testing.assert_close(torch.func.grad(value, argnums=(0, 1))(*inputs), expected)
+        torch.testing.assert_close(torch.func.jacrev(value, argnums=(0, 1))(*inputs), expected)
+        torch.testing.assert_close(torch.autograd.grad(value(*leaves), leaves), expected)
+
+
+def test_vmap_maps_penalties_in_a_pair_and_keeps_the_batch_of_a_cost_object() -> None:
+    p, q, cost = draw(2, 4), draw(5), draw(2, 4, 5)
+    rho, shared = torch.tensor([0.3, 2.0], dtype=p.dtype), otloss.costs.DenseCost(cost)
+    for pair in (lambda rho: (None, rho), lambda rho: (rho, 2 * rho)):
+
+        def value(rho: Tensor, p: Tensor, pair: Callable[[Tensor], tuple[Tensor | None, Tensor]] = pair) -> Tensor:
+            return otloss.sinkhorn(p, q, shared, epsilon=0.2, marginal_penalty=pair(rho))
+
+        expected = torch.stack([value(one, weights) for one, weights in zip(rho, p, strict=True)])  # (2, batch)
+        torch.testing.assert_close(torch.vmap(value)(rho, p), expected)
+    clouds = list(draw(2, 3, 2))
+    with pytest.raises(NotImplementedError, match="does not take a list as y inside transforms"):
+        torch.vmap(lambda x: otloss.cloud_loss(x, clouds))(draw(2, 6, 2))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, by torch's own rules
+def test_forward_mode_inside_vmap_is_an_error_that_says_so() -> None:
+    eye = torch.eye(2, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"no derivative in forward mode inside torch.vmap.*jacrev"):
+        torch.func.hessian(lambda A: otloss.bures_wasserstein(A, eye))(2 * eye)
+    p, cost = draw(4) / draw(4).sum(), draw(4, 4)
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+        torch.func.jacfwd(lambda p: otloss.sinkhorn(p, None, cost, epsilon=0.1))(p)
+
+
 def second_derivative(entry: Entry) -> str:
     """Take the second derivatives of a function; return the message of the error, or "" if there are some."""
     leaves = {given: t.clone().requires_grad_() for given, t in entry.inputs.items()}

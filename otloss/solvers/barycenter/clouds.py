@@ -32,6 +32,7 @@ from otloss._checks import (
 )
 from otloss._public import public
 from otloss.costs import PointCost
+from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.solve import emd, sinkhorn_divergence, solve
 
@@ -69,14 +70,16 @@ def cloud_barycenter(
         clouds: (..., k, n, d), or a list of k clouds (n_k, d) of different sizes.
         masses: (..., k, n) >= 0, of one mass for all clouds, or a list of (n_k,) for a list; equal ones by default.
         weights: (..., k) of the clouds, >= 0 with sum 1 (divided by it, up to rounding); 1 / k each by default.
-        start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`.
+        start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`. Its
+            leading axes and those of the other arguments broadcast: several starts are one call.
         epsilon: None for `emd`, else the divergence of `sinkhorn_divergence`, above 0 in the unit of |x - y|^2.
         tolerance: of the last step of the points, over the extent of the clouds.
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough.
 
     Returns:
-        The barycenter, in the dtype of the clouds. The problem has local minima: another start may lead to a lower
-        value. By the envelope theorem the value has the right derivatives where the points have converged.
+        The barycenter, in the dtype of the clouds. Its points have equal masses: their places are optimised alone. The
+        problem has local minima: another start may lead to a lower value. By the envelope theorem the value has the
+        right derivatives where the points have converged.
 
     Raises:
         TypeError: if clouds, masses or weights are not floating tensors.
@@ -93,7 +96,9 @@ def cloud_barycenter(
     """
     check_count("max_iterations", max_iterations)
     check_positive("tolerance", tolerance)
-    problem = _posed(clouds, masses, weights, epsilon)
+    if epsilon is not None:
+        check_positive("epsilon", epsilon)
+    problem = _posed(clouds, masses, weights, epsilon, start)
     x = _first_points(problem, start, generator)
     with torch.no_grad():
         x, iterations, converged = _search(problem.detached(), x.detach(), tolerance, max_iterations)
@@ -105,7 +110,7 @@ def cloud_barycenter(
             stacklevel=level_of_the_caller(),
         )
     value, dtype = problem.value(x), problem.dtype
-    return CloudBarycenter(x.to(dtype), value.to(dtype), iterations, converged)
+    return CloudBarycenter(x.to(dtype), finite_in(dtype, value, 2), iterations, converged)
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class _Clouds:
 
 def _search(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the points, the iterations, and whether they converged, per problem."""
-    size = _size(problem.clouds)
+    size = _size(problem)
     iterations = torch.zeros(size.shape, dtype=torch.int64, device=x.device)
     active = torch.ones_like(iterations, dtype=torch.bool)
     for _ in range(max_iterations):
@@ -157,10 +162,12 @@ def _search(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) 
     return x, iterations, ~active
 
 
-def _size(clouds: Tensor) -> Tensor:
-    """Return the largest extent of the clouds along an axis."""
-    points = clouds.flatten(-3, -2)
-    return (points.amax(-2) - points.amin(-2)).amax(-1)
+def _size(problem: _Clouds) -> Tensor:
+    """Return the largest extent of the clouds along an axis, over points that count."""
+    points = problem.clouds.flatten(-3, -2)
+    has_mass = (problem.masses * problem.weights.unsqueeze(-1)).flatten(-2).unsqueeze(-1) > 0
+    high, low = (points.masked_fill(~has_mass, sign * torch.inf) for sign in (-1, 1))
+    return (high.amax(-2) - low.amin(-2)).amax(-1)
 
 
 def _posed(
@@ -168,22 +175,14 @@ def _posed(
     masses: Tensor | Sequence[Tensor] | None,
     weights: Tensor | None,
     epsilon: float | None,
+    start: int | Tensor,
 ) -> _Clouds:
     if isinstance(clouds, Tensor):
         points = check_cloud("clouds", clouds)
     else:
-        each = [check_cloud(f"clouds[{k}]", cloud) for k, cloud in enumerate(clouds)]
-        if masses is None:
-            masses = [torch.full_like(cloud[:, 0].detach(), 1 / len(cloud)) for cloud in each]
-        if isinstance(masses, Tensor) or [len(w) for w in masses] != [len(cloud) for cloud in each]:
-            raise ValueError("masses do not fit the list of clouds, expected a list with one (n_k,) for each cloud.")
-        # Places without mass repeat a point, so that they change no extent.
-        longest = max(len(cloud) for cloud in each)
-        points = torch.stack([torch.cat([t, t[:1].detach().expand(longest - len(t), -1)]) for t in each])
-        masses = pad_sequence([check_floating("masses", w) for w in masses], batch_first=True)
+        points, masses = _padded(clouds, masses)
     if points.dim() < 3:
         raise ValueError(f"clouds have shape {tuple(points.shape)}, expected (..., k, n, d), several clouds.")
-    assert masses is None or isinstance(masses, Tensor)
     k, n = points.shape[-3:-1]
     wide = torch.float64 if has_float64(points.device) else torch.float32
     dtype = torch.promote_types(points.dtype, torch.float32)
@@ -191,24 +190,47 @@ def _posed(
         masses = points.new_full((k, n), 1 / n, dtype=wide)
     if weights is None:
         weights = points.new_full((k,), 1 / k, dtype=wide)
-    check_last_axis("masses", check_floating("masses", masses), n)
+    masses = check_floating("masses", masses)
+    check_last_axis("masses", masses, n)
+    check_finite("masses", masses)
+    if bool((masses < 0).any()) or not bool((masses > 0).any(-1).all()):
+        raise ValueError("masses have a negative entry or a cloud without mass, expected numbers >= 0, some above 0.")
     check_last_axis("weights", check_floating("weights", weights), k)
     check_finite("weights", weights)
     totals = weights.to(wide).sum(-1, keepdim=True)
     if bool((weights < 0).any()) or bool(((totals - 1).abs() > 1e-3).any()):
         raise ValueError(f"weights sum to {totals.flatten()[0].item():.6g}, expected numbers >= 0 with sum 1.")
-    batch = check_broadcast(clouds=points.shape[:-3], masses=masses.shape[:-2], weights=weights.shape[:-1])
+    shapes = {"clouds": points.shape[:-3], "masses": masses.shape[:-2], "weights": weights.shape[:-1]}
+    if isinstance(start, Tensor):
+        check_last_axis("start", check_cloud("start", start), points.shape[-1])
+        shapes["start"] = start.shape[:-2]
+    batch = check_broadcast(**shapes)
     return _Clouds(
         points.to(wide).expand(*batch, -1, -1, -1), masses.to(wide).expand(*batch, k, n),
         (weights.to(wide) / totals).expand(*batch, k), epsilon, dtype,
     )  # fmt: skip
 
 
+def _padded(clouds: Sequence[Tensor], masses: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return the clouds of a list as one tensor with their masses, 0 at places without a point."""
+    each = [check_cloud(f"clouds[{k}]", cloud) for k, cloud in enumerate(clouds)]
+    shapes = [tuple(cloud.shape) for cloud in each]
+    if not each or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+        raise ValueError(f"clouds is a list of shapes {shapes}, expected at least one cloud (n_k, d), of one d.")
+    if masses is None:
+        wide = torch.float64 if has_float64(each[0].device) else torch.float32
+        masses = [torch.full_like(cloud[:, 0].detach(), 1 / len(cloud), dtype=wide) for cloud in each]
+    if isinstance(masses, Tensor) or [tuple(w.shape) for w in masses] != [shape[:1] for shape in shapes]:
+        raise ValueError("masses do not fit the list of clouds, expected a list with one (n_k,) for each cloud.")
+    # Places without mass repeat a point, so that costs are no larger.
+    longest = max(len(cloud) for cloud in each)
+    points = torch.stack([torch.cat([t, t[:1].detach().expand(longest - len(t), -1)]) for t in each])
+    return points, pad_sequence([check_floating("masses", w) for w in masses], batch_first=True)
+
+
 def _first_points(problem: _Clouds, start: int | Tensor, generator: torch.Generator | None) -> Tensor:
     *batch, _, _, d = problem.clouds.shape
     if isinstance(start, Tensor):
-        check_last_axis("start", check_cloud("start", start), d)
-        check_broadcast(clouds=tuple(batch), start=start.shape[:-2])
         return start.to(problem.clouds).expand(*batch, -1, -1)
     check_count("start", start)
     shares = (problem.masses * problem.weights.unsqueeze(-1)).detach().flatten(-2)

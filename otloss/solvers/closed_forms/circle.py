@@ -39,7 +39,7 @@ from torch import Tensor
 from otloss._checks import check_positive, check_tensor, has_float64
 from otloss._per_example import per_example
 from otloss._public import public
-from otloss.solvers.closed_forms.line import check_exponent, checked_positions, finite_in, or_uniform, power_of
+from otloss.solvers.closed_forms.line import both_or_uniform, check_exponent, checked_positions, finite_in, power_of
 from otloss.solvers.histograms import histogram_pair
 
 BISECTIONS = 60  # of the shift in float64, to its last digit
@@ -93,7 +93,7 @@ def wasserstein_circular(
         tensor(100.)
     """
     check_exponent("order", order)
-    p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
+    p, q = both_or_uniform(p, q, x, y)
     given = [check_tensor(name, t).dtype for name, t in (("x", x), ("y", y)) if t is not None]
     pair = histogram_pair(p, q, *given)
     n = p.shape[-1]

@@ -87,7 +87,7 @@ def cdf_distance(
     """
     check_not_recorded()
     check_exponent("power", power)
-    p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x, p)))
+    p, q = both_or_uniform(p, q, x, None)
     return _closed_form(_cdf_distance, (p, q, x), power)
 
 
@@ -189,7 +189,7 @@ def wasserstein_1d(
     """
     check_not_recorded()
     check_exponent("order", order)
-    p, q = (or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
+    p, q = both_or_uniform(p, q, x, y)
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
     return _closed_form(_wasserstein_1d, (p, q, x, y), order)
@@ -216,7 +216,16 @@ def _sums_to_one(weights: Tensor) -> bool:
     return not totals.numel() or all(abs(total.item() - 1) < 1e-3 for total in torch.aminmax(totals))
 
 
-def or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
+def both_or_uniform(p: Tensor | None, q: Tensor | None, x: Tensor | None, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the weights, equal ones where they are None."""
+    if p is None or q is None:
+        for name, value in (("p", p), ("q", q), ("x", x), ("y", y)):
+            if value is not None:
+                check_tensor(name, value, is_read=False)
+    return _or_uniform("p", p, x, q), _or_uniform("q", q, x if y is None else y, p)
+
+
+def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
     """The weights, or 1 / n each for the bins at the positions; where there are none, for those of the other side."""
     if weights is not None:
         return weights

@@ -23,6 +23,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -180,10 +181,9 @@ def _least_eigenvalue(matrix: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*ba
     """Return the least eigenvalue of symmetric matrices with eigenvalues of at least 0; 0 if they are singular."""
     factors, pivots, failed = torch.linalg.lu_factor_ex(matrix)
     # A start with a pattern is orthogonal to some eigenvectors of uniform weights.
-    start = torch.rand(
-        matrix.shape[-1], dtype=matrix.dtype, device="cpu", generator=torch.Generator("cpu").manual_seed(0)
-    )
-    x = (start - 0.5).to(matrix.device).expand(matrix.shape[:-1]).unsqueeze(-1)
+    # Random numbers of torch are an error inside torch.vmap.
+    start = torch.from_numpy(np.random.default_rng(0).random(matrix.shape[-1]) - 0.5)
+    x = start.to(matrix.device, matrix.dtype).expand(matrix.shape[:-1]).unsqueeze(-1)
     least = torch.ones_like(matrix[..., 0, 0])
     for _ in range(INVERSE_ITERATIONS):
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)

@@ -226,3 +226,10 @@ test_bad_input = raising(
     (sliced_wasserstein, (square, square), {"projections": torch.zeros(2, 2)}, r"projections\[0\] is zero"),
     call=lambda function, arguments, options: function(*arguments, **options),
 )
+
+
+def test_a_list_of_positions_is_named() -> None:
+    for name, arguments in (("x", ([1.0], torch.ones(2))), ("y", (torch.ones(2), [1.0]))):
+        for function, options in ((otloss.wasserstein_circular, {"period": 6.0}), (otloss.wasserstein_1d, {})):
+            with pytest.raises(TypeError, match=f"{name} is a list"):
+                function(None, None, *arguments, **options)

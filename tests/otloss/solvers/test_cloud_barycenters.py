@@ -110,3 +110,44 @@ def test_weights_that_sum_to_one_up_to_rounding_move_no_points() -> None:
         for factor in (1.0, 1.0005)
     )
     torch.testing.assert_close(found.points, expected.points, rtol=1e-9, atol=0)
+
+
+def test_points_without_mass_far_away_and_clouds_without_weight_change_nothing() -> None:
+    draw = torch.Generator().manual_seed(5)
+    clouds = torch.randn(3, 5, 2, generator=draw, dtype=torch.float64)
+    masses, weights = torch.full((3, 5), 0.25, dtype=torch.float64), torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    masses[:, 4], far = 0.0, clouds.clone()
+    far[:, 4], far[2] = 1e9, -100.0
+    options = {"start": clouds[0, :4], "epsilon": 0.3}
+    expected = cloud_barycenter(clouds[:2, :4], **options)
+    found = cloud_barycenter(far, masses, weights, **options)
+    assert found.iterations == expected.iterations > 1
+    torch.testing.assert_close(found.points, expected.points, rtol=1e-6, atol=1e-6)
+
+
+def test_several_starts_are_one_call_and_lists_of_half_precision_have_equal_masses() -> None:
+    clouds = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(6))
+    starts = torch.stack([clouds[0], clouds[1]])
+    both = cloud_barycenter(clouds, start=starts)
+    for k in range(2):
+        torch.testing.assert_close(cloud_barycenter(clouds, start=starts[k]).points, both.points[k])
+    assert bool(cloud_barycenter([clouds[0].bfloat16(), clouds[1, :3].bfloat16()], start=clouds[0]).converged)
+
+
+def test_inputs_that_make_no_problem_are_named() -> None:
+    clouds = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(7))
+    for given, masses, message in (
+        ([], None, "at least one cloud"),
+        ([clouds[0], clouds[1, :, :1]], None, "of one d"),
+        ([clouds], None, "expected at least one cloud"),
+        (clouds, [torch.ones(3)] * 2, "masses is a list"),
+        (clouds, -torch.ones(2, 3), "negative"),
+        (clouds, torch.zeros(2, 3), "without mass"),
+        (clouds, torch.full((2, 3), torch.nan), "masses holds 6 NaN"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            cloud_barycenter(given, masses, start=2)
+    with pytest.raises(ValueError, match="overflow"):
+        cloud_barycenter(1e25 * clouds, start=2)
+    with pytest.raises(TypeError, match="epsilon is a Tensor"):
+        cloud_barycenter(clouds, start=2, epsilon=torch.tensor([0.1, 0.2]))  # type: ignore[arg-type]

@@ -315,3 +315,16 @@ def test_a_bad_start_is_left_for_what_iterations_find() -> None:
     found = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05, start=start)
     expected = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05)
     torch.testing.assert_close(found.value, expected.value, rtol=1e-8, atol=0)
+
+
+def test_the_error_of_potentials_includes_the_rounding_of_large_ones() -> None:
+    """A penalty of 1e6 on one side makes potentials of millions, of which float32 keeps no tenth."""
+    p, q = 1e-3 * torch.rand(8, generator=torch.Generator().manual_seed(0)), torch.tensor([20.0, 15.0, 0.5])
+    cost = torch.rand(8, 3, generator=torch.Generator().manual_seed(1))
+    exact, rounded = (
+        otloss.solve(p.to(dtype), q.to(dtype), cost.to(dtype), epsilon=0.1, marginal_penalty=(1e6, None))
+        for dtype in (torch.float64, torch.float32)
+    )
+    apart = (exact.potentials[0] - rounded.potentials[0]).abs().max()
+    assert 1e-3 < apart <= rounded.potential_error
+    assert exact.potential_error < 1e-5
