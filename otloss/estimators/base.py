@@ -142,9 +142,8 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         X, y = self._checked(X, y)
         self._check_settings()
         self._order = label_order(y, categories)
-        if self._order.doubt and (
-            self.values is not None or self.cost is not None or isinstance(self.class_weight, dict)
-        ):
+        names_labels = self.values is not None or self.cost is not None or isinstance(self.class_weight, dict)
+        if self._order.gaps_in_doubt or (self._order.doubt and names_labels):
             warnings.warn(f"{self._order.doubt}.", EncodedLabelsWarning, stacklevel=3)
         self._criterion = make_criterion(self._order, self)
         self.classes_, self.categories_ = self._order.classes, self._order.categories
