@@ -221,6 +221,14 @@ def check_not_negative(name: str, value: Any) -> float:
     return value
 
 
+def check_generator(generator: Any) -> None:
+    """Raise TypeError unless it is a `torch.Generator` or None, which stands for torch's own."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is {generator!r}, expected a torch.Generator, such as torch.Generator().manual_seed(0)."
+        )
+
+
 def check_count(name: str, value: Any, least: int = 1) -> None:
     """Raise TypeError unless `value` is a whole number and no bool, ValueError if it is below the least."""
     if isinstance(value, bool) or not isinstance(value, Integral):
