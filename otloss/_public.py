@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._checks import check_generator
+from otloss._checks import check_generator, check_not_masked
 from otloss._foreign import check_call
 from otloss._progress import begin, end
 
@@ -65,6 +65,7 @@ def _as_tensor(value: Any) -> Any:
         return [_as_tensor(one) for one in value]
     if not isinstance(value, np.ndarray) or isinstance(value, Tensor):
         return value
+    check_not_masked(value)
     native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
     try:
         return torch.from_numpy(native if native.flags.writeable else native.copy())

@@ -39,7 +39,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     ("sinkhorn_divergence", "debias", "sinkhorn_divergence are debiased"), ("emd", "numItermax", "leave it out"),
     ("solve", "reg_m", "marginal_penalty=reg_m"), ("emd", "M", "cost=M"),
     ("soft_rank", "regularization_strength", "epsilon="), ("soft_rank", "direction", "descending=True"),
-    ("wasserstein_1d", "u_values", r"\(None, None, u_values, v_values\)"), ("wasserstein_1d", "v_weights", "q=v_weights"),
+    ("wasserstein_1d", "u_values", r"\(None, None, u_values, v_values\)"),
+    ("wasserstein_1d", "v_weights", "q=v_weights"),
 ])  # fmt: skip
 def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) -> None:
     with pytest.raises(TypeError, match=rf"^{function} has no option '{keyword}', .*{ours}"):
@@ -196,3 +197,22 @@ def test_words_in_another_order_and_generators_of_another_kind_are_named() -> No
         for generator in (3, np.random.default_rng(0)):
             with pytest.raises(TypeError, match=r"^generator is .*, expected a torch\.Generator"):
                 call(generator)
+
+
+def test_masked_entries_do_not_count_as_numbers() -> None:
+    """Conversions of numpy drop the mask."""
+    from otloss import estimators, metrics
+
+    masked, labels = np.ma.masked_greater(Y.numpy(), Y.median().item()), np.array([0, 1, 0, 1, 0])
+    for call in (
+        lambda: otloss.cloud_loss(masked, Y.numpy()),
+        lambda: otloss.emd(P, Q, [masked]),
+        lambda: metrics.ordinal_mae(labels, np.ma.masked_equal(labels, 1)),
+        lambda: estimators.OrdinalClassifier().fit(masked, labels),
+        lambda: estimators.OrdinalClassifier().fit(Y.numpy(), np.ma.masked_equal(labels, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"masked entries, expected numbers; drop them"):
+            call()
+    assert metrics.ordinal_mae(np.ma.masked_equal(labels, 7), labels) == 0
+    with pytest.raises(TypeError, match=r"sample_weight is 'balanced', expected numbers; .*class_weight="):
+        metrics.ordinal_mae(labels, labels, sample_weight="balanced")
