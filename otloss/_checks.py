@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from types import FrameType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -234,6 +235,23 @@ def check_not_negative(name: str, value: Any) -> float:
     if not (0 <= check_number(name, value) < float("inf")):
         raise ValueError(f"{name} is {value}, expected a finite number of at least 0.")
     return value
+
+
+def check_not_masked(value: Any) -> None:
+    """Raise ValueError for a masked array of numpy whose masked entries would count: conversions drop the mask."""
+    if isinstance(value, np.ma.MaskedArray) and value.mask.any():
+        raise ValueError(
+            f"a masked array of shape {value.shape} has {int(value.mask.sum())} masked entries, expected numbers; drop "
+            "them, or set them to what they stand for with .filled(...)."
+        )
+
+
+def check_generator(generator: Any) -> None:
+    """Raise TypeError unless it is a `torch.Generator` or None, which stands for torch's own."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is {generator!r}, expected a torch.Generator, such as torch.Generator().manual_seed(0)."
+        )
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

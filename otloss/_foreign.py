@@ -69,6 +69,17 @@ _KEYWORDS = {
     "log": _Keyword("POT", None, "use solve(...), which has the plan, the potentials and the errors"),
     "maximize": _Keyword("scipy", None, "leave it out, and give match(-cost)"),
     "numThreads": _Keyword("POT", None, "leave it out: torch.set_num_threads holds here too"),
+    **dict.fromkeys(
+        ("u_values", "v_values"),
+        _Keyword("scipy", "x", "weights stand first: wasserstein_1d(None, None, u_values, v_values)"),
+    ),
+    "u_weights": _Keyword("scipy", "p", "give p=u_weights"),
+    "v_weights": _Keyword("scipy", "q", "give q=v_weights"),
+    "regularization_strength": _Keyword(
+        "torchsort", "epsilon", "give epsilon=..., which is relative to the width of the row, and "
+        'regularization="quadratic" for its "l2"',
+    ),
+    "direction": _Keyword("fast-soft-sort", "descending", 'give descending=True for "DESCENDING"'),
     "verbose": _Keyword("POT and GeomLoss", None, _LEAVE_OUT),
     "weight": _Keyword("torch", "class_weight", "give class_weight=weight"),
     "label_smoothing": _Keyword(
@@ -139,6 +150,18 @@ _CALLS = (
     _Call("ntloss", "NTLossDotProduct", "otloss.number_token_loss(logits, labels, values, form=\"mse\")"),
     _Call("EMOLoss", "EMOLoss", "otloss_llm.emo_loss(logits[:, :-1], labels[:, 1:], embedding, directions=0)"),
     _Call("torchmetrics", "ContinuousRankedProbabilityScore continuous_ranked_probability_score", "otloss.losses.crps"),
+    _Call("coral-pytorch", "coral_loss CoralLoss", "otloss.losses.threshold_loss(logits, target), of class positions "
+          "in place of levels"),
+    _Call("coral-pytorch", "CoralLayer", "otloss.nn.CumulativeLinkHead"),
+    _Call("coral-pytorch", "corn_loss CornLoss", "otloss.nn.CornHead, and torch.nn.functional.nll_loss of what it "
+          "returns"),
+    _Call("coral-pytorch", "corn_label_from_logits", "otloss.nn.CornHead and its predict(features)"),
+    _Call("mord", "LogisticAT", 'otloss.estimators.CumulativeLinkClassifier(loss="all_threshold", cross_entropy=0, '
+          "standardize=False)"),
+    _Call("mord", "LogisticIT", 'otloss.estimators.CumulativeLinkClassifier(loss="immediate_threshold", '
+          "cross_entropy=0, standardize=False)"),
+    _Call("statsmodels", "OrderedModel", "otloss.estimators.CumulativeLinkClassifier(transport=0, cross_entropy=1, "
+          "alpha=0, standardize=False)"),
     _Call("dlordinal", "EMDLoss", "otloss.ordinal_loss(logits, target)"),
     _Call("dlordinal", "CLM", "otloss.nn.CumulativeLinkHead"),
 )  # fmt: skip
@@ -181,8 +204,10 @@ def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:
     for submodule in _LATER:
         if f"{module}.{submodule}." in advice:
             advice += f", after import {module}.{submodule}"
-    if not advice and not name.startswith("_") and (near := difflib.get_close_matches(name, own, n=1, cutoff=0.75)):
-        advice = f"; did you mean {near[0]}?"
+    if not advice and not name.startswith("_"):
+        words = [other for other in own if sorted(other.split("_")) == sorted(name.split("_"))]
+        if near := words or difflib.get_close_matches(name, own, n=1, cutoff=0.75):
+            advice = f"; did you mean {near[0]}?"
     return AttributeError(f"module {module!r} has no attribute {name!r}{advice}", name=name)
 
 

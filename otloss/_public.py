@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otloss._checks import check_generator, check_not_masked
 from otloss._foreign import check_call
 from otloss._progress import begin, end
 
@@ -24,7 +25,8 @@ _R = TypeVar("_R")
 def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function.
 
-    A call that its signature does not take raises a TypeError that says what to write. Arrays of numpy, also in a list,
+    A call that its signature does not take raises a TypeError that says what to write, as does a `generator` that is
+    none, also where nothing is drawn. Arrays of numpy, also in a list,
     are taken as tensors of the same dtype. Where a call takes long, the log says so. `torch.compile` cannot trace the
     solvers: a program around the function is split there.
     """
@@ -34,6 +36,8 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def run(*args: Any, **settings: Any) -> Any:
         if len(args) > unnamed or "p" in settings or not settings.keys() <= own.keys():
             check_call(function.__qualname__, own, args, settings)
+        if "generator" in settings:
+            check_generator(settings["generator"])
         args = tuple([_as_tensor(value) for value in args])
         settings = {name: _as_tensor(value) for name, value in settings.items()}
         if not begin(function.__name__):  # called by another one
@@ -61,6 +65,7 @@ def _as_tensor(value: Any) -> Any:
         return [_as_tensor(one) for one in value]
     if not isinstance(value, np.ndarray) or isinstance(value, Tensor):
         return value
+    check_not_masked(value)
     native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
     try:
         return torch.from_numpy(native if native.flags.writeable else native.copy())

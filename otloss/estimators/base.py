@@ -16,6 +16,7 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils import _safe_indexing, check_random_state
 from sklearn.utils.validation import _num_samples, check_is_fitted, validate_data
 
+from otloss._checks import check_not_masked
 from otloss._ordered_classes import check_choice
 from otloss.estimators.criterion import check_real, make_criterion
 from otloss.estimators.decode import RULES, decode
@@ -138,13 +139,14 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, **training: Any) -> None:
         """Check everything, train, and calibrate; `training` goes to `_train`."""
+        for given in (X, y):
+            check_not_masked(given)
         categories = categories_of(y) if self.categories is None else self.categories
         X, y = self._checked(X, y)
         self._check_settings()
         self._order = label_order(y, categories)
-        if self._order.doubt and (
-            self.values is not None or self.cost is not None or isinstance(self.class_weight, dict)
-        ):
+        names_labels = self.values is not None or self.cost is not None or isinstance(self.class_weight, dict)
+        if self._order.gaps_in_doubt or (self._order.doubt and names_labels):
             warnings.warn(f"{self._order.doubt}.", EncodedLabelsWarning, stacklevel=3)
         self._criterion = make_criterion(self._order, self)
         self.classes_, self.categories_ = self._order.classes, self._order.categories

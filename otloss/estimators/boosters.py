@@ -7,10 +7,8 @@ scores here.
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -226,7 +224,6 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
     The rounds after the best one then predict nothing.
     """
     rows = rows.merged()
-    _return_freed_memory()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
     if rows.is_constant():  # an error of LightGBM
         return Trees(library, None, start, settings.categorical, 0, {}, settled=True)
@@ -416,12 +413,6 @@ def _sampled(rows: int, parameters: dict[str, Any]) -> np.ndarray:
     return np.sort(random.choice(rows, most, replace=False))
 
 
-def _return_freed_memory() -> None:
-    """Return to the system what was freed, which glibc would keep beside the memory of the next phase."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def _gradients_by_blocks(rows: Part, start: np.ndarray, objective: Any) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """Return the objective of these rows block by block: copies of all scores take as much memory as their bins.
 
@@ -490,7 +481,6 @@ def _train_lightgbm(
     sample = rows[_sampled(len(rows.rows), parameters)].features()
     training = data(rows, lightgbm.Dataset(sample, **given).construct())
     del sample
-    _return_freed_memory()
     objective = lightgbm_objective(settings.positions, **settings.loss)
     metric = lightgbm_metric(settings.positions, **settings.loss)
     history: dict[str, Any] = {}

@@ -89,6 +89,10 @@ class OrdinalDecomposition(OrdinalBase):
         return tags
 
     def _binary(self) -> Any:
+        if isinstance(self.estimator, type) or not hasattr(self.estimator or LogisticRegression(), "fit"):
+            raise TypeError(
+                f"estimator is {self.estimator!r}, expected a classifier object, such as LogisticRegression()."
+            )
         if self.estimator is not None:
             return self.estimator
         default = LogisticRegression()

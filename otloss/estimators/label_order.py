@@ -34,8 +34,8 @@ _READ_AS_INDICES = (
 )
 _READ_AS_LABELS = (
     "y holds the integers {}, read as labels of categories={}. They may also be indices of the labels that occur, if "
-    "scikit-learn's Voting, Stacking, Bagging or cross_val_predict passed them and a lower category has no row. "
-    + _TO_BE_CERTAIN
+    "scikit-learn's Voting, Stacking, Bagging or cross_val_predict passed them and a lower category has no row: then "
+    "leave it out of categories. If they are labels, filter this warning. " + _TO_BE_CERTAIN
 )
 
 
@@ -60,6 +60,7 @@ class LabelOrder:
             over positions.
         is_explicit: whether the user gave the categories; else the labels imply them.
         doubt: what else the integers of `y` may be, where it matters which label is which; empty if there is no doubt.
+        gaps_in_doubt: whether the other reading has other gaps between the labels, and so another loss.
     """
 
     categories: Labels
@@ -69,6 +70,7 @@ class LabelOrder:
     columns: np.ndarray
     is_explicit: bool
     doubt: str = ""
+    gaps_in_doubt: bool = False
 
     @property
     def by_position(self) -> Labels:
@@ -109,9 +111,9 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
         return order if is_text else replace(order, doubt=_READ_AS_INDICES.format(shown(present), shown(names)))
     _check_labels(present, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
     order = _ordered(present, names, is_explicit=True)
-    return replace(
-        order, doubt=_READ_AS_LABELS.format(shown(present), shown(names)) if _may_be_indices(present, names) else ""
-    )
+    if not _may_be_indices(present, names):
+        return order
+    return replace(order, doubt=_READ_AS_LABELS.format(shown(present), shown(names)), gaps_in_doubt=0 in present)
 
 
 def _may_be_indices(present: Labels, names: Labels) -> bool:

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import check_no_transform
-from otloss._checks import check_finite, check_floating, check_not_negative
+from otloss._checks import check_finite, check_floating, check_generator, check_not_negative
 from otloss._public import public
 
 # Added to the squared norm, because the square root has no derivative at 0.
@@ -109,6 +109,7 @@ def gradient_penalty(
         16.0
     """
     check_not_negative("target", target)
+    check_generator(generator)
     check_no_transform()
     between = _between(real, fake, generator).requires_grad_()
     with torch.enable_grad():

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
+from otloss._checks import check_not_masked
 from otloss._ordered_classes import class_values
 
 
@@ -40,7 +41,10 @@ def read_weights(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarra
     """Return (n,) weights >= 0, some of them above 0; ones by default."""
     if sample_weight is None:
         return np.ones(count)
-    weight = as_array(sample_weight).astype(float)
+    weight = as_array(sample_weight)
+    if weight.dtype.kind in "US":
+        raise TypeError(f"sample_weight is {sample_weight!r}, expected numbers; estimators have class_weight=.")
+    weight = weight.astype(float)
     if weight.shape != (count,):
         raise ValueError(f"sample_weight has shape {weight.shape}, expected ({count},): one for each example.")
     bad = ~(np.isfinite(weight) & (weight >= 0))
@@ -69,4 +73,5 @@ def as_array(values: Any) -> np.ndarray:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
+    check_not_masked(values)
     return np.asarray(values)

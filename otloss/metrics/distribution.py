@@ -9,15 +9,19 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics.rank_labels import Labels, plain_labels
 
+_ROWS = (0, -2)  # the axis of rows
+
 
 class Distribution(np.ndarray):
     """Probabilities (n, K) with the classes of their columns, lowest rank first, in `labels`.
 
-    It is a numpy array. Metrics and plots read its columns by `labels`, whatever order the classes sort in. Selections
-    of rows, copies and concatenations of rows keep the labels. Any other table that comes out of an operation on it has
-    `labels` None, and metrics raise ValueError for it unless `columns=` says what its columns are. What converts it to
-    something else loses the labels without a trace: `np.asarray`, `list`, `torch.as_tensor`, an average of a list of
-    them. Metrics take the columns of plain arrays to be sorted; pass `columns="rank"` there.
+    It is a numpy array. Metrics and plots read its columns by `labels`, whatever order the classes sort in. Rows that
+    are selected by an index or `take`, copies, and concatenations of rows keep the labels. Any other table that comes
+    out of an operation on it has `labels` None, as has one that is sorted in place, and metrics raise ValueError for it
+    unless `columns=` says what its columns are. Numbers written into it are not looked at: a shuffle of its columns in
+    place keeps the labels. What converts it to something else loses them without a trace: `np.asarray`, `list`,
+    `torch.as_tensor`, an average of a list of them. Metrics take the columns of plain arrays to be sorted; pass
+    `columns="rank"` there.
 
     Args:
         table: (n, K) probabilities.
@@ -51,10 +55,11 @@ class Distribution(np.ndarray):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = _table_or_plain(super().__array_function__(function, types, args, kwargs))
-        if isinstance(result, Distribution) and function in (np.concatenate, np.vstack, np.copy, np.take):
-            rows = [args[0]] if isinstance(args[0], Distribution) else list(args[0])
+        if isinstance(result, Distribution) and function in (np.concatenate, np.vstack, np.copy):
+            first = args[0] if args else next(iter(kwargs.values()))
+            rows = [first] if isinstance(first, Distribution) else list(first)
             axis = kwargs.get("axis", args[1] if function is np.concatenate and len(args) > 1 else 0)
-            if axis == 0 or function is np.copy:
+            if axis in _ROWS or function is np.copy:
                 result.labels = _common_labels(rows, result.shape[1])
         return result
 
@@ -62,16 +67,26 @@ class Distribution(np.ndarray):
         part = _table_or_plain(super().__getitem__(key))
         if isinstance(part, Distribution) and self.ndim == 2:
             rest = key[1:] if isinstance(key, tuple) else ()
-            if all(item is Ellipsis or item == slice(None) for item in rest) and part.shape[1] == self.shape[1]:
+            if all(_is_everything(item) for item in rest) and part.shape[1] == self.shape[1]:
                 part.labels = self.labels
         return part
 
     def take(self, indices: Any, axis: Any = None, out: Any = None, mode: Any = "raise") -> Any:
         """Return a selection, with the same labels if it is one of rows."""
         part = _table_or_plain(super().take(indices, axis, out, mode))
-        if axis == 0 and isinstance(part, Distribution):
+        if axis in _ROWS and isinstance(part, Distribution):
             part.labels = self.labels
         return part
+
+    def sort(self, *args: Any, **kwargs: Any) -> None:
+        """Sort each row or column by itself, in place: its columns are no longer those of the labels."""
+        super().sort(*args, **kwargs)
+        self.labels = None
+
+    def partition(self, *args: Any, **kwargs: Any) -> None:
+        """Sort in part, likewise."""
+        super().partition(*args, **kwargs)
+        self.labels = None
 
     def copy(self, order: Any = "C") -> Distribution:
         """Return a copy with the same labels."""
@@ -98,6 +113,10 @@ class Distribution(np.ndarray):
     def __setstate__(self, state: Any) -> None:
         of_array, self.labels = state
         super().__setstate__(of_array)
+
+
+def _is_everything(item: Any) -> bool:
+    return item is Ellipsis or (isinstance(item, slice) and item == slice(None))
 
 
 def _table_or_plain(result: Any) -> Any:

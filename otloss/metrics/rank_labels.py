@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike
 from otloss.metrics.arrays import as_array, read_values
 
 _MOST_CLASSES = 10_000  # A longer range of integers is unlikely to be a range of ranks.
-_LARGEST_EXACT = 2.0**53  # Above it, floats are whole whatever was meant.
 KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings"}
 
 Labels = Shaped[np.ndarray, " classes"]
@@ -93,7 +92,8 @@ def implied_ranks(labels: Labels) -> tuple[RankOrder, str]:
     if labels.dtype.kind == "b" or not is_whole(labels).all():
         return in_order, ""
     if labels.dtype.kind == "f":
-        if not np.abs(labels).max() < _LARGEST_EXACT:
+        # From there on floats are whole whatever was meant.
+        if not np.abs(labels).max() < 2.0 ** (np.finfo(labels.dtype).nmant + 1):
             return in_order, f"the labels {shown(labels)} are too large for floats to tell integers apart"
         labels = labels.astype(np.int64)
     bits = labels.astype(np.uint64)  # Their differences are right modulo 2^64, where those of int64 may overflow.

@@ -26,6 +26,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sinkhorn": lambda **k: otloss.sinkhorn(P, Q, C, **k),
     "sinkhorn_divergence": lambda **k: otloss.sinkhorn_divergence(P, P, C[:, :4], **k),
     "solve": lambda **k: otloss.solve(P, Q, C, **k),
+    "soft_rank": lambda **k: otloss.soft_rank(P, **k),
+    "wasserstein_1d": lambda **k: otloss.wasserstein_1d(None, None, P, Q, **k),
 }
 
 
@@ -36,6 +38,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     ("sinkhorn", "blur", r"epsilon=2 \* blur\*\*2"), ("sinkhorn", "reg", "epsilon=reg"), ("Emd", "log", r"solve\("),
     ("sinkhorn_divergence", "debias", "sinkhorn_divergence are debiased"), ("emd", "numItermax", "leave it out"),
     ("solve", "reg_m", "marginal_penalty=reg_m"), ("emd", "M", "cost=M"),
+    ("soft_rank", "regularization_strength", "epsilon="), ("soft_rank", "direction", "descending=True"),
+    ("wasserstein_1d", "u_values", r"\(None, None, u_values, v_values\)"),
+    ("wasserstein_1d", "v_weights", "q=v_weights"),
 ])  # fmt: skip
 def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) -> None:
     with pytest.raises(TypeError, match=rf"^{function} has no option '{keyword}', .*{ours}"):
@@ -49,6 +54,8 @@ NAMES = {
     "wasserstein_distance": r"wasserstein_1d\(None, None, u, v\)", "EMOLoss": "otloss_llm.emo_loss",
     "NTLoss": "number_token_loss", "ContinuousRankedProbabilityScore": "losses.crps", "warmup": "did you mean warm_up",
     "linear_sum_assignment": r"otloss.match\(-cost\)", "CloudLoss": "use otloss.nn.CloudLoss", "": "",
+    "CoralLayer": "otloss.nn.CumulativeLinkHead",
+    "LogisticAT": "all_threshold", "OrderedModel": "otloss.estimators.CumulativeLinkClassifier",
 }  # fmt: skip
 
 
@@ -176,3 +183,36 @@ def test_the_cost_in_front_is_named(arguments: tuple[Any, Any, Any]) -> None:
     for function in (otloss.emd, otloss.lower_bound, otloss.upper_bound, *entropic):
         with pytest.raises(ValueError, match=r"the cost stands first, .* expected the order \(p, q, C\), as in emd\(p"):
             function(*arguments, **({"epsilon": 0.1} if function in entropic else {}))  # type: ignore[operator]
+
+
+def test_words_in_another_order_and_generators_of_another_kind_are_named() -> None:
+    with pytest.raises(AttributeError, match="did you mean wasserstein_tree"):
+        otloss.tree_wasserstein  # noqa: B018
+    for call in (
+        lambda generator: otloss.sliced_wasserstein(X, Y, generator=generator),
+        lambda generator: otloss.cloud_loss(X, Y, kind="sliced", generator=generator),
+        lambda generator: otloss.pair(X, X, generator=generator),
+        lambda generator: otloss.losses.gradient_penalty(nn.SlicedWasserstein(), X, X, generator=generator),
+    ):
+        for generator in (3, np.random.default_rng(0)):
+            with pytest.raises(TypeError, match=r"^generator is .*, expected a torch\.Generator"):
+                call(generator)
+
+
+def test_masked_entries_do_not_count_as_numbers() -> None:
+    """Conversions of numpy drop the mask."""
+    from otloss import estimators, metrics
+
+    masked, labels = np.ma.masked_greater(Y.numpy(), Y.median().item()), np.array([0, 1, 0, 1, 0])
+    for call in (
+        lambda: otloss.cloud_loss(masked, Y.numpy()),
+        lambda: otloss.emd(P, Q, [masked]),
+        lambda: metrics.ordinal_mae(labels, np.ma.masked_equal(labels, 1)),
+        lambda: estimators.OrdinalClassifier().fit(masked, labels),
+        lambda: estimators.OrdinalClassifier().fit(Y.numpy(), np.ma.masked_equal(labels, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"masked entries, expected numbers; drop them"):
+            call()
+    assert metrics.ordinal_mae(np.ma.masked_equal(labels, 7), labels) == 0
+    with pytest.raises(TypeError, match=r"sample_weight is 'balanced', expected numbers; .*class_weight="):
+        metrics.ordinal_mae(labels, labels, sample_weight="balanced")

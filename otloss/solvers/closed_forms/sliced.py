@@ -22,6 +22,7 @@ from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs.cost import recomputed
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
+from otloss.solvers.histograms import check_masses
 
 # Projected coordinates held at once; beyond, directions are taken block by block, and again in the backward pass.
 _BLOCK = 2**23
@@ -77,8 +78,10 @@ def sliced_wasserstein(
     arithmetic = torch.promote_types(dtype, torch.float32)
     directions = _directions(projections, x.shape[-1], generator).to(device=x.device, dtype=arithmetic)
     x, y = _centred(x.to(arithmetic), y.to(arithmetic))
-    a = (x.new_full((x.shape[-2],), 1 / x.shape[-2]) if a is None else a).unsqueeze(-2)  # (..., 1, n)
-    b = (y.new_full((y.shape[-2],), 1 / y.shape[-2]) if b is None else b).unsqueeze(-2)
+    a = x.new_full((x.shape[-2],), 1 / x.shape[-2]) if a is None else a
+    b = y.new_full((y.shape[-2],), 1 / y.shape[-2]) if b is None else b
+    check_masses(a, b, ("a", "b"))
+    a, b = a.unsqueeze(-2), b.unsqueeze(-2)  # (..., 1, n)
     problems = torch.broadcast_shapes(*(t.shape[:-2] for t in (x, y, a, b))).numel()
     blocks = directions.split(max(1, _BLOCK // max(1, problems * (x.shape[-2] + y.shape[-2]))))
     inputs, count = (x, y, a, b, order), directions.shape[0]

@@ -90,7 +90,8 @@ def soft_sort(
             range, but at most 3 (n - 1) / (n - 1 - 2 t) times the range without the t = floor(n / 10) entries at each
             end, where that is not 0: about 3.75 times the distance from the 10th to the 90th percentile. Uniform and
             normal rows have less, so it is the range there, as it is for n below 10; elsewhere outliers do not decide
-            it, as long as they are at most a tenth of the row at each end.
+            it, as long as they are at most a tenth of the row at each end. Beyond that, and for n below 10, one far
+            entry makes the others nearly equal: clamp x to what counts as far.
             "entropy" (default 0.01): entries about sqrt(epsilon / 2) of the width apart mix; much less than that yields
             the sorted entries and derivatives that are nearly those of a permutation. The sums over S are right to
             1e-11, or 1e-15 / epsilon where that is more.

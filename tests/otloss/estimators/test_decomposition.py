@@ -97,6 +97,8 @@ def test_a_pipeline_gets_weights_by_metadata_routing() -> None:
 
 test_errors_name_the_estimator = raising(
     (OrdinalDecomposition(RidgeClassifier()), None, TypeError, "estimator is a RidgeClassifier without predict_proba"),
+    (OrdinalDecomposition("logistic"), None, TypeError, "estimator is 'logistic', expected a classifier object, such"),
+    (OrdinalDecomposition(RidgeClassifier), None, TypeError, "expected a classifier object, such"),
     (OrdinalDecomposition(KNeighborsClassifier()), y + 1, "fit of KNeighborsClassifier takes none"),
     (OrdinalDecomposition(decode="cost"), None, "decode is 'cost', expected one of"),
     call=lambda model, weight: model.fit(X, y, sample_weight=weight),

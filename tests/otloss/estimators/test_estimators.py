@@ -194,11 +194,17 @@ def test_a_distribution_is_read_by_its_labels(index: int) -> None:
         metrics.ranked_probability_score(Y, proba)
     folds = [distribution[:40], distribution[40:]]
     for kept in (distribution[RANK > 0], copy.deepcopy(distribution), pickle.loads(pickle.dumps(distribution)),
-                 np.concatenate(folds), np.vstack(folds), distribution[:50, :], np.take(distribution, [1, 2], 0),
+                 np.concatenate(folds), np.vstack(tup=folds), distribution[:50, :], np.take(distribution, [1, 2], -2),
                  resample(distribution, random_state=0), *train_test_split(distribution, random_state=0)):  # fmt: skip
         assert kept.labels.tolist() == NAMES
     mixed = metrics.Distribution(np.asarray(distribution), labels=NAMES[::-1])
-    for lost in (distribution[:, ::-1], distribution * 1, np.vstack([distribution, mixed]), np.flip(distribution, 1)):
+    turned = np.broadcast_to([[2, 1, 0]], distribution.shape)
+    in_place = distribution.copy()
+    in_place.sort(0)
+    assert in_place.labels is None
+    for lost in (distribution[:, ::-1], distribution * 1, np.vstack([distribution, mixed]), np.flip(distribution, 1),
+                 np.sort(distribution), np.partition(distribution, 1), np.take(distribution, [2, 1, 0], 1),
+                 np.take_along_axis(distribution, turned, 1), distribution[np.ix_([0, 1], [2, 1, 0])]):  # fmt: skip
         with pytest.raises(ValueError, match='pass columns="rank"'):
             metrics.ranked_probability_score(Y[: len(lost)], lost, labels=NAMES)
     with pytest.raises(ValueError, match="ordered categories"):
@@ -441,4 +447,10 @@ def test_integers_of_two_readings_are_named_where_it_matters(categories: Any, y:
     values = np.arange(len(categories)) ** 2.0
     with pytest.warns(EncodedLabelsWarning, match="to be certain of values, cost and class_weight"):
         OrdinalClassifier(categories=categories, values=values).fit(X, y)
-    OrdinalClassifier(categories=categories).fit(X, y)
+    if 5 not in categories:
+        OrdinalClassifier(categories=categories).fit(X, y)
+        return
+    with pytest.warns(EncodedLabelsWarning, match="a lower category has no row"):
+        OrdinalClassifier(categories=categories).fit(X, y)
+    with pytest.warns(EncodedLabelsWarning, match="a lower category has no row"):
+        VotingClassifier([("ours", OrdinalClassifier(categories=categories))]).fit(X, np.add(y, np.greater(y, 2)))

@@ -288,6 +288,14 @@ def test_the_order_that_a_model_was_told_is_the_default() -> None:
             assert by_default == ordered != other
 
 
+def test_labels_of_floats_are_whole_numbers_as_far_as_their_dtype_tells_them_apart() -> None:
+    for dtype, largest in ((np.float16, 2048), (np.float32, 2.0**24)):
+        near, far = np.array([0, 3, largest - 1], dtype), np.array([0, 3, largest], dtype)
+        assert metrics.ordinal_mae(near, near[::-1]) == pytest.approx(2 * (largest - 1) / 3)
+        with pytest.raises(ValueError, match="too large for floats to tell integers apart"):
+            metrics.ordinal_mae(far, far[::-1])
+
+
 def test_whole_numbers_that_only_the_fold_has_extend_the_range() -> None:
     X, y = data()
     ranks = np.array([2, 3, 7])[np.searchsorted(sorted(GRADES), y)]

@@ -224,6 +224,8 @@ test_bad_input = raising(
     ),
     (wasserstein_tree, (third, third, torch.tensor([0, 0, 0]), -ones), {}, r"length\[0\] is -1.0"),
     (sliced_wasserstein, (square, square), {"projections": torch.zeros(2, 2)}, r"projections\[0\] is zero"),
+    (sliced_wasserstein, (square, square, torch.ones(4), 2 * torch.ones(4)), {}, "^a and b hold different masses: 4"),
+    (sliced_wasserstein, (square, square, -torch.ones(4)), {}, "^a holds -1.0 in bin 0, "),
     call=lambda function, arguments, options: function(*arguments, **options),
 )
 
