@@ -95,12 +95,11 @@ def run_command(module: str, given: str) -> None:
 KERNELS = """
 import sys, warnings, torch, otloss, otloss_llm
 from numba.core.dispatcher import Dispatcher
-from otloss._numba.cache import KernelCache
 warnings.simplefilter("ignore")
 def compiled():
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("otloss")]
     kernels = {one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
-    return {(k.py_func.__name__, str(s)) for k in kernels if isinstance(k._cache, KernelCache) for s in k.overloads}
+    return {(k.py_func.__name__, str(s)) for k in kernels if k._cache.__class__.__name__ == "KernelCache" for s in k.overloads}
 torch.set_num_threads(1)
 otloss.warm_up()
 otloss_llm.warm_up()
