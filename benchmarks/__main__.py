@@ -1,10 +1,11 @@
 """`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters,
 single_problems, gradients, boosting, first_calls, or all.
 
-hard_clouds (with options of its own), ordinal and ordinal_loss (with packages of the extra "peers"), mathematics,
-number_regression, objectives, place_values, ratings and scaling_clouds run only by name: objectives, ordinal and
-mathematics train for an hour and more, and `objectives --scale large` trains models of 10 and 30 million parameters,
-for half an hour of an H100. `python -m benchmarks paper --list` names the experiments, each with its time.
+hard_clouds (with options of its own), many_problems (with the extra "dask"), ordinal and ordinal_loss (with packages of
+the extra "peers"), mathematics, number_regression, objectives, place_values, ratings and scaling_clouds run only by
+name: objectives, ordinal and mathematics train for an hour and more, and `objectives --scale large` trains models of 10
+and 30 million parameters, for half an hour of an H100. `python -m benchmarks paper --list` names the experiments, each
+with its time.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ BENCHMARKS = (
     "boosting", "first_calls",
 )  # fmt: skip
 BY_NAME = (
-    "hard_clouds", "ordinal", "ordinal_loss", "mathematics", "number_regression", "objectives", "place_values",
-    "ratings", "scaling_clouds",
+    "hard_clouds", "many_problems", "ordinal", "ordinal_loss", "mathematics", "number_regression", "objectives",
+    "place_values", "ratings", "scaling_clouds",
 )  # fmt: skip
 
 

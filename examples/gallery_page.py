@@ -28,7 +28,6 @@ USES = {
         "a number is predicted with its uncertainty, and judged by its absolute error",
         "HL-Gauss",
     ),
-    "many_problems": ("there are more problems than one process solves in time", "POT in the same engine, a loop"),
     "number_tokens": ("a language model answers with numbers, and has few rows to learn from", "likelihood"),
     "registration": ("two scans of a shape overlap in part, or have outliers", "ICP, balanced transport and GeomLoss"),
     "sequences": ("sentences are compared that say the same in other words", "the overlap of n-grams"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._numba.background import compiling_here
+from otloss._numba.background import compiling_here, start_python
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.losses import document_distance, ordinal_loss
@@ -104,18 +102,12 @@ def _other_processes(tasks: list[str], count: int) -> Iterator[None]:
     A process waits for a kernel that another one compiles, so none is compiled twice. This process runs all tasks as
     well, so that it has the last word: nothing depends on the others.
     """
-    paths = os.pathsep.join(filter(None, sys.path))  # the same package
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     processes = []
     for k in range(count):
         first = (k + 1) * len(tasks) // (count + 1)
         order = [*tasks[first:], *reversed(tasks[:first])]
-        command = [sys.executable, "-c", f"from otloss._warm_up import run_task\nfor task in {order}: run_task(task)"]
-        processes.append(
-            subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-            )
-        )
+        code = f"from otloss._warm_up import run_task\nfor task in {order}: run_task(task)"
+        processes.append(start_python("-c", code))
     try:
         yield
     finally:

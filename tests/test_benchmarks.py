@@ -79,7 +79,8 @@ def test_without_data_the_tracked_results_do_not_change(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "most", "cases"), [
-    ("barycenters", 1e-4, ""), ("scaling_clouds", 1e-9, "exact"), ("solvers", 2e-3, ("exact", "entropic", "line")),
+    ("barycenters", 1e-4, ""), ("many_problems", 1e-9, ""), ("scaling_clouds", 1e-9, "exact"),
+    ("solvers", 2e-3, ("exact", "entropic", "line")),
 ])  # fmt: skip
 def test_contestants_agree(name: str, most: float, cases: str | tuple[str, ...], tmp_path: Path) -> None:
     kept = [row for row in run(name, tmp_path) if row["case"].startswith(cases)]

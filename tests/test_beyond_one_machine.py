@@ -139,7 +139,7 @@ def test_the_estimator_names_the_call_for_a_cluster() -> None:
 def test_the_nearest_documents_of_partitions_are_those_of_the_corpus(client: Any) -> None:
     from scipy.sparse import vstack
 
-    found, _ = many_problems.search(client, 60, 20)
+    found = many_problems.search(client, 60, 20)
     queries, vectors = many_problems.queries()
     corpus = vstack([many_problems.draw_documents(20, first) for first in (0, 20, 40)])
     expected = document_search(queries, corpus, vectors, k=many_problems.NEAREST)
@@ -153,6 +153,21 @@ def test_the_blocks_of_the_page_run_in_order(client: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(client, "close", lambda: None)
     with warnings.catch_warnings(action="ignore"):  # of the libraries
         run_page(ROOT / "docs" / ON_A_CLUSTER)
+
+
+@pytest.mark.parametrize("engine", many_problems.ENGINES)
+@pytest.mark.filterwarnings("ignore")  # of the engines
+def test_other_engines_return_the_values_of_one_call(engine: str) -> None:
+    pytest.importorskip(engine)
+    pairs = many_problems.draw_pairs(20, 0)
+    found = many_problems.ENGINES[engine](many_problems.grid_distances, np.array_split(pairs, 2))
+    np.testing.assert_array_equal(np.concatenate(found), many_problems.grid_distances(pairs))
+
+
+def test_the_example_prints_values_of_one_call(client: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_problems, "ENGINES", {})
+    many_problems.run(client, 40, 20, 10)
+    assert capsys.readouterr().out.count("dask: 0 from one call at most") == 2
 
 
 def solve(seed: int) -> np.ndarray:

@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import BaseFileLock, FileLock, Timeout
 
 Kernels = tuple[tuple[Any, tuple[Any, ...]], ...]  # with their signatures
 
@@ -112,7 +110,10 @@ def _is_ready(kernel: Any, signature: tuple[Any, ...]) -> bool:
 
 
 def _is_compiling(missing: Kernels) -> bool:
-    """Whether another process compiles; one is started if no process compiles in this folder."""
+    """Whether another process compiles; one is started, unless one of this process still compiles other kernels.
+
+    Several programs may start one each. The cache lets one of these compile a kernel, and the others wait for it.
+    """
     from otloss._numba.cache import LONGEST
     from otloss._numba.notices import announce
 
@@ -123,35 +124,31 @@ def _is_compiling(missing: Kernels) -> bool:
     if time.monotonic() > compilation.since + LONGEST:
         return False  # it has failed
     if compilation.process is None:
-        lock = FileLock(Path(missing[0][0].stats.cache_path, "compiling.lock"), thread_local=False)
-        try:
-            lock.acquire(timeout=0)
-            compilation.process = _start(missing)
-        except Timeout:
+        if any(other.process is not None and other.process.poll() is None for other in _compilations.values()):
             return True
-        except (OSError, NotImplementedError):  # no locks on this file system, or no process
-            lock.release()
+        try:
+            compilation.process = _start(missing)
+        except OSError:  # no process
             return False
-        threading.Thread(target=_release_after, args=(compilation.process, lock), daemon=True).start()
     return compilation.process.poll() is None
-
-
-def _release_after(process: subprocess.Popen[bytes], lock: BaseFileLock) -> None:
-    process.wait()
-    lock.release()
 
 
 def _start(missing: Kernels) -> subprocess.Popen[bytes]:
     jobs = [(kernel.py_func.__module__, kernel.py_func.__name__, signature) for kernel, signature in missing]
-    path = os.pathsep.join(filter(None, sys.path))  # the same package
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    process = start_python("-m", __name__, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write(pickle.dumps(jobs))
     return process
+
+
+def start_python(*arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Start a process that compiles: the same Python and packages, one thread, and nothing is printed."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
 
 
 def _compile_all() -> None:

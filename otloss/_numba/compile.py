@@ -56,11 +56,10 @@ _EXP64 = _Exp(
 _LOG_SERIES = tuple(1 / k for k in range(19, 1, -2))
 
 
-def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
+def compiled(**options: Any) -> Callable[[Any], Any]:
     """`numba.njit` with the options of this library: compiled at the first call for each dtype, and kept on disk.
 
-    `seconds` is about how long compilation takes on one core, for the log line that announces it. Floating-point sums
-    are reordered only where `fastmath=` asks for it. NaN and infinity always keep their meaning.
+    Floating-point sums are reordered only where `fastmath=` asks for it. NaN and infinity always keep their meaning.
     """
     chosen: dict[str, Any] = {
         "fastmath": {"contract", "nsz"}, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True,
@@ -68,7 +67,6 @@ def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
     }  # fmt: skip
 
     def decorate(function: Any) -> Any:
-        function.seconds = seconds
         kernel = njit(**chosen)(function)
         # Without a folder to keep it in (a read-only installation without a home) each process compiles for itself.
         with suppress(RuntimeError, OSError):

@@ -111,10 +111,9 @@ def announce(compilations: Sequence[tuple[Any, Any]], *, elsewhere: bool = False
         "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"
     )  # fmt: skip
     names = " and ".join(_name(kernel) + _dtype(arguments) + _purpose(kernel) for kernel, arguments in compilations)
-    seconds = " and ".join(f"{getattr(kernel.py_func, 'seconds', 1)} s" for kernel, _ in compilations)
-    plural, takes = ("", "takes") if len(compilations) == 1 else ("s", "take")
-    place = " in another process, without which calls are slower until then" if elsewhere else ""
-    _log.warning("compiling the CPU kernel%s %s%s: %s about %s, once; %s", plural, names, place, takes, seconds, kept)
+    plural = "s" if len(compilations) > 1 else ""
+    place = " in another process (calls are slower until then)" if elsewhere else ""
+    _log.warning("compiling the CPU kernel%s %s%s, which takes some seconds, once; %s", plural, names, place, kept)
 
 
 def _purpose(kernel: Any) -> str:

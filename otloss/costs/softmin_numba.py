@@ -253,7 +253,7 @@ def _add_pulls(
         pulls[k] = pulls[k] * factor + pull
 
 
-@compiled(seconds=3)
+@compiled()
 def points_rows(counter: Any, problems: Any, a: Any, span: int, metric: int, answers: Any) -> None:
     """As `matrix_softmin`, for the distances between points, by tasks of `span` rows.
 

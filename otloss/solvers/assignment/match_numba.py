@@ -84,7 +84,7 @@ def allocate_results(pairs: int) -> tuple[np.ndarray, np.ndarray]:
     return np.full(pairs, NONE), np.full(pairs, NONE)
 
 
-@compiled(seconds=3)
+@compiled()
 def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: Any) -> int:
     """Write the pairs of each problem to `rows` and `columns`, in the order of rows.
 

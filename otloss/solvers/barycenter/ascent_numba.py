@@ -265,7 +265,7 @@ def solve_stage(
         is_careful = False
 
 
-@compiled(seconds=8)
+@compiled()
 def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
     """Solve problem k = (p[k], weights[k]) from potentials of zeros.
 

@@ -895,7 +895,7 @@ def solve_problem(
     return error, steps
 
 
-@compiled(seconds=8)
+@compiled()
 def newton_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
     """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; write the potentials to f[k] and g[k].
 

@@ -516,7 +516,7 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
     outcome[ERROR], outcome[ITERATIONS] = error, iterations
 
 
-@compiled(seconds=4)
+@compiled()
 def sinkhorn_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]) from g[k], which holds zeros unless limits say warm.
 

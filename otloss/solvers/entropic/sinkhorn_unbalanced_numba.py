@@ -421,7 +421,7 @@ def _write_uncertainty(
     outcome[LEAST_EIGENVALUE] = least
 
 
-@compiled(seconds=4)
+@compiled()
 def unbalanced_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """As `sinkhorn_problems`, with the marginal penalties (B, 2), rho_p and rho_q, of which one may be infinite.
 

@@ -231,7 +231,7 @@ def _assign(counter: Any, cost: Any, g: Any, whole: Any, real: Any, n: int) -> i
     return NONE if has_failed else steps
 
 
-@compiled(seconds=3)
+@compiled()
 def assign_problems(counter: Any, start: Any, problems: Any, results: Any, memory: Any) -> None:
     """Fill the results (see `simplex_numba`) of problems of one mass per bin, from potentials start[k] (n) or (0).
 

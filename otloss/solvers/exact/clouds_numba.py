@@ -107,7 +107,7 @@ def allocate_near_cells(n: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.empty((n, count), np.int64), np.empty((n, count))
 
 
-@compiled(seconds=3)
+@compiled()
 def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, columns: Any, prices: Any) -> None:
     """Write for each point of x the K columns (n, K) of the smallest C - g, out of those with C - g below `above` (n,).
 
@@ -225,7 +225,7 @@ def _link_children(tree: Any, leaves_first: Any, count: int) -> None:
         _attach(tree, v, tree[LINKED.parent, v])
 
 
-@compiled(seconds=2)
+@compiled()
 def first_tree(
     x: Any, y: Any, p: Any, q: Any, g: Any, metric: int, rows: Any, columns: Any
 ) -> tuple[int, Any, Any, Any, Any]:  # fmt: skip
@@ -348,7 +348,7 @@ def _pivot(
     _shift_potentials(tree, potential, node, root, reduced if behind_row else -reduced, n)
 
 
-@compiled(seconds=3)
+@compiled()
 def search_cells(
     counter: Any, rows: Any, columns: Any, costs: Any, tree: Any, flow: Any, cost: Any, potential: Any, n: int,
     root: int, max_pivots: int,

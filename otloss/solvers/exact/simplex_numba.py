@@ -358,7 +358,7 @@ def solve_one(counter: Any, p: Any, q: Any, matrix: Any, max_pivots: int, result
         _finish(counter, matrix, cost, n, m, max_pivots, result, memory)
 
 
-@compiled(seconds=4)
+@compiled()
 def solve_problems(counter: Any, problems: Any, max_pivots: int, results: Any, memory: Any) -> None:
     """Fill the results of the problems (see the module) in at most `max_pivots` pivots each."""
     p, q, matrices, owners = problems
@@ -371,7 +371,7 @@ def solve_problems(counter: Any, problems: Any, max_pivots: int, results: Any, m
         solve_one(counter, p[k], q[k], matrices[owners[k]], max_pivots, result, memory)
 
 
-@compiled(seconds=4)
+@compiled()
 def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int, results: Any, memory: Any) -> None:
     """Do the same from potentials `start` (B, m) of q's bins. It is a kernel of its own, since few calls need it."""
     p, q, matrices, owners = problems

@@ -214,7 +214,7 @@ def _descend(
     return _energy(features, fixed, P, T, n, m, alpha), converged
 
 
-@compiled(seconds=6)
+@compiled()
 def descend_problems(
     counter: Any, problems: Any, alpha: float, max_iterations: int, tolerance: float, plans: Any, values: Any,
     converged: Any, work: Any,

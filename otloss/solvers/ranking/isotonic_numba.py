@@ -72,7 +72,7 @@ def _gather(x: Any, order: Any, falling: Any, trim: int, share: float) -> tuple[
     return spread, 0, 1.0
 
 
-@compiled(seconds=2)
+@compiled()
 def project_rows(
     counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, trim: int,
     share: float, projection: Any, blocks: Any, memory: Any,
@@ -106,7 +106,7 @@ def project_rows(
                 projection[row, i if sorts else order[row, n - 1 - i]] = y[i] + (z[i] - mean[i]) / epsilon
 
 
-@compiled(seconds=2)
+@compiled()
 def project_backward(
     counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, trim: int,
     share: float, upstream: Any, blocks: Any, gradient: Any, memory: Any,

@@ -187,12 +187,12 @@ def test_a_copy_of_the_sources_reads_what_is_kept(folder: Path, compilations: Ca
 
 def test_time_of_compilation_is_not_time_of_the_call(caplog: Any, monkeypatch: Any, folder: Path) -> None:
     """Of 26 s of a call 15 go to a kernel, which another thread compiles while the main thread looks at it."""
-    compilation = trigger_event("numba:compile", data={"dispatcher": compiled(seconds=15)(doubled), "args": ()})
+    compilation = trigger_event("numba:compile", data={"dispatcher": compiled()(doubled), "args": ()})
     begin, end = compilation.__enter__, lambda: compilation.__exit__(None, None, None)
     monkeypatch.setattr(doubled, "__module__", "otloss.tests")
     seconds = [0.0, 1.0, 16.0, 20.0, 26.0]
     announced, told = lines_at(caplog, monkeypatch, seconds, begin, 1.0, end, 1.0, 0.1)
-    assert "takes about 15 s, once; kept in" in announced
+    assert "takes some seconds, once; kept in" in announced
     assert told.startswith("solves_slowly runs for 11 s: iterations, error 0.1")
 
 
@@ -201,7 +201,7 @@ def test_kernels_that_are_compiled_together_have_one_line(caplog: Any, monkeypat
         monkeypatch.setattr(function, "__module__", "otloss.tests")
     numbers = np.full(3, 1.5, np.float32)
     for has_file in (False, True):
-        kernels = compiled(seconds=3)(doubled), compiled(seconds=4)(tripled)
+        kernels = compiled()(doubled), compiled()(tripled)
         for _ in range(2):
             compile_together(*((kernel, (numbers,)) for kernel in kernels))
         assert [kernel(numbers) for kernel in kernels] == [12.0, 18.0]
@@ -210,7 +210,7 @@ def test_kernels_that_are_compiled_together_have_one_line(caplog: Any, monkeypat
     assert line.startswith(
         "compiling the CPU kernels otloss.tests.doubled for float32 and otloss.tests.tripled for float32"
     )
-    assert ": take about 3 s and 4 s, once; kept in" in line
+    assert "takes some seconds, once; kept in" in line
 
 
 # The simplex takes over where paths grow long: in a loop over problems of one shape that may be any step.
