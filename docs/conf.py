@@ -1,7 +1,8 @@
 """Configuration of the site, for Sphinx: `make docs`.
 
 The pages are Markdown, read by MyST; the reference is made of the docstrings, a page for each public name. Nothing is
-read from a network, neither here nor by the pages. Formulas of pages become MathML, formulas of docstrings are plain text.
+read from a network, neither here nor by the pages. Formulas of pages become MathML, and formulas of docstrings are
+plain text.
 """
 
 from __future__ import annotations

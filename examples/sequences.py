@@ -10,9 +10,9 @@ Without them: sentences of the docstrings of SciPy and scikit-learn, vectors of 
 Result: the distance correlates with the corruption by .95 or more. For replacements by similar words, the overlap of
 n-grams has .08 at most. With n = 1 the order of words does not count.
 
-The correlation is Spearman's: .96, .96, .95 for n = 1, 2, 3 and words at random (overlap .99, .95, .90), and .95 for similar words;
-14 microseconds a pair. Logits trained on n-grams alone write another order; with an order_weight they write the
-sentence.
+The correlation is Spearman's: .96, .96, .95 for n = 1, 2, 3 and words at random (overlap .99, .95, .90), and .95 for
+similar words. A pair takes 14 microseconds. Logits trained on n-grams alone write another order. With an order_weight
+they write the sentence.
 
     python examples/sequences.py --data FOLDER     # with text/warandpeace.txt and words/glove_twitter_25d.npz
 """
