@@ -78,6 +78,7 @@ html_show_sphinx = False
 html_theme_options = {
     "header_links_before_dropdown": 6,
     "navigation_depth": 2,
+    "show_toc_level": 2,
     "show_prev_next": False,
     "secondary_sidebar_items": ["page-toc"],
     "article_header_end": [],

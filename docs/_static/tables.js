@@ -10,7 +10,7 @@ for (const table of document.querySelectorAll(".bd-article table.table")) {
     const headings = [...table.querySelectorAll("thead th")].map((heading) => heading.textContent.trim());
     for (const row of table.querySelectorAll("tbody tr")) {
         [...row.cells].forEach((cell, place) => {
-            cell.dataset.heading = headings[place] || "";
+            cell.dataset.heading = (headings.length > 2 && headings[place]) || "";
             cell.classList.toggle("empty", !cell.textContent.trim() && !cell.querySelector("img"));
         });
     }
