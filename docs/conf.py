@@ -1,11 +1,13 @@
 """Configuration of the site, for Sphinx: `make docs`.
 
 The pages are Markdown, read by MyST; the reference is made of the docstrings, a page for each public name. Nothing is
-read from a network, neither here nor by the pages. Formulas of pages become MathML, those of docstrings are plain text.
+read from a network, neither here nor by the pages. Formulas of pages become MathML, and formulas of docstrings are
+plain text.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 import zlib
@@ -16,6 +18,7 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 ROOT = Path(__file__).resolve().parents[1]
+logging.getLogger("otloss").setLevel("WARNING")  # tutorials print no lines about compilation
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "otloss/__init__.py").read_text("utf-8"))
 
 project = "otloss"
@@ -75,6 +78,7 @@ html_show_sphinx = False
 html_theme_options = {
     "header_links_before_dropdown": 6,
     "navigation_depth": 2,
+    "show_toc_level": 2,
     "show_prev_next": False,
     "secondary_sidebar_items": ["page-toc"],
     "article_header_end": [],
@@ -190,13 +194,24 @@ def process_docstring(app: Any, what: str, name: str, obj: Any, options: Any, li
 # ---- formulas: MathML, which browsers draw without a script and without a font from a network ------------------------
 
 
+FUNCTION = re.compile(r"<mo>&ApplyFunction;</mo>(?!\s*<mo|\s*<mrow>\s*<mo>\()")
+BEFORE_LOG = re.compile(r"(</(?:mi|msub|msup)>)(\s*<mi>log</mi>)")
+SPACE = '<mspace width="0.17em"></mspace>'
+
+
+def mathml(node: Any, as_block: bool = False) -> str:
+    """Return a formula with the spaces around log that browsers leave out."""
+    text = tex2mathml(node.astext(), as_block=as_block)
+    return BEFORE_LOG.sub(rf"\1{SPACE}\2", FUNCTION.sub(SPACE, text))
+
+
 def inline_formula(self: Any, node: Any) -> None:
-    self.body.append(tex2mathml(node.astext()))
+    self.body.append(mathml(node))
     raise nodes.SkipNode
 
 
 def formula(self: Any, node: Any) -> None:
-    self.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>\n')
+    self.body.append(f'<div class="formula">{mathml(node, as_block=True)}</div>\n')
     raise nodes.SkipNode
 
 

@@ -1,4 +1,4 @@
-"""Attention by transport: slots that compete for digits learn to sort them, those of softmax attention do not.
+"""Attention by transport: slots that compete for digits learn to sort them, slots of softmax attention do not.
 
 Softmax attention normalises over the keys, for each query alone: nothing prevents that two slots take the same image.
 Sinkhorn attention is the plan of entropic transport, so that each image is used up by the slots:
@@ -11,8 +11,8 @@ squared error of the attended labels alone, so the network learns to read digits
 
 Data: scikit-learn's 8 x 8 digits, 1,200 for training; sets of six are drawn from the others for the test.
 
-Result (5 seeds, 400 steps): 76 % of the slots hold the right digit by Sinkhorn attention, 49 % by softmax attention;
-training takes four times as long.
+Result (5 seeds, 400 steps): 76 % of the slots hold the right digit with Sinkhorn attention, and 49 % with softmax
+attention. Training takes four times as long.
 
 Deviations are 1 %. Whole sets are sorted in 36 % and 0.5 % of the cases.
 

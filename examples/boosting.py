@@ -10,7 +10,7 @@ Data: 3,337 players of StarCraft II in seven leagues by eighteen measures of how
 form of M. Gagolewski's ordinal sets); without it scikit-learn's diabetes in five grades.
 
 Result (ten splits, a quarter of the rows for the test): the median halves the errors of three grades and more (XGBoost:
-from 1.8 % to 0.9 %); a transport loss gains nothing more.
+from 1.8 % to 0.9 %). A transport loss gains nothing more.
 
 In LightGBM they fall from 2.0 % to 1.1 % with cross-entropy. The ranked probability score with the median leaves 1.1 %
 in XGBoost and 1.2 % in LightGBM.

@@ -8,8 +8,8 @@ Data: the 8 x 8 digits of scikit-learn, pixels from 0 to 1, 1,200 for training. 
 digits and 512 held-out ones, which critics score too; two samples of the data are 1.39 apart. Time is that of the
 processor, for training alone. "Told apart" is the share of digits whose nearest neighbour is of their own kind.
 
-Result (3 seeds, 500 steps): exact W1 is 1.44 by transport in 2.1 s, 1.64 at best by a gradient penalty in 6.0 s.
-Transport blurs the digits.
+Result (3 seeds, 500 steps): exact W1 is 1.44 by transport after 2.1 s, and at best 1.64 by a gradient penalty after
+6.0 s. Transport blurs the digits.
 
 The penalty ends at 1.84. No critic's estimate is near W1 (0.2 to 0.5). Transport between minibatches averages: its
 digits are told apart from data in 84 % of the cases, those of the penalty in 94 %.

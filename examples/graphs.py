@@ -6,7 +6,8 @@ closed form, `wasserstein_tree`, which is an upper bound.
 
 Data: the 77 characters of Les Misérables, from networkx. The peer is a loop over the pairs with POT.
 
-Result: all pairs in one call take 4 to 5 µs a pair, POT in a loop 150; tree distances correlate with them by 0.86.
+Result: one call for all pairs takes 4 to 5 µs a pair, and POT in a loop takes 150. Tree distances correlate with them
+by 0.86.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Its control has the values shuffled: the same distances, between the wrong numbe
 number, or the median of the distribution over numbers (`number_distributions`), which is the better answer if an error
 costs its size, with any training.
 
-Result (3 seeds, 400 steps): the mean absolute error of the most probable number is 5.4 with the number loss, 11.7
-without; with 8,000 rows the gain is gone.
+Result (3 seeds, 400 steps): the mean absolute error of the most probable number is 5.4 with the number loss, and
+11.7 without it. With 8,000 rows the gain is gone.
 
 With shuffled values it is 19.6. By the median the three are 5.0, 9.7 and 17.2; noise alone has 4.0. Likelihood has not
 ended learning there; the gain is gone with 8,000 rows and 1,200 steps.

@@ -7,12 +7,12 @@ minus F1, as in BLEU and ROUGE. Then the words are shuffled; and logits are trai
 
 Data: 400 sentences of 8 to 12 words from War and Peace, GloVe vectors in 25 dimensions (Pennington et al., 2014).
 Without them: sentences of the docstrings of SciPy and scikit-learn, vectors of the words' co-occurrences.
-Result: the correlation with the corruption is .95 or more; for replacements by similar words overlap has .08 at most. n
-= 1 ignores the order.
+Result: the distance correlates with the corruption by .95 or more. For replacements by similar words, the overlap of
+n-grams has .08 at most. With n = 1 the order of words does not count.
 
-It is Spearman's: .96, .96, .95 for n = 1, 2, 3 and words at random (overlap .99, .95, .90), and .95 for similar words;
-14 microseconds a pair. Logits trained on n-grams alone write another order; with an order_weight they write the
-sentence.
+The correlation is Spearman's: .96, .96, .95 for n = 1, 2, 3 and words at random (overlap .99, .95, .90), and .95 for
+similar words. A pair takes 14 microseconds. Logits trained on n-grams alone write another order. With an order_weight
+they write the sentence.
 
     python examples/sequences.py --data FOLDER     # with text/warandpeace.txt and words/glove_twitter_25d.npz
 """

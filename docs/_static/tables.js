@@ -1,8 +1,8 @@
-// A table that is wider than its column shows each row as a block, with the heading of a column before each cell.
+// A table that is wider than its column, or on a phone, shows each row as a block, with the headings before the cells.
 function stackWideTables() {
     for (const table of document.querySelectorAll(".bd-article table.table")) {
         table.classList.remove("stacked");
-        if (table.scrollWidth > table.clientWidth + 1) table.classList.add("stacked");
+        if (window.innerWidth < 600 || table.scrollWidth > table.clientWidth + 1) table.classList.add("stacked");
     }
 }
 
@@ -10,7 +10,7 @@ for (const table of document.querySelectorAll(".bd-article table.table")) {
     const headings = [...table.querySelectorAll("thead th")].map((heading) => heading.textContent.trim());
     for (const row of table.querySelectorAll("tbody tr")) {
         [...row.cells].forEach((cell, place) => {
-            cell.dataset.heading = headings[place] || "";
+            cell.dataset.heading = (headings.length > 2 && headings[place]) || "";
             cell.classList.toggle("empty", !cell.textContent.trim() && !cell.querySelector("img"));
         });
     }
@@ -20,3 +20,10 @@ document.fonts.ready.then(stackWideTables);
 window.addEventListener("resize", stackWideTables);
 // A table in a closed part of the page has no width yet.
 for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", stackWideTables);
+
+// A click on a picture that is shown smaller than it is opens it alone.
+for (const picture of document.querySelectorAll(".bd-article img")) {
+    if (picture.closest("a, .sd-card")) continue;
+    picture.classList.add("opens");
+    picture.addEventListener("click", () => window.open(picture.src));
+}

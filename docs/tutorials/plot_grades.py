@@ -66,9 +66,9 @@ for axis, (name, answer) in zip(axes, predicted.items(), strict=True):
     axis.set_title(name)
 
 # %%
-# A forecast is a distribution over the stages. The area between its cumulative curve and that of the truth is the earth
-# mover's distance, which the loss makes small. The curve of many patients says whether forecasts can be trusted: on the
-# diagonal, what was forecast with 70 % comes true in 70 % of the cases.
+# A forecast is a distribution over the stages. The area between its cumulative curve and the curve of the truth is the
+# earth mover's distance, which the loss makes small. The curve of many patients says whether forecasts can be trusted:
+# on the diagonal, what was forecast with 70 % comes true in 70 % of the cases.
 
 forecast = search.best_estimator_.fit(X[:250], y[:250]).predict_proba(X[250:])
 truth = y[250:]

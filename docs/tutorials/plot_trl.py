@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from otloss_llm import ObjectiveMixin
 from otloss_llm.data import train_bpe_tokenizer
 
-warnings.filterwarnings("ignore")  # of the libraries among themselves
+warnings.filterwarnings("ignore")  # the libraries warn about each other
 disable_progress_bars()
 logging.disable_progress_bar()
 logging.set_verbosity_error()
