@@ -25,7 +25,7 @@ from benchmarks.measure import FOLDER, Settings, heading, keep, say
 sys.path.append(str(FOLDER.parent / "examples"))
 from many_problems import BINS, COST, draw_array, draw_pairs, grid_distances, line_distances
 
-NAME, COUNT, BLOCK = "many_problems", 50_000, 2_500
+NAME, COUNT, BLOCK = "many_problems", 10_000, 1_000
 TWO_WORKERS = f"{OURS}, two workers"
 DASK = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
 Function = Callable[[np.ndarray], np.ndarray]

@@ -9,7 +9,7 @@ from pathlib import Path
 # Before a library reads them.
 CACHE = tempfile.TemporaryDirectory()
 os.environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": f"{CACHE.name}/hub", "MPLBACKEND": "agg"}
-os.environ |= {"HF_DATASETS_CACHE": f"{CACHE.name}/datasets"}
+os.environ |= {"HF_DATASETS_CACHE": f"{CACHE.name}/datasets", "HF_HUB_OFFLINE": "1"}  # else the hub is asked for a minute
 
 import data  # noqa: E402
 import pytest  # noqa: E402
