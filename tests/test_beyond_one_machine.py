@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -157,8 +158,9 @@ def test_the_blocks_of_the_page_run_in_order(client: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("engine", many_problems.ENGINES)
 @pytest.mark.filterwarnings("ignore")  # of the engines
-def test_other_engines_return_the_values_of_one_call(engine: str) -> None:
+def test_other_engines_return_the_values_of_one_call(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(engine)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((*sys.path, str(ROOT))))  # of the workers
     pairs = many_problems.draw_pairs(20, 0)
     found = many_problems.ENGINES[engine](many_problems.grid_distances, np.array_split(pairs, 2))
     np.testing.assert_array_equal(np.concatenate(found), many_problems.grid_distances(pairs))
