@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Before a library reads them.
+# Before a library reads them. Without HF_HUB_OFFLINE the hub is asked for a minute.
 CACHE = tempfile.TemporaryDirectory()
 os.environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": f"{CACHE.name}/hub", "MPLBACKEND": "agg"}
-os.environ |= {"HF_DATASETS_CACHE": f"{CACHE.name}/datasets", "HF_HUB_OFFLINE": "1"}  # else the hub is asked for a minute
+os.environ |= {"HF_DATASETS_CACHE": f"{CACHE.name}/datasets", "HF_HUB_OFFLINE": "1"}
 
 import data  # noqa: E402
 import pytest  # noqa: E402
