@@ -88,7 +88,7 @@ def find_potentials(
         problem = in_float64(problem, with_graph=True)
     if result.is_within(tolerance):
         if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
-            result = with_known_error(problem, result, may_be_small=True)
+            result = with_known_error(problem, result)
             warn_of_uncertain(problem, result)
         return problem, result
     warn_of_errors(problem, result, settings)

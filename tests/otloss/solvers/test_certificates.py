@@ -236,19 +236,14 @@ def test_a_constant_in_the_start_changes_nothing(epsilon: float | None) -> None:
     assert float(answer.gap) < 1e-12
 
 
-@pytest.mark.parametrize("epsilon", [0.01, 0.001])  # at the second one blocks of cells do not tell the eigenvalue
-def test_errors_of_potentials_between_images_cost_products_only_where_they_count(
-    epsilon: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("epsilon", [0.01, 0.001])
+def test_uncertain_gradients_between_images_warn(epsilon: float) -> None:
     n = 33
     p, q = torch.rand(2, n, n, generator=torch.Generator().manual_seed(0))
     options = {"cost": GridCost((n, n), spacing=1 / n), "epsilon": epsilon}
     apart = [torch.cat([w[:, :8] / w[:, :8].sum(), w[:, 8:25] * 0, w[:, 25:] / w[:, 25:].sum()], 1) for w in (p, q)]
     with pytest.warns(ConvergenceWarning, match="unknown amount"):
         otloss.sinkhorn(*_of_mass_one(*apart), **options)  # type: ignore[arg-type]
-    if epsilon == 0.01:
-        monkeypatch.setattr("otloss.solvers.entropic.slow_modes._least_eigenvalue", None)
-        otloss.sinkhorn(*_of_mass_one(p, q), **options)  # type: ignore[arg-type]
 
 
 def _of_mass_one(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
