@@ -23,6 +23,7 @@ KINDS = (
 SIZES = ("16x256", "500", "2000", "6000", "20000")
 MANY_AXES = ("gaussian", "low rank", "distant clusters", "sphere", "words", "states")  # of size POINTSdAXES
 GIVEN_AXES = {"words": "d25", "states": "d64"}  # of data
+DATA = {"words": "words/glove_twitter_25d.npz", "states": "models/stories260K"}  # in $OTLOSS_DATA
 MANY_AXES_SIZES = ("2000d25", "2000d64", "2000d512")
 BLURS = (0.5, 0.05, 0.01)
 CENTRES, WIDTH, NARROW = 8, 0.3, 0.05
@@ -136,10 +137,7 @@ def _two_scales(generator: Generator, n: int, axes: int) -> tuple[Tensor, Tensor
 
 def data_of(kind: str) -> Path | None:
     """Where the points of a kind come from, None where the data are not here."""
-    path = (
-        Path(os.environ.get("OTLOSS_DATA", ""))
-        / {"words": "words/glove_twitter_25d.npz", "states": "models/stories260K"}[kind]
-    )
+    path = Path(os.environ.get("OTLOSS_DATA", "")) / DATA[kind]
     return path if path.exists() else None
 
 

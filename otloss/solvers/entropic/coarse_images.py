@@ -34,15 +34,12 @@ class Coarsening:
         smallest: cells of an image that is coarsened, at least.
         largest_coarse: blocks of a problem that the kernel for matrices solves, at most.
         tolerance, max_iterations: of the problem between blocks.
-        largest_step: the cost from block to block over epsilon, up to which the cells of a block exchange mass freely,
-            and slow modes are modes of the blocks.
     """
 
     smallest: int = 1024
     largest_coarse: int = 512
     tolerance: float = 1e-3
     max_iterations: int = 300
-    largest_step: float = 4.0
 
 
 COARSENING = Coarsening()
@@ -64,17 +61,11 @@ class CoarseImages(Method):
         if previous is not None:
             return Sinkhorn().run(problem, previous, budget)
         start, relaxation = _start_from_blocks(problem)
-        result = Sinkhorn().run(problem, start, budget, relaxation=relaxation)
-        if not budget.is_accurate or problem.is_symmetric:
-            return result
-        return dataclasses.replace(result, least_eigenvalue=start.least_eigenvalue)
+        return Sinkhorn().run(problem, start, budget, relaxation=relaxation)
 
 
 def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*batch"]]:
-    """Return potentials and an over-relaxation w to start from.
-
-    The least eigenvalue is that of the smallest problem between blocks, NaN where the eigenvalue of cells may differ.
-    """
+    """Return potentials and an over-relaxation w to start from."""
     cost = problem.cost.as_grid()
     assert cost is not None
     larger = cost.coarser(SIZE)
@@ -82,19 +73,14 @@ def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*
     budget = Budget(COARSENING.tolerance, COARSENING.max_iterations)
     if coarse.cost.shape[0] > COARSENING.largest_coarse:
         start, w = _start_from_blocks(coarse)
-        result, least = Sinkhorn().run(coarse, start, budget, relaxation=w), start.least_eigenvalue
+        result = Sinkhorn().run(coarse, start, budget, relaxation=w)
     else:
         # Any change is small enough, but the kernel estimates the least eigenvalue.
         result = SinkhornOnCPU().run(coarse, None, dataclasses.replace(budget, largest_change=sys.float_info.max))
         least = result.least_eigenvalue
         w = torch.ones_like(result.error) if least is None else 2 / (1 + least.clamp(0, 1).sqrt())
-        if least is not None:
-            step = max((SIZE * spacing) ** cost.power for spacing in cost.spacing)
-            is_told = (result.error <= COARSENING.tolerance) & (step <= COARSENING.largest_step * coarse.epsilon)
-            least = least.where(is_told, torch.nan)
     f, g = (_interpolated(potential, larger.cells, cost.cells) for potential in result.start)
-    start = dataclasses.replace(result, f=f, g=g, error=torch.zeros_like(result.error), least_eigenvalue=least)
-    return start, w
+    return dataclasses.replace(result, f=f, g=g, error=torch.zeros_like(result.error)), w
 
 
 def _in_blocks(problem: Problem, cost: GridCost, larger: GridCost) -> Problem:

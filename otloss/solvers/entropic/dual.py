@@ -132,10 +132,12 @@ def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
     is_empty = problem.q.detach() == 0
     highest, lowest = result.g.masked_fill(is_empty, -torch.inf), result.g.masked_fill(is_empty, torch.inf)
     range_of_g = highest.amax(-1) - lowest.amin(-1)
-    error = estimate_error(problem, result.g)
-    # An estimate of the error has taken account of the eigenvalue.
-    eigenvalue = torch.ones_like(range_of_g).masked_fill(error.isnan(), torch.nan)
-    return dataclasses.replace(result, potential_error=error, potential_range=range_of_g, least_eigenvalue=eigenvalue)
+    return dataclasses.replace(
+        result,
+        potential_error=estimate_error(problem, result.g),
+        potential_range=range_of_g,
+        least_eigenvalue=torch.ones_like(range_of_g),  # the estimate has taken account of it
+    )
 
 
 def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResult:

@@ -92,7 +92,7 @@ class SearchResult:
         potential_error: (...), an estimate of the largest error of g, NaN where it is not known. This and the next two
             are None where they were not asked for or are not known.
         potential_range: (...), the largest g minus the least, over bins with mass.
-        least_eigenvalue: (...), of the equations for g, or a bound from above; between images up to a factor of three.
+        least_eigenvalue: (...), of the equations for g, or a bound from above.
     """
 
     f: Float[Tensor, "*batch n"]

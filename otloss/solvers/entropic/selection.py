@@ -60,8 +60,4 @@ def scatter(previous: SearchResult, chosen: Bool[Tensor, "*batch"], new: SearchR
     estimate = previous.potential_error
     estimate = torch.full_like(error, torch.nan) if estimate is None else estimate.clone()
     estimate[chosen] = new.potential_error.to(estimate)
-    least = previous.least_eigenvalue
-    return dataclasses.replace(
-        previous, f=f, g=g, error=error, iterations=iterations, potential_error=estimate,
-        least_eigenvalue=None if least is None else least.masked_fill(estimate.isnan(), torch.nan),
-    )  # fmt: skip
+    return dataclasses.replace(previous, f=f, g=g, error=error, iterations=iterations, potential_error=estimate)

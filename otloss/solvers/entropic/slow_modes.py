@@ -22,7 +22,6 @@ from torch import Tensor
 from otloss.solvers.entropic.dual import ROUNDING
 from otloss.solvers.entropic.interface import SCHEDULE, SearchResult, in_float64
 from otloss.solvers.entropic.updates import Updates, build_updates
-from otloss.solvers.entropic.warnings import largest_certain_error
 from otloss.solvers.problem import Problem
 
 
@@ -36,8 +35,6 @@ class Lanczos(NamedTuple):
         first_steps, first_resolved: fewer products are enough for a smaller bound. An eigenvalue nearer to one that
             stands alone would show by then, and pull l away from where it is resolved.
         smallest_norm: of a step, below which all eigenvalues are found.
-        margin: an error this many times smaller than one that gives a warning needs no better estimate. The least
-            eigenvalue between blocks of images was up to 3 times that between cells, in 20 random pairs.
     """
 
     min_steps: int = 24
@@ -46,46 +43,37 @@ class Lanczos(NamedTuple):
     first_steps: int = 12
     first_resolved: float = 0.1
     smallest_norm: float = 1e-8
-    margin: float = 30.0
 
 
 LANCZOS = Lanczos()
 
 
-def with_known_error(problem: Problem, result: SearchResult, *, may_be_small: bool = False) -> SearchResult:
+def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
     """Return the result with the error of g and its range, also where the search has not estimated them.
 
     That of symmetric problems stays unknown: their slow modes move f and g apart, and both are one potential there.
-    With `may_be_small` errors stay NaN that are far too small for a warning by the eigenvalue that the search has told.
     """
     error, range_of_g = result.potential_error, result.potential_range
     is_known = error is not None and range_of_g is not None and not bool(error.isnan().any())
     if is_known or problem.is_symmetric or problem.marginal_penalty is not None or not problem.batch.numel():
         return result
+    with torch.no_grad():
+        estimate = _estimate(build_updates(in_float64(problem)), result.g)
+    known = estimate if error is None else torch.where(error.isnan(), estimate, error)
     is_empty = problem.q.detach() == 0
     highest, lowest = (result.g.masked_fill(is_empty, sign * torch.inf) for sign in (-1, 1))
-    range_of_g = highest.amax(-1) - lowest.amin(-1)
-    small = largest_certain_error(problem, range_of_g) / LANCZOS.margin if may_be_small else None
-    with torch.no_grad():
-        estimate = _estimate(build_updates(in_float64(problem)), result.g, small, result.least_eigenvalue)
-    known = estimate if error is None else torch.where(error.isnan(), estimate, error)
-    return dataclasses.replace(result, potential_error=known, potential_range=range_of_g)
+    return dataclasses.replace(result, potential_error=known, potential_range=highest.amax(-1) - lowest.amin(-1))
 
 
-def _estimate(updates: Updates, g: Tensor, small: Tensor | None, eigenvalue: Tensor | None) -> Float[Tensor, "*batch"]:
-    """Return the largest error of g in the unit of the cost, infinite where it is not known.
-
-    All are NaN where an estimate of the least eigenvalue shows that none is above `small`.
-    """
-    g, epsilon = g.to(updates.log_q), updates.epsilon.squeeze(-1)
+def _estimate(updates: Updates, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+    """Return the largest error of g in the unit of the cost, infinite where it is not known."""
+    g = g.to(updates.log_q)
     f = updates.f_from(g)
     received = updates.g_from(f)
     off = ((g - received) / updates.epsilon).clamp(max=80.0).expm1().abs()
     residual = off.masked_fill(updates.log_q == -torch.inf, 0.0).amax(-1) + ROUNDING
-    if small is not None and eigenvalue is not None and bool((residual * epsilon <= small * eigenvalue).all()):
-        return torch.full_like(residual, torch.nan)
     error = residual / _least_eigenvalue(updates, f, g, received)
-    return torch.where(error <= SCHEDULE.largest_estimate, error, torch.inf) * epsilon
+    return torch.where(error <= SCHEDULE.largest_estimate, error, torch.inf) * updates.epsilon.squeeze(-1)
 
 
 def _least_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor) -> Float[Tensor, "*batch"]:

@@ -7,7 +7,6 @@ import warnings
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
@@ -115,16 +114,11 @@ def warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -
     warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
 
 
-def largest_certain_error(problem: Problem, range_of_g: Tensor) -> Tensor:
-    """Return the largest error of potentials that gives no warning."""
-    return BOUNDS.uncertain * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
-
-
 def warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
     error, range_of_g = result.potential_error, result.potential_range
     if error is None or range_of_g is None:
         return
-    is_uncertain = error > largest_certain_error(problem, range_of_g)
+    is_uncertain = error > BOUNDS.uncertain * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
     if bool(is_uncertain.any()):
         share = float((error / range_of_g)[is_uncertain].amax())
         size = f"by {100 * share:.2g} %" if math.isfinite(share) else "by an unknown amount"

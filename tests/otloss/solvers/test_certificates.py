@@ -246,5 +246,18 @@ def test_uncertain_gradients_between_images_warn(epsilon: float) -> None:
         otloss.sinkhorn(*_of_mass_one(*apart), **options)  # type: ignore[arg-type]
 
 
+def test_islands_off_the_blocks_of_coarse_images_warn_too() -> None:
+    """Blocks of 4 x 4 cells put them nearer to each other, and so their least eigenvalue above that of cells."""
+    random = torch.rand(2, 64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    images = []
+    for weights, rows, first in zip(random, (slice(0, 16), slice(30, 46)), (29, 31), strict=True):
+        islands = [torch.zeros_like(weights) for _ in range(2)]
+        for island, columns in zip(islands, (slice(12, first), slice(39, 56)), strict=True):
+            island[rows, columns] = weights[rows, columns]
+        images.append(sum(island / island.sum() / 2 for island in islands).flatten().requires_grad_())
+    with pytest.warns(ConvergenceWarning, match="unknown amount"):
+        otloss.sinkhorn(*images, GridCost((64, 64), power=2), epsilon=10.0, tolerance=1e-4, max_iterations=1500)
+
+
 def _of_mass_one(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return (p / p.sum()).reshape(-1).requires_grad_(), (q / q.sum()).reshape(-1)
