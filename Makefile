@@ -69,7 +69,6 @@ docs: $(FOR_DEV)  ## the site in build/site, offline; a warning or a broken link
 	@rm -rf docs/reference/generated docs/tutorials_built
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -q -W --keep-going docs build/site
 	$(BIN)/python .ci/check_site.py build/site
-	$(BIN)/python .ci/measure_pages.py --strict
 
 look: docs  ## the site in a headless browser, with screenshots in build/pictures; needs the system's chromium and chromedriver
 	$(BIN)/python -m pip install --quiet selenium
@@ -81,11 +80,12 @@ links: $(FOR_DEV)  ## whether the pages that the site links to are there; needs 
 mutants: $(FOR_DEV)  ## a sample of small changes to MODULES (all), and which of them no test notices; about 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python .ci/mutants.py $(MODULES)
 
-lint: $(FOR_DEV)  ## formatting, types, and the order of the folders
+lint: $(FOR_DEV)  ## formatting, types, the order of the folders, and the lengths of pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/measure_pages.py --strict
 
 bench: $(FOR_DEV)  ## ratios against peers measured in the same run, and how they scale; about an hour on 2 cores
 	$(BIN)/python -m benchmarks
