@@ -234,6 +234,10 @@ class Cost(ABC):
             largest = [self.row_block(*block).amax((-2, -1)) for block in self._blocks(self.batch_shape)]
             return torch.stack(largest).amax(0)
 
+    def softmin_at(self, epsilon: Float[Tensor, "*batch"]) -> Callable[[Tensor], Tensor]:
+        """Return the soft minimum at one epsilon, for many potentials (..., m); it may compute once what they share."""
+        return lambda potential: self.softmin(potential, epsilon)
+
     def softmin_work(self) -> int:
         """Return how many terms a soft minimum sums, n m by default; with fewer, large problems do without a matrix."""
         return math.prod(self.shape)

@@ -14,7 +14,7 @@ the other, since exp(-C / eps) is a product (J. Solomon et al., Convolutional Wa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 
 import torch
@@ -124,13 +124,27 @@ class GridCost(Cost):
         width = torch.as_tensor(epsilon, dtype=torch.float64, device=h.device).expand(batch).reshape(-1)
         groups = self._groups(width) if may_run_on(h, width) and not makes_graph(potential) else None
         if groups is not None:
-            return self._by_products(h, width, groups).reshape(*batch, self.shape[0]).to(potential.dtype)
+            return -_Products(self, width, groups)(h).reshape(*batch, self.shape[0]).to(potential.dtype)
         if isinstance(epsilon, Tensor):
             epsilon = epsilon.expand(batch).reshape(-1, *(1 for _ in self.cells[1:]))  # an axis for each but the one
         for axis in range(len(self.cells)):
             lines = h.movedim(axis + 1, -1)  # (problems, other cells, cells of the axis)
             h = -_along_lines(self.axis_costs(axis), lines, epsilon).movedim(-1, axis + 1)
         return -h.reshape(*batch, self.shape[0])
+
+    def softmin_at(self, epsilon: Float[Tensor, "*batch"]) -> Callable[[Tensor], Tensor]:
+        groups = self._groups(epsilon.double().reshape(-1)) if may_run_on(epsilon) else None
+        if groups is None:
+            return super().softmin_at(epsilon)
+        products = _Products(self, epsilon.double().reshape(-1), groups)
+
+        def softmin(potential: Tensor) -> Tensor:
+            if potential.shape[:-1] != epsilon.shape or makes_graph(potential):
+                return self.softmin(potential, epsilon)
+            h = products(potential.reshape(-1, *self.cells))
+            return -h.reshape(potential.shape).to(torch.promote_types(potential.dtype, self.dtype))
+
+        return softmin
 
     def _groups(self, epsilon: Float[Tensor, " problems"]) -> list[list[int]] | None:
         """The axes to take in one product: all, or each by itself; None where exp(-C / eps) is too small for either."""
@@ -142,25 +156,6 @@ class GridCost(Cost):
         if sum(along) <= _LARGEST_EXPONENT * least:
             return [list(axes)]
         return [[axis] for axis in axes] if max(along) <= _LARGEST_ALONG * least else None
-
-    def _by_products(self, h: Tensor, epsilon: Tensor, groups: list[list[int]]) -> Tensor:
-        """The soft minima with one exponential per cell and group of axes, in float64."""
-        width = epsilon.reshape(-1, *(1 for _ in self.cells))
-        shared = epsilon[:1] if bool((epsilon == epsilon[:1]).all()) else epsilon
-        h = h.double()
-        shift = SHIFT if len(groups) > 1 else 0.0
-        for axes in groups:
-            top = h.amax(axes, keepdim=True)
-            terms = ((h - top.masked_fill(top == -torch.inf, 0.0)) / width + shift).clamp_(min=LEAST_EXPONENT).exp_()
-            for axis in axes:
-                steps = torch.arange(self.cells[axis - 1], device=h.device)
-                by_steps = ((steps.to(self.dtype) * self.spacing[axis - 1]) ** self.power).double()
-                kernel = (by_steps / -shared.unsqueeze(-1) + shift).exp()[:, (steps.unsqueeze(1) - steps).abs()]
-                before, after = math.prod(self.cells[: axis - 1]), math.prod(self.cells[axis:])
-                lines = terms.reshape(len(h), before, len(steps), after)
-                terms = lines.squeeze(-1) @ kernel if after == 1 else kernel.unsqueeze(1) @ lines
-            h = top + width * (terms.reshape(h.shape).log_() - 2 * shift)
-        return -h
 
     @property
     def least_epsilon_for_products(self) -> float:
@@ -211,6 +206,31 @@ class GridCost(Cost):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, cells={self.cells}, power={self.power}, spacing={self.spacing})"
+
+
+class _Products:
+    """h to -softmin(h), with one exponential for each cell and group of axes, in float64; h is (problems, *cells)."""
+
+    def __init__(self, cost: GridCost, epsilon: Float[Tensor, " problems"], groups: list[list[int]]) -> None:
+        self.width = epsilon.reshape(-1, *(1 for _ in cost.cells))
+        self.shift = SHIFT if len(groups) > 1 else 0.0
+        shared = epsilon[:1] if bool((epsilon == epsilon[:1]).all()) else epsilon
+        self.groups = [
+            (axes, [(cost.axis_costs(axis - 1).double() / -shared[:, None, None] + self.shift).exp() for axis in axes])
+            for axes in groups
+        ]
+
+    def __call__(self, h: Tensor) -> Tensor:
+        h, shape = h.double(), h.shape
+        for axes, kernels in self.groups:
+            top = h.amax(axes, keepdim=True)
+            terms = (h - top.masked_fill(top == -torch.inf, 0.0)) / self.width + self.shift
+            terms = terms.clamp_(min=LEAST_EXPONENT).exp_()
+            for axis, kernel in zip(axes, kernels, strict=True):
+                lines = terms.reshape(shape[0], math.prod(shape[1:axis]), shape[axis], -1)
+                terms = lines.squeeze(-1) @ kernel if lines.shape[-1] == 1 else kernel.unsqueeze(1) @ lines
+            h = top + self.width * (terms.reshape(shape).log_() - 2 * self.shift)
+        return h
 
 
 def _along_lines(

@@ -6,6 +6,7 @@ f = k_p softmin(g),  g = k_q softmin(f)        (the notation of `otloss.solvers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ class Updates:
         epsilon: (..., 1); like log_p and log_q in the dtype of the potentials.
         penalty: rho_p and rho_q, infinite in balanced problems.
         damping: the k_p and k_q of `otloss.solvers.entropic`, (..., 1) or numbers; 1 in balanced problems.
+        softmins: of the cost and of its transpose, at this epsilon.
     """
 
     problem: Problem
@@ -37,18 +39,23 @@ class Updates:
     log_q: Tensor
     epsilon: Tensor
     penalty: MarginalPenalty
-    damping: tuple[Tensor | float, Tensor | float]
+    damping: tuple[Tensor | float, Tensor | float] = (1.0, 1.0)
+    softmins: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     def at(self, epsilon: Tensor) -> Updates:
         """Return the updates at another epsilon (...)."""
-        width = epsilon.detach().to(self.log_p.dtype).unsqueeze(-1)
-        return dataclasses.replace(self, epsilon=width, damping=damping_of(self.penalty, width))
+        epsilon = epsilon.detach().to(self.log_p.dtype)
+        rows = self.problem.cost.softmin_at(epsilon)
+        columns = rows if self.transposed is self.problem.cost else self.transposed.softmin_at(epsilon)
+        width = epsilon.unsqueeze(-1)
+        damping = damping_of(self.penalty, width)
+        return dataclasses.replace(self, epsilon=width, damping=damping, softmins=(rows, columns))
 
     def softmin_rows(self, g: Tensor) -> Tensor:
-        return self.problem.cost.softmin(g + self.epsilon * self.log_q, self.epsilon.squeeze(-1))
+        return self.softmins[0](g + self.epsilon * self.log_q)
 
     def softmin_columns(self, f: Tensor) -> Tensor:
-        return self.transposed.softmin(f + self.epsilon * self.log_p, self.epsilon.squeeze(-1))
+        return self.softmins[1](f + self.epsilon * self.log_p)
 
     def f_from(self, g: Tensor) -> Tensor:
         return self.damping[0] * self.softmin_rows(g)
@@ -125,5 +132,4 @@ def build_updates(problem: Problem) -> Updates:
     p, q = log_weights(problem, dtype)
     penalty = problem.marginal_penalty or BOTH_KEPT
     penalty = penalty.map(lambda rho: rho.to(dtype))
-    updates = Updates(problem, problem.cost.T.contiguous(), p, q, epsilon, penalty, (1.0, 1.0))
-    return updates.at(problem.epsilon)
+    return Updates(problem, problem.cost.T.contiguous(), p, q, epsilon, penalty).at(problem.epsilon)
