@@ -28,7 +28,7 @@ def _row(costs: Any, a: float, b: Any, inverse: float, factor: Any, scores: Any,
         out[j] = factor * exp(out.dtype.type(scores[j]))
 
 
-@compiled()
+@compiled(allocates=True)
 def _fill(counter: Any, matrices: Any, a: Any, b: Any, inverse: Any, factor: Any, out: Any) -> None:
     problems, n, m = matrices.shape
     blocks = (n + ROWS - 1) // ROWS

@@ -58,7 +58,7 @@ def as_columns(points: np.ndarray, scratch: int = 0) -> np.ndarray:
 
 
 @inner(fastmath={"reassoc", "nsz"})
-def _sum(terms: Any, count: int) -> Any:
+def _sum(terms: Any, count: int) -> float:
     total = terms[0]
     for j in range(1, count):
         total += terms[j]
@@ -116,7 +116,7 @@ def distances_of(x: Any, y: Any, start: int, metric: int, out: Any, count: int) 
             out[j] = np.sqrt(out[j])
 
 
-@compiled()
+@compiled(allocates=True)
 def matrix_softmin(counter: Any, matrices: Any, which: Any, h: Any, inverse: Any, out: Any, total: Any) -> None:
     """Write the largest score of row i of problem b to `out[b, i]`, and the sum of exp relative to it to `total[b, i]`.
 
@@ -169,7 +169,7 @@ def _first_of(value: Any, scores: Any, count: int) -> int:
     return start
 
 
-@inner(fastmath=False)
+@inner(allocates=True, fastmath=False)
 def scores_in_box(points: Any, y: Any, h: Any, count: int, metric: int, half: Any, scores: Any) -> int:
     """Write the scores at the centre of the box of points (rows, d), and the half widths of the box.
 
@@ -213,7 +213,7 @@ def keep_columns(y: Any, h: Any, count: int, bounds: Any, least: Any, near: Any,
     return found
 
 
-@inner(fastmath=False)
+@inner(allocates=True, fastmath=False)
 def select(
     points: Any, y: Any, h: Any, count: int, cutoff: Any, metric: int, bounds: Any, near: Any, near_h: Any
 ) -> int:
@@ -228,7 +228,7 @@ def select(
 
 
 @inner(fastmath={"reassoc", "contract", "nsz"})
-def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
+def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> float:
     """Return sum_j terms_j (x_k - y_kj), or with `is_sign` the same with the signs of the differences."""
     total = terms.dtype.type(0)
     if is_sign:
@@ -253,7 +253,7 @@ def _add_pulls(
         pulls[k] = pulls[k] * factor + pull
 
 
-@compiled()
+@compiled(allocates=True)
 def points_rows(counter: Any, problems: Any, a: Any, span: int, metric: int, answers: Any) -> None:
     """As `matrix_softmin`, for the distances between points, by tasks of `span` rows.
 

@@ -47,7 +47,7 @@ def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, costs
                     row[j] = np.sqrt(square)
 
 
-@compiled()
+@compiled(allocates=True)
 def dual_bounds(table: Any, p: Any, starts: Any, words: Any, masses: Any) -> Any:
     """Return bounds (N,), one for each document.
 

@@ -224,7 +224,7 @@ def _entropy(z: Any, t: Any, top: float, log_mass: float) -> float:
     return nll
 
 
-@compiled()
+@compiled(allocates=True)
 def ranked_scores(
     counter: Any,
     logits: Any,
@@ -325,7 +325,7 @@ def _potential(loss: Any, label: Any, F: Any, s: Any) -> None:
             s[k, b] = s[k + 1, b] + 2 * gaps[k] * (F[k, b] - (1.0 if label[b] <= k else 0.0))
 
 
-@inner()
+@inner(allocates=True)
 def _of_squares(gaps: Any, P: Any, F: Any, curvature: Any) -> None:
     """Write the diagonal of 2 sum_k d_k J_k J_k^T."""
     classes = P.shape[0]
@@ -345,7 +345,7 @@ def _of_squares(gaps: Any, P: Any, F: Any, curvature: Any) -> None:
             curvature[i, b] = 2 * P[i, b] ** 2 * (curvature[i, b] + total[b])
 
 
-@inner()
+@inner(allocates=True)
 def _bound(P: Any, s: Any, mean: Any, curvature: Any) -> None:
     """Write a diagonal that bounds the Hessian of P.s."""
     classes = P.shape[0]
@@ -383,7 +383,7 @@ def _write(block: Any, rows: Any, settings: Any, answers: Any, first: int, count
             hessian[first + b, k] = weight[b] * max(second, least)
 
 
-@compiled()
+@compiled(allocates=True)
 def gradients_and_curvatures(
     counter: Any, inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: Any, threads: int
 ) -> int:

@@ -32,7 +32,7 @@ from otloss_llm.kernels.rows_numba import (
 F32 = np.float32
 
 
-@compiled()
+@compiled(allocates=True)
 def _softmax(
     counter: Any, z: Any, place: Any, cost: Any, which: Any, top: Any, text: Any, few: Any, few_cost: Any, logit: Any,
     block: int,
@@ -100,7 +100,7 @@ def _softmax(
                     x[t] += block_x[t]
 
 
-@compiled()
+@compiled(allocates=True)
 def _gradient(
     counter: Any, z: Any, top: Any, place: Any, cost: Any, which: Any, a: Any, few_a: Any, few_b: Any, h: Any,
     parts: int,

@@ -31,7 +31,7 @@ def spread(costs: Any, which: Any, c: Any) -> None:
         c[t] = costs[which[t]]
 
 
-@compiled()
+@compiled(allocates=True)
 def _softmax(
     counter: Any, z: Any, cost: Any, which: Any, top: Any, others: Any, others_cost: Any, others_logit: Any, block: int
 ) -> None:
@@ -105,7 +105,7 @@ def _softmax(
                     x[t] += block_x[t]
 
 
-@compiled()
+@compiled(allocates=True)
 def _gradient(
     counter: Any, z: Any, top: Any, cost: Any, which: Any, a: Any, b: Any, transport: Any, h: Any, parts: int
 ) -> None:

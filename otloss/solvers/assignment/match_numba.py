@@ -42,7 +42,7 @@ def _copy(flat: Any, begin: int, stride: int, n: int, m: int, is_turned: bool, m
 
 
 @inner(fastmath=VECTOR)
-def _find_column(row: Any, value: float, row_of: Any, count: int) -> Any:
+def _find_column(row: Any, value: float, row_of: Any, count: int) -> int:
     """Return the column of `value` in `row`, which holds it; an unassigned column if there are several."""
     place: Any = np.int64(-1)
     for j in range(count):
@@ -84,7 +84,7 @@ def allocate_results(pairs: int) -> tuple[np.ndarray, np.ndarray]:
     return np.full(pairs, NONE), np.full(pairs, NONE)
 
 
-@compiled()
+@compiled(allocates=True)
 def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: Any) -> int:
     """Write the pairs of each problem to `rows` and `columns`, in the order of rows.
 

@@ -95,7 +95,7 @@ def update(columns: Any, weights: Any, epsilon: float, log_a: Any) -> None:
     remove_mean(weights, columns.potential)  # of changes that were cut off, and rounding
 
 
-@inner()
+@inner(allocates=True)
 def all_cells(matrix: Any, count: int) -> Cells:
     m, n = matrix.shape
     places, costs = np.empty((count, m, n), np.int32), np.empty((count, m, n))
@@ -106,7 +106,7 @@ def all_cells(matrix: Any, count: int) -> Cells:
     return Cells(np.arange(0, count * m * n + 1, n), places.ravel(), costs.ravel(), np.empty(count * m * n))
 
 
-@inner()
+@inner(allocates=True)
 def cells_that_count(all_pairs: Any, rows: Any, columns: Any, cut: float) -> Cells:
     """Return the cells that hold more than the share `cut` of their row or column."""
     count, starts = 0, np.zeros_like(all_pairs.starts)
@@ -122,7 +122,7 @@ def cells_that_count(all_pairs: Any, rows: Any, columns: Any, cut: float) -> Cel
     return Cells(starts, all_pairs.columns[chosen], all_pairs.costs[chosen], np.empty(count))
 
 
-@inner()
+@inner(allocates=True)
 def joint_factor(cells: Any, rows: Any, diagonal: Any, excess: Any) -> Any:
     """Return an approximate factor of all H_k, or their diagonals, where there are too many cells."""
     if cells.columns.shape[0] <= ASCENT.max_cells_of_row * rows.mass.shape[0]:
@@ -171,7 +171,7 @@ def remove_mean(weights: Any, x: Any) -> None:
 solve_joint_equations = build_conjugate_gradients(precondition_jointly)
 
 
-@inner()
+@inner(allocates=True)
 def find_joint_step(
     counter: Any, cells: Any, rows: Any, columns: Any, weights: Any, error: float, x: Any
 ) -> None:  # fmt: skip
@@ -205,7 +205,7 @@ def find_targets(cells: Any, rows: Any, columns: Any, weights: Any, epsilon: flo
     return column_error(columns)
 
 
-@inner()
+@inner(allocates=True)
 def steps_on_cells(
     counter: Any, searched: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
     max_steps: int, updates: int, log_a: Any,
@@ -230,7 +230,7 @@ def steps_on_cells(
             return steps
 
 
-@inner()
+@inner(allocates=True)
 def solve_stage(
     counter: Any, all_pairs: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
     max_steps: int, log_a: Any,
@@ -265,7 +265,7 @@ def solve_stage(
         is_careful = False
 
 
-@compiled()
+@compiled(allocates=True)
 def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
     """Solve problem k = (p[k], weights[k]) from potentials of zeros.
 

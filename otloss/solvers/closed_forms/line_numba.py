@@ -89,7 +89,7 @@ def _share_of(problems: int, thread: int, threads: int) -> tuple[int, int]:
     return problems * thread // threads, problems * (thread + 1) // threads
 
 
-@inner()
+@inner(allocates=True)
 def _row_of(operand: Any, row: int) -> Any:
     return operand[row if operand.shape[0] > 1 else 0]
 
@@ -118,7 +118,7 @@ def _cdf_value(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float)
     return total
 
 
-@compiled()
+@compiled(allocates=True)
 def cdf_values(counter: Any, problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
     """Write sum_k gap_k |F_k - G_k|^power of each problem (p, q, x, order_x); settings are (power, tolerance)."""
     p, q, x, order = problem
@@ -179,7 +179,7 @@ def _cdf_gradients_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, po
         by_q[k] = (by_q[k] - sum_q / n) * scale_q
 
 
-@compiled()
+@compiled(allocates=True)
 def cdf_gradients(
     counter: Any, problem: Any, power: float, upstream: Any, scales: Any, gradients: Any, threads: int
 ) -> None:
@@ -203,7 +203,7 @@ def cdf_gradients(
             _write_gradient(out[2], upstream[r], by_x, r)
 
 
-@inner()
+@inner(allocates=True)
 def _write_levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> Any:
     """Write index, cumulative mass and position of the bins that hold mass; return the two numbers of these bins."""
     (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
@@ -257,7 +257,7 @@ def _merged_value(levels_p: Any, levels_q: Any, x: Any, y: Any, sizes: Any, orde
     return from_below + from_above
 
 
-@compiled()
+@compiled(allocates=True)
 def quantile_values(counter: Any, problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
     """Write the cost of matching quantiles of (p, q, x, y, order_x, order_y); settings are (order, tolerance)."""
     p, q, x, y, order_x, order_y = problem
@@ -343,7 +343,7 @@ def _extend_to_all_bins(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: A
         by_weight[k] = (by_weight[k] - total / size) * scale
 
 
-@compiled()
+@compiled(allocates=True)
 def quantile_gradients(
     counter: Any, problem: Any, order: float, upstream: Any, scales: Any, gradients: Any, threads: int
 ) -> None:

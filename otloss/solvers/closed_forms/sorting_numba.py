@@ -68,7 +68,7 @@ def _by_radix(keys: Any, spare: Any, order: Any, places: Any, counts: Any, last:
             order[k] = places[k]
 
 
-@compiled()
+@compiled(allocates=True)
 def sort_rows(counter: Any, bits: Any, orders: Any, finite: Any, threads: int) -> None:
     """Write into `orders` what sorts each row of two arrays of floats, given by their bits as integers."""
     while True:

@@ -213,7 +213,7 @@ def build_results(n: int, g: np.ndarray) -> NewtonResults:
 # ---- arrays: loops, because numba compiles np.full, argsort and assignments of slices for seconds -------------------
 
 
-@inner()
+@inner(allocates=True)
 def filled(size: int, value: float) -> Any:
     out = np.empty(size)
     for k in range(size):
@@ -221,7 +221,7 @@ def filled(size: int, value: float) -> Any:
     return out
 
 
-@inner()
+@inner(allocates=True)
 def filled_integers(size: int, value: int) -> Any:
     out = np.empty(size, np.int64)
     for k in range(size):
@@ -247,7 +247,7 @@ def check_shares(cells: Any) -> None:
         assert shares.shape[0] == 0 or abs(shares.sum() - 1) <= 1e-9
 
 
-@inner()
+@inner(allocates=True)
 def build_side(weights: Any, potential: Any, rho: float) -> Side:
     logs = np.empty(weights.shape[0])
     for j in range(weights.shape[0]):
@@ -344,7 +344,7 @@ def find_heavy(shares: Any, mass: float, smallest: Any, smallest_share: float, c
     return found
 
 
-@inner()
+@inner(allocates=True)
 def find_near(pairs: Any, i: int, h: Any, cutoff: float, near: Any) -> int:
     """Write the columns that count for point i, and their costs; return their number."""
     n, sizes, costs = pairs.x.shape[0], near.sizes, near.costs
@@ -362,7 +362,7 @@ def find_near(pairs: Any, i: int, h: Any, cutoff: float, near: Any) -> int:
     return sizes[1]
 
 
-@inner()
+@inner(allocates=True)
 def build_near(pairs: Any, columns: Any, smallest: Any, epsilon: float) -> tuple[Near, float]:
     """Return scratch for `find_near` and its cutoff. Between points, write the smallest masses of cells to the points.
 
@@ -382,7 +382,7 @@ def build_near(pairs: Any, columns: Any, smallest: Any, epsilon: float) -> tuple
     return near, epsilon * math.log(m / NEWTON.negligible) + NEWTON.relative_rounding * largest
 
 
-@inner()
+@inner(allocates=True)
 def resize(columns: Any, costs: Any, size: int) -> tuple[Any, Any]:
     """Return longer or shorter copies of both."""
     new_columns, new_costs = np.empty(size, np.int32), np.empty(size)
@@ -391,7 +391,7 @@ def resize(columns: Any, costs: Any, size: int) -> tuple[Any, Any]:
     return new_columns, new_costs
 
 
-@inner()
+@inner(allocates=True)
 def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, smallest_share: float, previous: Any) -> Cells:
     """Update f exactly over all pairs, and write the masses of the rows and columns.
 
@@ -490,7 +490,7 @@ def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float) -> float:
 # ---- the approximate factor ------------------------------------------------------------------------------------------
 
 
-@inner()
+@inner(allocates=True)
 def elimination_order(cells: Any, m: int) -> Any:
     """Return the columns, those of few cells first."""
     counts, places, order = filled_integers(m, 0), filled_integers(cells.starts.shape[0] + 1, 0), np.empty(m, np.int64)
@@ -531,7 +531,7 @@ def sort_shares(shares: Any, work: Any) -> None:
         places[b], kept[b] = a, shares[a]
 
 
-@inner()
+@inner(allocates=True)
 def build_thinning(columns: int) -> Thinning:
     """Return scratch for rows of at most so many shares."""
     return Thinning(
@@ -633,7 +633,7 @@ def remove_neighbours(edges: Any, j: int, places: Any, near: Any, weights: Any) 
     return count
 
 
-@inner()
+@inner(allocates=True)
 def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) -> Factor:
     """Return an approximate factor of H. `excess`, the diagonal beside the Laplacian, is overwritten.
 
@@ -719,7 +719,7 @@ def build_conjugate_gradients(precondition: Any) -> Any:
     It is not an argument of the kernel, since numba does not keep kernels on disk that receive functions.
     """
 
-    @inner()
+    @inner(allocates=True)
     def conjugate_gradients(
         counter: Any, cells: Any, rows: Any, diagonal: Any, damping: float, factor: Any, residual: Any, share: float,
         error: float, x: Any,
@@ -895,7 +895,7 @@ def solve_problem(
     return error, steps
 
 
-@compiled()
+@compiled(allocates=True)
 def newton_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
     """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; write the potentials to f[k] and g[k].
 

@@ -82,7 +82,7 @@ def scratch(n: int) -> tuple[np.ndarray, ...]:
 
 
 @inner(fastmath=VECTOR)
-def find_column(values: Any, bits: Any, row_of: Any, count: int) -> Any:
+def find_column(values: Any, bits: Any, row_of: Any, count: int) -> int:
     """Return the column whose number has these bits, an unassigned one if there are several; -1 without one."""
     place: Any = np.int64(-1)
     for j in range(count):
@@ -93,7 +93,7 @@ def find_column(values: Any, bits: Any, row_of: Any, count: int) -> Any:
 
 
 @inner(fastmath=VECTOR)
-def write_reduced_costs(row: Any, price: Any, by: float, low: float, distance: Any, count: int) -> Any:
+def write_reduced_costs(row: Any, price: Any, by: float, low: float, distance: Any, count: int) -> int:
     """Write distance = max(row - price - by, low); return the bits of the min_difference."""
     key = bits_of_float64(np.inf)
     for j in range(count):
@@ -106,7 +106,7 @@ def write_reduced_costs(row: Any, price: Any, by: float, low: float, distance: A
 
 
 @inner(fastmath=VECTOR)
-def _relax(row: Any, price: Any, by: float, low: float, distance: Any, hint: Any, node: int, count: int) -> Any:
+def _relax(row: Any, price: Any, by: float, low: float, distance: Any, hint: Any, node: int, count: int) -> int:
     """Lower `distance` to the results of `write_reduced_costs`, and write `node` to `hint` wherever that lowers it.
 
     Visited columns have the price -inf.
@@ -124,7 +124,7 @@ def _relax(row: Any, price: Any, by: float, low: float, distance: Any, hint: Any
 
 
 @inner(fastmath=VECTOR)
-def _smallest_bits(values: Any, count: int) -> Any:
+def _smallest_bits(values: Any, count: int) -> int:
     key = bits_of_float64(np.inf)
     for j in range(count):
         bits = bits_of_float64(values[j])

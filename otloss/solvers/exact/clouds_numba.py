@@ -66,7 +66,7 @@ def _insert(value: float, best: Any, count: int) -> int:
     return count
 
 
-@inner(fastmath=False)
+@inner(allocates=True, fastmath=False)
 def _select(
     points: Any, above: Any, y: Any, g: Any, count: int, metric: int, best: Any, bounds: Any, slack: Any, near: Any,
     near_g: Any,
@@ -107,7 +107,7 @@ def allocate_near_cells(n: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.empty((n, count), np.int64), np.empty((n, count))
 
 
-@compiled()
+@compiled(allocates=True)
 def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, columns: Any, prices: Any) -> None:
     """Write for each point of x the K columns (n, K) of the smallest C - g, out of those with C - g below `above` (n,).
 
@@ -225,7 +225,7 @@ def _link_children(tree: Any, leaves_first: Any, count: int) -> None:
         _attach(tree, v, tree[LINKED.parent, v])
 
 
-@compiled()
+@compiled(allocates=True)
 def first_tree(
     x: Any, y: Any, p: Any, q: Any, g: Any, metric: int, rows: Any, columns: Any
 ) -> tuple[int, Any, Any, Any, Any]:  # fmt: skip
@@ -291,7 +291,9 @@ def _shift_potentials(tree: Any, potential: Any, node: int, root: int, by: float
 
 
 @inner()
-def _find_leaving_edge(parent: Any, size: Any, flow: Any, row: int, column: int, n: int) -> tuple[Any, Any, bool, Any]:
+def _find_leaving_edge(
+    parent: Any, size: Any, flow: Any, row: int, column: int, n: int
+) -> tuple[np.int64, np.int64, bool, np.int64]:
     """Return the mass that moves, the node below the edge that leaves, whether row is below it, and the top node.
 
     Mass enters at the new edge from row to column. It leaves every second edge of the path between them, from the ends
@@ -384,7 +386,7 @@ def search_cells(
             cells_looked_at, is_refreshed = 0, True
 
 
-@compiled()
+@compiled(allocates=True)
 def flows_of(tree: Any, p: Any, q: Any, root: int) -> Any:
     """Return the real mass on the edge above each node, summed up from the leaves; 0 above the root."""
     n, count = p.shape[0], p.shape[0] + q.shape[0]
@@ -402,7 +404,7 @@ def flows_of(tree: Any, p: Any, q: Any, root: int) -> Any:
     return moved
 
 
-@compiled()
+@compiled(allocates=True)
 def split_flows(groups: Any, masses: Any, groups_of_flows: Any, flows: Any) -> tuple[Any, Any, Any]:
     """Divide each flow among the members of the group that it leaves; return member, flow and mass of each part.
 

@@ -147,7 +147,7 @@ def whole_masses(p: Any, q: Any, n: int, m: int, units: Any) -> None:
 
 
 @inner(fastmath=VECTOR)
-def _find_nearest(near: Any, mask: int, count: int) -> Any:
+def _find_nearest(near: Any, mask: int, count: int) -> np.int64:
     """Return the place of the smallest of numbers >= 0."""
     key = np.int64(0x7FFFFFFFFFFFFFFF)
     for v in range(count):

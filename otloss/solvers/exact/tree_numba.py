@@ -61,7 +61,7 @@ VECTOR = {"contract", "nsz", "nnan", "reassoc"}
 
 
 @inner(fastmath=VECTOR)
-def best_key(row: Any, price: Any, base: float, mask: int, count: int) -> Any:
+def best_key(row: Any, price: Any, base: float, mask: int, count: int) -> np.int64:
     """Return the bits of the largest base + price - row, whose last bits are replaced by its place; -1 if none is > 0.
 
     Positive floats have the order of their bits, and compilers vectorise the maximum of whole numbers. This finds the
@@ -106,7 +106,7 @@ def lower(bound: Any, row: Any, by: float, count: int) -> None:
 
 
 @inner()
-def place_mask(m: int) -> Any:
+def place_mask(m: int) -> np.int64:
     """Return the bits that hold the numbers below m."""
     mask = np.int64(1)
     while mask < m:

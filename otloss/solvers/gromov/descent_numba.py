@@ -39,6 +39,7 @@ class Scratch(NamedTuple):
         solver: the memory of the exact solver.
         matrices: eight matrices (n, m), in the order in which `descend_problems` names them.
         C, D, p, q: distances within the spaces, and weights, of the bins with mass.
+        rows, columns: the places of the bins with mass.
         f, g, cells, flows, outcome: the results of the exact solver.
     """
 
@@ -48,6 +49,8 @@ class Scratch(NamedTuple):
     D: Any
     p: Any
     q: Any
+    rows: Any
+    columns: Any
     f: Any
     g: Any
     cells: Any
@@ -58,9 +61,9 @@ class Scratch(NamedTuple):
 def scratch(n: int, m: int) -> tuple[Scratch]:
     """Return the memory of a thread."""
     solver = tuple(scratch_of_exact(n, m, np.float64))
-    squares = np.empty((n, n)), np.empty((m, m))
+    spaces = np.empty((n, n)), np.empty((m, m)), np.empty(n), np.empty(m), np.empty(n, np.int64), np.empty(m, np.int64)
     results = (array[0] for array in allocate_exact_results(1, n, m))
-    return (Scratch(solver, tuple(np.zeros((8, n, m))), *squares, np.empty(n), np.empty(m), *results),)
+    return (Scratch(solver, tuple(np.zeros((8, n, m))), *spaces, *results),)
 
 
 def allocate_results(problems: int) -> tuple[np.ndarray, np.ndarray]:
@@ -167,9 +170,9 @@ def _length(P: Any, Q: Any, gradient: Any, n: int, m: int, value: float, target:
 
 
 @inner()
-def _gather_problem(problems: Any, k: int, plan: Any, work: Any, rows: Any, columns: Any) -> tuple[int, int]:
+def _gather_problem(problems: Any, k: int, plan: Any, work: Any) -> tuple[int, int]:
     """Write the bins with mass of problem k, its matrices and its plan there; return the numbers of these bins."""
-    P, features = work.matrices[0], work.matrices[3]
+    P, features, rows, columns = work.matrices[0], work.matrices[3], work.rows, work.columns
     n = _gather(problems.p[k], problems.C[k if problems.C.shape[0] > 1 else 0], work.p, work.C, rows)
     m = _gather(problems.q[k], problems.D[k if problems.D.shape[0] > 1 else 0], work.q, work.D, columns)
     M = problems.M[k if problems.M.shape[0] > 1 else 0]
@@ -223,14 +226,13 @@ def descend_problems(
 
     Fills `values` and `converged`.
     """
-    rows, columns = np.empty(plans.shape[1], np.int64), np.empty(plans.shape[2], np.int64)
     while True:
         k = next_task(counter)
         if k >= plans.shape[0]:
             return
         plan = plans[k]
-        n, m = _gather_problem(problems, k, plan, work, rows, columns)
+        n, m = _gather_problem(problems, k, plan, work)
         values[k], converged[k] = _descend(counter, n, m, alpha, max_iterations, tolerance, work)
         for i in range(n):
             for j in range(m):
-                plan[rows[i], columns[j]] = work.matrices[0][i, j]
+                plan[work.rows[i], work.columns[j]] = work.matrices[0][i, j]

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -226,3 +227,26 @@ print(len(solve_problems.overloads))
 def test_the_first_assignment_compiles_what_later_ones_may_need() -> None:
     done = subprocess.run([sys.executable, "-c", ASSIGNMENTS], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout == "2\n"
+
+
+ROOT = Path(__file__).resolve().parents[3]
+KERNELS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for package in ("otloss", "otloss_llm")
+    for path in sorted((ROOT / package).rglob("*_numba.py"))
+]
+WITHOUT_ARRAYS = {"None", "int", "float", "bool", "np.int64"}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_functions_that_count_references_take_arrays_only_from_those_that_count_too(module: str) -> None:
+    """Else the caller would release an array that it was lent."""
+    functions = [
+        f for f in vars(importlib.import_module(module)).values() if isinstance(f, numba.core.dispatcher.Dispatcher)
+    ]
+    for caller in (f for f in functions if f.targetoptions.get("_nrt", True)):
+        for called in inspect.getclosurevars(caller.py_func).globals.values():
+            if isinstance(called, numba.core.dispatcher.Dispatcher) and not called.targetoptions.get("_nrt", True):
+                returned = called.py_func.__annotations__["return"]
+                kinds = returned.removeprefix("tuple[").removesuffix("]").split(", ")
+                assert set(kinds) <= WITHOUT_ARRAYS, (caller.py_func.__name__, called.py_func.__name__, returned)
