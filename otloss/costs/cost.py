@@ -59,7 +59,7 @@ class Cost(ABC):
     attributes; docs/contributors/design.md has an example. It is its own transpose, `T` returning `self`, only where it
     is the cost among the bins of one side: symmetric, with zeros on the diagonal.
 
-    What else solvers want to know of a cost they ask, and never look at its class: `largest`, `softmin_work`,
+    What else solvers want of a cost they ask, and never look at its class: `softmin_at`, `largest`, `softmin_work`,
     `stored_matrix`, `contiguous`, `with_matrix`, `has_plain_entries`, `is_symmetric`, `costs_within`, `centroid_bound`,
     `as_points`, `as_grid` and `as_line`. The default answers are right for every cost; others save time. A class that
     overrides `rows` gets the defaults of what follows from the rows, unless it overrides that too.
@@ -67,12 +67,15 @@ class Cost(ABC):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
+        if "softmin" in vars(cls) and "softmin_at" not in vars(cls):
+            cls.softmin_at = Cost.softmin_at  # type: ignore[method-assign]
         if not {"rows", "row_block"}.intersection(vars(cls)):
             return
         # The formulas of its base are those of other costs. T and the costs within a side are of the class itself.
         follow = (
-            "row_block", "dense", "diagonal", "apply", "softmin", "plan_gradients", "largest", "softmin_work",
-            "stored_matrix", "contiguous", "with_matrix", "has_plain_entries", "is_symmetric", "centroid_bound",
+            "row_block", "dense", "diagonal", "apply", "softmin", "softmin_at", "plan_gradients", "largest",
+            "softmin_work", "stored_matrix", "contiguous", "with_matrix", "has_plain_entries", "is_symmetric",
+            "centroid_bound",
         )  # fmt: skip
         for name in set(follow).difference(vars(cls)):
             setattr(cls, name, vars(Cost)[name])

@@ -62,6 +62,7 @@ def check_questions(cost: Cost, dense: Tensor) -> None:
     for epsilon in (10.0, 0.1, 1e-4):
         expected = -epsilon * torch.logsumexp((v.unsqueeze(-2) - dense) / epsilon, -1)
         torch.testing.assert_close(cost.softmin(v, epsilon), expected)
+        torch.testing.assert_close(cost.softmin_at(v.new_full((2, 3), epsilon))(v), expected)
     if n == m:
         torch.testing.assert_close(cost.diagonal(), dense.diagonal())
 

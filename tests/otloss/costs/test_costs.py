@@ -94,6 +94,19 @@ def test_a_subclass_with_other_costs_is_not_solved_with_its_metric() -> None:
     assert lower_bound(p, q, Half(x, y)) <= value
 
 
+class Softer(GridCost):
+    def softmin(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
+        return 1 + super().softmin(potential, epsilon)
+
+
+def test_soft_minima_at_one_epsilon() -> None:
+    epsilon, potentials = torch.tensor([0.1, 2.0]), torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
+    for cost in (GridCost((3, 4)), GridCost((3, 4), spacing=9.0), Softer((3, 4)), PointCost(torch.rand(12, 2))):
+        softmin = cost.softmin_at(epsilon)
+        torch.testing.assert_close(softmin(potentials), cost.softmin(potentials, epsilon))
+        torch.testing.assert_close(softmin(potentials[:1]), cost.softmin(potentials[:1], epsilon))
+
+
 @given(square_problems())
 def test_cosine_rows_are_the_definition(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     points = as_double(problem[2])
