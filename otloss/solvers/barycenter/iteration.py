@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from otloss._checks import needs_torch
 from otloss.costs import Cost, GridCost
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
+
+Array = Any  # of numpy for small problems on a CPU, whose calls take a third of the time of those of torch, or a tensor
 
 
 def iterate(
@@ -43,33 +46,34 @@ def iterate(
 
     That is judged after `judged_after` cycles.
     """
-    potentials, errors, iterations = start, CycleErrors(torch.full_like(problem.mass, UNKNOWN)), 0
-    kernel = build_gibbs_kernel(problem.cost, problem.epsilon) if problem.p.dtype == torch.float64 else None
-    step: Step = LogStep(problem, problem.cost.T, problem.p.log()) if kernel is None else ProductStep(problem, kernel)
-    while iterations < max_iterations:
-        cycle = step.run(start, min(NUMBERS.cycle, max_iterations - iterations))
-        if not cycle.last.is_finite:
-            if isinstance(step, LogStep):
+    step = choose_step(problem)
+    xp, count = step.xp, problem.p.shape[-2]
+    rows = [start.log_u, start.log_d.unsqueeze(-2)] if problem.debiased else [start.log_u]
+    logs = begin = from_tensor(xp, torch.cat(rows, -2))
+    log_a, errors, iterations = from_tensor(xp, start.log_a), CycleErrors(xp, from_tensor(xp, problem.mass)), 0
+    with np.errstate(all="ignore"):
+        while iterations < max_iterations:
+            cycle = step.run(begin, min(NUMBERS.cycle, max_iterations - iterations))
+            if not cycle.is_finite(xp):
+                if isinstance(step, LogStep):
+                    break
+                step, begin = LogStep.build(problem, xp), logs
+                continue
+            iterations, logs, log_a = iterations + cycle.count, cycle.logs[..., -1, :, :], cycle.log_a
+            error, begin = find_error(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
+            errors.append(error)
+            is_open = ~(errors.current <= tolerance)
+            is_judged = len(errors.all) > judged_after
+            if not is_open.any() or (is_judged and errors.is_slow(is_open, tolerance, patience)):
                 break
-            step, start = LogStep(problem, problem.cost.T, problem.p.log()), potentials
-            continue
-        iterations, potentials = iterations + cycle.count, cycle.last
-        start, error = potentials, torch.full_like(errors.current, UNKNOWN)
-        if cycle.count > 1:
-            masses, changes = weigh_changes(problem, cycle)
-            error, contraction = find_error(masses, changes)
-            # An extrapolation costs as much as a cycle of few bins, and may spare one. It also shows the slow changes
-            # of debiased barycenters that hide in fast ones.
-            if problem.debiased or bool((error * contraction**NUMBERS.cycle > tolerance).any()):
-                start, distance = extrapolate(potentials, masses, changes)
-                error = torch.maximum(error, distance)
-        errors.append(error)
-        is_open = ~(errors.current <= tolerance)
-        is_judged = len(errors.all) > judged_after
-        if not bool(is_open.any()) or (is_judged and errors.is_slow(is_open, tolerance, patience)):
-            break
-    tau = torch.full_like(potentials.log_a[..., :1], NUMBERS.gradient_tau)
-    return BarycenterResult(potentials, errors.current, iterations, tau)
+    log_a, logs, error = (torch.as_tensor(t, dtype=problem.p.dtype) for t in (log_a, logs, errors.current))
+    log_d = logs[..., count, :] if problem.debiased else start.log_d
+    tau = torch.full_like(log_a[..., :1], NUMBERS.gradient_tau)
+    return BarycenterResult(Potentials(logs[..., :count, :], log_d, log_a), error, iterations, tau)
+
+
+def from_tensor(xp: Any, t: Tensor) -> Array:
+    return t if xp is torch else t.numpy()
 
 
 @dataclass(frozen=True)
@@ -77,99 +81,144 @@ class Cycle:
     """The iterates of a cycle.
 
     Attributes:
-        log_u: (..., count + 1, k, n), with the start.
-        log_d: (..., count + 1, 1, n), or (..., 1, 1, n) of plain barycenters.
+        logs: (..., count + 1, rows, n), log u_k and debiased log d, with the start.
         log_a: (..., n), after the last iteration.
     """
 
-    log_u: Float[Tensor, "*batch iterates k n"]
-    log_d: Float[Tensor, "*batch iterates 1 n"]
-    log_a: Float[Tensor, "*batch n"]
+    logs: Array
+    log_a: Array
 
     @property
     def count(self) -> int:
-        return self.log_u.shape[-3] - 1
+        return self.logs.shape[-3] - 1
 
-    @property
-    def last(self) -> Potentials:
-        return Potentials(self.log_u[..., -1, :, :], self.log_d[..., -1, 0, :], self.log_a)
+    def is_finite(self, xp: Any) -> bool:
+        return bool(xp.isfinite(self.logs[..., -1, :, :]).all() and xp.isfinite(self.log_a).all())
 
 
 @dataclass
 class CycleErrors:
     """The errors of the last cycles."""
 
-    current: Float[Tensor, "*batch"]  # an estimate of what is left of the error
-    ratio: Float[Tensor, "*batch"] | float = 0.0  # of the errors of two cycles, over the later half of the cycles
-    all: list[Tensor] = field(default_factory=list)
+    xp: Any
+    current: Array  # (...), an estimate of what is left of the error
+    ratio: Array = 0.0  # of the errors of two cycles, over the later half of the cycles
+    all: list[Array] = field(default_factory=list)
 
-    def append(self, error: Float[Tensor, "*batch"]) -> None:
-        error = error.nan_to_num(UNKNOWN).clamp(max=UNKNOWN)
+    def __post_init__(self) -> None:
+        self.current = self.xp.full_like(self.current, UNKNOWN)
+
+    def append(self, error: Array) -> None:
+        error = self.xp.nan_to_num(error, nan=UNKNOWN).clip(max=UNKNOWN)
         self.all.append(error)
         if span := min(len(self.all) - 1, max(NUMBERS.window, len(self.all) // 2)):
-            ratio = (error / self.all[-1 - span]).nan_to_num(0.0) ** (1 / span)
-            self.ratio = ratio.clamp(max=NUMBERS.largest_contraction)
-        self.current = (error / (1 - self.ratio)).clamp(max=UNKNOWN)
+            ratio = self.xp.nan_to_num(error / self.all[-1 - span]) ** (1 / span)
+            self.ratio = ratio.clip(max=NUMBERS.largest_contraction)
+        self.current = (error / (1 - self.ratio)).clip(max=UNKNOWN)
 
-    def is_slow(self, is_open: Tensor, tolerance: float, patience: float) -> bool:
+    def is_slow(self, is_open: Array, tolerance: float, patience: float) -> bool:
         """Return whether one of the open problems has more than `patience` iterations left."""
-        ratio = torch.as_tensor(self.ratio, dtype=self.current.dtype, device=self.current.device)
-        iterations_left = NUMBERS.cycle * (torch.log(tolerance / self.current) / ratio.log())
-        return bool((is_open & (iterations_left > patience)).any())
+        logarithms = self.xp.log(tolerance / self.current) / self.xp.log(self.ratio + 0 * self.current)
+        return bool((is_open & (NUMBERS.cycle * logarithms > patience)).any())
 
 
-def weigh_changes(problem: BarycenterProblem, cycle: Cycle) -> tuple[Tensor, Tensor]:
-    """Return the changes of log u_k and log d (..., count, rows, n), and before them the masses that weigh them."""
-    masses = torch.softmax(cycle.log_a, -1).unsqueeze(-2)
-    of_u = problem.weights.unsqueeze(-1) * masses
-    if not problem.debiased:
-        return of_u, cycle.log_u.diff(dim=-3)
-    return torch.cat([of_u, masses], -2), torch.cat([cycle.log_u, cycle.log_d], -2).diff(dim=-3)
+def find_error(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debiased: bool) -> tuple[Array, Array]:
+    """Return the error (...) after a cycle, and the logarithms from which the next one starts.
+
+    The error is the last change over one minus the contraction, and at least the distance to the extrapolation.
+    """
+    last, a = cycle.logs[..., -1, :, :], xp.exp(cycle.log_a)[..., None, :]
+    if cycle.count == 1:
+        return xp.full_like(a[..., 0, 0], UNKNOWN), last
+    masses = weights * (a / a.sum(-1)[..., None])  # of the rows
+    changes = cycle.logs[..., 1:, :, :] - cycle.logs[..., :-1, :, :]
+    before, after = ((masses * abs(changes[..., place, :, :])).sum(-1).sum(-1) for place in (-2, -1))
+    contraction = xp.nan_to_num(after / before).clip(max=NUMBERS.largest_contraction)
+    error = after / (1 - contraction)
+    # An extrapolation costs as much as a cycle of few bins, and may spare one. It also shows the slow changes of
+    # debiased barycenters that hide in fast ones.
+    if not debiased and not (error * contraction**NUMBERS.cycle > tolerance).any():
+        return error, last
+    move = extrapolate(xp, masses, changes)
+    return xp.maximum(error, (masses * abs(move)).sum(-1).sum(-1)), last + move
 
 
-def find_error(masses: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last change over one minus the contraction (...), and the contraction."""
-    sums = (masses.unsqueeze(-3) * changes[..., -2:, :, :].abs()).sum((-2, -1))
-    contraction = (sums[..., 1] / sums[..., 0]).nan_to_num(0.0).clamp(max=NUMBERS.largest_contraction)
-    return sums[..., 1] / (1 - contraction), contraction
-
-
-def extrapolate(last: Potentials, masses: Tensor, changes: Tensor) -> tuple[Potentials, Float[Tensor, "*batch"]]:
-    """Return the potentials from which the next cycle starts, and their distance to the last ones."""
-    root = masses.sqrt()
-    rows = (changes.diff(dim=-3) * root.unsqueeze(-3)).flatten(-2)
-    scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+def extrapolate(xp: Any, masses: Array, changes: Array) -> Array:
+    """Return the move from the last iterate to the extrapolation."""
+    root = masses[..., None, :, :] ** 0.5
+    rows = (changes[..., 1:, :, :] - changes[..., :-1, :, :]) * root
+    shape = rows.shape
+    rows = rows.reshape(*shape[:-2], -1)
+    scale = ((rows * rows).sum(-1) ** 0.5).clip(min=np.finfo(np.float32).tiny)[..., None]
     rows = rows / scale
-    system = rows @ rows.mT + NUMBERS.ridge * torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
-    right = rows @ (changes[..., -1, :, :] * root).flatten(-2).unsqueeze(-1)
-    share = torch.linalg.solve_ex(system, right).result / scale
-    move = -(share.unsqueeze(-1) * changes[..., 1:, :, :]).sum(-3).nan_to_num(0.0)
-    move = move.clamp(-NUMBERS.largest_extrapolation, NUMBERS.largest_extrapolation)
-    count = last.log_u.shape[-2]
-    log_d = last.log_d + move[..., count, :] if move.shape[-2] > count else last.log_d
-    start = Potentials(last.log_u + move[..., :count, :], log_d, last.log_a)
-    return start, (masses * move.abs()).sum((-2, -1))
+    system = rows @ rows.swapaxes(-1, -2)
+    places = range(shape[-3])
+    system[..., places, places] += NUMBERS.ridge
+    right = rows @ (changes[..., -1:, :, :] * root).reshape(*shape[:-3], -1, 1)
+    system, right = (xp.nan_to_num(t, posinf=0.0, neginf=0.0) for t in (system, right))
+    share = xp.linalg.solve(system, right) / scale
+    move = -(share.swapaxes(-1, -2) @ changes[..., 1:, :, :].reshape(*shape[:-2], -1)).reshape(*shape[:-3], *shape[-2:])
+    return xp.nan_to_num(move).clip(-NUMBERS.largest_extrapolation, NUMBERS.largest_extrapolation)
 
 
 class Step(Protocol):
-    def run(self, potentials: Potentials, iterations: int) -> Cycle:
-        """Return the iterates from the potentials on."""
+    @property
+    def xp(self) -> Any:
+        """Numpy or torch, of which the arrays are."""
+
+    @property
+    def weights(self) -> Array:
+        """The weights (..., rows, 1) of the histograms, and debiased 1 for log d."""
+
+    def run(self, logs: Array, iterations: int) -> Cycle:
+        """Return the iterates from the logarithms on."""
+
+
+def choose_step(problem: BarycenterProblem) -> Step:
+    """Return the step in products, where the kernel can be held, or in logarithms."""
+    is_wide = problem.p.dtype == torch.float64
+    kernel = build_gibbs_kernel(problem.cost, problem.epsilon) if is_wide else None
+    is_small = kernel is None or max(factor.numel() for factor in kernel.factors) <= NUMBERS.numpy_kernel
+    is_small = is_small and problem.p.numel() <= NUMBERS.numpy_entries and problem.p.device.type == "cpu"
+    xp = np if is_small and not needs_torch(problem.p, problem.weights) else torch
+    if kernel is None:
+        return LogStep.build(problem, xp)
+    kernel = GibbsKernel(tuple(from_tensor(xp, factor) for factor in kernel.factors), kernel.cells)
+    p, shares = from_tensor(xp, problem.p), from_tensor(xp, problem.weights)[..., None, :]
+    return ProductStep(xp, weigh_rows(problem, xp), kernel, p, shares, problem.debiased)
+
+
+def weigh_rows(problem: BarycenterProblem, xp: Any) -> Array:
+    ones = torch.ones_like(problem.weights[..., :1])
+    rows = torch.cat([problem.weights, ones], -1) if problem.debiased else problem.weights
+    return from_tensor(xp, rows.unsqueeze(-1))
 
 
 @dataclass(frozen=True)
 class LogStep:
-    """Iterations of logarithms."""
+    """Iterations of logarithms, of torch."""
 
+    xp: Any
+    weights: Array
     problem: BarycenterProblem
     transposed: Cost
-    log_p: Float[Tensor, "*batch k m"]
+    log_p: Tensor
 
-    def run(self, potentials: Potentials, iterations: int) -> Cycle:
-        history = [potentials]
+    @staticmethod
+    def build(problem: BarycenterProblem, xp: Any = torch) -> LogStep:
+        return LogStep(xp, weigh_rows(problem, xp), problem, problem.cost.T, problem.p.log())
+
+    def run(self, logs: Array, iterations: int) -> Cycle:
+        count = self.problem.p.shape[-2]
+        start = torch.as_tensor(logs)
+        log_d = start[..., count, :] if self.problem.debiased else torch.zeros_like(start[..., 0, :])
+        now = Potentials(start[..., :count, :], log_d, log_d)
+        history = [start]
         for _ in range(iterations):
-            history.append(self.update(history[-1]))
-        log_d = torch.stack([p.log_d for p in history], -2).unsqueeze(-2)
-        return Cycle(torch.stack([p.log_u for p in history], -3), log_d, history[-1].log_a)
+            now = self.update(now)
+            rows = [now.log_u, now.log_d.unsqueeze(-2)] if self.problem.debiased else [now.log_u]
+            history.append(torch.cat(rows, -2))
+        return Cycle(from_tensor(self.xp, torch.stack(history, -3)), from_tensor(self.xp, now.log_a))
 
     def update(self, potentials: Potentials) -> Potentials:
         cost, epsilon, log_d = self.problem.cost, self.problem.epsilon, potentials.log_d
@@ -185,42 +234,52 @@ class LogStep:
 class ProductStep:
     """Iterations of u, d and a themselves; d and a have the axis of one histogram."""
 
-    problem: BarycenterProblem
+    xp: Any
+    weights: Array
     kernel: GibbsKernel
+    p: Array
+    shares: Array  # (..., 1, k), the weights of the histograms
+    debiased: bool
 
-    def run(self, potentials: Potentials, iterations: int) -> Cycle:
-        p, weights = self.problem.p, self.problem.weights.unsqueeze(-2)
-        a = d = potentials.log_d.exp().unsqueeze(-2)
-        us, ds = [potentials.log_u.exp()], [d]
+    def run(self, logs: Array, iterations: int) -> Cycle:
+        xp, count = self.xp, self.p.shape[-2]
+        start = xp.exp(logs)
+        u, d = start[..., :count, :], start[..., count:, :]
+        a, us, ds = d, [u], [d]
         for _ in range(iterations):
-            kv = self.kernel.product(p / self.kernel.transposed_product(us[-1]))
-            a = (weights @ kv.log()).exp_()
-            if self.problem.debiased:
-                a = a.mul_(d)
-                d = self.kernel.product(d).reciprocal_().mul_(d).mul_(a).sqrt_()
+            kv = self.kernel.product(self.p / self.kernel.transposed_product(u))
+            a = xp.exp(self.shares @ xp.log(kv))
+            if self.debiased:
+                a = a * d
+                d = xp.sqrt(d * a / self.kernel.product(d))
                 ds.append(d)
-            us.append(a / kv)
-        return Cycle(torch.stack(us, -3).log_(), torch.stack(ds, -3).log_(), a.log().squeeze(-2))
+            u = a / kv
+            us.append(u)
+        rows = xp.stack(us, -3)
+        if self.debiased:
+            rows = xp.concatenate([rows, xp.stack(ds, -3)], -2)
+        return Cycle(xp.log(rows), xp.log(a)[..., 0, :])
 
 
 @dataclass(frozen=True)
 class GibbsKernel:
     """Products with K = exp(-C / epsilon), as one matrix, or for images as one matrix for each axis."""
 
-    factors: tuple[Tensor, ...]
+    factors: tuple[Array, ...]
     cells: tuple[int, ...]
 
-    def product(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
-        """K v."""
+    def product(self, v: Array) -> Array:
+        """K v, for v (..., m)."""
         if len(self.factors) == 1:
-            return v @ self.factors[0].mT
-        image = v.unflatten(-1, self.cells)
-        for axis, factor in enumerate(self.factors):
-            image = (image.movedim(axis - len(self.cells), -1) @ factor).movedim(-1, axis - len(self.cells))
-        return image.flatten(-len(self.cells))
+            return v @ self.factors[0].T
+        shape = v.shape
+        image = v.reshape(*shape[:-1], *self.cells) @ self.factors[-1]  # The factors of images are symmetric.
+        for axis, factor in enumerate(self.factors[:-1]):
+            image = factor @ image.reshape(*shape[:-1], *self.cells[:axis], self.cells[axis], -1)
+        return image.reshape(shape)
 
-    def transposed_product(self, u: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:
-        """K^T u; the factors of images are symmetric."""
+    def transposed_product(self, u: Array) -> Array:
+        """K^T u, for u (..., n)."""
         return u @ self.factors[0] if len(self.factors) == 1 else self.product(u)
 
 

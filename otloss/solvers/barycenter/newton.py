@@ -54,7 +54,7 @@ def verify(problem: BarycenterProblem, result: BarycenterResult) -> BarycenterRe
     # The equations leave a constant of each log u_k open.
     excess = (shares.unsqueeze(-2) * (now.log_u - now.log_d.unsqueeze(-2))).sum(-1, keepdim=True)
     now = dataclasses.replace(now, log_u=now.log_u - excess)
-    after = LogStep(problem, problem.cost.T, problem.p.log()).update(now)
+    after = LogStep.build(problem).update(now)
     shares = torch.softmax(after.log_a, -1)
     change = (weights * (after.log_u - now.log_u).abs()).sum(-2) + (after.log_d - now.log_d).abs()
     error = torch.maximum(result.error, (shares * change).sum(-1)).nan_to_num(UNKNOWN).clamp(max=UNKNOWN)
