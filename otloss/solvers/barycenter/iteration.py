@@ -242,18 +242,18 @@ class ProductStep:
     debiased: bool
 
     def run(self, logs: Array, iterations: int) -> Cycle:
-        xp, count = self.xp, self.p.shape[-2]
-        start = xp.exp(logs)
+        xp, count, tiny = self.xp, self.p.shape[-2], math.exp(NUMBERS.least_exponent)
+        start = xp.exp(logs).clip(min=tiny)
         u, d = start[..., :count, :], start[..., count:, :]
         a, us, ds = d, [u], [d]
         for _ in range(iterations):
             kv = self.kernel.product(self.p / self.kernel.transposed_product(u))
             a = xp.exp(self.shares @ xp.log(kv))
-            if self.debiased:
-                a = a * d
-                d = xp.sqrt(d * a / self.kernel.product(d))
+            if self.debiased:  # Debiased barycenters have empty bins, where u, d and a fall below all numbers.
+                a = (a * d).clip(min=tiny)
+                d = (xp.sqrt(d) * xp.sqrt(a / self.kernel.product(d))).clip(min=tiny)
                 ds.append(d)
-            u = a / kv
+            u = (a / kv).clip(min=tiny)
             us.append(u)
         rows = xp.stack(us, -3)
         if self.debiased:
