@@ -50,7 +50,8 @@ def iterate(
     xp, count = step.xp, problem.p.shape[-2]
     rows = [start.log_u, start.log_d.unsqueeze(-2)] if problem.debiased else [start.log_u]
     logs = begin = from_tensor(xp, torch.cat(rows, -2))
-    log_a, errors, iterations = from_tensor(xp, start.log_a), CycleErrors(xp, from_tensor(xp, problem.mass)), 0
+    errors = CycleErrors(xp, xp.full_like(from_tensor(xp, problem.mass), UNKNOWN), problem.debiased)
+    log_a, iterations = from_tensor(xp, start.log_a), 0
     with np.errstate(all="ignore"):
         while iterations < max_iterations:
             cycle = step.run(begin, min(NUMBERS.cycle, max_iterations - iterations))
@@ -98,15 +99,18 @@ class Cycle:
 
 @dataclass
 class CycleErrors:
-    """The errors of the last cycles."""
+    """The errors of the last cycles.
+
+    Those of debiased barycenters are irregular, as an extrapolation may come back near the iterate by chance: there the
+    error is the larger one of two cycles in a row.
+    """
 
     xp: Any
     current: Array  # (...), an estimate of what is left of the error
+    is_irregular: bool
+    latest: Array = UNKNOWN  # the estimate of the last cycle alone
     ratio: Array = 0.0  # of the errors of two cycles, over the later half of the cycles
     all: list[Array] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.current = self.xp.full_like(self.current, UNKNOWN)
 
     def append(self, error: Array) -> None:
         error = self.xp.nan_to_num(error, nan=UNKNOWN).clip(max=UNKNOWN)
@@ -114,7 +118,8 @@ class CycleErrors:
         if span := min(len(self.all) - 1, max(NUMBERS.window, len(self.all) // 2)):
             ratio = self.xp.nan_to_num(error / self.all[-1 - span]) ** (1 / span)
             self.ratio = ratio.clip(max=NUMBERS.largest_contraction)
-        self.current = (error / (1 - self.ratio)).clip(max=UNKNOWN)
+        previous, self.latest = self.latest, (error / (1 - self.ratio)).clip(max=UNKNOWN)
+        self.current = self.latest.clip(min=previous) if self.is_irregular else self.latest
 
     def is_slow(self, is_open: Array, tolerance: float, patience: float) -> bool:
         """Return whether one of the open problems has more than `patience` iterations left."""

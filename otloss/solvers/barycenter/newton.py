@@ -99,6 +99,8 @@ def settle(
         stalls = is_whole & (change < NUMBERS.small_change) & (change >= smallest / 2)
         small_steps, smallest = torch.where(stalls, small_steps + 1, 0.0), torch.minimum(smallest, change)
         is_done = is_whole & (change <= max(tolerance / 100, NUMBERS.least_change))
+        if iterations > NUMBERS.steps_to_fall:
+            is_done = is_done | (change > NUMBERS.divergence * smallest)
         if bool((is_done | (small_steps >= NUMBERS.stalled_steps)).all()):
             break
     return Settled(potentials, change, small_steps >= NUMBERS.stalled_steps, iterations)

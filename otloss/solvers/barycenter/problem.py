@@ -44,6 +44,9 @@ class Numbers:
     newton_bins: int = 256  # A step costs k bins^3.
     newton_entries: int = 2**22  # of the plans of all problems together, which a step holds several times
     steps: int = 60  # at each tau
+    # Steps that diverge change much more than the smallest one; those that converge have grown tenfold at most by then.
+    steps_to_fall: int = 15
+    divergence: float = 100.0
     first_tau: float = 0.25
     fall_of_tau: float = 32.0  # Smaller falls take more steps, and end at a larger tau, as rounding adds up.
     least_tau: float = 1e-14

@@ -1,5 +1,6 @@
 """Barycenters against POT, closed forms, and finite differences."""
 
+import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from otloss import ConvergenceWarning, barycenter, sinkhorn, sinkhorn_divergence
 from otloss.costs import Cost, GridCost, LineCost, as_cost
+from otloss.solvers.barycenter import iteration
 from tests.errors import raising
 from tests.otloss.draws import draw
 from tests.samples import sampled
@@ -105,6 +107,15 @@ def test_products_agree_with_logarithms(debiased: bool, request: pytest.FixtureR
     in_logs = of(as_cost(grid.dense()))
     torch.testing.assert_close(by_axes, by_matrix, atol=1e-9, rtol=0)
     torch.testing.assert_close(by_matrix, in_logs, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("debiased", [False, True])
+def test_arrays_of_numpy_agree_with_tensors(debiased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, grid = drawn(2, 3, 30), GridCost((5, 3, 2), spacing=0.2)
+    by_numpy = barycenter(p, grid, WEIGHTS, epsilon=0.03, debiased=debiased, tolerance=1e-9)
+    monkeypatch.setattr(iteration, "NUMBERS", dataclasses.replace(iteration.NUMBERS, numpy_entries=0))
+    by_torch = barycenter(p, grid, WEIGHTS, epsilon=0.03, debiased=debiased, tolerance=1e-9)
+    torch.testing.assert_close(by_numpy, by_torch, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("debiased", [False, True])
