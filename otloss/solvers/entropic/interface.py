@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import has_float64, needs_torch
+from otloss._checks import has_float64
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
@@ -53,7 +53,6 @@ class Schedule(NamedTuple):
 
 
 SCHEDULE = Schedule()
-LARGEST_POTENTIAL = 1e3  # over epsilon, for which costs are computed in float32
 UNMEASURED = 1e30  # the error of a start of an unbalanced problem: any error that is measured is smaller
 
 
@@ -200,23 +199,6 @@ def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
             q = of_equal_mass(p, q)
         cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
     return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
-
-
-def rounds_costs(problem: Problem, result: SearchResult) -> bool:
-    """Return whether the rounding of costs that are computed in float32 would change entries of the plan.
-
-    Entries between points, for example, carry a rounding of 1e-7 of the potentials, which changes entries of the plan
-    by 1e-4 where potentials are a thousand times epsilon. The entries of a matrix are data.
-    """
-    cost = problem.cost
-    if cost.dtype != torch.float32 or not has_float64(cost.device):
-        return False
-    if cost.stored_matrix() is not None or cost.as_grid() is not None:  # whose entries are whole numbers of steps
-        return False
-    if needs_torch(problem.p, problem.q, *cost.tensors()) or not (result.f.numel() and result.g.numel()):
-        return False
-    largest = torch.maximum(result.f.abs().amax(-1), result.g.abs().amax(-1))
-    return bool((largest > LARGEST_POTENTIAL * problem.epsilon.detach()).any())
 
 
 def dtype_of_potentials(problem: Problem) -> torch.dtype:

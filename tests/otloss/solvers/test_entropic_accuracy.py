@@ -198,7 +198,7 @@ def test_errors_are_those_of_the_costs_in_float64(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         otloss.sinkhorn(p, p, PointCost(x, y), epsilon=torch.tensor(epsilon), max_iterations=limit)
-    ((_, result),) = results
+    (result,) = results
     costs = torch.cdist(x.double(), y.double()).square()
     exponent = result.f.double()[..., :, None] + result.g.double()[..., None, :] - costs
     plan = (exponent / torch.tensor(epsilon).double()[:, None, None]).exp() / 3600
