@@ -41,7 +41,7 @@ from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import has_float64, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.condition import MOST_CORRECTIONS, SMALL_STEP, check_condition, correction, no_implicit_answer
+from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, no_implicit_answer
 from otloss.solvers.entropic.implicit_grid import suits_axes, with_graph
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
 from otloss.solvers.entropic.updates import damping_of
@@ -259,22 +259,14 @@ class _Equations:
         return self.rows(ratio, weights, potentials, b), b
 
     def corrected(self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor]) -> Tensor:
-        """Return a b from which Newton's method takes a small step.
+        """Return the b of Newton's method, if the condition allows its steps."""
 
-        Raises:
-            RuntimeError: if the equations are singular to rounding, or the steps do not get small.
-        """
-        b = torch.zeros_like(potentials[1])
-        if not b.numel():
-            return b
-        for _ in range(MOST_CORRECTIONS):
+        def step_from(b: Tensor) -> Tensor:
             system, missing = self.system(ratio, weights, potentials, b)
             check_condition(torch.linalg.cond(system, torch.inf))
-            step, near = correction(self.solve(system, missing, weights[1]))
-            if near:
-                return b
-            b = b + step
-        raise no_implicit_answer()
+            return self.solve(system, missing, weights[1])
+
+        return corrected(step_from, torch.zeros_like(potentials[1]))
 
     def rows(
         self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor], b: Tensor

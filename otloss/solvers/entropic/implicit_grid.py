@@ -28,7 +28,7 @@ from otloss._autograd import once_only
 from otloss._checks import has_tangent
 from otloss.costs import GridCost
 from otloss.costs.grid import LEAST_EXPONENT, SHIFT
-from otloss.solvers.condition import MOST_CORRECTIONS, check_condition, correction, no_implicit_answer
+from otloss.solvers.condition import check_condition, corrected, no_implicit_answer
 from otloss.solvers.entropic.interface import potential_of_plan
 from otloss.solvers.problem import Problem
 
@@ -149,28 +149,24 @@ class _Equations:
         return (share / share.sum(-1, keepdim=True) * a * b).sum(-1, keepdim=True)
 
 
-def corrected(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the potentials after Newton's method.
-
-    Raises:
-        RuntimeError: if the equations are singular to rounding, or the steps do not get small.
-    """
+def corrected_potentials(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the potentials after Newton's method; raises RuntimeError as `condition.corrected`."""
     epsilon = problem.epsilon.detach().double().unsqueeze(-1)
-    for _ in range(MOST_CORRECTIONS):
-        equations = _Equations.at(problem, f, g)
-        step, near = correction(equations.solve(-equations.received.log()))
-        g = g + epsilon * step
-        if near:
-            equations = _Equations.at(problem, f, g)
-            equations.check_condition()
-            return equations.f - potential_of_plan(problem, torch.zeros_like(f)), g
-    raise no_implicit_answer()
+
+    def step_from(b: Tensor) -> Tensor:
+        equations = _Equations.at(problem, f, g + epsilon * b)
+        return equations.solve(-equations.received.log())
+
+    g = g + epsilon * corrected(step_from, torch.zeros_like(g))
+    equations = _Equations.at(problem, f, g)
+    equations.check_condition()
+    return equations.f - potential_of_plan(problem, torch.zeros_like(f)), g
 
 
 def with_graph(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return f, g with first derivatives in the weights, and the value with first and second ones."""
     with torch.no_grad():
-        f, g = corrected(problem, f.double(), g.double())
+        f, g = corrected_potentials(problem, f.double(), g.double())
     p, q = problem.p.double(), problem.q.double()
     f, g = _Potentials.apply(p, q, f, g, problem)
     value: Tensor = _Value.apply((p * f).sum(-1).detach() + (q * g).sum(-1).detach(), p, q, f, g)

@@ -21,8 +21,9 @@ from otloss.costs.order import METRICS, order_of
 from otloss.solvers.entropic.dual import estimate_error
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
 from otloss.solvers.entropic.selection import is_selectable, scatter, select
-from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS, penalties_of
+from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
 from otloss.solvers.entropic.updates import build_updates
+from otloss.solvers.entropic.warnings import check_not_too_small
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.problem import Problem
@@ -37,10 +38,7 @@ class SparseNewton(Method):
     """The method for slow problems: between points, or on matrices that fit the memory; in float64 on the CPU."""
 
     def applies(self, problem: Problem) -> bool:
-        (n, m), cost = problem.cost.shape, problem.cost
-        if problem.is_symmetric or (cost.softmin_work() < n * m and n * m > MATRIX_LIMITS.largest_image):
-            return False
-        return is_selectable(problem)
+        return not problem.is_symmetric and is_selectable(problem)
 
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Solve the problems that `previous` has not solved; see `interface.Method`."""
@@ -60,8 +58,11 @@ class SparseNewton(Method):
             f = updates.f_from(g)
         elif bool((slow.q == 0).any()):
             g = torch.where(slow.q > 0, g, build_updates(slow).g_from(f))
+        result = dataclasses.replace(result, f=f, g=g)
+        if not result.is_within(budget.tolerance):  # before the last method uses up the budget
+            check_not_too_small(slow, result, budget.tolerance)
         estimate = estimate_error(slow, g) if budget.is_accurate else torch.full_like(slow.epsilon, math.nan)
-        return scatter(previous, chosen, dataclasses.replace(result, f=f, g=g, potential_error=estimate))
+        return scatter(previous, chosen, dataclasses.replace(result, potential_error=estimate))
 
 
 def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:

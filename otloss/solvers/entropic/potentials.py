@@ -48,14 +48,12 @@ class PotentialTolerance(NamedTuple):
 POTENTIAL_TOLERANCE = PotentialTolerance()
 
 
-def find_potentials(
-    problem: Problem, settings: Settings, *, accurate: bool | None = None
-) -> tuple[Problem, SearchResult]:
+def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool = False) -> tuple[Problem, SearchResult]:
     """Return the potentials of a reduced entropic problem, and the problem in the arithmetic that they belong to.
 
     Args:
-        accurate: whether the potentials themselves have to be accurate; the value is far less sensitive. None stands
-            for True where a gradient of the weights is wanted, and for False elsewhere.
+        is_accurate: whether the potentials themselves have to be accurate; the value is far less sensitive. They are
+            where a gradient of the weights is wanted.
 
     Raises:
         SmallEpsilonError: if the rounding of the potentials would decide the plan.
@@ -74,7 +72,7 @@ def find_potentials(
     tolerance = tolerance_of(problem, settings)
     has_weight_graph = makes_graph(problem.p, problem.q)
     change = math.inf
-    if has_weight_graph if accurate is None else accurate:
+    if is_accurate or has_weight_graph:
         is_wide = problem.cost.dtype == torch.float64
         change = POTENTIAL_TOLERANCE.largest_change if is_wide else POTENTIAL_TOLERANCE.largest_change_float32
         change = max(change, 100 * tolerance)

@@ -27,11 +27,16 @@ def is_between_large_clouds(problem: Problem) -> bool:
 
 
 def is_selectable(problem: Problem) -> bool:
-    """Return whether problems can be solved in float64 on the CPU, with matrices that fit the memory or without any."""
+    """Return whether problems can be solved in float64 on the CPU, with matrices that fit the memory or without any.
+
+    Between the cells of large images, products along the axes are faster than a matrix.
+    """
     if not has_float64(problem.p.device) or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
         return False
-    entries = math.prod(problem.cost.shape) * problem.batch.numel()
-    return entries <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
+    entries = math.prod(problem.cost.shape)
+    if problem.cost.softmin_work() < entries and entries > MATRIX_LIMITS.largest_image:
+        return False
+    return entries * problem.batch.numel() <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
 
 
 def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
