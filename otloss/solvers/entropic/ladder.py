@@ -3,7 +3,8 @@
 A rung is a tuple of methods of which the first that applies is taken. The next rung starts from what was found:
 
 1. Sinkhorn's iteration: from clusters of large clouds, by the numba kernel for matrices, from blocks of large images,
-   or in logarithms for any other problem. It ends early where its contraction says that the tolerance is far.
+   or in logarithms for any other problem. It ends early where its contraction says that the tolerance is far. Newton's
+   method takes its place between points that are many epsilons apart.
 2. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
 3. Sinkhorn's iteration in float64, without a limit but that of the call: where Newton's method does not apply or fails.
 
@@ -19,14 +20,14 @@ from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult
 from otloss.solvers.entropic.meanwhile import run_method
-from otloss.solvers.entropic.newton import SparseNewton
+from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
 from otloss.solvers.problem import Problem
 
 LADDER: tuple[tuple[Method, ...], ...] = (
-    (Clusters(), SinkhornOnCPU(), CoarseImages(), Sinkhorn()),
+    (Clusters(), NewtonFirst(), SinkhornOnCPU(), CoarseImages(), Sinkhorn()),
     (SparseNewton(),),
     (SinkhornInFloat64(),),
 )
