@@ -6,7 +6,7 @@ rounding errors. Rounding alone makes the condition of a singular system about 1
 decides the same for every processor, and at the bound the derivatives have lost at most ten of their sixteen digits.
 
 A solution within the tolerance may be far from the optimum along such a mode, and its plan exchange much more mass than
-the optimal one. So the condition is that of potentials from which Newton's method takes a small step.
+the optimal one. So the condition is taken at potentials from which Newton's method takes a small step.
 """
 
 from __future__ import annotations

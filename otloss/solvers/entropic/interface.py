@@ -118,7 +118,7 @@ class SearchResult:
         return torch.where(is_finite, self.f, 0.0), torch.where(is_finite, self.g, 0.0)
 
     @property
-    def most_iterations(self) -> int:
+    def iterations_used(self) -> int:
         return int(self.iterations.amax()) if self.iterations.numel() else 0
 
     @staticmethod
@@ -154,11 +154,9 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
 
 def _where(is_new: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor | None:
     """Return the one or the other number, NaN where it is not known."""
-    known = new if new is not None else previous
-    if known is None:
+    if new is None and previous is None:
         return None
-    unknown = torch.full_like(known, torch.nan)
-    return torch.where(is_new, unknown if new is None else new, unknown if previous is None else previous)
+    return torch.where(is_new, torch.nan if new is None else new, torch.nan if previous is None else previous)
 
 
 class Method(Protocol):

@@ -45,7 +45,7 @@ def search(problem: Problem, budget: Budget) -> SearchResult:
     for method in methods:
         patience = budget.patience if method is methods[-1] else PATIENCE
         result = run_method(method, problem, result, dataclasses.replace(budget, patience=patience))
-        if result.is_within(budget.tolerance) or result.most_iterations >= budget.max_iterations:
+        if result.is_within(budget.tolerance) or result.iterations_used >= budget.max_iterations:
             break
     assert result is not None
     return result

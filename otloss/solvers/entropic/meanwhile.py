@@ -12,7 +12,7 @@ from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import iterate
 from otloss.solvers.problem import Problem
 
-ENTRIES = 2e7  # of all costs and iterations together: some tenths of a second, until one looks for the kernel again
+ENTRIES = 2e7  # costs times iterations, some tenths of a second, until one looks for the kernel again
 SMALLEST_COUNT = 16  # iterations until then, at least
 SHARE = 4  # one in so many iterations of the budget is done without the kernel, at most
 PAUSE = 0.05  # seconds between two looks after that
@@ -40,7 +40,7 @@ def run_method(method: Method, problem: Problem, previous: SearchResult | None, 
 
 
 def _unused(budget: Budget, result: SearchResult | None) -> int:
-    return budget.max_iterations - (0 if result is None else result.most_iterations)
+    return budget.max_iterations - (0 if result is None else result.iterations_used)
 
 
 def _iterate(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
