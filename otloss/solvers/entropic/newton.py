@@ -77,7 +77,11 @@ class SparseNewton(Method):
         result = dataclasses.replace(result, f=f, g=g)
         if not result.is_within(budget.tolerance):  # before the last method uses up the budget
             check_not_too_small(slow, result, budget.tolerance)
-        return scatter(previous, chosen, with_estimates(slow, result) if budget.is_accurate else result)
+        if budget.is_accurate:
+            result = with_estimates(slow, result)
+        if slow.marginal_penalty is not None:  # light columns, which hardly count, may decide the estimate: no warning
+            result = dataclasses.replace(result, potential_range=None, least_eigenvalue=None)
+        return scatter(previous, chosen, result)
 
 
 class NewtonFirst(SparseNewton):
