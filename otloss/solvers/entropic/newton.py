@@ -85,7 +85,7 @@ class SparseNewton(Method):
 
 
 class NewtonFirst(SparseNewton):
-    """Newton's method before any iteration: between points of which even the nearest are many epsilons apart."""
+    """The method for points of which even the nearest are many epsilons apart: Newton's, before any iteration."""
 
     def applies(self, problem: Problem) -> bool:
         points, is_balanced = problem.cost.as_points(), problem.marginal_penalty is None
