@@ -6,10 +6,12 @@ rounding errors. Rounding alone makes the condition of a singular system about 1
 decides the same for every processor, and at the bound the derivatives have lost at most ten of their sixteen digits.
 
 A solution within the tolerance may be far from the optimum along such a mode, and its plan exchange much more mass than
-the optimal one. So the condition is that of potentials from which Newton's method takes a small step.
+the optimal one. So the condition is taken at potentials from which Newton's method takes a small step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,13 +31,23 @@ def check_condition(condition: Tensor) -> None:
         raise no_implicit_answer()
 
 
-def correction(step: Tensor) -> tuple[Tensor, bool]:
-    """Return what to add to g / epsilon for a step (..., m) of Newton's method, and whether it is the last one.
+def corrected(step_from: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
+    """Return b = g / epsilon (..., m) after Newton's method, whose last step was small.
 
     Along a slow mode the dual objective is a sum of two exponentials, where a full step is at most one.
+
+    Raises:
+        RuntimeError: if the equations are singular to rounding, or the steps do not get small.
     """
-    size = step.abs().amax(-1, keepdim=True)
-    return step / size.clamp(min=1.0), bool((size < SMALL_STEP).all())
+    if not b.numel():
+        return b
+    for _ in range(MOST_CORRECTIONS):
+        step = step_from(b)
+        size = step.abs().amax(-1, keepdim=True)
+        b = b + step / size.clamp(min=1.0)
+        if bool((size < SMALL_STEP).all()):
+            return b
+    raise no_implicit_answer()
 
 
 def no_implicit_answer() -> RuntimeError:

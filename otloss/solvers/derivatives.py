@@ -41,7 +41,7 @@ from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import has_float64, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.condition import MOST_CORRECTIONS, SMALL_STEP, check_condition, correction, no_implicit_answer
+from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, no_implicit_answer
 from otloss.solvers.entropic.implicit_grid import suits_axes, with_graph
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
 from otloss.solvers.entropic.updates import damping_of
@@ -207,12 +207,15 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
     ratio = ratio_of(problem, f, g, p, epsilon, matrix)
-    equations = _Equations(epsilon.unsqueeze(-1), problem.marginal_penalty or BOTH_KEPT, is_differentiated(p, q))
+    width, penalty, through_weights = (
+        epsilon.unsqueeze(-1),
+        problem.marginal_penalty or BOTH_KEPT,
+        is_differentiated(p, q),
+    )
     if p.shape[-1] >= q.shape[-1]:
-        a, b = equations.newton(ratio, (p, q), (f, g))
+        a, b = _Equations(ratio, p, q, f, g, width, penalty, through_weights).newton()
     else:
-        equations = dataclasses.replace(equations, penalty=equations.penalty.swapped)
-        b, a = equations.newton(ratio.mT, (q, p), (g, f))
+        b, a = _Equations(ratio.mT, q, p, g, f, width, penalty.swapped, through_weights).newton()
     plan = (p * a.exp()).unsqueeze(-1) * ratio * (q * b.exp()).unsqueeze(-2)
     f, g = f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b
     value = _dual(problem, f, g, plan)
@@ -237,62 +240,53 @@ def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor,
 
 @dataclass(frozen=True)
 class _Equations:
-    epsilon: Tensor  # (..., 1)
+    """Newton's equations for b at the potentials f and g of a solution, with the graph of their inputs.
+
+    They are the equations of `entropic.dual`, divided by the masses of the columns: bins without mass have derivatives.
+    """
+
+    ratio: Float[Tensor, "*batch n m"]
+    p: Float[Tensor, "*batch n"]
+    q: Float[Tensor, "*batch m"]
+    f: Float[Tensor, "*batch n"]
+    g: Float[Tensor, "*batch m"]
+    epsilon: Float[Tensor, "*batch 1"]
     penalty: MarginalPenalty
     through_weights: bool
 
-    def newton(
-        self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def newton(self) -> tuple[Tensor, Tensor]:
         """Return a, b, for potentials f + epsilon a, g + epsilon b at the optimum, with their derivatives."""
-        start = torch.zeros_like(potentials[1])
+        start = torch.zeros_like(self.g)
         if self.through_weights:
             with torch.no_grad():
-                start = self.corrected(ratio, weights, potentials)
+                start = corrected(self.checked_step, start)
         b = start
         for _ in range(NEWTON_STEPS):
-            system, missing = self.system(ratio, weights, potentials, b)
-            b = b + self.solve(system, missing, weights[1])
+            b = b + self.solve(*self.system(b))
         # Steps from far away lead nowhere: then they give derivatives alone, and the potentials stay.
         near = (b - start).detach().abs().amax(-1, keepdim=True) < SMALL_STEP
         b = torch.where(near, b, start + (b - b.detach()))
-        return self.rows(ratio, weights, potentials, b), b
+        return self.rows(b), b
 
-    def corrected(self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor]) -> Tensor:
-        """Return a b from which Newton's method takes a small step.
+    def checked_step(self, b: Tensor) -> Tensor:
+        """Return a step of Newton's method from b, if the condition allows it."""
+        system, missing = self.system(b)
+        check_condition(torch.linalg.cond(system, torch.inf))
+        return self.solve(system, missing)
 
-        Raises:
-            RuntimeError: if the equations are singular to rounding, or the steps do not get small.
-        """
-        b = torch.zeros_like(potentials[1])
-        if not b.numel():
-            return b
-        for _ in range(MOST_CORRECTIONS):
-            system, missing = self.system(ratio, weights, potentials, b)
-            check_condition(torch.linalg.cond(system, torch.inf))
-            step, near = correction(self.solve(system, missing, weights[1]))
-            if near:
-                return b
-            b = b + step
-        raise no_implicit_answer()
-
-    def rows(
-        self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor], b: Tensor
-    ) -> Tensor:
+    def rows(self, b: Tensor) -> Tensor:
         """Return the a that fits b."""
         k_p, _ = damping_of(self.penalty, self.epsilon)
-        return k_p * (-potentials[0] / self.penalty.p - (ratio * (weights[1] * b.exp()).unsqueeze(-2)).sum(-1).log())
+        return k_p * (-self.f / self.penalty.p - (self.ratio * (self.q * b.exp()).unsqueeze(-2)).sum(-1).log())
 
-    def system(
-        self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor], b: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def system(self, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the matrix and the right-hand side of a step of Newton's method from b."""
-        (p, q), (k_p, k_q) = weights, damping_of(self.penalty, self.epsilon)
-        along = ratio * (q * b.exp()).unsqueeze(-2)
+        k_p, k_q = damping_of(self.penalty, self.epsilon)
+        along = self.ratio * (self.q * b.exp()).unsqueeze(-2)
         total = along.sum(-1)
-        across = ratio * (p * self.rows(ratio, weights, potentials, b).exp()).unsqueeze(-1)
+        across = self.ratio * (self.p * self.rows(b).exp()).unsqueeze(-1)
         received = across.sum(-2)
-        missing = k_q * (-potentials[1] / self.penalty.q - received.log()) - b
+        missing = k_q * (-self.g / self.penalty.q - received.log()) - b
         # Row-stochastic: what a change of b does to b in one round.
         round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
         identity = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
@@ -300,17 +294,17 @@ class _Equations:
         system = identity - (damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping) * round_trip
         if is_kept(self.penalty.p) and is_kept(self.penalty.q):
             # A constant in b changes nothing; q is what the round trip leaves as it is.
-            share = q / q.sum(-1, keepdim=True)
+            share = self.q / self.q.sum(-1, keepdim=True)
             system = system + share.unsqueeze(-2).expand_as(system)
             missing = missing - (share * missing).sum(-1, keepdim=True)
         return (system if self.through_weights else system + IMPLICIT_RIDGE * identity), missing
 
-    def solve(self, system: Tensor, right: Tensor, q: Tensor) -> Tensor:
+    def solve(self, system: Tensor, right: Tensor) -> Tensor:
         """Return the solution: first for the bins with mass, which those without mass do not change.
 
         A joint elimination would leave rounding of derivatives between two bins without mass, which may be 1e40.
         """
-        has_mass, identity = q.detach() > 0, torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+        has_mass, identity = self.q.detach() > 0, torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
         among = torch.where(has_mass.unsqueeze(-1), system, identity)
         try:
             solution: Tensor = torch.linalg.solve(among, torch.where(has_mass, right, 0.0).unsqueeze(-1)).squeeze(-1)

@@ -91,7 +91,7 @@ def solve(
                 [0.0000, 0.5000]])
     """
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
-    return solve_problem(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, accurate=True)
+    return solve_problem(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, is_accurate=True)
 
 
 @public
@@ -338,19 +338,19 @@ def _without_error_below_zero(problem: Problem, value: Tensor, terms: list[Trans
     return value - value.detach().where(is_error, 0.0)
 
 
-def solve_problem(problem: Problem, settings: Settings, *, accurate: bool | None = None) -> Transport:
-    """Reduce, solve, differentiate and restore a posed problem; `accurate` as for `find_potentials`."""
+def solve_problem(problem: Problem, settings: Settings, *, is_accurate: bool = False) -> Transport:
+    """Reduce, solve, differentiate and restore a posed problem; `is_accurate` as for `find_potentials`."""
     reduced, ways_back = reduce(problem, settings)
-    return Transport(problem, _solve(reduced, settings, accurate), ways_back)
+    return Transport(problem, _solve(reduced, settings, is_accurate=is_accurate), ways_back)
 
 
-def _solve(problem: Problem, settings: Settings, accurate: bool | None) -> Solution:
+def _solve(problem: Problem, settings: Settings, *, is_accurate: bool) -> Solution:
     """Solve a reduced problem, with the derivatives that were asked for."""
     if problem.is_exact:
         if suits_clouds(problem):
             return with_envelope(solve_between_clouds(problem))
         return with_envelope(solve_exactly(problem, find_start=assignment_start))
-    problem, potentials = find_potentials(problem, settings, accurate=accurate)
+    problem, potentials = find_potentials(problem, settings, is_accurate=is_accurate)
     solution = solution_of(problem, potentials, tolerance_of(problem, settings))
     if solution.search is not potentials and potentials.is_within(solution.tolerance):
         warn_of_errors(problem, solution.search, settings)  # no value, though the marginals are within the tolerance

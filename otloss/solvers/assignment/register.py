@@ -194,7 +194,7 @@ def _search(
         settings = dataclasses.replace(settings, marginal_penalty=step.marginal_penalty)
         moved = PointCost(x @ rotations.mT + shifts.unsqueeze(-2), y)
         problem = pose(*weights, moved, epsilon=step.epsilon, settings=settings)
-        transport = solve_problem(problem, settings, accurate=False)
+        transport = solve_problem(problem, settings)
         received, (f, g) = transport.apply(columns), transport.potentials
         rotations, shifts = _fit(x, received[..., :-1], received[..., -1:])
         best = transport.value.argsort()[: step.starts]

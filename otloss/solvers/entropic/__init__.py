@@ -9,7 +9,7 @@ P_ij = p_i q_j / M exp((f_i + g_j - C_ij) / epsilon). With
 
     softmin(g)_i = -epsilon log sum_j q_j / M exp((g_j - C_ij) / epsilon)
 
-and k = 1 in balanced problems, k_p = rho_p / (rho_p + epsilon) and k_q likewise in unbalanced ones, potentials solve
+and k = 1 in balanced problems, k_p = rho_p / (rho_p + epsilon) in unbalanced ones and k_q from rho_q, potentials solve
 
     f = k_p softmin(g),  g = k_q softmin(f)
 

@@ -155,16 +155,16 @@ def _search(problem: Problem, clusters: _Clusters, budget: Budget) -> SearchResu
     search.run(last, tolerance=budget.tolerance, max_iterations=budget.max_iterations - search.iterations)
     if search.best is None:
         return None
-    f, g, error = search.last_updates()
-    if float(error) > budget.tolerance and not search.by_pairs and search.iterations < budget.max_iterations:
+    result = search.last_updates()
+    if not result.is_within(budget.tolerance) and not search.by_pairs and search.iterations < budget.max_iterations:
         search.with_bound = True  # the sums without a bound were less accurate than planned
         search.run(last, tolerance=budget.tolerance, max_iterations=budget.max_iterations - search.iterations)
-        f, g, error = search.last_updates()
-    return SearchResult(f, g, error, torch.tensor(search.iterations, device=f.device))
+        result = search.last_updates()
+    return result
 
 
 def _falling_epsilons(last: float, first: float) -> list[float]:
-    """Return falling values of epsilon, from below that of the clusters down to the last one."""
+    """Return falling values of epsilon, all below `first`, down to the last one."""
     values = [last]
     while values[0] / SCHEDULE.stage_factor < 0.99 * first:
         values.insert(0, values[0] / SCHEDULE.stage_factor)
@@ -176,7 +176,7 @@ class _Clusters:
     """The solution of the problem between clusters, with its round trip M factorised.
 
     Attributes:
-        epsilon: of the problem between clusters, at least that of the problem.
+        epsilon: of the problem between clusters, at least the epsilon of the points.
         f, log_p: (K,) potentials and logarithms of the weights of the clusters of p.
         cost: from the points of q to the clusters of p.
         f_of_points: potentials of the points of p.
@@ -275,7 +275,7 @@ class _ClusterSearch:
         self.best: Tensor | None = None  # g
         self.sums: GaussianSums | None = None
         self.by_pairs = False  # where sums through a grid take longer, or are not for this problem
-        self.with_bound = False  # whether all sums through a grid have one, and not those of the last updates alone
+        self.with_bound = False  # whether all sums through a grid have a bound, and not the last updates alone
 
     def run(self, epsilon: float, *, tolerance: float, max_iterations: int) -> None:
         self.updates = self.updates.at(self.g.new_tensor(epsilon))
@@ -349,14 +349,14 @@ class _ClusterSearch:
         except OutOfRangeError:
             return None
 
-    def last_updates(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return f, g and their error, by accurate updates from the best g.
+    def last_updates(self) -> SearchResult:
+        """Return f and the best g with their error, by accurate updates.
 
         The sums of the search have left out more, and light bins hardly count in its error.
         """
         updates, g = self.updates, self.best
         assert g is not None
-        self.sums = None
+        self.sums, iterations = None, torch.tensor(self.iterations, device=g.device)
         sums = None if self.by_pairs else self._through_grid(self.f, g, self.share, is_bound=True)
         updated = None if sums is None else self._updated_by(sums, g)
         if updated is not None:
@@ -364,9 +364,9 @@ class _ClusterSearch:
             change = sum(float((new - old).abs().amax()) for new, old in zip(updated, (self.f, g), strict=True))
             if change <= float(updates.epsilon):
                 bound = self.share * math.exp(change / float(updates.epsilon))
-                return updated[0], g, updates.error_of_columns(g, updated[1]) + bound
+                return SearchResult(updated[0], g, updates.error_of_columns(g, updated[1]) + bound, iterations)
         f = updates.f_from(g)
-        return f, g, updates.error_of_columns(g, updates.g_from(f))
+        return SearchResult(f, g, updates.error_of_columns(g, updates.g_from(f)), iterations)
 
     def _rounding(self, epsilon: float) -> float:
         range_of_g = float(self.g.amax() - self.g.amin())

@@ -12,13 +12,16 @@ for each axis, taken as conditional means: every number stays near those that ar
 Whether there is an answer depends on the least eigenvalue of I - S R on vectors without a constant, a share of the mass
 that parts of the plan exchange. Conjugate gradients with a random right-hand side c estimate it: the quotient
 <b, c> / <b, b> of each iterate b is at least that eigenvalue, and tends to it where it is far below the others.
+
+These conjugate gradients are in torch, for batches, any device and products without a matrix. Those of `newton_numba`
+have a preconditioner that needs the cells of one plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -28,13 +31,13 @@ from otloss._autograd import once_only
 from otloss._checks import has_tangent
 from otloss.costs import GridCost
 from otloss.costs.grid import LEAST_EXPONENT, SHIFT
-from otloss.solvers.condition import MOST_CORRECTIONS, check_condition, correction, no_implicit_answer
+from otloss.solvers.condition import check_condition, corrected, no_implicit_answer
 from otloss.solvers.entropic.interface import potential_of_plan
 from otloss.solvers.problem import Problem
 
 LEAST_CELLS = 512  # fewer are solved as dense systems, with third derivatives
-RESIDUAL, MOST_STEPS = 1e-11, 3000  # of conjugate gradients
-RESIDUAL_OF_ESTIMATE = 1e-6  # of a random right-hand side, which has every mode with a weight of about 1 / sqrt(cells)
+RESIDUAL, MAX_PRODUCTS = 1e-11, 3000  # where conjugate gradients end
+RESIDUAL_OF_ESTIMATE = 1e-6  # a random right-hand side has every mode with a weight of about 1 / sqrt(cells)
 _THIRD = "third derivatives between the cells of a grid are given up to 512 cells; drop create_graph=True."
 
 
@@ -100,7 +103,7 @@ class _Equations:
     p: Float[Tensor, "*batch n"]
     q: Float[Tensor, "*batch n"]
     received: Float[Tensor, "*batch n"]  # G^T p for the scaled R: 1 at the solution
-    f: Float[Tensor, "*batch n"]  # of the scaled R
+    f: Float[Tensor, "*batch n"]  # belongs to the scaled R
 
     @staticmethod
     def at(problem: Problem, f: Tensor, g: Tensor) -> _Equations:
@@ -127,13 +130,13 @@ class _Equations:
         tiny = torch.finfo(right.dtype).tiny
         residual = start = self._centred(right)
         b, direction, square = torch.zeros_like(residual), residual, self._inner(residual, residual)
-        enough = precision**2 * square
-        for _ in range(MOST_STEPS):
-            if bool((square <= enough).all()):
+        allowed = precision**2 * square
+        for _ in range(MAX_PRODUCTS):
+            if bool((square <= allowed).all()):
                 return b
             image = self._centred(direction - self.transposed(self.p * self.times(self.q * direction)))
             step = square / self._inner(direction, image).clamp(min=tiny)
-            step = step.masked_fill(square <= enough, 0.0)
+            step = step.masked_fill(square <= allowed, 0.0)
             b, residual, previous_square = b + step * direction, residual - step * image, square
             square = self._inner(residual, residual)
             direction = residual + square / previous_square.clamp(min=tiny) * direction
@@ -149,32 +152,36 @@ class _Equations:
         return (share / share.sum(-1, keepdim=True) * a * b).sum(-1, keepdim=True)
 
 
-def corrected(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the potentials after Newton's method.
-
-    Raises:
-        RuntimeError: if the equations are singular to rounding, or the steps do not get small.
-    """
+def corrected_potentials(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the potentials after Newton's method; raises RuntimeError as `condition.corrected`."""
     epsilon = problem.epsilon.detach().double().unsqueeze(-1)
-    for _ in range(MOST_CORRECTIONS):
-        equations = _Equations.at(problem, f, g)
-        step, near = correction(equations.solve(-equations.received.log()))
-        g = g + epsilon * step
-        if near:
-            equations = _Equations.at(problem, f, g)
-            equations.check_condition()
-            return equations.f - potential_of_plan(problem, torch.zeros_like(f)), g
-    raise no_implicit_answer()
+
+    def step_from(b: Tensor) -> Tensor:
+        equations = _Equations.at(problem, f, g + epsilon * b)
+        return equations.solve(-equations.received.log())
+
+    g = g + epsilon * corrected(step_from, torch.zeros_like(g))
+    equations = _Equations.at(problem, f, g)
+    equations.check_condition()
+    return equations.f - potential_of_plan(problem, torch.zeros_like(f)), g
 
 
-def with_graph(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return f, g with first derivatives in the weights, and the value with first and second ones."""
+class WithGraph(NamedTuple):
+    """f and g with first derivatives in the weights, and the value with first and second ones."""
+
+    value: Tensor
+    f: Tensor
+    g: Tensor
+
+
+def with_graph(problem: Problem, f: Tensor, g: Tensor) -> WithGraph:
+    """Return the value and the potentials, from those of a search."""
     with torch.no_grad():
-        f, g = corrected(problem, f.double(), g.double())
+        f, g = corrected_potentials(problem, f.double(), g.double())
     p, q = problem.p.double(), problem.q.double()
     f, g = _Potentials.apply(p, q, f, g, problem)
     value: Tensor = _Value.apply((p * f).sum(-1).detach() + (q * g).sum(-1).detach(), p, q, f, g)
-    return value, f, g
+    return WithGraph(value, f, g)
 
 
 class _Potentials(torch.autograd.Function):

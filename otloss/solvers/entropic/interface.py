@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import has_float64, needs_torch
+from otloss._checks import has_float64
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
@@ -53,7 +53,6 @@ class Schedule(NamedTuple):
 
 
 SCHEDULE = Schedule()
-LARGEST_POTENTIAL = 1e3  # over epsilon, for which costs are computed in float32
 UNMEASURED = 1e30  # the error of a start of an unbalanced problem: any error that is measured is smaller
 
 
@@ -119,7 +118,7 @@ class SearchResult:
         return torch.where(is_finite, self.f, 0.0), torch.where(is_finite, self.g, 0.0)
 
     @property
-    def most_iterations(self) -> int:
+    def iterations_used(self) -> int:
         return int(self.iterations.amax()) if self.iterations.numel() else 0
 
     @staticmethod
@@ -155,11 +154,9 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
 
 def _where(is_new: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor | None:
     """Return the one or the other number, NaN where it is not known."""
-    known = new if new is not None else previous
-    if known is None:
+    if new is None and previous is None:
         return None
-    unknown = torch.full_like(known, torch.nan)
-    return torch.where(is_new, unknown if new is None else new, unknown if previous is None else previous)
+    return torch.where(is_new, torch.nan if new is None else new, torch.nan if previous is None else previous)
 
 
 class Method(Protocol):
@@ -200,23 +197,6 @@ def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
             q = of_equal_mass(p, q)
         cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
     return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
-
-
-def rounds_costs(problem: Problem, result: SearchResult) -> bool:
-    """Return whether the rounding of costs that are computed in float32 would change entries of the plan.
-
-    Entries between points, for example, carry a rounding of 1e-7 of the potentials, which changes entries of the plan
-    by 1e-4 where potentials are a thousand times epsilon. The entries of a matrix are data.
-    """
-    cost = problem.cost
-    if cost.dtype != torch.float32 or not has_float64(cost.device):
-        return False
-    if cost.stored_matrix() is not None or cost.as_grid() is not None:  # whose entries are whole numbers of steps
-        return False
-    if needs_torch(problem.p, problem.q, *cost.tensors()) or not (result.f.numel() and result.g.numel()):
-        return False
-    largest = torch.maximum(result.f.abs().amax(-1), result.g.abs().amax(-1))
-    return bool((largest > LARGEST_POTENTIAL * problem.epsilon.detach()).any())
 
 
 def dtype_of_potentials(problem: Problem) -> torch.dtype:

@@ -34,26 +34,26 @@ class PotentialTolerance(NamedTuple):
     Attributes:
         largest_change: potentials are accurate if the last update changes no factor of the plan by a larger share.
         largest_change_float32: the same for potentials of float32 problems.
+        largest_cost_float32: largest cost over epsilon for which costs are computed in float32.
         largest_start: a start is not from a similar problem if it exceeds so many times the largest cost plus a hundred
             epsilons.
     """
 
     largest_change: float = 1e-5
     largest_change_float32: float = 1e-3
+    largest_cost_float32: float = 5e3
     largest_start: float = 100.0
 
 
 POTENTIAL_TOLERANCE = PotentialTolerance()
 
 
-def find_potentials(
-    problem: Problem, settings: Settings, *, accurate: bool | None = None
-) -> tuple[Problem, SearchResult]:
+def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool = False) -> tuple[Problem, SearchResult]:
     """Return the potentials of a reduced entropic problem, and the problem in the arithmetic that they belong to.
 
     Args:
-        accurate: whether the potentials themselves have to be accurate; the value is far less sensitive. None stands
-            for True where a gradient of the weights is wanted, and for False elsewhere.
+        is_accurate: whether the potentials themselves have to be accurate; the value is far less sensitive. They are
+            where a gradient of the weights is wanted.
 
     Raises:
         SmallEpsilonError: if the rounding of the potentials would decide the plan.
@@ -64,28 +64,28 @@ def find_potentials(
     """
     if not problem.is_symmetric:  # a few iterations
         warn_where_slow(problem, settings.grad)
+    if _rounds_costs(problem):
+        problem = in_float64(problem, with_graph=True)
     cost = problem.cost.with_matrix()
     if cost is not problem.cost:
         problem = dataclasses.replace(problem, cost=cost)
     tolerance = tolerance_of(problem, settings)
     has_weight_graph = makes_graph(problem.p, problem.q)
     change = math.inf
-    if has_weight_graph if accurate is None else accurate:
+    if is_accurate or has_weight_graph:
         is_wide = problem.cost.dtype == torch.float64
         change = POTENTIAL_TOLERANCE.largest_change if is_wide else POTENTIAL_TOLERANCE.largest_change_float32
         change = max(change, 100 * tolerance)
     budget = Budget(tolerance, settings.max_iterations, largest_change=change)
     with torch.no_grad():
-        searched, result = search(_prepared(problem), budget)
-        result = shifted_to_equal_mass(searched, result)
+        searched = _prepared(problem)
+        result = shifted_to_equal_mass(searched, search(searched, budget))
         check_not_too_small(searched, result, tolerance)
         if budget.is_accurate and not problem.is_symmetric:
             accurate_result = with_accurate_potentials(searched, result, budget)
             if accurate_result is not result:
                 result = shifted_to_equal_mass(searched, accurate_result)
         result = result.to(problem.p.device)
-    if searched.cost.dtype != problem.cost.dtype:
-        problem = in_float64(problem, with_graph=True)
     if result.is_within(tolerance):
         if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
             result = with_known_error(problem, result)
@@ -95,6 +95,23 @@ def find_potentials(
     unknown = ~result.error.isfinite().unsqueeze(-1)  # a value whose error is not known must be NaN
     f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
     return problem, dataclasses.replace(result, f=f, g=g)
+
+
+def _rounds_costs(problem: Problem) -> bool:
+    """Return whether the rounding of costs that are computed in float32 may change entries of the plan.
+
+    The cost of two points, for example, carries a rounding of 1e-7 of itself, which changes an entry of the plan by
+    1e-4 where the cost is a thousand times epsilon. Pairs that exchange mass cost at most a few times less than the
+    bound of all costs does. Between a cloud and itself their costs are a few epsilon. The entries of a matrix are data.
+    """
+    cost = problem.cost
+    if problem.is_symmetric or cost.dtype != torch.float32 or not has_float64(cost.device):
+        return False
+    if cost.stored_matrix() is not None or cost.as_grid() is not None:  # whose entries are whole numbers of steps
+        return False
+    if needs_torch(problem.p, problem.q, *cost.tensors()) or not problem.batch.numel():
+        return False
+    return bool((cost.largest() > POTENTIAL_TOLERANCE.largest_cost_float32 * problem.epsilon.detach()).any())
 
 
 def is_faster_on_cpu(problem: Problem) -> bool:

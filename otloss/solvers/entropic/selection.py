@@ -27,11 +27,16 @@ def is_between_large_clouds(problem: Problem) -> bool:
 
 
 def is_selectable(problem: Problem) -> bool:
-    """Return whether problems can be solved in float64 on the CPU, with matrices that fit the memory or without any."""
+    """Return whether problems can be solved in float64 on the CPU, with matrices that fit the memory or without any.
+
+    Between the cells of large images, products along the axes are faster than a matrix.
+    """
     if not has_float64(problem.p.device) or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
         return False
-    entries = math.prod(problem.cost.shape) * problem.batch.numel()
-    return entries <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
+    entries = math.prod(problem.cost.shape)
+    if problem.cost.softmin_work() < entries and entries > MATRIX_LIMITS.largest_image:
+        return False
+    return entries * problem.batch.numel() <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
 
 
 def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
@@ -51,13 +56,10 @@ def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
 
 def scatter(previous: SearchResult, chosen: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:
     """Return `new` for the chosen problems and `previous` for the others, which have no iterations of this search."""
-    assert new.potential_error is not None
-    f, g, error = previous.f.clone(), previous.g.clone(), previous.error.clone()
-    for target, values in ((f, new.f), (g, new.g), (error, new.error)):
-        target[chosen] = values.to(target)
-    iterations = torch.zeros_like(previous.iterations)
-    iterations[chosen] = new.iterations.to(iterations)
-    estimate = previous.potential_error
-    estimate = torch.full_like(error, torch.nan) if estimate is None else estimate.clone()
-    estimate[chosen] = new.potential_error.to(estimate)
-    return dataclasses.replace(previous, f=f, g=g, error=error, iterations=iterations, potential_error=estimate)
+    values = {**vars(previous), "iterations": torch.zeros_like(previous.iterations)}
+    for name, part in vars(new).items():
+        if part is not None:
+            whole = torch.full_like(previous.error, torch.nan) if values[name] is None else values[name].clone()
+            whole[chosen] = part.to(whole)
+            values[name] = whole
+    return SearchResult(**values)

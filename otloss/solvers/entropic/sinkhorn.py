@@ -15,6 +15,7 @@ Source: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Trans
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -50,25 +51,33 @@ class Sinkhorn(Method):
         `relaxation` is the over-relaxation w to begin with, 1 by default.
         """
         updates = build_updates(problem)
-        f, g = (torch.zeros_like(w) for w in (updates.log_p, updates.log_q))
-        staged = 0
+        start = _Start(torch.zeros_like(updates.log_p), torch.zeros_like(updates.log_q), iterations=0)
         if previous is not None:
-            f, g = (potential.to(f.dtype) for potential in previous.start)
+            f, g = (potential.to(updates.log_p.dtype) for potential in previous.start)
+            start = _Start(f, g, iterations=0)
         elif not problem.is_symmetric:
-            f, g, staged = _run_stages(updates, f, g, budget)
-        budget = dataclasses.replace(budget, max_iterations=budget.max_iterations - staged)
+            start = _run_stages(updates, start.g, budget)
+        budget = dataclasses.replace(budget, max_iterations=budget.max_iterations - start.iterations)
         if problem.is_symmetric:
-            result = _run_symmetric(updates, g, budget)
+            result = _run_symmetric(updates, start.g, budget)
         else:
-            w = torch.ones_like(updates.epsilon) if relaxation is None else relaxation.to(f.dtype).unsqueeze(-1)
-            result = _run_relaxed(updates, f, g, w, budget)
-        result = dataclasses.replace(result, iterations=result.iterations + staged)
+            w = torch.ones_like(updates.epsilon) if relaxation is None else relaxation.to(start.f.dtype).unsqueeze(-1)
+            result = _run_relaxed(updates, start.f, start.g, w, budget)
+        result = dataclasses.replace(result, iterations=result.iterations + start.iterations)
         return with_estimates(problem, result) if budget.is_accurate and not problem.is_symmetric else result
 
 
-def _run_stages(updates: Updates, f: Tensor, g: Tensor, budget: Budget) -> tuple[Tensor, Tensor, int]:
-    """Return the potentials after some iterations at each of the larger values of epsilon, and their number."""
-    problem, iterations = updates.problem, 0
+class _Start(NamedTuple):
+    """The potentials to begin with, and how many iterations led there."""
+
+    f: Tensor
+    g: Tensor
+    iterations: int
+
+
+def _run_stages(updates: Updates, g: Tensor, budget: Budget) -> _Start:
+    """Return the potentials after some iterations at each of the larger values of epsilon."""
+    problem, iterations, f = updates.problem, 0, torch.zeros_like(updates.log_p)
     for epsilon in _falling_epsilons(problem):
         at_stage = updates.at(epsilon)
         for _ in range(min(STAGE_ITERATIONS, budget.max_iterations - iterations - 1)):
@@ -79,7 +88,7 @@ def _run_stages(updates: Updates, f: Tensor, g: Tensor, budget: Budget) -> tuple
             # Without its mean, g does not keep the size that it had at a large epsilon.
             share = updates.log_q.exp()
             g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
-    return f, g, iterations
+    return _Start(f, g, iterations)
 
 
 def _falling_epsilons(problem: Problem) -> list[Tensor]:
@@ -130,10 +139,16 @@ def _run_relaxed(updates: Updates, f: Tensor, g: Tensor, w: Tensor, budget: Budg
             w = schedule.next_relaxation(error).unsqueeze(-1)
 
 
-def _relaxed_updates(
-    updates: Updates, f: Tensor, g: Tensor, w: Tensor, is_active: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return f and g after one iteration of the active problems, and the error of the marginals before each update."""
+class _Iterate(NamedTuple):
+    """Potentials after an iteration, and the error of the marginals before its updates."""
+
+    f: Tensor
+    g: Tensor
+    error: Tensor
+
+
+def _relaxed_updates(updates: Updates, f: Tensor, g: Tensor, w: Tensor, is_active: Tensor) -> _Iterate:
+    """Return f and g after one iteration of the active problems."""
     new_f = updates.f_from(g)
     error = updates.error_of_rows(f, new_f)
     relaxed_f = _relaxed(f, new_f, w, updates.epsilon)
@@ -141,7 +156,7 @@ def _relaxed_updates(
     error = error + updates.error_of_columns(g, new_g)
     relaxed_f, relaxed_g = updates.with_best_constant(relaxed_f, _relaxed(g, new_g, w, updates.epsilon))
     keep = is_active.unsqueeze(-1)
-    return torch.where(keep, relaxed_f, f), torch.where(keep, relaxed_g, g), error
+    return _Iterate(torch.where(keep, relaxed_f, f), torch.where(keep, relaxed_g, g), error)
 
 
 def _relaxed(potential: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
@@ -188,7 +203,7 @@ class RelaxationSchedule:
         w: (...).
         previous_error: (...), at the last check.
         smallest_error: (...), since w was last lowered.
-        is_settling: (...), whether w has just changed, so that the contraction is not that of the new w yet.
+        is_settling: (...), whether w has just changed, so that the contraction does not belong to it yet.
     """
 
     def __init__(self, w: Tensor) -> None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import torch
 
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64
-from otloss.solvers.entropic.newton import SparseNewton
+from otloss.solvers.entropic.selection import is_selectable
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
-from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, iterate
+from otloss.solvers.entropic.sinkhorn_cpu import iterate
 from otloss.solvers.problem import Problem
 
 
 class SinkhornInFloat64(Method):
-    """The method for what the others may leave: they end early, or underflow.
+    """The method for what the others leave: they end early, or underflow.
 
-    It does not apply where the first method is the same iteration in the same arithmetic and nothing lies between: that
-    one has the whole budget.
+    It does not apply where the first method is the same iteration in the same arithmetic, and Newton's method does not
+    apply: then the first one has the whole budget.
     """
 
     def applies(self, problem: Problem) -> bool:
-        if SparseNewton().applies(problem) or problem.cost.dtype == torch.float32:
-            return True
-        return problem.marginal_penalty is not None and SinkhornOnCPU().applies(problem)  # that kernel may underflow
+        is_unbalanced = problem.marginal_penalty is not None  # factors may underflow
+        return problem.cost.dtype == torch.float32 or is_unbalanced or is_selectable(problem)
 
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from where another search ended; see `interface.Method`."""

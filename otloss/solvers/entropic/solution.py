@@ -1,8 +1,9 @@
 """The solution of an entropic problem at potentials: its value, plan, linear cost, duality gap and bounds.
 
-All of it is computed from soft minima and products, so a cost without a matrix needs none here. The value is that of
-the dual at the potentials, D = f.p + g.q - epsilon (sum P - mass). In unbalanced problems rho_p (1 - exp(-f / rho_p))
-replaces f, likewise for g, and mass_p mass_q replaces the mass. A side that is kept has its potential there.
+All of it is computed from soft minima and products, so a cost without a matrix needs none here. The value is the dual
+objective at the potentials, D = f.p + g.q - epsilon (sum P - mass). In unbalanced problems rho_p (1 - exp(-f / rho_p))
+replaces f, rho_q (1 - exp(-g / rho_q)) replaces g, and mass_p mass_q replaces the mass. On a side that is kept the
+potential stays.
 
 The gap needs a feasible plan, one with the marginals p and q; let their mass be one here. Since f is an exact update,
 the rows of P are right and only its columns are off. With y = min(1, q / P^T 1), the plan A = P diag(y) is nowhere too
@@ -37,8 +38,8 @@ from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.options import is_kept
 from otloss.solvers.problem import Problem
 
-_PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of this size exist at a time
-_LARGEST_EXPONENT = 80.0  # of a derivative; exp(80) is below the largest float32
+_PLAN_BLOCK_ENTRIES = 2**20  # several arrays of this size exist at a time
+_LARGEST_EXPONENT = 80.0  # in a derivative; exp(80) is below the largest float32
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,13 @@ class EntropicSolution:
             yield part, plan
 
     @cached_property
-    def _in_float64(self) -> tuple[Problem, Tensor, Tensor]:
+    def _in_float64(self) -> _InFloat64:
         """Return the problem in float64, with f an exact update there, so that rounding does not spoil the bounds."""
         self._unchanged.check("a bound")
         problem = in_float64(self.problem)
         with torch.no_grad():
             g = self.search.g.to(problem.p.dtype)
-            return problem, build_updates(problem).f_from(g), g
+            return _InFloat64(problem, build_updates(problem).f_from(g), g)
 
     @cached_property
     def _rounding_bound(self) -> Tensor:
@@ -168,6 +169,14 @@ class EntropicSolution:
         )
 
 
+class _InFloat64(NamedTuple):
+    """A problem and its potentials."""
+
+    problem: Problem
+    f: Tensor
+    g: Tensor
+
+
 def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> EntropicSolution:
     """Return the solution, whose value has no graph yet; a problem whose value is not finite has not converged."""
     with torch.no_grad():
@@ -178,7 +187,7 @@ def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> Ent
 
 
 def _weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float | Tensor) -> Tensor:
-    """Return dV/dp from f, or dV/dq from g, where `mass` (...) is that of the other side."""
+    """Return dV/dp from f, or dV/dq from g, where the other side has the mass `mass` (...)."""
     # At bins without mass this may overflow. It is cut off, so that a mask of zeros times it is zero.
     potential = potential.clamp(min=-_LARGEST_EXPONENT * rho)
     share = (-potential / rho).exp()
@@ -302,7 +311,7 @@ class _PartialPlan(NamedTuple):
 def _partial_plan(problem: Problem, f: Tensor, g: Tensor) -> _PartialPlan:
     updates = build_updates(problem)
     p, q = problem.p.detach().to(f.dtype), problem.q.detach().to(f.dtype)
-    log_ratio = (updates.softmin_columns(f) - g) / updates.epsilon  # of q to P^T 1
+    log_ratio = (updates.softmin_columns(f) - g) / updates.epsilon  # log(q / P^T 1)
     log_y = log_ratio.clamp(max=0.0)
     columns = torch.minimum(q, (q.log() - log_ratio).exp())  # the ratio alone may overflow at bins without mass
     rows = (p.log() + (f - updates.softmin_rows(g + updates.epsilon * log_y)) / updates.epsilon).exp()

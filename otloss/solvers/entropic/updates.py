@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss.solvers.entropic.interface import SearchResult, dtype_of_potentials, log_weights
+from otloss.solvers.entropic.interface import dtype_of_potentials, log_weights
 from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, is_kept
 from otloss.solvers.problem import Problem
 
@@ -88,19 +88,6 @@ class Updates:
         """Return the largest relative change of a factor of the plan by an update, over bins with mass."""
         change = ((updated - potential) / self.epsilon).abs().masked_fill(log_weights == -torch.inf, 0.0)
         return change.amax(-1)
-
-
-def measured(problem: Problem, result: SearchResult) -> SearchResult:
-    """Return potentials that were found with other costs, f updated from g, with the error that this problem gives."""
-    updates = build_updates(problem)
-    f = result.f if problem.is_symmetric else updates.f_from(result.g)
-    error = updates.error_of_columns(result.g, updates.g_from(f)) * (2 if problem.is_symmetric else 1)
-    is_known = result.error.isfinite()
-    return dataclasses.replace(
-        result,
-        f=torch.where(is_known.unsqueeze(-1), f, result.f),
-        error=torch.where(is_known, error.to(result.error.dtype), result.error),
-    )
 
 
 def damping_of(penalty: MarginalPenalty, epsilon: Tensor) -> tuple[Tensor | float, Tensor | float]:

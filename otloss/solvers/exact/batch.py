@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,10 +67,10 @@ def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, ma
     kind = problems[2].dtype, start.shape[1] > 0
     if kind not in _compiled:
         counter = np.zeros(3, np.int64)
-        kernel, simplex_arguments, memory = _simplex(start, problems, results, max_pivots=max_pivots)
+        simplex = _simplex(start, problems, results, max_pivots=max_pivots)
         calls = (
             (assign_problems, (counter, *arguments, scratch(1))),
-            (kernel, (counter, *simplex_arguments, memory(1, 1))),
+            (simplex.kernel, (counter, *simplex.arguments, simplex.scratch(1, 1))),
         )
         check_compiled(*((kernel, values, partial(tuple, values)) for kernel, values in calls))
         compile_together(*calls)
@@ -90,8 +90,8 @@ def _run_simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_p
         _run_simplex(start, (q, p, columns, owners), transposed, max_pivots=max_pivots)
         cells[:] = transposed_cells[:, ::-1]
         return
-    kernel, arguments, scratch = _simplex(start, problems, results, max_pivots=max_pivots)
-    run_on_threads(kernel, count, arguments, lambda: (scratch(n, m),), work=Work(SIMPLEX, count * n * m))
+    call = _simplex(start, problems, results, max_pivots=max_pivots)
+    run_on_threads(call.kernel, count, call.arguments, lambda: (call.scratch(n, m),), work=Work(SIMPLEX, count * n * m))
     empty = ~(p.any(1) & q.any(1))
     if empty.any():
         # Without mass f_i + g_j <= C_ij is the only condition: the derivative in p_i is the least cost of its row.
@@ -99,10 +99,17 @@ def _run_simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_p
         cells[empty], flows[empty], outcome[empty] = 0, 0.0, 0.0
 
 
-def _simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> tuple[Any, Arrays, Any]:
-    """Return the kernel, its arguments, and the function of n and m that makes the memory of a thread."""
+class _SimplexCall(NamedTuple):
+    """A kernel, its arguments, and the function of n and m that makes the memory of a thread."""
+
+    kernel: Any
+    arguments: Arrays
+    scratch: Any
+
+
+def _simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> _SimplexCall:
     from otloss.solvers.exact.simplex_numba import scratch, solve_problems, solve_problems_from
 
     shared: Any = (problems, max_pivots, tuple(results))
     kernel, arguments = (solve_problems_from, (start, *shared)) if start.shape[1] else (solve_problems, shared)
-    return kernel, arguments, lambda n, m: scratch(n, m, problems[2].dtype)
+    return _SimplexCall(kernel, arguments, lambda n, m: scratch(n, m, problems[2].dtype))

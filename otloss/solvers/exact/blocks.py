@@ -57,7 +57,7 @@ PRICE_LIMITS = PriceLimits()
 
 
 class Balanced(NamedTuple):
-    """Weights of q whose masses in blocks are those of p.
+    """Weights of q that have the masses of p in blocks.
 
     Attributes:
         q: (m,), the weights.
@@ -241,8 +241,8 @@ def warn_of_prices(
     """Warn of mass that pays a price because the masses of a block differ by little, which may be meant as nothing."""
     mass_p, mass_q = blocks.masses(p, q)
     difference, mass = np.abs(mass_p - mass_q), np.maximum(mass_p, mass_q)
-    # By a few more roundings, or by those of a whole from which a light block was subtracted; weights in float64 are
-    # often rounded to float32.
+    # A few more roundings, or the roundings of a whole from which a light block was subtracted, are near; weights in
+    # float64 are often rounded to float32.
     near = np.maximum(
         PRICE_LIMITS.near_roundings * max(rounding, PRICE_LIMITS.rounding_of_others) * mass, rounding * mass_p.sum()
     )

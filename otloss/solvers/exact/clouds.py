@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ def suits_clouds(problem: Problem) -> bool:
     has_few_axes = cost.x.shape[-1] <= CLOUD_LIMITS.max_dimensions and min(cost.shape) >= CLOUD_LIMITS.min_points
     min_pairs = CLOUD_LIMITS.min_pairs if has_few_axes else CLOUD_LIMITS.min_pairs_of_others
     if cost.shape[0] * cost.shape[1] < min_pairs or not may_run_on(cost.x, cost.y, problem.p, problem.q):
-        return False  # derivatives in forward mode are those of the matrix
+        return False  # forward mode needs the matrix
     return float(cost.largest()) < CLOUD_LIMITS.largest_cost
 
 
@@ -132,7 +133,7 @@ def solve_between_clouds(problem: Problem, *, warns: bool = True) -> CloudSoluti
 
 
 def _optimum(problem: Problem, cost: PointCost, *, warns: bool) -> Optimum:
-    """Return the optimum at this cost, which is that of the problem in float64 and without a graph."""
+    """Return the optimum at this cost, the cost of the problem in float64 and without a graph."""
     p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
     points_x, points_y = _Distinct.build(cost.x, p), _Distinct.build(cost.y, q)
     a, b = points_x.masses, points_y.masses * (points_x.masses.sum() / points_y.masses.sum())
@@ -146,8 +147,8 @@ def _optimum(problem: Problem, cost: PointCost, *, warns: bool) -> Optimum:
     priced = _CloudProblem(among, a.numpy(), basis)
     settled = settle(priced, b.numpy(), priced.plan(basis), rounding=problem.weight_rounding, warns=warns)
     plan, b = settled.plan, torch.from_numpy(settled.q)
-    rows, places, flows = points_x.split(torch.from_numpy(plan.cells[0]), torch.from_numpy(plan.flows))
-    columns, places_of_columns, flows = points_y.split(torch.from_numpy(plan.cells[1])[places], flows)
+    by_rows = points_x.split(torch.from_numpy(plan.cells[0]), torch.from_numpy(plan.flows))
+    cells = points_y.split(torch.from_numpy(plan.cells[1])[by_rows.places], by_rows.flows)
     g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, torch.from_numpy(plan.g)[points_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
@@ -166,14 +167,14 @@ def _optimum(problem: Problem, cost: PointCost, *, warns: bool) -> Optimum:
         iterations=in_batch(torch.tensor(plan.pivots)),
         f=in_batch(f),
         g=in_batch(g),
-        rows=in_batch(rows[places_of_columns]),
-        columns=in_batch(columns),
-        flows=in_batch(flows),
+        rows=in_batch(by_rows.points[cells.places]),
+        columns=in_batch(cells.points),
+        flows=in_batch(cells.flows),
         largest_potential=in_batch(a.new_tensor(settled.largest_potential)),
     )
 
 
-_ROWS = 256  # of a block of pairs
+_ROWS_OF_BLOCK = 256  # a block of pairs
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,7 @@ class _CloudProblem:
     def solve_blocks(self, q: np.ndarray, start: Plan, blocks: Blocks, price: float) -> Plan:
         """Return the plan of blocks, each a problem of its own.
 
-        In one problem, potentials of the size of the costs between blocks would round those of the size of the costs
-        within.
+        In one problem, potentials as large as the costs between blocks would lose the digits of the costs within.
         """
         f, g, cells, flows, pivots = np.empty_like(self.p), np.empty_like(q), [], [], 0
         for rows, columns in zip(blocks.members(blocks.rows), blocks.members(blocks.columns), strict=True):
@@ -254,8 +254,8 @@ class _CloudProblem:
         order = np.argsort(blocks.columns, kind="stable")
         present, starts = np.unique(blocks.columns[order], return_index=True)
         part = np.full((blocks.count, len(present)), np.inf)
-        for start in range(0, len(f), _ROWS):
-            rows = slice(start, min(start + _ROWS, len(f)))
+        for start in range(0, len(f), _ROWS_OF_BLOCK):
+            rows = slice(start, min(start + _ROWS_OF_BLOCK, len(f)))
             slack = self.cost.row_block(rows.start, rows.stop).double().numpy() - f[rows, None] - g
             np.minimum.at(part, blocks.rows[rows], np.minimum.reduceat(slack[:, order], starts, axis=1))
         least[:, present] = part
@@ -265,6 +265,14 @@ class _CloudProblem:
 def _costs(cost: PointCost, cells: np.ndarray) -> np.ndarray:
     """Return the costs of pairs of points, rows and columns (2, cells)."""
     return cost.pairs(torch.from_numpy(cells[0]), torch.from_numpy(cells[1])).numpy()
+
+
+class _Parts(NamedTuple):
+    """Parts of flows: the point that each leaves, the place of the flow that it is a part of, and its mass."""
+
+    points: Int[Tensor, " parts"]
+    places: Int[Tensor, " parts"]
+    flows: Float[Tensor, " parts"]
 
 
 @dataclass(frozen=True)
@@ -293,20 +301,22 @@ class _Distinct:
         masses = weights.new_zeros(len(distinct)).index_add_(0, groups, weights[members])
         return _Distinct(distinct[order], masses, members, groups, weights[members])
 
-    def split(self, ends: Tensor, flows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Share flows that leave distinct points among the points there: the point, flow and mass of each part."""
+    def split(self, ends: Tensor, flows: Tensor) -> _Parts:
+        """Share flows that leave distinct points among the points there."""
         from otloss.solvers.exact.clouds_numba import split_flows
 
         if len(self.members) == len(self.points):
-            return self.members[ends], torch.arange(len(ends)), flows
+            return _Parts(self.members[ends], torch.arange(len(ends)), flows)
         ends, sorting = ends.sort(stable=True)
         arrays = (self.groups, self.weights, ends, flows[sorting])
         members, parts, moved = split_flows(*(t.numpy() for t in arrays))
-        return self.members[torch.from_numpy(members)], sorting[torch.from_numpy(parts)], torch.from_numpy(moved)
+        return _Parts(
+            self.members[torch.from_numpy(members)], sorting[torch.from_numpy(parts)], torch.from_numpy(moved)
+        )
 
 
 def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return potentials (f, g) near the optimal ones: those of an exact problem between clusters."""
+    """Return potentials (f, g) near the optimal ones, from an exact problem between clusters."""
     count = max(2, min(len(p), len(q)) // CLOUD_LIMITS.points_of_cluster)
     _, _, centres_x, p_of_clusters, _ = grouped(cost.x, p, count)
     _, _, centres_y, q_of_clusters, _ = grouped(cost.y, q, count)

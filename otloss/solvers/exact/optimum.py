@@ -62,10 +62,10 @@ def solve_arrays(
 
     Args:
         p, q, matrix: as for `emd`; their leading axes broadcast.
-        start: potentials (f, g) of similar problems, with axes that broadcast likewise. They save pivots and change no
+        start: potentials (f, g) of similar problems, with axes that broadcast too. They save pivots and change no
             value.
-        rounding: the rounding unit of the weights as they were given, which may leave mass over in a block; that of
-            the dtype of p by default.
+        rounding: the rounding unit of the weights as they were given, which may leave mass over in a block; by default
+            the one of the dtype of p.
         warns: whether mass that may be rounding and pays a price is named.
 
     Raises:

@@ -78,7 +78,7 @@ class Settled(NamedTuple):
     """The plan of a problem whose blocks are balanced.
 
     Attributes:
-        plan: its potentials are those of blocks that are shifted against each other.
+        plan: its potentials are shifted against each other, block by block.
         q: the weights, of the masses of p in each block where rounding explains the difference.
         payment, largest_potential: as in `Optimum`.
     """

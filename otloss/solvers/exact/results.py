@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-MAX_PIVOTS = 10_000_000  # of a problem; the simplex needs a small multiple of n + m
+MAX_PIVOTS = 10_000_000  # the simplex needs a small multiple of n + m
 _GAP_TOLERANCE = 1e-7  # the duality gap allowed, relative to the largest cost times the mass
 
 

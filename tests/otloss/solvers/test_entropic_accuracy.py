@@ -11,7 +11,11 @@ import otloss
 from otloss import ConvergenceWarning
 from otloss.costs import PointCost
 from otloss.solvers.entropic import potentials
+from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
+from otloss.solvers.entropic.newton import NewtonFirst
+from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
+from otloss.solvers.problem import Problem
 
 
 def value_in_logs(p: Tensor, q: Tensor, cost: Tensor, epsilon: float, iterations: int = 300) -> float:
@@ -198,9 +202,47 @@ def test_errors_are_those_of_the_costs_in_float64(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         otloss.sinkhorn(p, p, PointCost(x, y), epsilon=torch.tensor(epsilon), max_iterations=limit)
-    ((_, result),) = results
+    (result,) = results
     costs = torch.cdist(x.double(), y.double()).square()
     exponent = result.f.double()[..., :, None] + result.g.double()[..., None, :] - costs
     plan = (exponent / torch.tensor(epsilon).double()[:, None, None]).exp() / 3600
     error = sum((plan.sum(axis) - 1 / 60).abs().sum(-1) for axis in (-1, -2))
     assert bool((error <= 2 * result.error + 1e-6).all()), (error, result.error)
+
+
+@pytest.mark.parametrize(("apart", "dtype"), [(100, torch.float64), (1, torch.float32)])
+def test_arithmetic_is_decided_before_the_search(
+    apart: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes = []
+
+    def record(problem: Problem, budget: Budget) -> SearchResult:
+        dtypes.append(problem.cost.dtype)
+        return search(problem, budget)
+
+    monkeypatch.setattr(potentials, "search", record)
+    x = torch.rand(20, 2, generator=torch.Generator().manual_seed(0))
+    otloss.sinkhorn(None, None, PointCost(x, x + apart), epsilon=0.05)
+    assert dtypes == [dtype]
+
+
+def test_newton_comes_first_between_points_that_are_far_apart() -> None:
+    x, y = torch.rand(2, 40, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def is_first(other: Tensor, epsilon: float) -> bool:
+        p = torch.full((40,), 1 / 40, dtype=torch.float64)
+        return NewtonFirst().applies(Problem(p, p, PointCost(x, other), p.new_tensor(epsilon), p.dtype))
+
+    assert is_first(y, 1e-5)
+    assert not is_first(y, 0.1)
+    assert not is_first(x + 1e-4, 1e-5)  # Sinkhorn's iteration starts near the solution
+
+
+def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise AssertionError("the last method runs")
+
+    monkeypatch.setattr(SinkhornInFloat64, "run", run)
+    costs = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(otloss.SmallEpsilonError):
+        otloss.sinkhorn(None, None, costs, epsilon=1e-12, marginal_penalty=1.0)
