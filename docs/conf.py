@@ -226,6 +226,7 @@ def process_page(app: Any, docname: str, source: list[str]) -> None:
     for file, page in PAGES.items():
         text = text.replace(f"](../{top}{file})", f"]({top}{page})")
     text = text.replace(f"](../{top}docs/", f"]({top}")
+    text = re.sub(r"\]\(((?:\.\./)*)tutorials/(plot_\w+)\.py\)", r"](\1tutorials_built/\2.rst)", text)
     source[0] = re.sub(r'<a id="([\w-]+)"></a>\n', r"(\1)=\n", text)
 
 
