@@ -61,6 +61,7 @@ sphinx_gallery_conf = {  # the tutorials run at each build
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_signature": False,
+    "thumbnail_size": (600, 400),
     "abort_on_example_error": True,
     "capture_repr": (),  # what is printed alone
     "write_computation_times": False,  # its table comes from a network
@@ -239,8 +240,17 @@ def process_include(app: Any, path: Path, docname: str, source: list[str]) -> No
     source[0] = re.sub(r"\]\((?=(?:benchmarks|examples|tests|otloss|otloss_llm)/)", f"](../{top}", text)
 
 
+def process_code(app: Any, doctree: nodes.document) -> None:
+    """Examples and tutorials without the comments that are for the formatter alone."""
+    for block in doctree.findall(nodes.literal_block):
+        if "  # fmt: skip" in block.rawsource:
+            block.rawsource = block.rawsource.replace("  # fmt: skip", "")
+            block.children = [nodes.Text(block.rawsource)]
+
+
 def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))
     app.connect("autodoc-process-docstring", process_docstring, priority=100)  # before napoleon
     app.connect("source-read", process_page)
     app.connect("include-read", process_include)
+    app.connect("doctree-read", process_code)

@@ -21,6 +21,20 @@ window.addEventListener("resize", stackWideTables);
 // A table in a closed part of the page has no width yet.
 for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", stackWideTables);
 
+// On a phone, a picture whose words would be too small scrolls sideways, at 0.6 of its own size.
+window.addEventListener("load", () => {
+    if (window.innerWidth >= 600) return;
+    for (const picture of document.querySelectorAll(".bd-article img")) {
+        const width = 0.6 * picture.naturalWidth;
+        if (picture.closest(".sd-card, .sphx-glr-thumbnails") || width < 1.15 * picture.clientWidth) continue;
+        const box = document.createElement("div");
+        box.className = "sideways";
+        picture.replaceWith(box);
+        box.append(picture);
+        picture.style.width = `${width}px`;
+    }
+});
+
 // A click on a picture that is shown smaller than it is opens it alone.
 for (const picture of document.querySelectorAll(".bd-article img")) {
     if (picture.closest("a, .sd-card")) continue;
