@@ -61,7 +61,7 @@ sphinx_gallery_conf = {  # the tutorials run at each build
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_signature": False,
-    "thumbnail_size": (600, 400),
+    "thumbnail_size": (600, 300),
     "abort_on_example_error": True,
     "capture_repr": (),  # what is printed alone
     "write_computation_times": False,  # its table comes from a network
@@ -196,14 +196,14 @@ def process_docstring(app: Any, what: str, name: str, obj: Any, options: Any, li
 
 
 FUNCTION = re.compile(r"<mo>&ApplyFunction;</mo>(?!\s*<mo|\s*<mrow>\s*<mo>\()")
-BEFORE_LOG = re.compile(r"(</(?:mi|msub|msup)>)(\s*<mi>log</mi>)")
+BEFORE_NAME = re.compile(r"(</(?:mi|msub|msup)>)(\s*<mi[^>]*>(?:log|exp|KL)</mi>)")
 SPACE = '<mspace width="0.17em"></mspace>'
 
 
 def mathml(node: Any, as_block: bool = False) -> str:
-    """Return a formula with the spaces around log that browsers leave out."""
+    """Return a formula with the spaces around log, exp and KL that browsers leave out."""
     text = tex2mathml(node.astext(), as_block=as_block)
-    return BEFORE_LOG.sub(rf"\1{SPACE}\2", FUNCTION.sub(SPACE, text))
+    return BEFORE_NAME.sub(rf"\1{SPACE}\2", FUNCTION.sub(SPACE, text))
 
 
 def inline_formula(self: Any, node: Any) -> None:

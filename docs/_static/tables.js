@@ -41,3 +41,8 @@ for (const picture of document.querySelectorAll(".bd-article img")) {
     picture.classList.add("opens");
     picture.addEventListener("click", () => window.open(picture.src));
 }
+
+// Long names of the reference break after a dot or an underscore.
+for (const link of document.querySelectorAll(".bd-sidebar-primary nav a, .bd-sidebar-secondary nav .pre")) {
+    if (!link.children.length) link.innerHTML = link.innerHTML.replace(/[._](?=\w)/g, "$&<wbr>");
+}
