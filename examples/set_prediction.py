@@ -122,7 +122,7 @@ def draw(curves: dict[str, Tensor], times: dict[str, float], steps: int, folder:
         left.errorbar(at, values.mean(0), spread, label=name + ", seed 0" * (len(values) == 1), capsize=3, **style)
         right.barh(name, times[name], color=style["color"])
     left.set(xlabel="training steps", ylabel="F1, mean and deviation", title="Entropic matching learns faster")
-    left.legend(frameon=False, loc="lower right")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     right.set(xlabel=f"ms per batch of {BATCH} canvases", title="A matching takes longer", ylim=(3.5, -0.5))
     figure.savefig(folder / "set_prediction.png", dpi=110)
 
