@@ -114,7 +114,7 @@ def draw(runs: dict[str, tuple[Tensor, Tensor]], held_out: Tensor, between: floa
     chosen = ("gradient penalty", TRANSPORT)
     digits = torch.stack([*(runs[kind][1][:7] for kind in chosen), held_out[:7]]).view(3, 7, 8, 8)
     below.imshow(nn.functional.pad(digits, (1, 1, 1, 1)).transpose(1, 2).reshape(30, 70).numpy(), cmap="gray_r")
-    below.set_yticks(range(5, 35, 10), [*chosen, "data"])
+    below.set_yticks(range(5, 35, 10), [*(kind.removeprefix("no critic: ") for kind in chosen), "data"])
     below.set(xticks=[], title="Its digits are blurred (first seed)")
     figure.savefig(path, dpi=110)
 
