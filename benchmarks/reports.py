@@ -276,7 +276,7 @@ def draw_demo(path: Path) -> None:
 
 def draw_gains(path: Path) -> None:
     """Both comparisons of docs/reports/evidence.md as points with intervals."""
-    figure, ((left, right),) = panels(11, 5.4, 1, 2)
+    figure, ((left,), (right,)) = panels(8.4, 9.4, 2, 1)
     for number, (arm, name) in enumerate(OBJECTIVES.items()):
         for place, experiment in enumerate(EXPERIMENTS):
             apart = difference(at_best(experiment, arm), at_best(experiment, "mle"))
@@ -288,7 +288,7 @@ def draw_gains(path: Path) -> None:
             if (cost := costs_of(kind, experiment, arms)) is not None:
                 point(right, place + 0.22 * (number - 1), cost, f"C{number}", name * (place == 0))
     left.set_yticks(range(len(EXPERIMENTS)), list(EXPERIMENTS.values()))
-    right.set_yticks(range(len(sources())), [name for _, name in sources()], fontsize=8)
+    right.set_yticks(range(len(sources())), [name for _, name in sources()])
     for axes, title in ((left, "Objectives, each at its own learning rate"), (right, "EMO, by cost and source")):
         axes.axvline(0, color="black", lw=1)
         axes.invert_yaxis()
@@ -296,7 +296,7 @@ def draw_gains(path: Path) -> None:
         axes.set_xticks((-0.1, 0, 0.1, 0.2, 0.3))
         axes.set_title(title)
         axes.set_xlabel("KL(student ‖ source) minus likelihood's at equal recall\n← better than likelihood")
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False)
     save(figure, path, title="")
 
 

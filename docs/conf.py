@@ -61,6 +61,7 @@ sphinx_gallery_conf = {  # the tutorials run at each build
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_signature": False,
+    "thumbnail_size": (600, 300),
     "abort_on_example_error": True,
     "capture_repr": (),  # what is printed alone
     "write_computation_times": False,  # its table comes from a network
@@ -195,14 +196,14 @@ def process_docstring(app: Any, what: str, name: str, obj: Any, options: Any, li
 
 
 FUNCTION = re.compile(r"<mo>&ApplyFunction;</mo>(?!\s*<mo|\s*<mrow>\s*<mo>\()")
-BEFORE_LOG = re.compile(r"(</(?:mi|msub|msup)>)(\s*<mi>log</mi>)")
+BEFORE_NAME = re.compile(r"(</(?:mi|msub|msup)>)(\s*<mi[^>]*>(?:log|exp|KL)</mi>)")
 SPACE = '<mspace width="0.17em"></mspace>'
 
 
 def mathml(node: Any, as_block: bool = False) -> str:
-    """Return a formula with the spaces around log that browsers leave out."""
+    """Return a formula with the spaces around log, exp and KL that browsers leave out."""
     text = tex2mathml(node.astext(), as_block=as_block)
-    return BEFORE_LOG.sub(rf"\1{SPACE}\2", FUNCTION.sub(SPACE, text))
+    return BEFORE_NAME.sub(rf"\1{SPACE}\2", FUNCTION.sub(SPACE, text))
 
 
 def inline_formula(self: Any, node: Any) -> None:
@@ -226,6 +227,7 @@ def process_page(app: Any, docname: str, source: list[str]) -> None:
     for file, page in PAGES.items():
         text = text.replace(f"](../{top}{file})", f"]({top}{page})")
     text = text.replace(f"](../{top}docs/", f"]({top}")
+    text = re.sub(r"\]\(((?:\.\./)*)tutorials/(plot_\w+)\.py\)", r"](\1tutorials_built/\2.rst)", text)
     source[0] = re.sub(r'<a id="([\w-]+)"></a>\n', r"(\1)=\n", text)
 
 
@@ -238,8 +240,17 @@ def process_include(app: Any, path: Path, docname: str, source: list[str]) -> No
     source[0] = re.sub(r"\]\((?=(?:benchmarks|examples|tests|otloss|otloss_llm)/)", f"](../{top}", text)
 
 
+def process_code(app: Any, doctree: nodes.document) -> None:
+    """Examples and tutorials without the comments that are for the formatter alone."""
+    for block in doctree.findall(nodes.literal_block):
+        if "  # fmt: skip" in block.rawsource:
+            block.rawsource = block.rawsource.replace("  # fmt: skip", "")
+            block.children = [nodes.Text(block.rawsource)]
+
+
 def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))
     app.connect("autodoc-process-docstring", process_docstring, priority=100)  # before napoleon
     app.connect("source-read", process_page)
     app.connect("include-read", process_include)
+    app.connect("doctree-read", process_code)

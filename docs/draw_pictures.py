@@ -354,9 +354,10 @@ def words() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(7.6, 3), layout="constrained")
     tables = ((C, "cost matrix C", "Greys", "{:.0f}"), (answer.plan(), "plan P", "Blues", "{:.1f}"))
     for ax, (table, title, colours, form) in zip(axes, tables, strict=True):
-        ax.imshow(table.numpy(), cmap=colours, vmin=0, vmax=1.6 * float(table.max()), aspect="auto")
+        ax.imshow(table.numpy(), cmap=colours, vmin=0, vmax=1.3 * float(table.max()), aspect="auto")
         for (i, j), entry in np.ndenumerate(table.numpy()):
-            ax.text(j, i, form.format(entry), ha="center", va="center")
+            colour = "white" if entry > 0.7 * float(table.max()) else "black"
+            ax.text(j, i, form.format(entry), ha="center", va="center", color=colour)
         ax.set(title=title, xticks=range(4), yticks=range(3))
         ax.set_xticklabels([f"bin {j}\nq = {mass:.1f}" for j, mass in enumerate(q.tolist())])
         ax.set_yticklabels([f"bin {i}\np = {mass:.1f}" for i, mass in enumerate(p.tolist())])

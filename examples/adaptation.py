@@ -98,7 +98,7 @@ def draw(path: Path, results: dict[str, list[float]]) -> None:
         ax.plot(np.mean(values), row, "|", color=colour, markersize=20, mew=2)
     ax.set(yticks=range(len(results)), yticklabels=results, ylim=(len(results) - 0.5, -0.5), xlim=(0, 1))
     ax.set(xlabel="accuracy on the second scanner (seeds and their mean)")
-    ax.set_title("Transport adapts a classifier without labels of the second scanner")
+    ax.set_title("Transport adapts to a scanner without labels")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

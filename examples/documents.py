@@ -112,16 +112,17 @@ def classify(counts: csr_array, classes: np.ndarray, vectors: Tensor, queries: i
 
 
 def draw(path: Path, pairs: dict[str, float], searches: dict[str, float], scores: dict[str, np.ndarray]) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained", width_ratios=[1, 0.8, 1.4])
-    for ax, results, what in ((axes[0], pairs, "distance (µs)"), (axes[1], searches, "search (ms)")):
+    figure, axes = plt.subplot_mosaic("PS;AA", figsize=(8.4, 6.4), layout="constrained", width_ratios=[1.2, 1])
+    for ax, results, what in ((axes["P"], pairs, "distance (µs)"), (axes["S"], searches, "search (ms)")):
         ax.bar_label(ax.bar(list(results), list(results.values()), color=["C0", "0.6", "0.6"], width=0.6), fmt="%.3g")
-        ax.set(ylabel=f"processor time of a {what}", ylim=(0, 1.15 * max(results.values())))
+        ax.set(title=f"Processor time of a {what}", ylim=(0, 1.15 * max(results.values())))
     for (name, results), colour in zip(scores.items(), ("0.5", "C0", "tab:cyan"), strict=True):
         mean, spread = results.mean(0), results.std(0)
-        axes[2].plot(NEIGHBOURS, mean, "o-", color=colour, label=name)
-        axes[2].fill_between(NEIGHBOURS, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
-    axes[2].set(xlabel="neighbours k", ylabel="accuracy on six classes", xticks=NEIGHBOURS)
-    axes[2].legend(frameon=False, fontsize=9, title="transport helps with few neighbours")
+        axes["A"].plot(NEIGHBOURS, mean, "o-", color=colour, label=name)
+        axes["A"].fill_between(NEIGHBOURS, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+    axes["A"].set(xlabel="neighbours k", ylabel="accuracy on six classes", xticks=NEIGHBOURS)
+    axes["A"].set_title("Transport helps with few neighbours")
+    axes["A"].legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 

@@ -82,17 +82,18 @@ def sample(velocity: nn.Module, x: Tensor, steps: int) -> Tensor:
 def draw(results: dict[str, Tensor], shown: dict[str, Tensor], data: Tensor, between: float, path: Path) -> None:
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained", width_ratios=[1.2, 1, 1])
+    figure, axes = plt.subplot_mosaic("AA;BC", figsize=(8.4, 7.4), layout="constrained", height_ratios=[1, 1.1])
+    top, *below = axes.values()
     for kind, values in results.items():  # (seeds, STEPS)
-        axes[0].plot(STEPS, values.mean(0), "o-", color=KINDS[kind], label=kind)
-        axes[0].fill_between(STEPS, values.amin(0), values.amax(0), color=KINDS[kind], alpha=0.2, lw=0)
-    axes[0].axhline(between, color="0.7", lw=1, linestyle=":", label="two samples of the moons")
-    axes[0].set_xscale("log", base=2)
-    axes[0].set_xticks(STEPS, [str(s) for s in STEPS])
-    axes[0].set(xlabel="Euler steps of a sample", ylabel="W2 to the moons, mean and range over seeds", ylim=(0, None),
-                title="Pairs help where steps are few")  # fmt: skip
-    axes[0].legend(frameon=False)
-    for ax, (kind, samples) in zip(axes[1:], shown.items(), strict=True):
+        top.plot(STEPS, values.mean(0), "o-", color=KINDS[kind], label=kind)
+        top.fill_between(STEPS, values.amin(0), values.amax(0), color=KINDS[kind], alpha=0.2, lw=0)
+    top.axhline(between, color="0.7", lw=1, linestyle=":", label="two samples of the moons")
+    top.set_xscale("log", base=2)
+    top.set_xticks(STEPS, [str(s) for s in STEPS])
+    top.set(xlabel="Euler steps of a sample", ylabel="W2 to the moons:\nmean and range over seeds", ylim=(0, None))
+    top.set_title("Pairs help where steps are few")
+    top.legend(frameon=False)
+    for ax, (kind, samples) in zip(below, shown.items(), strict=True):
         ax.scatter(*data.T, s=3, color="0.85", label="moons")
         ax.scatter(*samples.T, s=3, color=KINDS[kind] if kind == "paired" else "0.3", label="samples")
         ax.set(title=f"{kind}, one step", xlabel="$x_1$", ylabel="$x_2$", aspect="equal")

@@ -44,7 +44,6 @@ page of the example, with its figure, its result and its code. Where transport g
 """
 CARD = """:::{{grid-item-card}} {head}
 :img-top: {figure}
-:img-alt: {alt}
 :link: {page}
 :link-type: doc
 {sentence}
@@ -55,19 +54,17 @@ CARD = """:::{{grid-item-card}} {head}
 DEMO = CARD.format(
     head="EMO against likelihood",
     figure="demo_gains.png",
-    alt="Gains of EMO over likelihood, with intervals",
     page="demo",
     sentence="A language model learns the text of a source that is known exactly.",
     peer="likelihood, and random rows",
 )
 PAGE = """# {title}
 
-![{alt}]({name}.png)
+![Figure: {head}]({name}.png)
 
 **{result}**
 
-{sentence} It is compared with {peer}. The head of the code
-has the formula, the data and the settings.
+{sentence} The peer is {peer}. The code begins with the formula, the data and the settings.
 
 ```{{literalinclude}} ../../../examples/{name}.py
 :language: python
@@ -106,7 +103,7 @@ class Example:
         use, peer = USES.get(self.name, ("it fits", "nothing"))
         return {
             "name": self.name, "title": self.title, "result": self.result, "peer": peer,
-            "head": re.split("[:,]", self.title)[0], "alt": f"Figure of the example: {self.title}",
+            "head": re.split("[:,]", self.title)[0],
             "sentence": f"Use it when {use}.", "figure": f"gallery/{self.name}.png", "page": f"gallery/{self.name}",
         }  # fmt: skip
 

@@ -98,18 +98,26 @@ def ours(x: Tensor, y: Tensor, penalty: float | None = PENALTY, restarts: int = 
 
 
 def draw(errors: dict[str, list[float]], panels: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained", width_ratios=[1.3, 1, 1, 1])
+    figure, axes = plt.subplot_mosaic("AAA;BCD", figsize=(9, 6.6), layout="constrained", height_ratios=[1, 1.1])
+    top, *below = axes.values()
     for k, (name, values) in enumerate(errors.items()):
         colour = "0.5" if name.endswith(("ICP", "GeomLoss")) else "C0"
-        axes[0].plot(values, [k] * len(values), "o", color=colour, alpha=0.4)
-        axes[0].plot(median(values), k, "|", color=colour, ms=18, mew=2)
-    axes[0].set(xscale="log", xlabel="error (degrees): seeds and their median", title="Unbalanced transport is nearest")
-    axes[0].set(yticks=range(len(errors)), yticklabels=errors, ylim=(len(errors) - 0.5, -0.5))
-    for axis, (title, (x, y)) in zip(axes[1:], panels.items(), strict=True):
+        top.plot(values, [k] * len(values), "o", color=colour, alpha=0.4)
+        top.plot(median(values), k, "|", color=colour, ms=16, mew=2)
+    top.set(xscale="log", xlabel="error (degrees): seeds and their median", title="Unbalanced transport is nearest")
+    top.set(yticks=range(len(errors)), yticklabels=errors, ylim=(len(errors) - 0.5, -0.5))
+    for axis, (title, (x, y)) in zip(below, panels.items(), strict=True):
         for cloud, colour, label in ((y, "0.7", "fixed scan"), (x, "C0", "moved scan")):
-            axis.scatter(cloud[:, 0], cloud[:, 1], s=9, color=colour, label=label, lw=0)
-        axis.set(title=title, xlabel="x (radii)", ylabel="y (radii)", xlim=(-1.3, 1.3), ylim=(-1.3, 1.3), aspect=1)
-    axes[1].legend(frameon=False, loc="lower left", markerscale=3)
+            axis.scatter(cloud[:, 0], cloud[:, 1], s=6, color=colour, label=label, lw=0)
+        axis.set(
+            title=title,
+            xlabel="x (radii)",
+            ylabel="y (radii)" * (axis is below[0]),
+            xlim=(-1.3, 1.3),
+            ylim=(-1.3, 1.3),
+            aspect=1,
+        )
+    below[0].legend(frameon=False, loc="lower left", markerscale=2, fontsize=9)
     figure.savefig(path, dpi=110)
 
 

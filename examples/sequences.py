@@ -98,20 +98,22 @@ def written(target: Tensor, vectors: Tensor, n: int, order_weight: float, steps:
 
 
 def draw(results: dict[str, list[tuple[Tensor, np.ndarray]]], moved: np.ndarray, path: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    for ax, (kind, levels) in zip(axes, LEVELS.items(), strict=False):
+    figure, axes = plt.subplot_mosaic("AB;CC", figsize=(8.8, 7), layout="constrained")
+    *lines, bars = axes.values()
+    for ax, (kind, levels) in zip(lines, LEVELS.items(), strict=True):
         ours, peer = results[kind][GRAMS.index(2)]
         for values, colour, label in ((ours, "C0", "transport"), (torch.from_numpy(peer), "0.5", "1 - overlap")):
             ax.plot(levels, values.mean(1), color=colour, label=label)
             ax.fill_between(levels, values.quantile(0.1, 1), values.quantile(0.9, 1), color=colour, alpha=0.15, lw=0)
         ax.set(ylabel="distance of pairs of words: mean and 80 %", ylim=(0, None))
-    axes[0].set(xlabel="share of words replaced at random", title="Both see random words,")
-    axes[1].set(xlabel="rank of the neighbour", xscale="log", title="transport alone sees how near a word is")
-    axes[0].legend(frameon=False)
+    lines[0].set(xlabel="share of words replaced at random", title="Both see random words")
+    lines[1].set(xlabel="rank of the neighbour", xscale="log", title="Transport alone sees how near a word is")
+    lines[0].legend(frameon=False)
     for k, (label, alpha) in enumerate((("order_weight = 0", 0.4), ("order_weight = 0.5", 1))):
-        axes[2].bar(np.array(GRAMS) + 0.4 * k - 0.2, moved[k], 0.36, color="C0", alpha=alpha, label=label)
-    axes[2].set(xlabel="words in a gram (n)", ylabel="mean distance to shuffled words", xticks=GRAMS, ylim=(0, 0.3))
-    axes[2].legend(frameon=False, title="single words are blind to their order")
+        bars.bar(np.array(GRAMS) + 0.4 * k - 0.2, moved[k], 0.36, color="C0", alpha=alpha, label=label)
+    bars.set(xlabel="words in a gram (n)", ylabel="mean distance to shuffled words", xticks=GRAMS, ylim=(0, 0.3))
+    bars.set_title("Single words are blind to their order")
+    bars.legend(frameon=False)
     figure.savefig(path, dpi=110)
 
 

@@ -115,14 +115,14 @@ def train(name: str, seed: int, data: tuple[Tensor, ...], test: tuple[Tensor, ..
 def draw(curves: dict[str, Tensor], times: dict[str, float], steps: int, folder: Path) -> None:
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=[1.3, 1])
     for name, values in curves.items():  # (seeds, times)
         style = {"color": "C0" if "set_loss" in name else "0.5", "ls": "-" if "epsilon" in name else "--"}
         at, spread = torch.linspace(0, steps, values.shape[1]), values.std(0, correction=0)
         left.errorbar(at, values.mean(0), spread, label=name + ", seed 0" * (len(values) == 1), capsize=3, **style)
         right.barh(name, times[name], color=style["color"])
     left.set(xlabel="training steps", ylabel="F1, mean and deviation", title="Entropic matching learns faster")
-    left.legend(frameon=False)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     right.set(xlabel=f"ms per batch of {BATCH} canvases", title="A matching takes longer", ylim=(3.5, -0.5))
     figure.savefig(folder / "set_prediction.png", dpi=110)
 

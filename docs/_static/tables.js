@@ -21,9 +21,28 @@ window.addEventListener("resize", stackWideTables);
 // A table in a closed part of the page has no width yet.
 for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", stackWideTables);
 
+// On a phone, a picture whose words would be too small scrolls sideways, at 0.6 of its own size.
+window.addEventListener("load", () => {
+    if (window.innerWidth >= 600) return;
+    for (const picture of document.querySelectorAll(".bd-article img")) {
+        const width = 0.6 * picture.naturalWidth;
+        if (picture.closest(".sd-card, .sphx-glr-thumbnails") || width < 1.15 * picture.clientWidth) continue;
+        const box = document.createElement("div");
+        box.className = "sideways";
+        picture.replaceWith(box);
+        box.append(picture);
+        picture.style.width = `${width}px`;
+    }
+});
+
 // A click on a picture that is shown smaller than it is opens it alone.
 for (const picture of document.querySelectorAll(".bd-article img")) {
     if (picture.closest("a, .sd-card")) continue;
     picture.classList.add("opens");
     picture.addEventListener("click", () => window.open(picture.src));
+}
+
+// Long names of the reference break after a dot or an underscore.
+for (const link of document.querySelectorAll(".bd-sidebar-primary nav a, .bd-sidebar-secondary nav .pre")) {
+    if (!link.children.length) link.innerHTML = link.innerHTML.replace(/[._](?=\w)/g, "$&<wbr>");
 }

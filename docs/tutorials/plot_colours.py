@@ -35,7 +35,7 @@ for axis, (name, image) in zip(axes.flat, {"photograph": china, "colours": flowe
 # The clouds themselves: red and blue of each pixel, before and after.
 
 clouds = {"photograph": x, "colours": y, **{name: one.transform(x).clip(0, 1) for name, one in maps.items()}}
-figure, axes = plt.subplots(1, 4, figsize=(12, 3.2), layout="constrained", sharex=True, sharey=True)
+figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), layout="constrained", sharex=True, sharey=True)
 for axis, (name, colours) in zip(axes, clouds.items(), strict=True):
     axis.scatter(colours[:, 0], colours[:, 2], s=8, c=colours)
     axis.set(title=name, xlabel="red", aspect="equal")

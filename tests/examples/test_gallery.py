@@ -66,7 +66,7 @@ def test_pages_keep_the_figure_of_what_ran_on_other_data(root: Path, capsys: pyt
     page = (root / "docs/reports/gallery/graphs.md").read_text(encoding="utf-8")
     assert "# Title of graphs\n" in page
     assert "**3 | 4 times faster.**" in page
-    assert "compared with POT." in page
+    assert "The peer is POT." in page
     cards = (root / "docs/reports/gallery.md").read_text(encoding="utf-8")
     assert cards.count(":img-top:") == 3, "two examples and the demo"
     figure = root / "docs/reports/gallery/ensembles.png"
