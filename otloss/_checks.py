@@ -41,10 +41,12 @@ def raise_inside_vmap() -> NoReturn:
             "take; use torch.func.jacrev, or pass the batch itself in one call and differentiate by "
             "torch.autograd.grad."
         )
+    name = called()
+    instead = " Call cloud_loss on the points, which works there; or:" if name == "PointCost" else ""
     raise NotImplementedError(
-        f"{called()} does not work inside torch.vmap: it reads the "
-        "numbers of its tensors. Leading axes are batch axes: pass the batch itself in one call, or one problem at a "
-        "time in a loop, and differentiate by torch.autograd.grad."
+        f"{name} does not work inside torch.vmap: it reads the numbers of its tensors.{instead} Leading axes are batch "
+        "axes: pass the batch itself in one call, or one problem at a time in a loop, and differentiate by "
+        "torch.autograd.grad."
     )
 
 

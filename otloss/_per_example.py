@@ -183,10 +183,11 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> None:
+        function = ctx.work.function
+        settings = ', with grad="implicit"' if "grad" in inspect.signature(function).parameters else ""
         raise RuntimeError(
-            f"a second derivative of {ctx.work.function.__name__} was asked for inside transforms of torch.func, where "
-            "it gives first ones only; call torch.autograd.grad outside of them, for entropic transport with "
-            'grad="implicit".'
+            f"a second derivative of {function.__name__} was asked for inside transforms of torch.func, where it gives "
+            f"first ones only; pass the batch itself in one call{settings}, and differentiate by torch.autograd.grad."
         )
 
     @staticmethod

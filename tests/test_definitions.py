@@ -38,8 +38,10 @@ def test_transport_is_the_linear_program() -> None:
     assert float(otloss.emd(one_hot, Q, C)) == pytest.approx(float(Q @ C[2]))
 
 
-@pytest.mark.parametrize("penalty", [None, 0.4])
-def test_the_entropic_value_is_that_of_its_plan_and_no_nearby_plan_is_cheaper(penalty: float | None) -> None:
+@pytest.mark.parametrize("penalty", [None, (0.4, 0.9)])
+def test_the_entropic_value_is_that_of_its_plan_and_no_nearby_plan_is_cheaper(
+    penalty: tuple[float, float] | None,
+) -> None:
     epsilon, mass = 0.1, float(P.sum()) if penalty is None else 1.0
     answer = otloss.solve(P, Q, C, epsilon=epsilon, marginal_penalty=penalty, tolerance=1e-12)
     product = np.outer(P, Q) / mass
@@ -47,7 +49,7 @@ def test_the_entropic_value_is_that_of_its_plan_and_no_nearby_plan_is_cheaper(pe
     def value(plan: np.ndarray) -> float:
         total = float((plan * C.numpy()).sum()) + epsilon * kl(plan, product)
         if penalty is not None:
-            total += penalty * (kl(plan.sum(1), P.numpy()) + kl(plan.sum(0), Q.numpy()))
+            total += penalty[0] * kl(plan.sum(1), P.numpy()) + penalty[1] * kl(plan.sum(0), Q.numpy())
         return total
 
     plan = answer.plan().numpy()
@@ -83,6 +85,16 @@ def test_the_line_has_orders_and_powers() -> None:
         assert float(actual) == pytest.approx(float(otloss.emd(P_LINE, Q_LINE, (LINE[:, None] - LINE).abs() ** power)))
     energy = scipy.stats.energy_distance(LINE, LINE, P_LINE, Q_LINE)
     assert float(otloss.cdf_distance(P_LINE, Q_LINE, LINE)) == pytest.approx(energy**2 / 2)
+
+
+def test_the_circle_takes_the_best_shift() -> None:
+    n, period = 6, 5.0
+    u, v = (torch.rand(n, generator=GENERATOR, dtype=torch.float64).sort().values * period for _ in range(2))
+    around = np.concatenate([v.numpy() + turn * period for turn in range(-2, 3)])  # the quantiles of v on the line
+    for order in (1, 2, 3):
+        best = min((np.abs(u.numpy() - around[k : k + n]) ** order).mean() for k in range(4 * n + 1))
+        actual = otloss.wasserstein_circular(None, None, u, v, order=order, period=period)
+        assert float(actual) == pytest.approx(best)
 
 
 def test_the_ordinal_loss() -> None:

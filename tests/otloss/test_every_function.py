@@ -180,8 +180,11 @@ def test_transforms_of_torch_func_on_transport() -> None:
     torch.testing.assert_close(nested, cloud(x, y[:, None]).permute(1, 2, 0))
     each = torch.vmap(torch.func.jacrev(cloud))(x[0, 0], y[:1].expand(4, -1, -1))
     torch.testing.assert_close(each, torch.func.grad(lambda x: cloud(x, y[0]).sum())(x[0, 0]))
-    with pytest.raises(RuntimeError, match="a second derivative of emd was asked for inside transforms"):
+    with pytest.raises(RuntimeError, match="a second derivative of emd was asked for inside transforms") as caught:
         torch.func.grad(lambda t: torch.func.grad(lambda p: otloss.emd(p, q, cost))(t).sum())(p[0])
+    assert "implicit" not in str(caught.value)  # emd takes no `grad`
+    with pytest.raises(NotImplementedError, match="Call cloud_loss on the points, which works there"):
+        torch.vmap(lambda x: otloss.emd(p[0], q, otloss.costs.PointCost(x, y[0])))(x[0, 0, :, :4])
     outside = otloss.costs.DenseCost(cost.clone().requires_grad_())
     with pytest.raises(NotImplementedError, match=r"^emd gives no gradient of cost inside transforms"):
         torch.vmap(lambda p: otloss.emd(p, q, outside))(p)
