@@ -94,7 +94,7 @@ def classifier_arms(features: np.ndarray, labels: np.ndarray, trees: int) -> dic
 
     shared = {"n_estimators": trees, "max_depth": 3, "learning_rate": 0.05, "n_jobs": torch.get_num_threads()}
     ours = OrdinalBoostingClassifier(early_stopping=False, **shared)
-    peer = XGBClassifier(subsample=SAMPLED, min_child_weight=0.1, **shared)
+    peer = XGBClassifier(subsample=SAMPLED["xgboost"], min_child_weight=0.1, **shared)
     return {type(model).__name__: partial(model.fit, features, labels) for model in (ours, peer)}
 
 
