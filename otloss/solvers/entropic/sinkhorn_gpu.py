@@ -1,0 +1,98 @@
+"""Sinkhorn's iteration on a GPU: whole small problems in one launch of a Triton kernel, larger ones step by step.
+
+`impl="triton"` asks for it. "auto" takes it where `gpu_sizes.csv` says that it was measured to be faster. A row there is
+
+    device, kind, problems, side      on this GPU, from so many problems of the kind "points" or "matrix", up to this side
+
+and holds for problems with at least `problems` problems whose sides have at most `side` bins. Without a row for a
+device, "auto" does not take the kernel there.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from otloss._checks import needs_torch
+from otloss.solvers.entropic import small_triton
+from otloss.solvers.entropic.dual import with_estimates
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult
+from otloss.solvers.entropic.sinkhorn import Sinkhorn
+from otloss.solvers.problem import Problem
+
+SIZES = Path(__file__).parent / "gpu_sizes.csv"
+
+
+class MeasuredSize(NamedTuple):
+    """A row of `gpu_sizes.csv`; the module docstring explains it."""
+
+    device: str
+    kind: str
+    problems: int
+    side: int
+
+
+class SinkhornOnGPU(Method):
+    """The method for problems on a GPU, by name or where it was measured to be faster."""
+
+    def applies(self, problem: Problem) -> bool:
+        return problem.impl == "triton" or is_measured_faster(problem)
+
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+        """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
+        if not small_triton.is_small(problem):
+            return Sinkhorn().run(problem, previous, budget)
+        result = small_triton.solve_small(problem, previous, budget)
+        return with_estimates(problem, result) if budget.is_accurate and not problem.is_symmetric else result
+
+
+def check_usable(problem: Problem) -> None:
+    """Raise ValueError unless the Triton kernel runs on such tensors here."""
+    device, dtype, other = problem.p.device, problem.cost.dtype, 'use impl="torch" or "auto"'
+    if small_triton.triton is None:
+        raise ValueError(
+            f'impl="triton" needs Triton, which builds of torch for CUDA install on Linux; install one of them, or '
+            f"{other}."
+        )
+    if needs_torch(problem.p, problem.q, *problem.cost.tensors()):
+        raise ValueError(f'impl="triton" runs outside of torch.func transforms only; got one, {other}.')
+    if dtype != torch.float32:
+        raise ValueError(f'impl="triton" got {dtype}, expected float32, its arithmetic; convert the cost, or {other}.')
+    if device.type != "cuda" and not (device.type == "cpu" and small_triton.is_interpreted()):
+        raise ValueError(
+            f'impl="triton" got device {device}, expected CUDA tensors; move them, set TRITON_INTERPRET=1 (slow, for '
+            f"tests), or {other}."
+        )
+
+
+def is_measured_faster(problem: Problem) -> bool:
+    """Return whether "auto" takes the kernel for a problem: on a device and of a size where it was measured faster."""
+    device = problem.p.device
+    if problem.impl != "auto" or device.type != "cuda" or small_triton.triton is None:
+        return False
+    if needs_torch(problem.p, problem.q, *problem.cost.tensors()) or not small_triton.is_small(problem):
+        return False
+    kind = "matrix" if problem.cost.as_points() is None else "points"
+    return is_listed(torch.cuda.get_device_name(device), kind, problem.batch.numel(), max(problem.cost.shape))
+
+
+def is_listed(device: str, kind: str, problems: int, side: int) -> bool:
+    """Return whether the table has a row for so many problems of this kind and largest side on the device."""
+    return any(
+        row.device == device and row.kind == kind and problems >= row.problems and side <= row.side
+        for row in measured_sizes(SIZES)
+    )
+
+
+@functools.cache
+def measured_sizes(file: Path) -> tuple[MeasuredSize, ...]:
+    """Return the rows of the table."""
+    with file.open(encoding="utf-8", newline="") as text:
+        rows = csv.DictReader(text)
+        return tuple(
+            MeasuredSize(row["device"], row["kind"], int(row["problems"]), int(row["side"])) for row in rows
+        )
