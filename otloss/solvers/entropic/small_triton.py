@@ -77,7 +77,7 @@ def solve_small(problem: Problem, previous: SearchResult | None, budget: Budget)
     count = batch.numel()
     potentials = torch.zeros(count, n + m, device=device)
     if previous is not None:
-        potentials.copy_(torch.cat([potential.reshape(count, -1) for potential in previous.start], -1))
+        potentials.copy_(torch.cat(previous.start, -1).reshape(count, n + m))
     logs = torch.cat([log.expand(*batch, log.shape[-1]) for log in log_weights(problem, torch.float32)], -1)
     weights = (logs.reshape(count, n + m) / torch.log(torch.tensor(2.0))).clamp(min=NEVER)
     costs, metric = _costs(problem)
@@ -93,14 +93,14 @@ def solve_small(problem: Problem, previous: SearchResult | None, budget: Budget)
                 budget.tolerance, min(budget.largest_change, LARGE), min(budget.patience, LARGE),
                 int(min(budget.max_iterations, 2**30)), **options,
             )  # fmt: skip
-    return _result(problem, potentials, outcome, n)
+    return _result(problem, potentials, outcome)
 
 
-def _result(problem: Problem, potentials: Tensor, outcome: Tensor, n: int) -> SearchResult:
-    batch = problem.batch
+def _result(problem: Problem, potentials: Tensor, outcome: Tensor) -> SearchResult:
+    (n, m), batch = problem.cost.shape, problem.batch
     error = outcome[:, 0].reshape(batch)
     error = torch.where(error.isfinite(), error, torch.inf)
-    f, g = potentials[:, :n].reshape(*batch, n), potentials[:, n:].reshape(*batch, -1)
+    f, g = potentials[:, :n].reshape(*batch, n), potentials[:, n:].reshape(*batch, m)
     f, g = (torch.where(error.isfinite().unsqueeze(-1), potential, torch.nan) for potential in (f, g))
     return SearchResult(f, g, error, outcome[:, 1].reshape(batch).long())
 
@@ -273,6 +273,7 @@ def _whole(  # type: ignore[no-untyped-def]  # noqa: PLR0915
             is_last = (iterations >= max_iterations) | (count >= patience) | slow | is_broken
             shift = zero
             if phase == 0:
+                is_last = is_last | (iterations >= max_iterations - 1)
                 if (count == STAGE_ITERATIONS) | is_last:
                     at = tl.where(is_last, epsilon, at * STAGE_FACTOR)
                     phase = tl.where(at > 1.5 * epsilon, 0, 1)
