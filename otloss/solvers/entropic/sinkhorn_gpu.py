@@ -1,11 +1,12 @@
 """Sinkhorn's iteration on a GPU: whole small problems in one launch of a Triton kernel, larger ones step by step.
 
-`impl="triton"` asks for it. "auto" takes it where `gpu_sizes.csv` says that it was measured to be faster. A row there is
+`impl="triton"` asks for it. "auto" takes it where `gpu_sizes.csv` says that it was measured to be faster. A row
 
-    device, kind, problems, side      on this GPU, from so many problems of the kind "points" or "matrix", up to this side
+    device, kind, problems, side
 
-and holds for problems with at least `problems` problems whose sides have at most `side` bins. Without a row for a
-device, "auto" does not take the kernel there.
+holds for that GPU, batches of at least so many problems between "points" or with a "matrix", and sides of at most so
+many bins. `python -m benchmarks.gpu transport` writes such rows. Without one for a device, "auto" does not take the
+kernel there.
 """
 
 from __future__ import annotations
@@ -93,6 +94,4 @@ def measured_sizes(file: Path) -> tuple[MeasuredSize, ...]:
     """Return the rows of the table."""
     with file.open(encoding="utf-8", newline="") as text:
         rows = csv.DictReader(text)
-        return tuple(
-            MeasuredSize(row["device"], row["kind"], int(row["problems"]), int(row["side"])) for row in rows
-        )
+        return tuple(MeasuredSize(row["device"], row["kind"], int(row["problems"]), int(row["side"])) for row in rows)

@@ -168,7 +168,7 @@ _CONSTANTS = {
 # imported, by whoever does that. Offsets into costs are int64.
 
 
-def _whole(  # type: ignore[no-untyped-def]  # noqa: PLR0915
+def _whole(  # type: ignore[no-untyped-def]
     potentials, weights, costs, owner, cost_stride, numbers, outcome, n, m,
     tolerance, largest_change, patience, max_iterations,
     METRIC: tl.constexpr, DIM: tl.constexpr, SYMMETRIC: tl.constexpr, BALANCED: tl.constexpr,
@@ -208,9 +208,9 @@ def _whole(  # type: ignore[no-untyped-def]  # noqa: PLR0915
             is_row = i < rows
             peak = tl.full((ROWS, COLUMNS), -1e30, tl.float32)
             total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-            x = ()
+            x = ()  # type: ignore[var-annotated]
             for k in tl.static_range(DIM):
-                x = x + (tl.load(costs + (own + i) * DIM + k, mask=is_row, other=0.0),)
+                x = x + (tl.load(costs + (own + i) * DIM + k, mask=is_row, other=0.0),)  # noqa: RUF005
             for first in range(0, columns, COLUMNS):
                 j = first + tl.arange(0, COLUMNS)
                 is_column = j < columns
@@ -244,7 +244,9 @@ def _whole(  # type: ignore[no-untyped-def]  # noqa: PLR0915
             is_relaxed = averages | (tl.abs(factor * step) < LARGEST_STEP * at)
             result = tl.where(is_relaxed, base + factor * step, updated)
             tl.store(potentials + own + i, result, mask=is_row)
-            largest = tl.maximum(largest, tl.reduce(tl.where(has_mass, tl.abs(step), 0.0), 0, tl.standard._elementwise_max))
+            largest = tl.maximum(
+                largest, tl.reduce(tl.where(has_mass, tl.abs(step), 0.0), 0, tl.standard._elementwise_max)
+            )
             # Shares of the mass that the side has, p exp(-f / rho), and what the plan has beyond it.
             share = log_weight - old * inverse * 1.4426950408889634
             risen = tl.maximum(top, tl.reduce(share, 0, tl.standard._elementwise_max))
@@ -321,5 +323,5 @@ def _whole(  # type: ignore[no-untyped-def]  # noqa: PLR0915
 
 @functools.cache
 def _kernel(interpreted: bool) -> Any:
-    """Return the kernel, compiled or for the interpreter: `triton.jit` looks itself, the argument keeps the two apart."""
+    """Return the kernel, compiled or interpreted: `triton.jit` looks itself, the argument keeps the two apart."""
     return triton.jit(_whole)
