@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 
 from otloss._checks import needs_torch
-from otloss.solvers.entropic import small_triton
 from otloss.solvers.entropic.dual import with_estimates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
 
 SIZES = Path(__file__).parent / "gpu_sizes.csv"
+LARGEST_SIDE = 1024  # of a problem that one program solves
 
 
 class MeasuredSize(NamedTuple):
@@ -45,14 +45,23 @@ class SinkhornOnGPU(Method):
 
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
-        if not small_triton.is_small(problem):
+        if not is_small(problem):
             return Sinkhorn().run(problem, previous, budget)
-        result = small_triton.solve_small(problem, previous, budget)
+        from otloss.solvers.entropic.small_triton import solve_small
+
+        result = solve_small(problem, previous, budget)
         return with_estimates(problem, result) if budget.is_accurate and not problem.is_symmetric else result
+
+
+def is_small(problem: Problem) -> bool:
+    """Return whether the kernel is for problems of this size and arithmetic."""
+    return problem.cost.dtype == torch.float32 and max(problem.cost.shape) <= LARGEST_SIDE
 
 
 def check_usable(problem: Problem) -> None:
     """Raise ValueError unless the Triton kernel runs on such tensors here."""
+    from otloss.solvers.entropic import small_triton
+
     device, dtype, other = problem.p.device, problem.cost.dtype, 'use impl="torch" or "auto"'
     if small_triton.triton is None:
         raise ValueError(
@@ -73,9 +82,9 @@ def check_usable(problem: Problem) -> None:
 def is_measured_faster(problem: Problem) -> bool:
     """Return whether "auto" takes the kernel for a problem: on a device and of a size where it was measured faster."""
     device = problem.p.device
-    if problem.impl != "auto" or device.type != "cuda" or small_triton.triton is None:
+    if problem.impl != "auto" or device.type != "cuda":
         return False
-    if needs_torch(problem.p, problem.q, *problem.cost.tensors()) or not small_triton.is_small(problem):
+    if needs_torch(problem.p, problem.q, *problem.cost.tensors()) or not is_small(problem):
         return False
     kind = "matrix" if problem.cost.as_points() is None else "points"
     return is_listed(torch.cuda.get_device_name(device), kind, problem.batch.numel(), max(problem.cost.shape))

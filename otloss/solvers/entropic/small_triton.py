@@ -13,7 +13,8 @@ has stored from what it loads. Phases:
     0  a stage of epsilon      1  over-relaxed iterations
     2  exact updates of both   3  an exact update of f, and the error of the columns      4  the end
 
-On CPU tensors the kernel runs in Triton's interpreter (TRITON_INTERPRET=1), for tests: it checks values, not races.
+This module imports Triton, so it is imported late. On CPU tensors the kernel runs in Triton's interpreter
+(TRITON_INTERPRET=1), for tests: it checks values, not races.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ try:
 except ImportError:  # no wheels for this system
     triton = tl = None
 
-LARGEST_SIDE = 1024
 LARGEST_DIMENSION = 8
 METRICS = ("sqeuclidean", "euclidean", "l1")  # between points; other costs are matrices
 STAGE_ITERATIONS = 3
@@ -64,11 +64,6 @@ def is_interpreted() -> bool:
     if hasattr(triton, "knobs"):
         return bool(triton.knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def is_small(problem: Problem) -> bool:
-    """Return whether the kernel is for problems of this size and arithmetic."""
-    return problem.cost.dtype == torch.float32 and max(problem.cost.shape) <= LARGEST_SIDE
 
 
 def solve_small(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
@@ -208,9 +203,9 @@ def _whole(  # type: ignore[no-untyped-def]
             is_row = i < rows
             peak = tl.full((ROWS, COLUMNS), -1e30, tl.float32)
             total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-            x = ()  # type: ignore[var-annotated]
+            x = ()
             for k in tl.static_range(DIM):
-                x = x + (tl.load(costs + (own + i) * DIM + k, mask=is_row, other=0.0),)  # noqa: RUF005
+                x = x + (tl.load(costs + (own + i) * DIM + k, mask=is_row, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
             for first in range(0, columns, COLUMNS):
                 j = first + tl.arange(0, COLUMNS)
                 is_column = j < columns
