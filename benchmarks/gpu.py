@@ -11,6 +11,8 @@ the rounding of the result alone, as Liger's with sums in float32 has, so EMO is
 CUDA events, medians over interleaved rounds after a warm-up. Memory is the peak of one pass beyond inputs and
 gradients; EMO's cost object counts as an input. Before that, loss and gradients are compared with dense float32.
 `--dry-run` runs all of it at tiny sizes on the CPU, in Triton's interpreter.
+
+`python -m benchmarks.gpu transport` measures entropic transport instead (`gpu_transport`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_transport
 from benchmarks.contestants import DENSE, PUBLISHED, TORCH, Loss, Problem, dense, liger, ours, published, torch_fused
 from benchmarks.contestants import step as pass_of
 from benchmarks.inputs import with_inputs
@@ -233,6 +236,8 @@ def verdicts(size: Size, measured: dict[str, Measured]) -> list[list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("what", nargs="?", choices=("tokens", "transport"), default="tokens",
+                        help="token losses, or entropic transport (%(default)s)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=9, help="interleaved repetitions (%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
     parser.add_argument("--output", type=Path, help="folder for results.csv (default: benchmarks; with --dry-run none)")
@@ -246,6 +251,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
         say("Dry run: the times below mean nothing.")
+    if options.what == "transport":
+        gpu_transport.run(
+            dry=options.dry_run, rounds=options.rounds, output=options.output or (None if options.dry_run else FOLDER)
+        )
+        return 0
     size = DRY if options.dry_run else Size()
     say("Checks")
     check_losses(size)

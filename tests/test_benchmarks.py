@@ -15,7 +15,7 @@ pytest.importorskip("geomloss")
 pytest.importorskip("ot")
 
 
-from benchmarks import memory, reports, solver_peers
+from benchmarks import gpu_transport, memory, reports, solver_peers
 from benchmarks.__main__ import main
 from benchmarks.inputs import BESIDE, INPUTS, with_inputs
 from benchmarks.measure import FOLDER, Limit, Settings, Timing, ratios
@@ -174,6 +174,20 @@ def test_objectives_of_large_models_need_their_text(no_data: Path, capsys: pytes
     assert "objectives_large without its data: it is skipped" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["numbers", "--scale", "large"])
+
+
+def test_transport_on_a_gpu_resumes_after_the_last_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_transport, "DRY", gpu_transport.DRY[:1])
+    gpu_transport.run(dry=True, rounds=1, output=tmp_path)
+    kept = rows(tmp_path / "gpu_transport.csv")
+    assert [row["name"] for row in kept] == [gpu_transport.TORCH, gpu_transport.CPU]
+    assert all(float(row["value_error"]) < 1e-5 for row in kept)
+    capsys.readouterr()
+    gpu_transport.run(dry=True, rounds=1, output=tmp_path)
+    assert "measured before" in capsys.readouterr().out
+    assert rows(tmp_path / "gpu_transport.csv") == kept
 
 
 # ---- verdicts and measures -------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def cloud_loss(
     blur: float | None = None,
     marginal_penalty: Penalty = None,
     tolerance: float | None = None,
+    impl: str = "auto",
     projections: int | Float[Tensor, "k d"] | None = None,
     generator: torch.Generator | None = None,
     mask_x: Bool[Tensor, "*batch n"] | None = None,
@@ -83,7 +84,7 @@ def cloud_loss(
         marginal_penalty: of the divergence, the price of mass that appears or vanishes, or (price of x, price of y), in
             the unit of the cost, as for `sinkhorn_divergence`. GeomLoss's `reach` is 2 reach^2 here for "sqeuclidean",
             also with blur.
-        tolerance: of the divergence, as for `sinkhorn`.
+        tolerance, impl: of the divergence, as for `sinkhorn`.
         projections: of "sliced", 128 by default, as for `sliced_wasserstein`; so is `generator`.
         mask_x: (..., n), True where a place of x holds a point; what is elsewhere is not read. mask_y: likewise.
         empty: "error" raises if a cloud has no point; "zero" gives 0 for such a pair, without a gradient.
@@ -112,7 +113,7 @@ def cloud_loss(
     """
     check_options(
         kind, empty, metric, divergence={"epsilon": epsilon, "blur": blur, "marginal_penalty": marginal_penalty,
-        "tolerance": tolerance}, sliced={"projections": projections, "generator": generator},
+        "tolerance": tolerance, "impl": impl}, sliced={"projections": projections, "generator": generator},
     )  # fmt: skip
     _check_lists(x, y)
     _check_order(x, y, a, b)
@@ -132,7 +133,7 @@ def cloud_loss(
     cost = PointCost(one.points, other.points, metric=metric)
     if kind == "emd":
         return emd(one.weights, other.weights, cost)
-    options: dict[str, Any] = {"marginal_penalty": marginal_penalty, "tolerance": tolerance}
+    options: dict[str, Any] = {"marginal_penalty": marginal_penalty, "tolerance": tolerance, "impl": impl}
     if epsilon is not None:
         return sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
     factor, exponent = _OF_BLUR[str(metric)]
@@ -179,7 +180,7 @@ def check_options(kind: str, empty: str, metric: Metric, *, divergence: dict[str
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}, expected one of {allowed}.")
     for owner, options in (("divergence", divergence), ("sliced", sliced)):
-        present = [name for name, value in options.items() if value is not None]
+        present = [n for n, value in options.items() if value is not None and not (n == "impl" and value == "auto")]
         if present and kind != owner:
             raise ValueError(
                 f'{", ".join(present)} given for kind="{kind}", but only kind="{owner}" takes it; leave it out.'

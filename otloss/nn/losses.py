@@ -166,6 +166,7 @@ class CloudLoss(Loss):
         blur: float | None = None,
         marginal_penalty: Penalty = None,
         tolerance: float | None = None,
+        impl: str = "auto",
         projections: int | Tensor | None = None,
         empty: str = "error",
         reduction: str = "mean",
@@ -186,7 +187,7 @@ class CloudLoss(Loss):
         return self._reduced(cloud_loss(x, y, a, b, generator=generator, mask_x=mask_x, mask_y=mask_y, **self.settings))
 
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
-        divergence = {name: settings[name] for name in ("epsilon", "blur", "marginal_penalty", "tolerance")}
+        divergence = {name: settings[name] for name in ("epsilon", "blur", "marginal_penalty", "tolerance", "impl")}
         sliced = {"projections": settings["projections"]}
         check_options(settings["kind"], settings["empty"], settings["metric"], divergence=divergence, sliced=sliced)
         return settings

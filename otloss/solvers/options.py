@@ -142,7 +142,7 @@ class Settings:
     def __post_init__(self) -> None:
         values: dict[str, tuple[str | None, ...]] = {
             "grad": ("envelope", "implicit"),
-            "impl": ("auto", "compiled", "torch"),
+            "impl": ("auto", "compiled", "torch", "triton"),
             "epsilon_relative_to": (None, "mean_cost"),
         }
         for name, allowed in values.items():

@@ -203,13 +203,14 @@ def sinkhorn(
             matrices of up to 2**28 entries in all (of images 2**20 each), and pairs of large clouds.
         start: potentials (f, g) of a similar problem.
         impl: "compiled", the numba kernel (scaling form) on the CPU, for matrices; "torch", log domain, any cost and
-            device; "auto", the first for problems of up to 2**24 entries on a CPU, else the second. For CUDA tensors
-            "auto" searches the potentials on the CPU, which is faster in small problems and between points; but not of
-            images, nor of a `DenseCost` above 2**24 entries, nor above 2**28 entries in all. Newton's method on the CPU
-            takes what the first iterations leave, with every `impl`. Balanced problems between two clouds of a
-            `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at least 2**22 pairs) on a CPU start from
-            clusters of points, and soft minima of squared distances may go through a grid, whose error is a part of the
-            marginal error; the tolerance means the same.
+            device; "triton", float32 CUDA tensors, with all iterations of problems of up to 1024 x 1024 bins in one
+            kernel, and larger ones as "torch", not measured yet; "auto", the first for problems of up to 2**24 entries
+            on a CPU, else the second. For CUDA tensors "auto" searches the potentials on the CPU, which is faster in
+            small problems and between points; but not of images, nor of a `DenseCost` above 2**24 entries, nor above
+            2**28 entries in all. Newton's method on the CPU takes what the first iterations leave, with every `impl`.
+            Balanced problems between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at
+            least 2**22 pairs) on a CPU start from clusters of points, and soft minima of squared distances may go
+            through a grid, whose error is a part of the marginal error; the tolerance means the same.
 
     Returns:
         (...), in the promoted dtype; its unit is that of the cost times that of the mass. Where the rounding of float32

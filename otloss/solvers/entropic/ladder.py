@@ -2,9 +2,9 @@
 
 A rung is a tuple of methods of which the first that applies is taken. The next rung starts from what was found:
 
-1. Sinkhorn's iteration: from clusters of large clouds, by the numba kernel for matrices, from blocks of large images,
-   or in logarithms for any other problem. It ends early where its contraction says that the tolerance is far. Newton's
-   method takes its place between points that are many epsilons apart.
+1. Sinkhorn's iteration: on a GPU by a Triton kernel, from clusters of large clouds, by the numba kernel for matrices,
+   from blocks of large images, or in logarithms for any other problem. It ends early where its contraction says that
+   the tolerance is far. Newton's method takes its place between points that are many epsilons apart.
 2. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
 3. Sinkhorn's iteration in float64, without a limit but that of the call: where Newton's method does not apply or fails.
 
@@ -24,10 +24,11 @@ from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
+from otloss.solvers.entropic.sinkhorn_gpu import SinkhornOnGPU
 from otloss.solvers.problem import Problem
 
 LADDER: tuple[tuple[Method, ...], ...] = (
-    (Clusters(), NewtonFirst(), SinkhornOnCPU(), CoarseImages(), Sinkhorn()),
+    (SinkhornOnGPU(), Clusters(), NewtonFirst(), SinkhornOnCPU(), CoarseImages(), Sinkhorn()),
     (SparseNewton(),),
     (SinkhornInFloat64(),),
 )

@@ -17,6 +17,7 @@ from otloss.solvers.entropic.dual import shifted_to_equal_mass
 from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
+from otloss.solvers.entropic.sinkhorn_gpu import check_usable, is_measured_faster
 from otloss.solvers.entropic.slow_modes import with_known_error
 from otloss.solvers.entropic.warnings import (
     check_not_too_small,
@@ -57,7 +58,8 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
 
     Raises:
         SmallEpsilonError: if the rounding of the potentials would decide the plan.
-        ValueError: if impl="compiled" and the tensors are not on a CPU, or the start is not finite.
+        ValueError: if impl="compiled" and the tensors are not on a CPU, impl="triton" cannot run on them, or the start
+            is not finite.
 
     Warns:
         ConvergenceWarning: if the tolerance is not reached.
@@ -120,6 +122,8 @@ def is_faster_on_cpu(problem: Problem) -> bool:
     if problem.impl != "auto" or not on_gpu or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
         return False
     (n, m), batch = problem.cost.shape, problem.batch.numel()
+    if is_measured_faster(problem):
+        return False
     suits = problem.cost.as_points() is not None or n * m <= MATRIX_LIMITS.largest_matrix
     return suits and problem.cost.as_grid() is None and batch * n * m <= MATRIX_LIMITS.max_entries
 
@@ -131,6 +135,8 @@ def _prepared(problem: Problem) -> Problem:
             f'impl="compiled" runs on the CPU, outside of torch.func transforms; got tensors on '
             f'{problem.p.device}. Use impl="torch" or "auto".'
         )
+    if problem.impl == "triton":
+        check_usable(problem)
     start = problem.start
     if is_faster_on_cpu(problem):
         p, q, epsilon = (t.detach().cpu() for t in (problem.p, problem.q, problem.epsilon))

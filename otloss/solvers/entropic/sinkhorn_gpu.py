@@ -1,0 +1,106 @@
+"""Sinkhorn's iteration on a GPU: whole small problems in one launch of a Triton kernel, larger ones step by step.
+
+`impl="triton"` asks for it. "auto" takes it where `gpu_sizes.csv` says that it was measured to be faster. A row
+
+    device, kind, problems, side
+
+holds for that GPU, batches of at least so many problems between "points" or with a "matrix", and sides of at most so
+many bins. `python -m benchmarks.gpu transport` writes such rows. Without one for a device, "auto" does not take the
+kernel there.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from otloss._checks import needs_torch
+from otloss.solvers.entropic.dual import with_estimates
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult
+from otloss.solvers.entropic.sinkhorn import Sinkhorn
+from otloss.solvers.problem import Problem
+
+SIZES = Path(__file__).parent / "gpu_sizes.csv"
+LARGEST_SIDE = 1024  # of a problem that one program solves
+
+
+class MeasuredSize(NamedTuple):
+    """A row of `gpu_sizes.csv`; the module docstring explains it."""
+
+    device: str
+    kind: str
+    problems: int
+    side: int
+
+
+class SinkhornOnGPU(Method):
+    """The method for problems on a GPU, by name or where it was measured to be faster."""
+
+    def applies(self, problem: Problem) -> bool:
+        return problem.impl == "triton" or is_measured_faster(problem)
+
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+        """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
+        if not is_small(problem):
+            return Sinkhorn().run(problem, previous, budget)
+        from otloss.solvers.entropic.small_triton import solve_small
+
+        result = solve_small(problem, previous, budget)
+        return with_estimates(problem, result) if budget.is_accurate and not problem.is_symmetric else result
+
+
+def is_small(problem: Problem) -> bool:
+    """Return whether the kernel is for problems of this size and arithmetic."""
+    return problem.cost.dtype == torch.float32 and max(problem.cost.shape) <= LARGEST_SIDE
+
+
+def check_usable(problem: Problem) -> None:
+    """Raise ValueError unless the Triton kernel runs on such tensors here."""
+    from otloss.solvers.entropic import small_triton
+
+    device, dtype, other = problem.p.device, problem.cost.dtype, 'use impl="torch" or "auto"'
+    if small_triton.triton is None:
+        raise ValueError(
+            f'impl="triton" needs Triton, which builds of torch for CUDA install on Linux; install one of them, or '
+            f"{other}."
+        )
+    if needs_torch(problem.p, problem.q, *problem.cost.tensors()):
+        raise ValueError(f'impl="triton" runs outside of torch.func transforms only; got one, {other}.')
+    if dtype != torch.float32:
+        raise ValueError(f'impl="triton" got {dtype}, expected float32, its arithmetic; convert the cost, or {other}.')
+    if device.type != "cuda" and not (device.type == "cpu" and small_triton.is_interpreted()):
+        raise ValueError(
+            f'impl="triton" got device {device}, expected CUDA tensors; move them, set TRITON_INTERPRET=1 (slow, for '
+            f"tests), or {other}."
+        )
+
+
+def is_measured_faster(problem: Problem) -> bool:
+    """Return whether "auto" takes the kernel for a problem: on a device and of a size where it was measured faster."""
+    device = problem.p.device
+    if problem.impl != "auto" or device.type != "cuda":
+        return False
+    if needs_torch(problem.p, problem.q, *problem.cost.tensors()) or not is_small(problem):
+        return False
+    kind = "matrix" if problem.cost.as_points() is None else "points"
+    return is_listed(torch.cuda.get_device_name(device), kind, problem.batch.numel(), max(problem.cost.shape))
+
+
+def is_listed(device: str, kind: str, problems: int, side: int) -> bool:
+    """Return whether the table has a row for so many problems of this kind and largest side on the device."""
+    return any(
+        row.device == device and row.kind == kind and problems >= row.problems and side <= row.side
+        for row in measured_sizes(SIZES)
+    )
+
+
+@functools.cache
+def measured_sizes(file: Path) -> tuple[MeasuredSize, ...]:
+    """Return the rows of the table."""
+    with file.open(encoding="utf-8", newline="") as text:
+        rows = csv.DictReader(text)
+        return tuple(MeasuredSize(row["device"], row["kind"], int(row["problems"]), int(row["side"])) for row in rows)
