@@ -31,6 +31,7 @@ from otloss._checks import (
     check_index,
     check_last_axis,
     has_tangent,
+    needs_torch,
 )
 from otloss._numba import is_small, may_run_on
 from otloss._numba.background import StillCompilingError, declining
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from otloss.costs.grid import GridCost
     from otloss.costs.line import LineCost
     from otloss.costs.points import PointCost
+    from otloss.costs.streams_triton import Matrix, Points
 
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
@@ -60,25 +62,28 @@ class Cost(ABC):
     is the cost among the bins of one side: symmetric, with zeros on the diagonal.
 
     What else solvers want of a cost they ask, and never look at its class: `softmin_at`, `largest`, `softmin_work`,
-    `stored_matrix`, `contiguous`, `with_matrix`, `has_plain_entries`, `is_symmetric`, `costs_within`, `centroid_bound`,
-    `as_points`, `as_grid` and `as_line`. The default answers are right for every cost; others save time. A class that
-    overrides `rows` gets the defaults of what follows from the rows, unless it overrides that too.
+    `stored_matrix`, `contiguous`, `with_matrix`, `streamed`, `has_plain_entries`, `is_symmetric`, `costs_within`,
+    `centroid_bound`, `as_points`, `as_grid` and `as_line`. The default answers are right for every cost; others save
+    time. A class that overrides `rows` gets the defaults of what follows from the rows, unless it overrides that too.
     """
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        if "softmin" in vars(cls) and "softmin_at" not in vars(cls):
-            cls.softmin_at = Cost.softmin_at  # type: ignore[method-assign]
+        if "softmin" in vars(cls):
+            for name in {"softmin_at", "streamed", "_stream"}.difference(vars(cls)):
+                setattr(cls, name, vars(Cost)[name])
         if not {"rows", "row_block"}.intersection(vars(cls)):
             return
         # The formulas of its base are those of other costs. T and the costs within a side are of the class itself.
         follow = (
             "row_block", "dense", "diagonal", "apply", "softmin", "softmin_at", "plan_gradients", "largest",
             "softmin_work", "stored_matrix", "contiguous", "with_matrix", "has_plain_entries", "is_symmetric",
-            "centroid_bound",
+            "centroid_bound", "streamed", "_stream",
         )  # fmt: skip
         for name in set(follow).difference(vars(cls)):
             setattr(cls, name, vars(Cost)[name])
+
+    _is_streamed = False
 
     @property
     @abstractmethod
@@ -239,7 +244,33 @@ class Cost(ABC):
 
     def softmin_at(self, epsilon: Float[Tensor, "*batch"]) -> Callable[[Tensor], Tensor]:
         """Return the soft minimum at one epsilon, for many potentials (..., m); it may compute once what they share."""
-        return lambda potential: self.softmin(potential, epsilon)
+        costs = self._stream()
+        if costs is None:
+            return lambda potential: self.softmin(potential, epsilon)
+        from otloss.costs import streams_triton as streams
+
+        prepared = streams.Epsilon.build(epsilon, self.device)
+        return lambda potential: streams.softmin(costs, potential, prepared)
+
+    def plan_costs(
+        self,
+        f: Float[Tensor, "*batch n"],
+        g: Float[Tensor, "*batch m"],
+        log_p: Float[Tensor, "*batch n"],
+        log_q: Float[Tensor, "*batch m"],
+        *,
+        epsilon: Float[Tensor, "*batch"],
+    ) -> Float[Tensor, "*batch n"] | None:
+        """Return sum_j P_ij C_ij for the plan of `plan_gradients`, where a kernel sums it; None elsewhere."""
+        costs = self._stream()
+        if costs is None:
+            return None
+        from otloss.costs import streams_triton as streams
+
+        width = epsilon.unsqueeze(-1)
+        prepared = streams.Epsilon.build(epsilon, self.device)
+        sums = streams.plan_sums(costs, "cost", f + width * log_p, g + width * log_q, prepared)
+        return sums.values.squeeze(-1).to(f.dtype)
 
     def softmin_work(self) -> int:
         """Return how many terms a soft minimum sums, n m by default; with fewer, large problems do without a matrix."""
@@ -264,6 +295,20 @@ class Cost(ABC):
         may change in place.
         """
         return self
+
+    def streamed(self) -> Cost | None:
+        """Return the same cost, whose soft minima and sums with plans are those of Triton kernels in float32.
+
+        None if there are no kernels for it. In float64, and where a graph is made, it computes as before.
+        """
+        return None
+
+    def _stream(self) -> Points | Matrix | None:
+        """Return what the kernels of `streams_triton` need of a streamed cost; None where they do not run."""
+        return None
+
+    def _may_stream(self) -> bool:
+        return self._is_streamed and self.dtype == torch.float32 and not needs_torch(*self.tensors())
 
     @property
     def has_plain_entries(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,9 @@ from torch import Tensor
 from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating
 from otloss._numba import may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, scaled_plan_rows, softmin_of
+
+if TYPE_CHECKING:
+    from otloss.costs.streams_triton import Matrix
 
 
 class DenseCost(Cost):
@@ -90,6 +93,11 @@ class DenseCost(Cost):
 
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
         check_floating("potential", potential)
+        if (costs := self._stream()) is not None and not makes_graph(self.matrix, potential):
+            from otloss.costs import streams_triton as streams
+
+            potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
+            return streams.softmin(costs, potential, streams.Epsilon.build(epsilon, self.device))
         # The kernel needs no memory for scores, so it takes the matrix as one block.
         if may_run_on(self.matrix, potential) and not makes_graph(self.matrix, potential):
             potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
@@ -128,7 +136,19 @@ class DenseCost(Cost):
         return self.matrix if type(self) in (DenseCost, SignedCost) else None
 
     def contiguous(self) -> DenseCost:
-        return self._with(self.matrix.contiguous())
+        return self if self._may_stream() else self._with(self.matrix.contiguous())
+
+    def streamed(self) -> DenseCost:
+        cost = copy.copy(self)
+        cost._is_streamed = True
+        return cost
+
+    def _stream(self) -> Matrix | None:
+        if not self._may_stream():
+            return None
+        from otloss.costs.streams_triton import Matrix
+
+        return Matrix(self.matrix)
 
     def costs_within(self) -> tuple[Cost, Cost] | None:
         return (self, self) if self._is_within() else None
@@ -175,6 +195,9 @@ class SignedCost(DenseCost):
     @property
     def has_plain_entries(self) -> bool:
         return False
+
+    def streamed(self) -> None:  # type: ignore[override]
+        return None
 
 
 def posed_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:

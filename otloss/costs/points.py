@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -48,6 +48,9 @@ from otloss.costs.distances import PRODUCTS, are_near, by_problems, distances, s
 from otloss.costs.gaussian_sums import SUMMATION, GaussianSums, in_blocks
 from otloss.costs.order import METRICS as METRICS_OF_KERNELS
 from otloss.costs.order import can_leave_out, order_of
+
+if TYPE_CHECKING:
+    from otloss.costs.streams_triton import Points
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
@@ -183,6 +186,11 @@ class PointCost(Cost):
     ) -> Float[Tensor, "*batch n"]:
         """As `Cost.softmin`; where pairs of large clouds are left out, up to this share of a row's sum may be."""
         check_floating("potential", potential)
+        if (costs := self._stream()) is not None and not makes_graph(potential, self.x, self.y):
+            from otloss.costs import streams_triton as streams
+
+            potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
+            return streams.softmin(costs, potential, streams.Epsilon.build(epsilon, self.device))
         matrix = None if makes_graph(potential) else self._matrix()
         if matrix is not None:
             potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
@@ -231,6 +239,9 @@ class PointCost(Cost):
         upstream: Float[Tensor, "*batch"],
     ) -> tuple[Tensor, ...]:
         parameters = self.parameters()
+        if parameters and self._may_stream():
+            epsilon = check_epsilon(epsilon, above_zero=True)
+            return self._streamed_gradients((f, g), (log_p, log_q), epsilon, upstream)
         if not parameters or not self._has_kernel(f, g):
             return super().plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
         epsilon = check_epsilon(epsilon, above_zero=True)
@@ -257,6 +268,25 @@ class PointCost(Cost):
                 gradient = (gradient * upstream[..., None, None].to(gradient)).sum_to_size(points.shape)
                 by_points[id(points)] = by_points[id(points)] + gradient if id(points) in by_points else gradient
         return tuple(by_points[id(t)] for t in parameters)
+
+    def _streamed_gradients(
+        self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor,
+        upstream: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """As `plan_gradients`, where the kernels of `streams_triton` run."""
+        from otloss.costs import streams_triton as streams
+
+        prepared = streams.Epsilon.build(epsilon, self.device)
+        width = epsilon.unsqueeze(-1) if isinstance(epsilon, Tensor) else epsilon
+        a, b = (h + width * log_w for h, log_w in zip(potentials, log_weights, strict=True))
+        totals = {id(t): torch.zeros_like(t, requires_grad=False) for t in self.parameters()}
+        for cost, mine, theirs in ((self, a, b), (self.between(self.y, self.x, self.metric), b, a)):
+            if cost.x.requires_grad:
+                costs = cost._stream()
+                assert costs is not None
+                gradient = streams.plan_sums(costs, "gradient", mine, theirs, prepared).values
+                totals[id(cost.x)] += (gradient * upstream[..., None, None].to(gradient)).sum_to_size(cost.x.shape)
+        return tuple(totals.values())
 
     def _gradients_by_products(
         self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor,
@@ -339,6 +369,8 @@ class PointCost(Cost):
 
     def with_matrix(self) -> PointCost:
         """As `Cost.with_matrix`, where distances are products of matrices (`costs.distances`) and fit the memory."""
+        if self._may_stream():
+            return self
         entries = self.batch_shape.numel() * self.shape[0] * self.shape[1]
         if self._matrices is not None or needs_torch(self.x, self.y) or entries > PRODUCTS.max_kept_entries:
             return self
@@ -347,6 +379,20 @@ class PointCost(Cost):
         cost = copy.copy(self)
         cost._matrices = _Matrices()
         return cost
+
+    def streamed(self) -> PointCost | None:
+        if callable(self.metric):
+            return None
+        cost = copy.copy(self)
+        cost._is_streamed = True
+        return cost
+
+    def _stream(self) -> Points | None:
+        if not self._may_stream():
+            return None
+        from otloss.costs.streams_triton import Points
+
+        return Points(self.x, self.y, str(self.metric), is_one_cloud=self.x is self.y)
 
     def _matrix(self) -> Float[Tensor, "*batch n m"] | None:
         """Return the matrix that is kept, without a graph; None where none is, or a graph is wanted."""

@@ -253,7 +253,14 @@ def marginals(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
-    """Return `<C, P>`, block by block of rows."""
+    """Return `<C, P>`, block by block of rows, or by the rows that a kernel sums."""
+    log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
+    with torch.no_grad():
+        costs = problem.cost.plan_costs(
+            potential_of_plan(problem, f), g, log_p, log_q, epsilon=problem.epsilon.detach().to(f.dtype)
+        )
+    if costs is not None:
+        return costs.sum(-1)
     total = f.new_zeros(problem.batch)
     for _, plan, rows in plan_blocks(problem, f, g):
         total += (plan * rows).sum((-2, -1))
