@@ -20,9 +20,15 @@ from typing import Any
 
 from numba.core import ir
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
+from numba.core.compiler import Compiler, DefaultPassBuilder
+from numba.core.compiler_machinery import PassManager
 from numba.core.targetconfig import ConfigStack
+from numba.core.typed_passes import NopythonRewrites
 from numba.core.types.functions import BaseFunction
+from numba.core.untyped_passes import InlineClosureLikes
+
+# Functions within functions, and expressions of whole arrays.
+UNUSED = InlineClosureLikes, NopythonRewrites
 
 
 @contextmanager
@@ -58,8 +64,19 @@ def _kept_signatures() -> Iterator[None]:
         BaseFunction.get_call_type = look_up
 
 
-class KernelCompiler(Compiler):
-    """The compiler of numba, with copies of code that share variables, and signatures that are looked up once."""
+class _ShorterCompiler(Compiler):
+    """The compiler of numba, without the passes for what kernels do not contain."""
+
+    def define_pipelines(self) -> Any:
+        passes = [one for one in DefaultPassBuilder.define_nopython_pipeline(self.state).passes if one[0] not in UNUSED]
+        manager = PassManager("kernel")
+        manager.passes.extend(passes)
+        manager.finalize()
+        return [manager]
+
+
+class KernelCompiler(_ShorterCompiler):
+    """The same, with copies of code that share variables, and signatures that are looked up once."""
 
     def compile_extra(self, function: Any) -> Any:
         with _shared_variables(), _kept_signatures():
@@ -87,8 +104,8 @@ class _LinkedCode(JITCodeLibrary):
         return 0
 
 
-class LinkedCompiler(Compiler):
-    """The compiler of numba with `_LinkedCode` as what it makes. Kernels call it while they are compiled."""
+class LinkedCompiler(_ShorterCompiler):
+    """The same with `_LinkedCode` as what it makes. Kernels call it while they are compiled."""
 
     def define_pipelines(self) -> Any:
         self.state.library = _LinkedCode(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
