@@ -35,8 +35,8 @@ MOST_PROCESSES = 8
 def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64)) -> None:
     """Compile the kernels of the functions named, values and gradients, or of all functions that have kernels.
 
-    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. All of them take 100 to
-    170 CPU seconds, by the machine, in as many processes as torch uses threads, at most 8; a bar shows how far they
+    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. All of them take 80 to
+    140 CPU seconds, by the machine, in as many processes as torch uses threads, at most 8; a bar shows how far they
     are, and what is there already is read. `python -m otloss.warm_up` does it for an image of a container. Those of
     exact transport between large clouds, and of barycenters where iterations are slow, are left to their first call.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.cgutils import if_unlikely, unpack_tuple
 from numba.extending import intrinsic, overload
 
 from otloss._numba import notices as notices  # registers its listener
@@ -93,6 +94,35 @@ def inner(*, allocates: bool = False, **options: Any) -> Callable[[Any], Any]:
 # For a large function with one caller. Its body becomes a part of the caller's and is compiled once, with the caller's
 # options; an `inner` function would be optimised by itself and again in the caller.
 spliced = njit(inline="always")
+
+
+def address_of(kernel: Any, *arguments: Any) -> int:
+    """Return the address of a kernel for arguments like these, compiled or read from disk, for `call_at`."""
+    signature = tuple(map(kernel.typeof_pyval, arguments))
+    kernel.compile(signature)
+    code = kernel.overloads[signature]
+    return int(code.library.get_pointer_to_function(code.fndesc.llvm_func_name))
+
+
+@intrinsic
+def call_at(typing_context: Any, address: Any, arguments: Any) -> Any:
+    """Call a kernel that returns nothing by its address, with a tuple of arguments of the types that `address_of` got.
+
+    A kernel that is called so is compiled and kept once, and not again as a part of each caller.
+    """
+    kinds = tuple(map(types.unliteral, arguments))
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        function = context.call_conv.get_function_type(types.none, kinds).as_pointer()
+        kernel = builder.inttoptr(values[0], function)
+        status, _ = context.call_conv.call_function(
+            builder, kernel, types.none, kinds, unpack_tuple(builder, values[1])
+        )
+        with if_unlikely(builder, status.is_error):  # an index beyond an array, where these are checked
+            context.call_conv.return_status_propagate(builder, status)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, arguments), codegen
 
 
 def _reinterpreted(source: Any, target: Any) -> Any:

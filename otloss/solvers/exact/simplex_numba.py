@@ -343,32 +343,27 @@ def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: in
     outcome[OUTCOME.scale] = largest_size(cost, n, m) * _sum(a, n)
 
 
-@spliced
-def solve_one(counter: Any, p: Any, q: Any, matrix: Any, max_pivots: int, result: Any, memory: Any) -> None:
-    """Solve one problem and write its results, or nothing for a problem without mass."""
-    whole, real, tree, block = memory
-    sequence, prices_p, prices_q = whole[INTEGERS.sequence], real[FLOATS.price_p], real[FLOATS.price_q]
-    n, m = _prepare(p, q, matrix, whole, real, block)
-    if n > 0:
-        cost = matrix if n == p.shape[0] and m == q.shape[0] else block
-        _write_first_prices(cost, n, m, prices_p, prices_q)
-        for i in range(n):
-            sequence[i] = i
-        _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n - 1)
-        _finish(counter, matrix, cost, n, m, max_pivots, result, memory)
-
-
 @compiled()
 def solve_problems(counter: Any, problems: Any, max_pivots: int, results: Any, memory: Any) -> None:
     """Fill the results of the problems (see the module) in at most `max_pivots` pivots each."""
     p, q, matrices, owners = problems
     f, g, cells, flows, outcome = results
+    whole, real, tree, block = memory
+    sequence, prices_p, prices_q = whole[INTEGERS.sequence], real[FLOATS.price_p], real[FLOATS.price_q]
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        result = f[k], g[k], cells[k], flows[k], outcome[k]
-        solve_one(counter, p[k], q[k], matrices[owners[k]], max_pivots, result, memory)
+        matrix = matrices[owners[k]]
+        n, m = _prepare(p[k], q[k], matrix, whole, real, block)
+        if n == 0:
+            continue  # a problem without mass is left to the caller
+        cost = matrix if n == p.shape[1] and m == q.shape[1] else block
+        _write_first_prices(cost, n, m, prices_p, prices_q)
+        for i in range(n):
+            sequence[i] = i
+        _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n - 1)
+        _finish(counter, matrix, cost, n, m, max_pivots, (f[k], g[k], cells[k], flows[k], outcome[k]), memory)
 
 
 @compiled()
@@ -387,7 +382,7 @@ def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int
         matrix = matrices[owners[k]]
         n, m = _prepare(p[k], q[k], matrix, whole, real, block)
         if n == 0:
-            continue  # a problem without mass is left to the caller
+            continue
         cost = matrix if n == p.shape[1] and m == q.shape[1] else block
         for j in range(m):
             prices_q[j] = start[k, columns[j]]

@@ -5,21 +5,22 @@
     G(P) = fixed - 2 alpha T(P),    T(P) = C P D^T + C^T P D
 
 Only T changes from step to step, and T is linear in P. So a step costs one product and one transport problem, whose
-plan is the target of the step.
+plan is the target of the step. The kernel calls that of the network simplex for it, with a batch of one problem.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import compiled, inner
+from otloss._numba.compile import address_of, call_at, compiled, inner
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.exact.results import OUTCOME
 from otloss.solvers.exact.simplex_numba import allocate_results as allocate_exact_results
 from otloss.solvers.exact.simplex_numba import scratch as scratch_of_exact
-from otloss.solvers.exact.simplex_numba import solve_one
+from otloss.solvers.exact.simplex_numba import solve_problems
 
 
 class Problems(NamedTuple):
@@ -36,34 +37,41 @@ class Scratch(NamedTuple):
     """The memory of a thread.
 
     Attributes:
-        solver: the memory of the exact solver.
-        matrices: eight matrices (n, m), in the order in which `descend_problems` names them.
-        C, D, p, q: distances within the spaces, and weights, of the bins with mass.
+        matrices: seven matrices (n, m), in the order in which `_descend` names them.
+        C, D: distances within the spaces of the bins with mass.
         rows, columns: the places of the bins with mass.
-        f, g, cells, flows, outcome: the results of the exact solver.
+        counter, problem, result, memory: the arguments of `solve_problems` for one problem: the weights of the bins
+            with mass, and the gradient.
     """
 
-    solver: Any
     matrices: Any
     C: Any
     D: Any
-    p: Any
-    q: Any
     rows: Any
     columns: Any
-    f: Any
-    g: Any
-    cells: Any
-    flows: Any
-    outcome: Any
+    counter: Any
+    problem: Any
+    result: Any
+    memory: Any
+
+
+MAX_PIVOTS = 10_000_000
 
 
 def scratch(n: int, m: int) -> tuple[Scratch]:
     """Return the memory of a thread."""
-    solver = tuple(scratch_of_exact(n, m, np.float64))
-    spaces = np.empty((n, n)), np.empty((m, m)), np.empty(n), np.empty(m), np.empty(n, np.int64), np.empty(m, np.int64)
-    results = (array[0] for array in allocate_exact_results(1, n, m))
-    return (Scratch(solver, tuple(np.zeros((8, n, m))), *spaces, *results),)
+    problem = np.empty((1, n)), np.empty((1, m)), np.zeros((1, n, m)), np.zeros(1, np.int64)
+    return (Scratch(
+        tuple(np.zeros((7, n, m))), np.empty((n, n)), np.empty((m, m)), np.empty(n, np.int64), np.empty(m, np.int64),
+        np.zeros(3, np.int64), problem, allocate_exact_results(1, n, m), scratch_of_exact(n, m, np.float64),
+    ),)  # fmt: skip
+
+
+@cache
+def address_of_solver() -> int:
+    """Return where the kernel of the network simplex is in memory, after it is compiled or read from disk."""
+    work = scratch(1, 1)[0]
+    return address_of(solve_problems, work.counter, work.problem, MAX_PIVOTS, work.result, work.memory)
 
 
 def allocate_results(problems: int) -> tuple[np.ndarray, np.ndarray]:
@@ -173,8 +181,9 @@ def _length(P: Any, Q: Any, gradient: Any, n: int, m: int, value: float, target:
 def _gather_problem(problems: Any, k: int, plan: Any, work: Any) -> tuple[int, int]:
     """Write the bins with mass of problem k, its matrices and its plan there; return the numbers of these bins."""
     P, features, rows, columns = work.matrices[0], work.matrices[3], work.rows, work.columns
-    n = _gather(problems.p[k], problems.C[k if problems.C.shape[0] > 1 else 0], work.p, work.C, rows)
-    m = _gather(problems.q[k], problems.D[k if problems.D.shape[0] > 1 else 0], work.q, work.D, columns)
+    p, q, _, _ = work.problem
+    n = _gather(problems.p[k], problems.C[k if problems.C.shape[0] > 1 else 0], p[0], work.C, rows)
+    m = _gather(problems.q[k], problems.D[k if problems.D.shape[0] > 1 else 0], q[0], work.D, columns)
     M = problems.M[k if problems.M.shape[0] > 1 else 0]
     for i in range(n):
         for j in range(m):
@@ -184,27 +193,29 @@ def _gather_problem(problems: Any, k: int, plan: Any, work: Any) -> tuple[int, i
 
 @inner()
 def _descend(
-    counter: Any, n: int, m: int, alpha: float, max_iterations: int, tolerance: float, work: Any
+    counter: Any, solver: int, n: int, m: int, alpha: float, max_iterations: int, tolerance: float, work: Any
 ) -> tuple[float, bool]:
     """Descend from the plan among the matrices, which is overwritten; return the value, and whether it converged."""
-    P, target, fixed, features, T, T_target, gradient, half = work.matrices
-    C, D, p, q, result = work.C, work.D, work.p, work.q, (work.f, work.g, work.cells, work.flows, work.outcome)
-    _fixed(C, D, features, p, q, n, m, alpha, fixed)
+    P, target, fixed, features, T, T_target, half = work.matrices
+    C, D, (p, q, gradients, _), (_, _, cells, flows, outcome) = work.C, work.D, work.problem, work.result
+    gradient = gradients[0]
+    _fixed(C, D, features, p[0], q[0], n, m, alpha, fixed)
     _product(C, D, P, n, m, half, T)
     value = _energy(features, fixed, P, T, n, m, alpha)
     rounding = _rounding(features, fixed, P, n, m, alpha)
-    converged, iteration, max_pivots = n == 0 or m == 0, 0, 10_000_000
+    converged, iteration = n == 0 or m == 0, 0
     while iteration < max_iterations and not converged and not is_stopped(counter, np.nan, np.nan):
         iteration += 1
         _gradient(fixed, T, n, m, alpha, gradient)
-        solve_one(counter, p, q, gradient, max_pivots, result, work.solver)
-        if work.outcome[OUTCOME.pivots] < 0:  # or stopped
+        work.counter[0] = 0
+        call_at(solver, (work.counter, work.problem, MAX_PIVOTS, work.result, work.memory))
+        if outcome[0, OUTCOME.pivots] < 0:
             break
         for i in range(n):
             for j in range(m):
                 target[i, j] = 0.0
         for k in range(n + m - 1):
-            target[work.cells[0, k], work.cells[1, k]] += work.flows[k]
+            target[cells[0, 0, k], cells[0, 1, k]] += flows[0, k]
         _product(C, D, target, n, m, half, T_target)
         value_of_target = _energy(features, fixed, target, T_target, n, m, alpha)
         t, new = _length(P, target, gradient, n, m, value, value_of_target)
@@ -219,12 +230,12 @@ def _descend(
 
 @compiled()
 def descend_problems(
-    counter: Any, problems: Any, alpha: float, max_iterations: int, tolerance: float, plans: Any, values: Any,
-    converged: Any, work: Any,
+    counter: Any, solver: int, problems: Any, alpha: float, max_iterations: int, tolerance: float, plans: Any,
+    values: Any, converged: Any, work: Any,
 ) -> None:  # fmt: skip
     """Descend from plans (B, n, m), which are overwritten, in at most `max_iterations` steps each.
 
-    Fills `values` and `converged`.
+    Fills `values` and `converged`. `solver` is `address_of_solver()`.
     """
     while True:
         k = next_task(counter)
@@ -232,7 +243,7 @@ def descend_problems(
             return
         plan = plans[k]
         n, m = _gather_problem(problems, k, plan, work)
-        values[k], converged[k] = _descend(counter, n, m, alpha, max_iterations, tolerance, work)
+        values[k], converged[k] = _descend(counter, solver, n, m, alpha, max_iterations, tolerance, work)
         for i in range(n):
             for j in range(m):
                 plan[work.rows[i], work.columns[j]] = work.matrices[0][i, j]

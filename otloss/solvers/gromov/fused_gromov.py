@@ -212,7 +212,13 @@ def _descend_by_kernel(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same as `_descend` without an epsilon, on a CPU, by the numba kernel."""
-    from otloss.solvers.gromov.descent_numba import Problems, allocate_results, descend_problems, scratch
+    from otloss.solvers.gromov.descent_numba import (
+        Problems,
+        address_of_solver,
+        allocate_results,
+        descend_problems,
+        scratch,
+    )
 
     batch, (n, m) = p.shape[:-1], plan.shape[-2:]
     count = batch.numel()
@@ -224,7 +230,10 @@ def _descend_by_kernel(
     plans = plan.expand(*batch, n, m).reshape(count, n, m).clone()
     values, converged = (torch.from_numpy(array) for array in allocate_results(count))
     problems = Problems(*matrices, *weights)
-    arguments = (problems, energy.alpha, max_iterations, tolerance, plans.numpy(), values.numpy(), converged.numpy())
+    arguments = (
+        address_of_solver(), problems, energy.alpha, max_iterations, tolerance, plans.numpy(), values.numpy(),
+        converged.numpy(),
+    )  # fmt: skip
     work = Work("steps of Frank and Wolfe", count * n * m * (n + m))
     run_on_threads(descend_problems, count, arguments, lambda: scratch(n, m), work=work)
     return plans.reshape(*batch, n, m), values.reshape(batch), converged.reshape(batch)
