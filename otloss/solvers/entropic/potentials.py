@@ -66,6 +66,9 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
     """
     if not problem.is_symmetric:  # a few iterations
         warn_where_slow(problem, settings.grad)
+    if problem.impl == "triton":
+        check_usable(problem)
+        problem = dataclasses.replace(problem, cost=problem.cost.streamed() or problem.cost)
     if _rounds_costs(problem):
         problem = in_float64(problem, with_graph=True)
     cost = problem.cost.with_matrix()
@@ -135,8 +138,6 @@ def _prepared(problem: Problem) -> Problem:
             f'impl="compiled" runs on the CPU, outside of torch.func transforms; got tensors on '
             f'{problem.p.device}. Use impl="torch" or "auto".'
         )
-    if problem.impl == "triton":
-        check_usable(problem)
     start = problem.start
     if is_faster_on_cpu(problem):
         p, q, epsilon = (t.detach().cpu() for t in (problem.p, problem.q, problem.epsilon))
