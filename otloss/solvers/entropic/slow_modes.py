@@ -31,17 +31,13 @@ class Lanczos(NamedTuple):
     Attributes:
         min_steps, max_steps: products.
         resolved: the bound of the error of l over 1 - l. It holds for some eigenvalue, and after the first products for
-            the largest.
-        first_steps, first_resolved: fewer products are enough for a smaller bound. An eigenvalue nearer to one that
-            stands alone would show by then, and pull l away from where it is resolved.
+            the largest. After 14 products, the eigenvalue of one cell that hardly exchanges mass had not shown yet.
         smallest_norm: of a step, below which all eigenvalues are found.
     """
 
     min_steps: int = 24
     max_steps: int = 60
     resolved: float = 0.5
-    first_steps: int = 12
-    first_resolved: float = 0.1
     smallest_norm: float = 1e-8
 
 
@@ -81,6 +77,7 @@ def _least_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor) 
     weights = updates.log_q.exp()
     random = torch.Generator("cpu").manual_seed(0)
     start = torch.rand(weights.shape[-1], dtype=weights.dtype, generator=random, device="cpu") - 0.5
+    start = start + 0.5 * start.sign()  # small numbers would be nearly orthogonal to the eigenvector of a single bin
     basis = torch.ones_like(weights).unsqueeze(-2)  # rows of length one in the inner product of the weights
     step, norm = _orthogonal(start.to(weights).expand_as(weights), basis, weights)
     diagonal: list[Tensor] = []
@@ -91,14 +88,13 @@ def _least_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor) 
         diagonal.append((weights * image * basis[..., -1, :]).sum(-1))
         step, norm = _orthogonal(image, basis, weights)
         steps = len(diagonal)
-        if steps >= LANCZOS.first_steps:
+        if steps >= LANCZOS.min_steps:
             tridiagonal = torch.diag_embed(torch.stack(diagonal, -1))
             for offset in (-1, 1):
                 tridiagonal = tridiagonal + torch.diag_embed(torch.stack(beside, -1), offset)
             values, vectors = torch.linalg.eigh(tridiagonal)
             bound, least = norm.squeeze(-1) * vectors[..., -1, -1].abs(), 1 - values[..., -1]
-            share = LANCZOS.resolved if steps >= LANCZOS.min_steps else LANCZOS.first_resolved
-            if bool((bound <= share * least).all()) or steps == LANCZOS.max_steps:
+            if bool((bound <= LANCZOS.resolved * least).all()) or steps == LANCZOS.max_steps:
                 return (least - bound).clamp(min=0.0)
         beside.append(norm.squeeze(-1))
 
