@@ -76,8 +76,9 @@ class Tiles(NamedTuple):
         least_programs: where the rows give fewer programs, each reads part of the columns. 132 multiprocessors hold
             several.
         interpreted: for the interpreter, whose time is that of the operations on tiles.
-        dots: rows, columns and axes of a matrix product, its warps, and how many loads are ahead.
-        exact_dots: the same for products on the ordinary cores (`input_precision="ieee"`).
+        dots: rows, columns and axes of a matrix product, its warps, and how many loads are ahead, from Hopper on. Of
+            up to 64 columns of sums they take 236 registers.
+        dots_before: the same for older devices: 241 registers.
     """
 
     few: int = 8
@@ -85,8 +86,12 @@ class Tiles(NamedTuple):
     least_wide: int = 4096
     least_programs: int = 1024
     interpreted: Tile = Tile(64, 128, 1, 4)
-    dots: tuple[int, int, int, int, int] = (128, 64, 32, 8, 2)
-    exact_dots: tuple[int, int, int, int, int] = (64, 64, 32, 4, 3)
+    dots: tuple[int, int, int, int, int] = (64, 64, 32, 8, 2)
+    dots_before: tuple[int, int, int, int, int] = (64, 32, 32, 8, 2)
+
+    def dots_of(self, device: torch.device) -> tuple[int, int, int, int, int]:
+        has_wgmma = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+        return self.dots if has_wgmma else self.dots_before
 
 
 TILES = Tiles()
@@ -108,7 +113,10 @@ class Epsilon(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a job sums over the columns, and the row sums of the plan."""
+    """What a job sums over the columns, and the row sums of the plan.
+
+    In the gradients of one cloud by matrix products, the diagonal of the plan is in neither.
+    """
 
     values: Float[Tensor, "*batch n columns"]
     of_rows: Float[Tensor, "*batch n"]
@@ -168,29 +176,26 @@ class Points:
     def _run_dots(self, job: str, launch: Launch, v: Tensor | None) -> Sums:
         x, y, x_squares, y_squares = self._centred
         if job == "gradient":
-            sums = self._run_dots("product", launch, y)
-            if self.metric == "sqeuclidean":
-                return Sums(2 * (x * sums.of_rows.unsqueeze(-1) - sums.values), sums.of_rows)
-            pulls = sums.values
-            if self.is_one_cloud:  # nothing pulls a point to itself
-                pulls = pulls - launch.diagonal_of_plan().unsqueeze(-1) * y
-            return Sums(-pulls, sums.of_rows)
-        rows, columns, block, warps, stages = TILES.dots if PRECISION == "tf32x3" else TILES.exact_dots
+            v = y
+        rows, columns, block, warps, stages = TILES.dots_of(self.x.device)
         if interpreted():
             rows, columns, block = 64, 128, max(16, _power(self.axes))
         kept = min(64, max(16, _power(v.shape[-1]))) if v is not None else 16
-        (x, x_batch), (y, y_batch) = launch.flat(x, 2), launch.flat(y, 2)
-        (x_squares, x_square_batch), (y_squares, y_square_batch) = (launch.flat(t, 1) for t in (x_squares, y_squares))
-        return launch.start(
+        data = (launch.flat(x, 2), launch.flat(y, 2), launch.flat(x_squares, 1), launch.flat(y_squares, 1))
+        sums = launch.start(
             _kernels(interpreted()).dots, job, v, Tile(rows, columns, 1, warps),
             columns=1 if v is None else v.shape[-1], kept=kept,
-            tensors=(x, y, x_squares, y_squares),
-            numbers=(self.axes, x_batch, y_batch, x_square_batch, y_square_batch),
+            tensors=tuple(tensor for tensor, _ in data), numbers=(self.axes, *(batch for _, batch in data)),
             constants={
                 "METRIC": self.metric, "ONE_CLOUD": self.is_one_cloud, "BLOCK": block, "PRECISION": PRECISION,
                 "num_stages": stages,
             },
         )  # fmt: skip
+        if job != "gradient":
+            return sums
+        if self.metric == "cosine":
+            return Sums(-sums.values, sums.of_rows)
+        return Sums(2 * (x * sums.of_rows.unsqueeze(-1) - sums.values), sums.of_rows)
 
 
 class Matrix:
@@ -281,10 +286,6 @@ class Launch:
         wide = max(self.shape) >= TILES.least_wide
         unroll = 4 if job == "softmin" and registers else 1
         return Tile(rows, 128 if wide else 32, unroll, 4 if wide else 1)
-
-    def diagonal_of_plan(self) -> Tensor:
-        """Return P_ii where C_ii = 0."""
-        return ((self.a + self.h) * self.epsilon.scale.unsqueeze(-1)).exp2()
 
     def start(
         self, kernel: Any, job: str, v: Tensor | None, tile: Tile, *, columns: int, kept: int,
@@ -461,7 +462,7 @@ def _points(  # type: ignore[no-untyped-def]
         largest = tl.reduce(top, 1, tl.standard._elementwise_max)
         total = tl.reduce(total * tl.exp2((top - largest[:, None]) * factor), 1, tl.standard._sum_combine)
         value = -largest - tl.load(width + b * scale_batch) * 0.6931471805599453 * tl.log2(total)
-        tl.store(out + place, tl.where(largest < -5e37, float("inf"), value), mask=is_row)
+        tl.store(out + place, tl.where((largest < -5e37) & (total == total), float("inf"), value), mask=is_row)
     else:
         for q in tl.static_range(KEPT):
             c = tl.minimum(group * KEPT + q, columns - 1)
@@ -495,7 +496,7 @@ def _dots(  # type: ignore[no-untyped-def]
         own = tl.where(own < -1e38, -1e38, own)[:, None]
     top = tl.full((ROWS,), -1e38, tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
-    if JOB == "product":
+    if JOB == "product" or JOB == "gradient":
         kept = tl.full((ROWS, KEPT), 0.0, tl.float32)
         c = group * KEPT + tl.arange(0, KEPT)
     if JOB == "cost":
@@ -528,8 +529,10 @@ def _dots(  # type: ignore[no-untyped-def]
             top = newest
         else:
             plan = tl.exp2((score + own) * factor)
+            if JOB == "gradient" and ONE_CLOUD:  # nothing pulls a point to itself: in the sums that would not cancel
+                plan = tl.where(i[:, None] == j[None, :], 0.0, plan)
             total += tl.reduce(plan, 1, tl.standard._sum_combine)
-            if JOB == "product":
+            if JOB == "product" or JOB == "gradient":
                 is_value = is_column[:, None] & (c < columns)[None, :]
                 values = tl.load(v + j[:, None] * columns + c[None, :], mask=is_value, other=0.0)
                 kept = tl.dot(plan, values, kept, input_precision=PRECISION)
@@ -538,9 +541,9 @@ def _dots(  # type: ignore[no-untyped-def]
     place = (b * parts + part) * n + i
     if JOB == "softmin":
         value = -top - tl.load(width + b * scale_batch) * 0.6931471805599453 * tl.log2(total)
-        tl.store(out + place, tl.where(top < -5e37, float("inf"), value), mask=is_row)
+        tl.store(out + place, tl.where((top < -5e37) & (total == total), float("inf"), value), mask=is_row)
     else:
-        if JOB == "product":
+        if JOB == "product" or JOB == "gradient":
             tl.store(out + place[:, None] * columns + c[None, :], kept, mask=is_row[:, None] & (c < columns)[None, :])
         else:
             tl.store(out + place, kept, mask=is_row)
@@ -623,7 +626,7 @@ def _matrix(  # type: ignore[no-untyped-def]
         total *= tl.exp2((top - tl.expand_dims(largest, AXIS)) * factor)
         total = tl.reduce(total, AXIS, tl.standard._sum_combine)
         value = -largest - tl.load(width + b * scale_batch) * 0.6931471805599453 * tl.log2(total)
-        tl.store(out + place, tl.where(largest < -5e37, float("inf"), value), mask=is_output)
+        tl.store(out + place, tl.where((largest < -5e37) & (total == total), float("inf"), value), mask=is_output)
     else:
         for q in tl.static_range(KEPT):
             c = tl.minimum(group * KEPT + q, columns - 1)
