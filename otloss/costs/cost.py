@@ -70,7 +70,7 @@ class Cost(ABC):
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         if "softmin" in vars(cls):
-            for name in {"softmin_at", "streamed", "_stream"}.difference(vars(cls)):
+            for name in {"softmin_at", "streamed"}.difference(vars(cls)):
                 setattr(cls, name, vars(Cost)[name])
         if not {"rows", "row_block"}.intersection(vars(cls)):
             return
@@ -78,7 +78,7 @@ class Cost(ABC):
         follow = (
             "row_block", "dense", "diagonal", "apply", "softmin", "softmin_at", "plan_gradients", "largest",
             "softmin_work", "stored_matrix", "contiguous", "with_matrix", "has_plain_entries", "is_symmetric",
-            "centroid_bound", "streamed", "_stream",
+            "centroid_bound", "streamed",
         )  # fmt: skip
         for name in set(follow).difference(vars(cls)):
             setattr(cls, name, vars(Cost)[name])

@@ -22,7 +22,7 @@ end: a reduction inside the loop costs five shuffles a row and tile. The maximum
 which makes 1 + 1 / UNROLL exponentials of a pair. Matrix products have several columns of a row in each thread, and
 reduce every tile.
 
-This is the only module of the package that imports Triton. On CPU tensors the kernels run in its interpreter
+This module imports Triton, so it is imported late. On CPU tensors the kernels run in its interpreter
 (TRITON_INTERPRET=1), for tests: it checks values, not races, and computes every product in full precision.
 
 References: `otloss.costs.cost.softmin_in_torch` and `Cost.plan_gradients`.
