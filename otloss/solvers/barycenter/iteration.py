@@ -67,7 +67,9 @@ def iterate(
             is_judged = len(errors.all) > judged_after
             if not is_open.any() or (is_judged and errors.is_slow(is_open, tolerance, patience)):
                 break
-    log_a, logs, error = (torch.as_tensor(t, dtype=problem.p.dtype) for t in (log_a, logs, errors.current))
+    log_a, logs, error = (
+        torch.as_tensor(t, dtype=problem.p.dtype, device=problem.p.device) for t in (log_a, logs, errors.current)
+    )
     log_d = logs[..., count, :] if problem.debiased else start.log_d
     tau = torch.full_like(log_a[..., :1], NUMBERS.gradient_tau)
     return BarycenterResult(Potentials(logs[..., :count, :], log_d, log_a), error, iterations, tau)
@@ -215,7 +217,7 @@ class LogStep:
 
     def run(self, logs: Array, iterations: int) -> Cycle:
         count = self.problem.p.shape[-2]
-        start = torch.as_tensor(logs)
+        start = torch.as_tensor(logs, device=self.log_p.device)
         log_d = start[..., count, :] if self.problem.debiased else torch.zeros_like(start[..., 0, :])
         now = Potentials(start[..., :count, :], log_d, log_d)
         history = [start]
