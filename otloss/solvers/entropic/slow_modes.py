@@ -37,7 +37,7 @@ class Lanczos(NamedTuple):
 
     min_steps: int = 24
     max_steps: int = 60
-    resolved: float = 0.5
+    resolved: float = 0.1
     smallest_norm: float = 1e-8
 
 
