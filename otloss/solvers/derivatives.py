@@ -207,11 +207,8 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
     ratio = ratio_of(problem, f, g, p, epsilon, matrix)
-    width, penalty, through_weights = (
-        epsilon.unsqueeze(-1),
-        problem.marginal_penalty or BOTH_KEPT,
-        is_differentiated(p, q),
-    )
+    width, through_weights = epsilon.unsqueeze(-1), is_differentiated(p, q)
+    penalty = problem.marginal_penalty or BOTH_KEPT
     if p.shape[-1] >= q.shape[-1]:
         a, b = _Equations(ratio, p, q, f, g, width, penalty, through_weights).newton()
     else:

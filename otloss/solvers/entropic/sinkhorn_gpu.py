@@ -72,7 +72,7 @@ def check_usable(problem: Problem) -> None:
         raise ValueError(f'impl="triton" runs outside of torch.func transforms only; got one, {other}.')
     if dtype != torch.float32:
         raise ValueError(f'impl="triton" got {dtype}, expected float32, its arithmetic; convert the cost, or {other}.')
-    if device.type != "cuda" and not (device.type == "cpu" and small_triton.is_interpreted()):
+    if device.type != "cuda" and not (device.type == "cpu" and small_triton.interpreted()):
         raise ValueError(
             f'impl="triton" got device {device}, expected CUDA tensors; move them, set TRITON_INTERPRET=1 (slow, for '
             f"tests), or {other}."

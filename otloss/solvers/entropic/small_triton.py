@@ -20,7 +20,7 @@ This module imports Triton, so it is imported late. On CPU tensors the kernel ru
 from __future__ import annotations
 
 import functools
-import os
+import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from otloss.costs.points import PointCost
+from otloss.costs.streams_triton import interpreted
 from otloss.solvers.entropic.interface import SCHEDULE, Budget, SearchResult, log_weights
 from otloss.solvers.options import BOTH_KEPT
 from otloss.solvers.problem import Problem
@@ -57,33 +58,24 @@ class Tile(NamedTuple):
 TILE = Tile()
 
 
-def is_interpreted() -> bool:
-    """Return whether kernels run in the interpreter, on CPU tensors."""
-    if triton is None:
-        return False
-    if hasattr(triton, "knobs"):
-        return bool(triton.knobs.runtime.interpret)
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def solve_small(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
     """Return where the iteration ends, from another result or in stages of epsilon; the host does not wait for it."""
     (n, m), batch, device = problem.cost.shape, problem.batch, problem.p.device
     count = batch.numel()
-    potentials = torch.zeros(count, n + m, device=device)
+    potentials = torch.zeros(count, n + m, dtype=torch.float32, device=device)
     if previous is not None:
         potentials.copy_(torch.cat(previous.start, -1).reshape(count, n + m))
     logs = torch.cat([log.expand(*batch, log.shape[-1]) for log in log_weights(problem, torch.float32)], -1)
-    weights = (logs.reshape(count, n + m) / torch.log(torch.tensor(2.0))).clamp(min=NEVER)
+    weights = (logs.reshape(count, n + m) / math.log(2)).clamp(min=NEVER)
     costs, metric = _costs(problem)
     owner = torch.arange(costs.shape[0], device=device)
     if costs.shape[0] != count:
         owner = owner.reshape(problem.cost.batch_shape).expand(batch).reshape(-1).contiguous()
-    outcome = torch.empty(count, 2, device=device)
+    outcome = torch.empty(count, 2, dtype=torch.float32, device=device)
     if count:
         options = _options(problem, metric, costs.shape[-1])
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            _kernel(is_interpreted())[(count,)](
+            _kernel(interpreted())[(count,)](
                 potentials, weights, costs, owner, costs.stride(0), _numbers(problem, previous is None), outcome, n, m,
                 budget.tolerance, min(budget.largest_change, LARGE), min(budget.patience, LARGE),
                 int(min(budget.max_iterations, 2**30)), **options,
