@@ -79,6 +79,9 @@ def _transport() -> dict[str, Entry]:
         covariances = (unit.to(t[name]) + (t[name] + t[name].mT) / 2 for name in "AB")
         return otloss.bures_wasserstein(*covariances, mean_p=t["mean_p"], mean_q=t["mean_q"])
 
+    def average(t: Inputs, optimize: str) -> Tensor:
+        return otloss.cloud_barycenter(**t, start=START.to(t["clouds"]), optimize=optimize).value
+
     def value_of(**given: Any) -> Tensor:
         return otloss.fused_gromov(**given, tolerance=1e-14).value
 
@@ -104,7 +107,8 @@ def _transport() -> dict[str, Entry]:
         },
         "fused_gromov": of(value_of, {**graphs, **weights(4, 5, empty=False)}),
         "fused_gromov, epsilon": of(value_of, graphs, epsilon=0.2, max_iterations=2000),
-        "cloud_barycenter": Entry(averaged, lambda t: otloss.cloud_barycenter(**t, start=START.to(t["clouds"])).value),
+        "cloud_barycenter": Entry(averaged, partial(average, optimize="points")),
+        "cloud_barycenter, masses": Entry(averaged, partial(average, optimize="both")),
         "bures_wasserstein": Entry(gaussians, bures),
         "sinkhorn, negative costs, penalties": of(
             otloss.sinkhorn, _pair(cost=cost - 0.5), epsilon=0.3, marginal_penalty=(0.4, 2.0)

@@ -1,18 +1,19 @@
 """Barycenters of clouds with free support: the points that are nearest to several clouds on average.
 
-    min over x of  V = sum_k w_k W(x, cloud k)        W: emd, or the divergence, of |x - y|^2
+    min over points x of  V = sum_k w_k W(x, cloud k)        W: emd, or the divergence, of |x - y|^2
 
 At given plans the best points are the means of where their mass goes, x_i <- sum_k w_k T_k(x)_i with the barycentric
 maps T_k, after which V is not larger (M. Cuturi, A. Doucet, Fast Computation of Wasserstein Barycenters, 2014; P.
 Alvarez-Esteban et al., A fixed-point approach to barycenters in Wasserstein space, 2016). The divergence also has the
-map T of x to itself, x_i <- x_i + sum_k w_k T_k(x)_i - T(x)_i. All points have the same mass.
+map T of x to itself, x_i <- x_i + sum_k w_k T_k(x)_i - T(x)_i. All points have the same mass; or, for emd, the masses
+that are best for their places (`masses`), found before each step: V falls at both.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,21 +33,24 @@ from otloss._checks import (
 )
 from otloss._public import public
 from otloss.costs import PointCost
+from otloss.solvers.barycenter.masses import Masses, find_masses
 from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.solve import emd, sinkhorn_divergence, solve
+from otloss.solvers.solve import sinkhorn_divergence, solve
 
 
 class CloudBarycenter(NamedTuple):
     """The barycenter of clouds, per problem.
 
     Attributes:
-        points: (..., s, d), without a graph, of the same mass each.
+        points: (..., s, d), without a graph.
+        masses: (..., s) of the points, without a graph, with the sum of each cloud's masses.
         value: (...), what they minimise, differentiable in the clouds, their masses and the weights.
         iterations, converged: (...).
     """
 
     points: Float[Tensor, "*batch s d"]
+    masses: Float[Tensor, "*batch s"]
     value: Float[Tensor, "*batch"]
     iterations: Int[Tensor, "*batch"]
     converged: Bool[Tensor, "*batch"]
@@ -59,6 +63,7 @@ def cloud_barycenter(
     weights: Float[Tensor, "*batch k"] | None = None,
     *,
     start: int | Float[Tensor, "*batch s d"],
+    optimize: str = "points",
     epsilon: float | None = None,
     tolerance: float = 1e-5,
     max_iterations: int = 200,
@@ -72,45 +77,56 @@ def cloud_barycenter(
         weights: (..., k) of the clouds, >= 0 with sum 1 (divided by it, up to rounding); 1 / k each by default.
         start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`. Its
             leading axes and those of the other arguments broadcast: several starts are one call.
+        optimize: "points", of equal masses; "masses", of the points of `start`; or "both", with a value that is at most
+            the one of "points" and of "masses". For epsilon=None: a linear programme of s sum_k n_k unknowns in each
+            iteration finds the masses.
         epsilon: None for `emd`, else the divergence of `sinkhorn_divergence`, above 0 in the unit of |x - y|^2.
-        tolerance: of the last step of the points, over the extent of the clouds.
+        tolerance: of the last step of the points that have mass, over the extent of the clouds, and of what other
+            masses may still lower the value, over the value.
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough.
 
     Returns:
-        The barycenter, in the dtype of the clouds. Its points have equal masses: their places are optimised alone. The
-        problem has local minima: another start may lead to a lower value. By the envelope theorem the value has the
-        right derivatives where the points have converged.
+        The barycenter, in the dtype of the clouds. The best masses of given points are a global minimum; the points are
+        at a local one: another start may lead to a lower value. Points that are better without mass stay where they
+        are. By the envelope theorem the value has the right derivatives where points and masses have converged.
 
     Raises:
         TypeError: if clouds, masses or weights are not floating tensors.
-        ValueError: if shapes or masses do not fit, a number is not finite or in range, or weights do not sum to 1.
+        ValueError: if shapes or masses do not fit, a number is not finite or in range, weights do not sum to 1, or
+            masses are asked for with an epsilon.
 
     Source:
-        M. Cuturi, A. Doucet, Fast Computation of Wasserstein Barycenters, 2014.
+        M. Cuturi, A. Doucet, Fast Computation of Wasserstein Barycenters, 2014; E. Anderes, S. Borgwardt, J. Miller,
+        Discrete Wasserstein barycenters, 2016.
 
     Example:
         >>> clouds = torch.tensor([[[0.0, 0.0], [2.0, 0.0]], [[0.0, 4.0], [4.0, 4.0]]])
         >>> cloud_barycenter(clouds, start=clouds[0]).points
         tensor([[0., 2.],
                 [3., 2.]])
+        >>> ends = torch.tensor([[[0.0], [1.0]], [[0.0], [1.0]]])  # a quarter of the mass at 0
+        >>> cloud_barycenter(ends, torch.tensor([[0.25, 0.75]] * 2), start=ends[0], optimize="both").masses
+        tensor([0.2500, 0.7500])
     """
     check_count("max_iterations", max_iterations)
     check_positive("tolerance", tolerance)
     if epsilon is not None:
         check_positive("epsilon", epsilon)
+    _check_optimize(optimize, epsilon)
     problem = _posed(clouds, masses, weights, epsilon, start)
     x = _first_points(problem, start, generator)
     with torch.no_grad():
-        x, iterations, converged = _search(problem.detached(), x.detach(), tolerance, max_iterations)
-    if not bool(converged.all()):
+        found = _search(problem.detached(), x.detach(), optimize, tolerance, max_iterations)
+    if not bool(found.converged.all()):
         warnings.warn(
-            f"{int((~converged).sum())} of {converged.numel()} barycenters of clouds did not converge in "
+            f"{int((~found.converged).sum())} of {found.converged.numel()} barycenters of clouds did not converge in "
             f"{max_iterations} iterations; raise max_iterations or the tolerance, or give a start that is nearer.",
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),
         )
-    value, dtype = problem.value(x), problem.dtype
-    return CloudBarycenter(x.to(dtype), finite_in(dtype, value, 2), iterations, converged)
+    dtype = problem.dtype
+    value = finite_in(dtype, problem.value(found.x, found.a, found.potentials), 2)
+    return CloudBarycenter(found.x.to(dtype), found.a.to(dtype), value, found.iterations, found.converged)
 
 
 @dataclass(frozen=True)
@@ -126,40 +142,109 @@ class _Clouds:
     def detached(self) -> _Clouds:
         return _Clouds(self.clouds.detach(), self.masses.detach(), self.weights.detach(), self.epsilon, self.dtype)
 
-    def masses_of(self, x: Tensor) -> Tensor:
-        """Return the masses (..., s) of the points, all the same."""
+    def equal_masses(self, x: Tensor) -> Tensor:
+        """Return masses (..., s) of the points, all the same."""
         mass = self.masses[..., 0, :].detach().sum(-1, keepdim=True)
         return (mass / x.shape[-2]).expand(x.shape[:-1])
 
-    def value(self, x: Tensor) -> Tensor:
-        cost, a = PointCost(x.unsqueeze(-3), self.clouds), self.masses_of(x).unsqueeze(-2)
-        if self.epsilon is None:
-            return (self.weights * emd(a, self.masses, cost)).sum(-1)
-        return (self.weights * sinkhorn_divergence(a, self.masses, cost, epsilon=self.epsilon)).sum(-1)
+    def value(self, x: Tensor, a: Tensor, potentials: Tensor) -> Tensor:
+        """Return the value (...). Its derivatives in the masses of the clouds are the potentials that are not NaN."""
+        cost, a = PointCost(x.unsqueeze(-3), self.clouds), a.unsqueeze(-2)
+        if self.epsilon is not None:
+            return (self.weights * sinkhorn_divergence(a, self.masses, cost, epsilon=self.epsilon)).sum(-1)
+        across = solve(a, self.masses, cost)
+        value = (self.weights * across.value).sum(-1)
+        change = potentials - (self.weights.unsqueeze(-1) * across.potentials[1]).detach()
+        change = torch.where(potentials.isnan(), 0.0, change - change.mean(-1, keepdim=True))
+        return value + (change * (self.masses - self.masses.detach())).sum((-2, -1))
 
-    def moved(self, x: Tensor) -> Tensor:
-        """Return where the points go next."""
-        a = self.masses_of(x)
+    def moved(self, x: Tensor, a: Tensor) -> Tensor:
+        """Return where the points of masses a go next; those without mass stay."""
         across = solve(a.unsqueeze(-2), self.masses, PointCost(x.unsqueeze(-3), self.clouds), epsilon=self.epsilon)
         moved = (self.weights[..., None, None] * across.barycentric_map(self.clouds)).sum(-3)
         if self.epsilon is not None:
             moved = moved + x - solve(a, a, PointCost(x), epsilon=self.epsilon).barycentric_map(x)
-        return moved
+        return torch.where(a.unsqueeze(-1) > 0, moved, x)
+
+    def best_masses(self, x: Tensor, active: Tensor) -> Masses:
+        """Return the masses that are best for the points of the active problems."""
+        return find_masses(PointCost(x.unsqueeze(-3), self.clouds).dense(), self.masses, self.weights, active)
 
 
-def _search(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the points, the iterations, and whether they converged, per problem."""
-    size = _size(problem)
-    iterations = torch.zeros(size.shape, dtype=torch.int64, device=x.device)
-    active = torch.ones_like(iterations, dtype=torch.bool)
+@dataclass(frozen=True)
+class _Found:
+    """Points (..., s, d) and masses (..., s), the iterations, and whether both converged, per problem.
+
+    The potentials (..., k, n) of `find_masses` are NaN where the masses are not the best ones.
+    """
+
+    x: Tensor
+    a: Tensor
+    potentials: Tensor
+    iterations: Tensor
+    converged: Tensor
+
+
+def _search(problem: _Clouds, start: Tensor, optimize: str, tolerance: float, max_iterations: int) -> _Found:
+    everywhere = torch.ones(problem.weights.shape[:-1], dtype=torch.bool, device=start.device)
+    if optimize == "masses":
+        best = problem.best_masses(start, everywhere)
+        converged = best.gap <= tolerance * best.value
+        return _Found(start, best.masses, best.potentials, everywhere.long(), converged)
+    equal = _move(problem, start, tolerance, max_iterations)
+    if optimize == "points":
+        return equal
+    at_start, at_equal = (problem.best_masses(x, everywhere).value for x in (start, equal.x))
+    x = torch.where((at_start < at_equal)[..., None, None], start, equal.x)
+    return _move_with_masses(problem, replace(equal, x=x), tolerance, max_iterations)
+
+
+def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Found:
+    """Move points of equal masses until they stand."""
+    a, iterations = problem.equal_masses(x), problem.weights.new_zeros(problem.weights.shape[:-1], dtype=torch.int64)
+    active = iterations == 0
     for _ in range(max_iterations):
-        moved = torch.where(active[..., None, None], problem.moved(x), x)
-        length = (moved - x).square().sum(-1).sqrt().amax(-1)
+        moved, step = _step(problem, x, a, active)
         x, iterations = moved, iterations + active
-        active = active & (length > tolerance * size)
+        active = active & (step > tolerance)
         if not bool(active.any()):
             break
-    return x, iterations, ~active
+    return _Found(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
+
+
+def _move_with_masses(problem: _Clouds, start: _Found, tolerance: float, max_iterations: int) -> _Found:
+    """Give the points their best masses and move them in turns, until they stand."""
+    x, a, potentials, iterations = start.x, start.a, start.potentials, start.iterations
+    converged = torch.zeros_like(start.converged)
+    active = iterations < max_iterations
+    while bool(active.any()):
+        best = problem.best_masses(x, active)
+        a = torch.where(active.unsqueeze(-1), best.masses, a)
+        potentials = torch.where(active[..., None, None], best.potentials, potentials)
+        moved, step = _step(problem, x, a, active)
+        x, iterations = moved, iterations + active
+        stands = active & (step <= tolerance)
+        converged = converged | stands & (best.gap <= tolerance * best.value)
+        active = active & ~stands & (iterations < max_iterations)
+    return _Found(x, a, potentials, iterations, converged)
+
+
+def _step(problem: _Clouds, x: Tensor, a: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the points after a step of the active problems, and the largest step over the extent of the clouds."""
+    moved = torch.where(active[..., None, None], problem.moved(x, a), x)
+    length = (moved - x).square().sum(-1).sqrt().amax(-1)
+    size = _size(problem)
+    return moved, length / torch.where(size > 0, size, 1.0)
+
+
+def _check_optimize(optimize: str, epsilon: float | None) -> None:
+    if optimize not in ("points", "masses", "both"):
+        raise ValueError(f'optimize is {optimize!r}, expected "points", "masses" or "both".')
+    if optimize != "points" and epsilon is not None:
+        raise ValueError(
+            f'optimize is "{optimize}" and epsilon is {epsilon}, but masses are optimised for `emd` alone; leave '
+            'epsilon out, or give optimize="points".'
+        )
 
 
 def _size(problem: _Clouds) -> Tensor:
