@@ -166,9 +166,13 @@ class _Clouds:
             moved = moved + x - solve(a, a, PointCost(x), epsilon=self.epsilon).barycentric_map(x)
         return torch.where(a.unsqueeze(-1) > 0, moved, x)
 
-    def best_masses(self, x: Tensor, active: Tensor) -> Masses:
-        """Return the masses that are best for the points of the active problems."""
-        return find_masses(PointCost(x.unsqueeze(-3), self.clouds).dense(), self.masses, self.weights, active)
+    def best_masses(self, x: Tensor, active: Tensor, guess: Tensor | None = None) -> Masses:
+        """Return the masses that are best for the points of the active problems; by default guess from equal masses."""
+        cost = PointCost(x.unsqueeze(-3), self.clouds)
+        if guess is None:
+            across = solve(self.equal_masses(x).unsqueeze(-2), self.masses, cost)
+            guess = self.weights.unsqueeze(-1) * across.potentials[1]
+        return find_masses(cost.dense(), self.masses, self.weights, active=active, guess=guess)
 
 
 @dataclass(frozen=True)
@@ -194,9 +198,11 @@ def _search(problem: _Clouds, start: Tensor, optimize: str, tolerance: float, ma
     equal = _move(problem, start, tolerance, max_iterations)
     if optimize == "points":
         return equal
-    at_start, at_equal = (problem.best_masses(x, everywhere).value for x in (start, equal.x))
-    x = torch.where((at_start < at_equal)[..., None, None], start, equal.x)
-    return _move_with_masses(problem, replace(equal, x=x), tolerance, max_iterations)
+    at_start, at_equal = (problem.best_masses(x, everywhere) for x in (start, equal.x))
+    is_lower = at_start.value < at_equal.value
+    x = torch.where(is_lower[..., None, None], start, equal.x)
+    guess = torch.where(is_lower[..., None, None], at_start.potentials, at_equal.potentials)
+    return _move_with_masses(problem, replace(equal, x=x), guess, tolerance=tolerance, max_iterations=max_iterations)
 
 
 def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Found:
@@ -212,15 +218,18 @@ def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) ->
     return _Found(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
 
 
-def _move_with_masses(problem: _Clouds, start: _Found, tolerance: float, max_iterations: int) -> _Found:
+def _move_with_masses(
+    problem: _Clouds, start: _Found, guess: Tensor, *, tolerance: float, max_iterations: int
+) -> _Found:
     """Give the points their best masses and move them in turns, until they stand."""
     x, a, potentials, iterations = start.x, start.a, start.potentials, start.iterations
     converged = torch.zeros_like(start.converged)
     active = iterations < max_iterations
     while bool(active.any()):
-        best = problem.best_masses(x, active)
+        best = problem.best_masses(x, active, guess)
         a = torch.where(active.unsqueeze(-1), best.masses, a)
         potentials = torch.where(active[..., None, None], best.potentials, potentials)
+        guess = torch.where(potentials.isnan(), guess, potentials)
         moved, step = _step(problem, x, a, active)
         x, iterations = moved, iterations + active
         stands = active & (step <= tolerance)

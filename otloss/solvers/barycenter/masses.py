@@ -8,13 +8,15 @@ discrete data, 2016):
 
 Any potentials g_k of the clouds give a lower bound: sum_k <g_k, b_k> + mass min_i sum_k min_j (w_k C_k - g_k)_ij. Those
 of the programme are the derivatives of the least value in b_k. The potentials of `emd` at the best masses are not: the
-plans have fewer entries than masses at random, and for fixed a the value then has a kink.
+plans have fewer entries than masses at random, and for fixed a the value then has a kink. Few entries of the plans are
+not 0: the programme starts with those that a guess of the potentials makes likely, and adds others until the bound
+over all entries equals its value.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +25,8 @@ from torch import Tensor
 
 TOLERANCE = 1e-10  # of the linear programme, for costs and masses near 1: the smallest that HiGHS takes
 NO_GAP = 1e-9  # Smaller gaps are its rounding.
+# Entries of the plans in each row and column that the first programme has: 3 need more programmes, 10 longer ones.
+ENTRIES = 6
 NO_MASS = 1e-9  # the share of the mass below which a point has none: rounding of the linear programme
 
 
@@ -47,19 +51,22 @@ def find_masses(
     costs: Float[Tensor, "*batch k s n"],
     clouds: Float[Tensor, "*batch k n"],
     weights: Float[Tensor, "*batch k"],
+    *,
     active: Bool[Tensor, "*batch"],
+    guess: Float[Tensor, "*batch k n"],
 ) -> Masses:
     """Return the masses that minimise the weighted costs of transport to clouds of given masses, of one sum.
 
-    They are NaN for problems that are not active.
+    They are NaN for problems that are not active. The guess of the potentials matters for the time alone.
     """
     *batch, k, s, n = costs.shape
     costs, b = _double(weights[..., None, None] * costs).reshape(-1, k, s, n), _double(clouds).reshape(-1, k, n)
+    guesses = _double(guess).reshape(-1, k, n)
     shares, total = b / b.sum(-1, keepdims=True), b[:, 0].sum(-1)
     masses, potentials = np.full((len(b), s), np.nan), np.full_like(b, np.nan)
     value, gap = np.full((2, len(b)), np.nan)
     for i in np.flatnonzero(active.cpu().numpy()):
-        best = _find(costs[i], shares[i])
+        best = _find(costs[i], shares[i], guesses[i])
         masses[i], potentials[i] = total[i] * best.masses, best.potentials
         value[i], gap[i] = total[i] * best.value, total[i] * best.gap
     each = [(masses, (s,)), (potentials, (k, n)), (value, ()), (gap, ())]
@@ -73,51 +80,74 @@ def _double(tensor: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Best:
-    """For clouds of sum 1: masses (s,) of sum 1, g (k, n) or one (n_k,) for each cloud, value and gap."""
+    """For clouds of sum 1: masses (s,) of sum 1, g (k, n), value and gap."""
 
     masses: np.ndarray
-    potentials: np.ndarray | list[np.ndarray]
+    potentials: np.ndarray
     value: float
     gap: float
 
 
-def _find(costs: np.ndarray, clouds: np.ndarray) -> _Best:
+def _find(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
     """Pose and solve the linear programme of costs (k, s, n) near 1, without bins and clouds that do not count."""
     # A constant for each column changes the values of all masses alike. Without it the numbers of outliers are smaller.
-    lowest = costs.min(1)
-    reduced, counts = costs - lowest[:, None], costs.any((1, 2))
+    lowest, counts, has_mass = costs.min(1), costs.any((1, 2)), clouds[:, None] > 0
     counts[0] |= not counts.any()
-    each = [(reduced[k][:, clouds[k] > 0], clouds[k][clouds[k] > 0]) for k in np.flatnonzero(counts)]
-    scale = float(np.mean([cost.mean() for cost, _ in each])) or 1.0
-    best = _solve([cost / scale for cost, _ in each], [mass for _, mass in each])
+    reduced = np.where(has_mass, costs - lowest[:, None], np.inf)[counts]
+    scale = reduced[np.isfinite(reduced)].mean() or 1.0
+    best = _generate_columns(reduced / scale, clouds[counts], (guess - lowest)[counts] / scale)
+    f = (reduced - scale * best.potentials[:, None]).min(2, keepdims=True)
     potentials = np.zeros_like(clouds)
-    for k, (cost, _), g in zip(np.flatnonzero(counts), each, best.potentials, strict=True):
-        f = (cost - scale * g).min(1, keepdims=True)
-        potentials[k] = (costs[k] - f).min(0)  # of bins without mass too
+    potentials[counts] = (costs[counts] - f).min(1)  # of bins without mass too
     return _Best(best.masses, potentials, best.value * scale + (lowest * clouds).sum(), best.gap * scale)
 
 
-def _solve(costs: list[np.ndarray], masses: list[np.ndarray]) -> _Best:
-    from scipy.optimize import linprog  # `import otloss` does not load it.
-    from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
+def _generate_columns(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
+    """Solve the programme of some entries of the plans, and add those that lower its value, until none does."""
+    k, s, n = costs.shape
+    entries = _first_entries(costs, guess)
+    while True:
+        result = _solve(costs, clouds, entries)
+        if result.x is None:
+            return _Best(np.full(s, 1 / s), np.full((k, n), np.nan), np.nan, np.nan)
+        f, g = result.eqlin.marginals[: k * s].reshape(k, s, 1), result.eqlin.marginals[k * s :].reshape(k, n)
+        reduced = costs - g[:, None]
+        lowest = reduced.min(2, keepdims=True)
+        gap = float(result.fun - (g * clouds).sum() - lowest.sum(0).min())
+        more = ~entries & ((reduced < f) | (reduced == lowest))
+        if gap <= NO_GAP or not more.any():
+            break
+        entries |= more
+    a = np.where(result.x[-s:] > NO_MASS, result.x[-s:], 0.0)
+    return _Best(a / a.sum(), g, float(result.fun), gap if gap > NO_GAP else 0.0)
 
-    s, k = costs[0].shape[0], len(costs)
-    rows = block_diag([kron(eye_array(s), np.ones((1, cost.shape[1]))) for cost in costs])
-    columns = block_diag([kron(np.ones((1, s)), eye_array(cost.shape[1])) for cost in costs])
-    of_a = kron(np.ones((k, 1)), eye_array(s))
-    result = linprog(
-        np.concatenate([*(cost.ravel() for cost in costs), np.zeros(s)]),
-        A_eq=vstack([hstack([rows, -of_a]), hstack([columns, csr_array((columns.shape[0], s))])]),
-        b_eq=np.concatenate([np.zeros(k * s), *masses]),
+
+def _first_entries(costs: np.ndarray, guess: np.ndarray) -> np.ndarray:
+    """Return the entries of the plans (k, s, n) that potentials make likely, and a point that takes all mass."""
+    entries = np.zeros(costs.shape, dtype=bool)
+    entries[:, np.where(np.isfinite(costs), costs, 0.0).sum((0, 2)).argmin()] = True
+    reduced = costs - guess[:, None]
+    reduced = reduced - reduced.min(2, keepdims=True)
+    for axis in (1, 2):
+        count = min(ENTRIES, costs.shape[axis])
+        entries |= reduced <= np.partition(reduced, count - 1, axis).take([count - 1], axis)
+    return entries & np.isfinite(costs)
+
+
+def _solve(costs: np.ndarray, clouds: np.ndarray, entries: np.ndarray) -> Any:
+    from scipy.optimize import linprog  # `import otloss` does not load it.
+    from scipy.sparse import csc_array
+
+    k, s, n = costs.shape
+    cloud, point, bins = np.nonzero(entries)
+    count = len(cloud)
+    rows = np.concatenate([cloud * s + point, k * s + cloud * n + bins, np.arange(k * s)])
+    columns = np.concatenate([np.tile(np.arange(count), 2), count + np.tile(np.arange(s), k)])
+    factors = np.concatenate([np.ones(2 * count), -np.ones(k * s)])
+    return linprog(
+        np.concatenate([costs[entries], np.zeros(s)]),
+        A_eq=csc_array((factors, (rows, columns)), shape=(k * (s + n), count + s)),
+        b_eq=np.concatenate([np.zeros(k * s), clouds.ravel()]),
         method="highs-ds",
         options={"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE},
     )
-    if result.x is None:
-        return _Best(np.full(s, 1 / s), [np.full_like(mass, np.nan) for mass in masses], np.nan, np.nan)
-    a = np.where(result.x[-s:] > NO_MASS, result.x[-s:], 0.0)
-    ends = np.cumsum([mass.size for mass in masses])[:-1]
-    potentials = np.split(result.eqlin.marginals[k * s :], ends)
-    reduced = np.sum([(cost - g).min(1) for cost, g in zip(costs, potentials, strict=True)], axis=0)
-    bound = reduced.min() + sum(g @ mass for g, mass in zip(potentials, masses, strict=True))
-    gap = float(result.fun - bound)
-    return _Best(a / a.sum(), potentials, float(result.fun), gap if gap > NO_GAP else 0.0)
