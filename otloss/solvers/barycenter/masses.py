@@ -25,7 +25,7 @@ from torch import Tensor
 
 TOLERANCE = 1e-10  # of the linear programme, for costs and masses near 1: the smallest that HiGHS takes
 NO_GAP = 1e-9  # Smaller gaps are its rounding.
-# Entries of the plans in each row and column that the first programme has: 3 need more programmes, 10 longer ones.
+# Entries in each row and column of the plans that count as likely: 3 need more programmes, 12 longer ones.
 ENTRIES = 6
 NO_MASS = 1e-9  # the share of the mass below which a point has none: rounding of the linear programme
 
@@ -105,16 +105,15 @@ def _find(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
 def _generate_columns(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
     """Solve the programme of some entries of the plans, and add those that lower its value, until none does."""
     k, s, n = costs.shape
-    entries = _first_entries(costs, guess)
+    entries = _likely_entries(costs, guess)
     while True:
         result = _solve(costs, clouds, entries)
         if result.x is None:
             return _Best(np.full(s, 1 / s), np.full((k, n), np.nan), np.nan, np.nan)
         f, g = result.eqlin.marginals[: k * s].reshape(k, s, 1), result.eqlin.marginals[k * s :].reshape(k, n)
         reduced = costs - g[:, None]
-        lowest = reduced.min(2, keepdims=True)
-        gap = float(result.fun - (g * clouds).sum() - lowest.sum(0).min())
-        more = ~entries & ((reduced < f) | (reduced == lowest))
+        gap = float(result.fun - (g * clouds).sum() - reduced.min(2).sum(0).min())
+        more = ~entries & ((reduced < f) | _likely_entries(costs, g))  # Likely ones halve the number of programmes.
         if gap <= NO_GAP or not more.any():
             break
         entries |= more
@@ -122,11 +121,11 @@ def _generate_columns(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) 
     return _Best(a / a.sum(), g, float(result.fun), gap if gap > NO_GAP else 0.0)
 
 
-def _first_entries(costs: np.ndarray, guess: np.ndarray) -> np.ndarray:
-    """Return the entries of the plans (k, s, n) that potentials make likely, and a point that takes all mass."""
+def _likely_entries(costs: np.ndarray, potentials: np.ndarray) -> np.ndarray:
+    """Return the entries of the plans (k, s, n) that potentials make likely, and those of a point that can take all."""
     entries = np.zeros(costs.shape, dtype=bool)
     entries[:, np.where(np.isfinite(costs), costs, 0.0).sum((0, 2)).argmin()] = True
-    reduced = costs - guess[:, None]
+    reduced = costs - potentials[:, None]
     reduced = reduced - reduced.min(2, keepdims=True)
     for axis in (1, 2):
         count = min(ENTRIES, costs.shape[axis])
