@@ -30,13 +30,15 @@ from otloss._checks import (
     check_last_axis,
     check_positive,
     has_float64,
+    is_differentiated,
 )
 from otloss._public import public
 from otloss.costs import PointCost
 from otloss.solvers.barycenter.masses import Masses, find_masses
 from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.solve import sinkhorn_divergence, solve
+from otloss.solvers.histograms import centre_of
+from otloss.solvers.solve import emd, sinkhorn_divergence, solve
 
 
 class CloudBarycenter(NamedTuple):
@@ -125,7 +127,7 @@ def cloud_barycenter(
             stacklevel=level_of_the_caller(),
         )
     dtype = problem.dtype
-    value = finite_in(dtype, problem.value(found.x, found.a, found.potentials), 2)
+    value = finite_in(dtype, problem.value_of_best(found), 2)
     return CloudBarycenter(found.x.to(dtype), found.a.to(dtype), value, found.iterations, found.converged)
 
 
@@ -147,15 +149,22 @@ class _Clouds:
         mass = self.masses[..., 0, :].detach().sum(-1, keepdim=True)
         return (mass / x.shape[-2]).expand(x.shape[:-1])
 
-    def value(self, x: Tensor, a: Tensor, potentials: Tensor) -> Tensor:
-        """Return the value (...). Its derivatives in the masses of the clouds are the potentials that are not NaN."""
+    def value(self, x: Tensor, a: Tensor) -> Tensor:
         cost, a = PointCost(x.unsqueeze(-3), self.clouds), a.unsqueeze(-2)
-        if self.epsilon is not None:
-            return (self.weights * sinkhorn_divergence(a, self.masses, cost, epsilon=self.epsilon)).sum(-1)
-        across = solve(a, self.masses, cost)
-        value = (self.weights * across.value).sum(-1)
-        change = potentials - (self.weights.unsqueeze(-1) * across.potentials[1]).detach()
-        change = torch.where(potentials.isnan(), 0.0, change - change.mean(-1, keepdim=True))
+        if self.epsilon is None:
+            return (self.weights * emd(a, self.masses, cost)).sum(-1)
+        return (self.weights * sinkhorn_divergence(a, self.masses, cost, epsilon=self.epsilon)).sum(-1)
+
+    def value_of_best(self, found: _Found) -> Tensor:
+        """Return the value, whose derivatives in the masses of the clouds are the potentials that are not NaN."""
+        value, g = self.value(found.x, found.a), found.potentials
+        if not bool((~g.isnan()).any()) or not is_differentiated(self.masses):
+            return value
+        fixed = self.detached()
+        with torch.enable_grad():
+            masses = fixed.masses.clone().requires_grad_()
+            (own,) = torch.autograd.grad(replace(fixed, masses=masses).value(found.x, found.a).sum(), masses)
+        change = torch.where(g.isnan(), 0.0, g - centre_of(g, masses) - own).detach()
         return value + (change * (self.masses - self.masses.detach())).sum((-2, -1))
 
     def moved(self, x: Tensor, a: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from otloss import ConvergenceWarning, cloud_barycenter
+from otloss import ConvergenceWarning, cloud_barycenter, emd
+from otloss.solvers.barycenter.masses import find_masses
 from tests.otloss.oracles import as_double
 
 
@@ -65,6 +66,29 @@ def test_masses_of_given_points_are_those_of_the_linear_programme(case: str) -> 
     assert found.masses.sum().item() == pytest.approx(1.0, rel=1e-12)
     assert float(found.masses.min()) >= 0
     torch.testing.assert_close(found.points, as_double(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("guess", ["zero", "random", "none"])
+def test_more_entries_than_the_first_programme_has(guess: str) -> None:
+    """The value does not depend on the potentials that the search starts with."""
+    sizes = (40, 30, 35)
+    clouds, masses = draw_problem(8, sizes=sizes)
+    draw = np.random.default_rng(9)
+    weights, x = np.array([0.5, 0.2, 0.3]), draw.normal(size=(25, 2))
+    costs, padded = np.zeros((3, 25, 40)), np.zeros((3, 40))
+    for k, size in enumerate(sizes):
+        costs[k, :, :size], padded[k, :size] = np.square(x[:, None] - clouds[k]).sum(-1), masses[k]
+    guesses = {"zero": np.zeros((3, 40)), "random": draw.normal(size=(3, 40)), "none": np.full((3, 40), np.nan)}
+    best = find_masses(
+        as_double(costs), as_double(padded), as_double(weights), active=torch.tensor(True),
+        guess=as_double(guesses[guess]),
+    )  # fmt: skip
+    expected = by_the_dual(clouds, masses, weights, x)
+    assert float(best.gap) <= 1e-9
+    assert float(best.value) == pytest.approx(expected, rel=1e-8)
+    # `emd` at these masses finds the same value by another algorithm.
+    exact = [float(emd(best.masses, as_double(padded[k]), as_double(costs[k]))) for k in range(3)]
+    assert float(weights @ exact) == pytest.approx(expected, rel=1e-8)
 
 
 def quantile_average(clouds: list[np.ndarray], masses: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
