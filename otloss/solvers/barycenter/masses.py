@@ -60,13 +60,13 @@ def find_masses(
     They are NaN for problems that are not active. The guess of the potentials matters for the time alone.
     """
     *batch, k, s, n = costs.shape
-    costs, b = _double(weights[..., None, None] * costs).reshape(-1, k, s, n), _double(clouds).reshape(-1, k, n)
-    guesses = _double(guess).reshape(-1, k, n)
+    weighted = _double(weights[..., None, None] * costs).reshape(-1, k, s, n)
+    b, guesses = _double(clouds).reshape(-1, k, n), _double(guess).reshape(-1, k, n)
     shares, total = b / b.sum(-1, keepdims=True), b[:, 0].sum(-1)
     masses, potentials = np.full((len(b), s), np.nan), np.full_like(b, np.nan)
     value, gap = np.full((2, len(b)), np.nan)
     for i in np.flatnonzero(active.cpu().numpy()):
-        best = _find(costs[i], shares[i], guesses[i])
+        best = _find(weighted[i], shares[i], guesses[i])
         masses[i], potentials[i] = total[i] * best.masses, best.potentials
         value[i], gap[i] = total[i] * best.value, total[i] * best.gap
     each = [(masses, (s,)), (potentials, (k, n)), (value, ()), (gap, ())]
@@ -91,8 +91,9 @@ class _Best:
 def _find(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
     """Pose and solve the linear programme of costs (k, s, n) near 1, without bins and clouds that do not count."""
     # A constant for each column changes the values of all masses alike. Without it the numbers of outliers are smaller.
-    lowest, counts, has_mass = costs.min(1), costs.any((1, 2)), clouds[:, None] > 0
-    counts[0] |= not counts.any()
+    lowest, has_mass = costs.min(1), clouds[:, None] > 0
+    counts = np.any(costs != 0, axis=(1, 2))
+    counts = counts if counts.any() else np.ones_like(counts)
     reduced = np.where(has_mass, costs - lowest[:, None], np.inf)[counts]
     scale = reduced[np.isfinite(reduced)].mean() or 1.0
     best = _generate_columns(reduced / scale, clouds[counts], (guess - lowest)[counts] / scale)

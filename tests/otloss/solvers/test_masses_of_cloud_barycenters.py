@@ -195,6 +195,27 @@ def test_the_gradient_is_the_derivative_of_the_least_value(optimize: str) -> Non
         assert (gradient * direction).sum().item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_gradient_at_an_empty_bin_is_one_sided_and_there_is_no_second_one() -> None:
+    draw = np.random.default_rng(10)
+    clouds, start = as_double(draw.normal(size=(2, 5, 2))), as_double(draw.normal(size=(4, 2)))
+    masses = draw.random((2, 5))
+    masses[1, 2] = 0.0
+    masses = as_double(masses / masses.sum(-1, keepdims=True), grad=True)
+
+    def value(masses: torch.Tensor) -> torch.Tensor:
+        return cloud_barycenter(clouds, masses, start=start, optimize="masses").value
+
+    here = value(masses)
+    (gradient,) = torch.autograd.grad(here, masses, create_graph=True)
+    direction = torch.zeros(2, 5, dtype=torch.float64)
+    direction[1, 2], direction[1, 0] = 1.0, -1.0
+    size = 1e-6
+    change = float(value(masses.detach() + size * direction) - here.detach()) / size
+    assert (gradient * direction).sum().item() == pytest.approx(change, rel=1e-5)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        gradient.square().sum().backward()
+
+
 def test_float32_warnings_and_errors() -> None:
     clouds = torch.randn(2, 6, 2, generator=torch.Generator().manual_seed(6))
     found = cloud_barycenter(clouds, start=clouds[0, :4], optimize="both")
