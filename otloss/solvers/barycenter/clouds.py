@@ -199,6 +199,7 @@ class _Found:
 
 
 def _search(problem: _Clouds, start: Tensor, optimize: str, tolerance: float, max_iterations: int) -> _Found:
+    """Optimise both from the start, or from the points that equal masses lead to: where the best masses cost less."""
     everywhere = torch.ones(problem.weights.shape[:-1], dtype=torch.bool, device=start.device)
     if optimize == "masses":
         best = problem.best_masses(start, everywhere)
