@@ -80,8 +80,8 @@ def cloud_barycenter(
         start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`. Its
             leading axes and those of the other arguments broadcast: several starts are one call.
         optimize: "points", of equal masses; "masses", of the points of `start`; or "both", with a value that is at most
-            the one of "points" and of "masses". For epsilon=None: a linear programme of s sum_k n_k unknowns in each
-            iteration finds the masses.
+            the one of "points" and of "masses". For epsilon=None: a linear programme of at most s sum_k n_k unknowns in
+            each iteration finds the masses.
         epsilon: None for `emd`, else the divergence of `sinkhorn_divergence`, above 0 in the unit of |x - y|^2.
         tolerance: of the last step of the points that have mass, over the extent of the clouds, and of what other
             masses may still lower the value, over the value.

@@ -216,6 +216,17 @@ def test_the_gradient_at_an_empty_bin_is_one_sided_and_there_is_no_second_one() 
         gradient.square().sum().backward()
 
 
+@pytest.mark.parametrize("optimize", ["masses", "both"])
+def test_no_problems_and_clouds_at_one_place(optimize: str) -> None:
+    empty = cloud_barycenter(torch.zeros(0, 2, 3, 2), start=torch.zeros(4, 2), optimize=optimize)
+    assert empty.points.shape == (0, 4, 2)
+    assert empty.masses.shape == (0, 4)
+    one_place = cloud_barycenter(torch.zeros(2, 3, 2), start=torch.ones(4, 2), optimize=optimize)
+    assert bool(one_place.converged)
+    assert one_place.value.item() == pytest.approx(2.0 if optimize == "masses" else 0.0)
+    assert one_place.masses.sum().item() == pytest.approx(1.0)
+
+
 def test_float32_warnings_and_errors() -> None:
     clouds = torch.randn(2, 6, 2, generator=torch.Generator().manual_seed(6))
     found = cloud_barycenter(clouds, start=clouds[0, :4], optimize="both")
