@@ -40,10 +40,10 @@ COMPILE := $(BIN)/python -m otloss.warm_up && $(BIN)/python -c "import otloss_ll
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU; about 8 minutes on 2 cores
 	@echo "This takes about 8 minutes on 2 cores, 2 of them for the CPU kernels, the first time."
 	@$(COMPILE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-all: $(FOR_DEV)  ## the slow tests too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu" --hypothesis-profile many
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not gpu" --hypothesis-profile many
 
 # Kernels that check indices. They are compiled with fewer optimisations, which takes less time, and kept apart.
 CHECKED := NUMBA_BOUNDSCHECK=1 NUMBA_OPT=1 NUMBA_LOOP_VECTORIZE=0 NUMBA_CACHE_DIR=$(CURDIR)/build/bounds
@@ -54,9 +54,9 @@ test-bounds: $(FOR_DEV)  ## the tests of kernels, and a sweep of sizes, with an 
 
 # The same numbers come out of other instructions and orders of summation, up to rounding.
 test-portable: $(FOR_DEV)  ## tests/otloss three times, with other code paths of torch, MKL and numba, on one thread and on two
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE NUMBA_CPU_NAME=generic $(BIN)/python -m pytest -n auto --dist loadfile tests/otloss
-	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(BIN)/python -m pytest -n auto --dist loadfile tests/otloss
-	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx512 $(BIN)/python -m pytest -n auto --dist loadfile tests/otloss
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE NUMBA_CPU_NAME=generic $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder tests/otloss
+	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder tests/otloss
+	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx512 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder tests/otloss
 
 # Old libraries warn of their own old calls, and old transformers of file systems, so these warnings are not errors there.
 test-lowest: build/tools  ## the tests with the lowest versions that pyproject.toml allows; some GB, in build/lowest
@@ -112,7 +112,7 @@ define test_with
 	build/tools/bin/uv venv --quiet --clear --python $(PYTHON) build/$(1)
 	build/tools/bin/uv pip install --quiet --compile-bytecode --python build/$(1) $(UV_OPTIONS) --requirement build/$(1).txt
 	build/tools/bin/uv pip install --quiet --python build/$(1) --no-deps --editable .
-	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/build/$(1)/numba build/$(1)/bin/python -m pytest -n auto --dist loadfile $(3) $(TESTS)
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/build/$(1)/numba build/$(1)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(3) $(TESTS)
 endef
 
 # constraints.txt pins the versions of torch and the other packages. Only torch comes from TORCH_INDEX, without its

@@ -1,5 +1,6 @@
 """Settings of all tests: nothing is downloaded, and figures need no screen."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -25,6 +26,16 @@ settings.load_profile("few")
 
 # Which kernel answers does not depend on time.
 background.SWITCH.is_on = False
+
+
+def pytest_collection_finish() -> None:
+    """Keep what all imports have made out of later searches for garbage, each of which would take a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
