@@ -37,7 +37,7 @@ from otloss.costs import PointCost
 from otloss.solvers.barycenter.masses import Masses, find_masses
 from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.histograms import centre_of
+from otloss.solvers.histograms import MASS_TOLERANCE, centre_of
 from otloss.solvers.solve import emd, sinkhorn_divergence, solve
 
 
@@ -88,9 +88,10 @@ def cloud_barycenter(
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough.
 
     Returns:
-        The barycenter, in the dtype of the clouds. The best masses of given points are a global minimum; the points are
-        at a local one: another start may lead to a lower value. Points that are better without mass stay where they
-        are. By the envelope theorem the value has the right derivatives where points and masses have converged.
+        The barycenter, in the dtype of the clouds (float32 for 16 bits). The best masses of given points are a global
+        minimum; the points are at a local one: another start may lead to a lower value. Points that are better without
+        mass stay where they are. By the envelope theorem the value has the right derivatives where points and masses
+        have converged.
 
     Raises:
         TypeError: if clouds, masses or weights are not floating tensors.
@@ -120,12 +121,8 @@ def cloud_barycenter(
     with torch.no_grad():
         found = _search(problem.detached(), x.detach(), optimize, tolerance, max_iterations)
     if not bool(found.converged.all()):
-        warnings.warn(
-            f"{int((~found.converged).sum())} of {found.converged.numel()} barycenters of clouds did not converge in "
-            f"{max_iterations} iterations; raise max_iterations or the tolerance, or give a start that is nearer.",
-            ConvergenceWarning,
-            stacklevel=level_of_the_caller(),
-        )
+        message = _explain(found, optimize, max_iterations)
+        warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
     dtype = problem.dtype
     value = finite_in(dtype, problem.value_of_best(found), 2)
     return CloudBarycenter(found.x.to(dtype), found.a.to(dtype), value, found.iterations, found.converged)
@@ -175,7 +172,7 @@ class _Clouds:
             moved = moved + x - solve(a, a, PointCost(x), epsilon=self.epsilon).barycentric_map(x)
         return torch.where(a.unsqueeze(-1) > 0, moved, x)
 
-    def best_masses(self, x: Tensor, active: Tensor, guess: Tensor | None = None) -> Masses:
+    def best_masses(self, x: Tensor, active: Tensor, *, guess: Tensor | None = None) -> Masses:
         """Return the masses that are best for the points of the active problems; by default guess from equal masses."""
         cost = PointCost(x.unsqueeze(-3), self.clouds)
         if guess is None:
@@ -198,6 +195,18 @@ class _Found:
     converged: Tensor
 
 
+def _explain(found: _Found, optimize: str, max_iterations: int) -> str:
+    open_ones = ~found.converged
+    count = f"{int(open_ones.sum())} of {open_ones.numel()} barycenters of clouds did not converge"
+    if optimize != "masses" and bool((found.iterations[open_ones] >= max_iterations).any()):
+        fix = "raise max_iterations or the tolerance, or give a start that is nearer."
+        return f"{count} in {max_iterations} iterations; {fix}"
+    return (
+        f"{count}: the linear programme does not tell masses apart where the largest costs are so much larger than the "
+        "value; leave out points that are far away or have little mass, or raise the tolerance."
+    )
+
+
 def _search(problem: _Clouds, start: Tensor, optimize: str, tolerance: float, max_iterations: int) -> _Found:
     """Optimise both from the start, or from the points that equal masses lead to: where the best masses cost less."""
     everywhere = torch.ones(problem.weights.shape[:-1], dtype=torch.bool, device=start.device)
@@ -211,8 +220,14 @@ def _search(problem: _Clouds, start: Tensor, optimize: str, tolerance: float, ma
     at_start, at_equal = (problem.best_masses(x, everywhere) for x in (start, equal.x))
     is_lower = at_start.value < at_equal.value
     x = torch.where(is_lower[..., None, None], start, equal.x)
-    guess = torch.where(is_lower[..., None, None], at_start.potentials, at_equal.potentials)
-    return _move_with_masses(problem, replace(equal, x=x), guess, tolerance=tolerance, max_iterations=max_iterations)
+    best = _choose(is_lower, at_start, at_equal)
+    return _move_with_masses(problem, x, best, equal.iterations, tolerance=tolerance, max_iterations=max_iterations)
+
+
+def _choose(is_first: Tensor, first: Masses, second: Masses) -> Masses:
+    """Return the first masses of some problems, and the second ones of the others."""
+    conditions = is_first.unsqueeze(-1), is_first[..., None, None], is_first, is_first
+    return Masses(*(torch.where(*each) for each in zip(conditions, first, second, strict=True)))
 
 
 def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Found:
@@ -229,23 +244,20 @@ def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) ->
 
 
 def _move_with_masses(
-    problem: _Clouds, start: _Found, guess: Tensor, *, tolerance: float, max_iterations: int
+    problem: _Clouds, x: Tensor, best: Masses, iterations: Tensor, *, tolerance: float, max_iterations: int
 ) -> _Found:
-    """Give the points their best masses and move them in turns, until they stand."""
-    x, a, potentials, iterations = start.x, start.a, start.potentials, start.iterations
-    converged = torch.zeros_like(start.converged)
+    """Move the points and give them their best masses in turns, until they stand."""
+    converged = torch.zeros_like(iterations, dtype=torch.bool)
     active = iterations < max_iterations
     while bool(active.any()):
-        best = problem.best_masses(x, active, guess)
-        a = torch.where(active.unsqueeze(-1), best.masses, a)
-        potentials = torch.where(active[..., None, None], best.potentials, potentials)
-        guess = torch.where(potentials.isnan(), guess, potentials)
-        moved, step = _step(problem, x, a, active)
-        x, iterations = moved, iterations + active
+        x, step = _step(problem, x, best.masses, active)
+        iterations = iterations + active
         stands = active & (step <= tolerance)
         converged = converged | stands & (best.gap <= tolerance * best.value)
-        active = active & ~stands & (iterations < max_iterations)
-    return _Found(x, a, potentials, iterations, converged)
+        active = active & ~stands
+        best = _choose(active, problem.best_masses(x, active, guess=best.potentials), best)
+        active = active & (iterations < max_iterations)
+    return _Found(x, best.masses, best.potentials, iterations, converged)
 
 
 def _step(problem: _Clouds, x: Tensor, a: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,7 +297,7 @@ def _posed(
         points = check_cloud("clouds", clouds)
     else:
         points, masses = _padded(clouds, masses)
-    if points.dim() < 3:
+    if points.dim() < 3 or points.shape[-3] == 0:
         raise ValueError(f"clouds have shape {tuple(points.shape)}, expected (..., k, n, d), several clouds.")
     k, n = points.shape[-3:-1]
     wide = torch.float64 if has_float64(points.device) else torch.float32
@@ -294,15 +306,12 @@ def _posed(
         masses = points.new_full((k, n), 1 / n, dtype=wide)
     if weights is None:
         weights = points.new_full((k,), 1 / k, dtype=wide)
-    masses = check_floating("masses", masses)
-    check_last_axis("masses", masses, n)
-    check_finite("masses", masses)
-    if bool((masses < 0).any()) or not bool((masses > 0).any(-1).all()):
-        raise ValueError("masses have a negative entry or a cloud without mass, expected numbers >= 0, some above 0.")
+    masses = _with_one_sum(masses, n, wide)
     check_last_axis("weights", check_floating("weights", weights), k)
     check_finite("weights", weights)
     totals = weights.to(wide).sum(-1, keepdim=True)
-    if bool((weights < 0).any()) or bool(((totals - 1).abs() > 1e-3).any()):
+    tolerance = max(1e-3, MASS_TOLERANCE[weights.dtype])
+    if bool((weights < 0).any()) or bool(((totals - 1).abs() > tolerance).any()):
         raise ValueError(f"weights sum to {totals.flatten()[0].item():.6g}, expected numbers >= 0 with sum 1.")
     shapes = {"clouds": points.shape[:-3], "masses": masses.shape[:-2], "weights": weights.shape[:-1]}
     if isinstance(start, Tensor):
@@ -310,9 +319,25 @@ def _posed(
         shapes["start"] = start.shape[:-2]
     batch = check_broadcast(**shapes)
     return _Clouds(
-        points.to(wide).expand(*batch, -1, -1, -1), masses.to(wide).expand(*batch, k, n),
+        points.to(wide).expand(*batch, -1, -1, -1), masses.expand(*batch, k, n),
         (weights.to(wide) / totals).expand(*batch, k), epsilon, dtype,
     )  # fmt: skip
+
+
+def _with_one_sum(masses: Tensor, n: int, wide: torch.dtype) -> Tensor:
+    """Return masses (..., k, n) of one sum for each problem, from which they may differ by rounding in their dtype."""
+    check_last_axis("masses", check_floating("masses", masses), n)
+    check_finite("masses", masses)
+    sums = masses.detach().sum(-1, keepdim=True, dtype=wide)
+    if bool((masses < 0).any()) or not bool((sums > 0).all()):
+        raise ValueError("masses have a negative entry or a cloud without mass, expected numbers >= 0, some above 0.")
+    first, tolerance = sums[..., :1, :] if masses.dim() > 1 else sums, MASS_TOLERANCE[masses.dtype]
+    if bool(((sums - first).abs() > tolerance * first).any()):
+        raise ValueError(
+            f"masses have sums from {float(sums.min()):.9g} to {float(sums.max()):.9g}, expected one sum for clouds of "
+            f"a problem, up to {tolerance:g} of it; normalise them: masses / masses.sum(-1, keepdim=True)."
+        )
+    return masses.to(wide) * (first / sums)
 
 
 def _padded(clouds: Sequence[Tensor], masses: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -324,12 +349,14 @@ def _padded(clouds: Sequence[Tensor], masses: Tensor | Sequence[Tensor] | None) 
     if masses is None:
         wide = torch.float64 if has_float64(each[0].device) else torch.float32
         masses = [torch.full_like(cloud[:, 0].detach(), 1 / len(cloud), dtype=wide) for cloud in each]
+    if not isinstance(masses, Tensor):
+        masses = [check_floating(f"masses[{k}]", each) for k, each in enumerate(masses)]
     if isinstance(masses, Tensor) or [tuple(w.shape) for w in masses] != [shape[:1] for shape in shapes]:
         raise ValueError("masses do not fit the list of clouds, expected a list with one (n_k,) for each cloud.")
     # Places without mass repeat a point, so that costs are no larger.
     longest = max(len(cloud) for cloud in each)
     points = torch.stack([torch.cat([t, t[:1].detach().expand(longest - len(t), -1)]) for t in each])
-    return points, pad_sequence([check_floating("masses", w) for w in masses], batch_first=True)
+    return points, pad_sequence(masses, batch_first=True)
 
 
 def _first_points(problem: _Clouds, start: int | Tensor, generator: torch.Generator | None) -> Tensor:

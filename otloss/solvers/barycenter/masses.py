@@ -10,7 +10,8 @@ Any potentials g_k of the clouds give a lower bound: sum_k <g_k, b_k> + mass min
 of the programme are the derivatives of the least value in b_k. The potentials of `emd` at the best masses are not: the
 plans have fewer entries than masses at random, and for fixed a the value then has a kink. Few entries of the plans are
 not 0: the programme starts with those that a guess of the potentials makes likely, and adds others until the bound
-over all entries equals its value.
+over all entries equals its value. The tolerances of its solver are absolute. Where one cost is much larger than the
+value, the programme is therefore solved again in the unit of its value, and the gap is that of `emd` to the bound.
 """
 
 from __future__ import annotations
@@ -23,22 +24,27 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from otloss.solvers.solve import emd
+
 TOLERANCE = 1e-10  # of the linear programme, for costs and masses near 1: the smallest that HiGHS takes
 NO_GAP = 1e-9  # Smaller gaps are its rounding.
+SMALL_VALUE = 1e-3  # of the unit of the costs: smaller ones lose digits to the tolerance
+SMALLEST_UNIT = 1e-5  # of the next programme over the last one: the value may be rounding
+UNITS = 4  # programmes at most in smaller and smaller units
+ROUNDING = 1e-14  # of the gap, over the potentials
 # Entries in each row and column of the plans that count as likely: 3 need more programmes, 12 longer ones.
 ENTRIES = 6
 NO_MASS = 1e-9  # the share of the mass below which a point has none: rounding of the linear programme
 
 
 class Masses(NamedTuple):
-    """The masses of the points, per problem; NaN where the linear programme has no solution, and the masses are equal.
+    """The masses of the points, per problem; equal, with NaN as potentials and gap, where there is no solution.
 
     Attributes:
         masses: (..., s).
         potentials: (..., k, n), g_k, up to a constant for each cloud.
-        value: (...), what the masses minimise.
-        gap: (...), by how much the value is larger than the least one, at most; 0 where that is within the tolerance
-            of the linear programme.
+        value: (...), what the masses minimise, by `emd`.
+        gap: (...), by how much the value is larger than the least one, at most; 0 where that is rounding.
     """
 
     masses: Float[Tensor, "*batch s"]
@@ -64,13 +70,25 @@ def find_masses(
     b, guesses = _double(clouds).reshape(-1, k, n), _double(guess).reshape(-1, k, n)
     shares, total = b / b.sum(-1, keepdims=True), b[:, 0].sum(-1)
     masses, potentials = np.full((len(b), s), np.nan), np.full_like(b, np.nan)
-    value, gap = np.full((2, len(b)), np.nan)
     for i in np.flatnonzero(active.cpu().numpy()):
         best = _find(weighted[i], shares[i], guesses[i])
         masses[i], potentials[i] = total[i] * best.masses, best.potentials
-        value[i], gap[i] = total[i] * best.value, total[i] * best.gap
-    each = [(masses, (s,)), (potentials, (k, n)), (value, ()), (gap, ())]
-    return Masses(*(torch.from_numpy(array).to(clouds).reshape((*batch, *shape)) for array, shape in each))
+    a = torch.from_numpy(masses).to(clouds).reshape(*batch, s)
+    g = torch.from_numpy(potentials).to(clouds).reshape(*batch, k, n)
+    value, gap = (torch.full(active.shape, torch.nan).to(clouds) for _ in range(2))
+    problem = a[active], g[active], costs[active], clouds[active], weights[active]
+    value[active], gap[active] = _value_and_gap(*problem)
+    return Masses(a, g, value, gap)
+
+
+def _value_and_gap(a: Tensor, g: Tensor, costs: Tensor, clouds: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value of masses a, and its distance to the lower bound of the potentials g."""
+    value = (weights * emd(a.unsqueeze(-2), clouds, costs)).sum(-1)
+    reduced = weights[..., None, None] * costs - g.unsqueeze(-2)
+    lowest = reduced.masked_fill(clouds.unsqueeze(-2) == 0, torch.inf).amin(-1).sum(-2).amin(-1)
+    bound = (g * clouds).sum((-2, -1)) + clouds[..., 0, :].sum(-1) * lowest
+    gap, size = value - bound, (g * clouds).abs().sum((-2, -1))
+    return value, torch.where(gap <= ROUNDING * size, 0.0, gap)
 
 
 def _double(tensor: Tensor) -> np.ndarray:
@@ -80,12 +98,11 @@ def _double(tensor: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Best:
-    """For clouds of sum 1: masses (s,) of sum 1, g (k, n), value and gap."""
+    """For clouds of sum 1: masses (s,) of sum 1, g (k, n), and the value by the linear programme."""
 
     masses: np.ndarray
     potentials: np.ndarray
     value: float
-    gap: float
 
 
 def _find(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
@@ -95,12 +112,27 @@ def _find(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
     counts = np.any(costs != 0, axis=(1, 2))
     counts = counts if counts.any() else np.ones_like(counts)
     reduced = np.where(has_mass, costs - lowest[:, None], np.inf)[counts]
-    scale = reduced[np.isfinite(reduced)].mean() or 1.0
-    best = _generate_columns(reduced / scale, clouds[counts], (guess - lowest)[counts] / scale)
-    f = (reduced - scale * best.potentials[:, None]).min(2, keepdims=True)
+    best, unit = _solve_in_units(reduced, clouds[counts], (guess - lowest)[counts])
+    f = (reduced - unit * best.potentials[:, None]).min(2, keepdims=True)
     potentials = np.zeros_like(clouds)
     potentials[counts] = (costs[counts] - f).min(1)  # of bins without mass too
-    return _Best(best.masses, potentials, best.value * scale + (lowest * clouds).sum(), best.gap * scale)
+    return _Best(best.masses, potentials, best.value * unit + (lowest * clouds).sum())
+
+
+def _solve_in_units(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> tuple[_Best, float]:
+    """Return the solution of costs over a unit, and the unit: near the value, which its tolerance is relative to."""
+    finite = np.where(np.isfinite(costs), costs, 0.0)
+    unit = (finite * clouds[:, None]).sum((0, 2)).min() or finite.mean() or 1.0  # the value of the best single point
+    best = _generate_columns(costs / unit, clouds, guess / unit)
+    for _ in range(UNITS - 1):
+        if not best.value < SMALL_VALUE:
+            break
+        ratio = max(best.value, SMALLEST_UNIT)
+        again = _generate_columns(costs / (unit * ratio), clouds, best.potentials / ratio)
+        if np.isnan(again.value):
+            break
+        best, unit = again, unit * ratio
+    return best, unit
 
 
 def _generate_columns(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
@@ -110,7 +142,7 @@ def _generate_columns(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) 
     while True:
         result = _solve(costs, clouds, entries)
         if result.x is None:
-            return _Best(np.full(s, 1 / s), np.full((k, n), np.nan), np.nan, np.nan)
+            return _Best(np.full(s, 1 / s), np.full((k, n), np.nan), np.nan)
         f, g = result.eqlin.marginals[: k * s].reshape(k, s, 1), result.eqlin.marginals[k * s :].reshape(k, n)
         reduced = costs - g[:, None]
         gap = float(result.fun - (g * clouds).sum() - reduced.min(2).sum(0).min())
@@ -119,7 +151,7 @@ def _generate_columns(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) 
             break
         entries |= more
     a = np.where(result.x[-s:] > NO_MASS, result.x[-s:], 0.0)
-    return _Best(a / a.sum(), g, float(result.fun), gap if gap > NO_GAP else 0.0)
+    return _Best(a / a.sum(), g, float(result.fun))
 
 
 def _likely_entries(costs: np.ndarray, potentials: np.ndarray) -> np.ndarray:

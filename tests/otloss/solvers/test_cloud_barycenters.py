@@ -144,6 +144,9 @@ def test_inputs_that_make_no_problem_are_named() -> None:
         (clouds, -torch.ones(2, 3), "negative"),
         (clouds, torch.zeros(2, 3), "without mass"),
         (clouds, torch.full((2, 3), torch.nan), "masses holds 6 NaN"),
+        (clouds, torch.tensor([[1.0], [2.0]]).expand(2, 3), "masses have sums from 3 to 6"),
+        (list(clouds), [[0.5, 0.5, 0.5]] * 2, r"masses\[0\] is a list"),
+        (clouds[:0], None, "several clouds"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             cloud_barycenter(given, masses, start=2)
@@ -151,3 +154,15 @@ def test_inputs_that_make_no_problem_are_named() -> None:
         cloud_barycenter(1e25 * clouds, start=2)
     with pytest.raises(TypeError, match="epsilon is a Tensor"):
         cloud_barycenter(clouds, start=2, epsilon=torch.tensor([0.1, 0.2]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masses_and_weights_of_16_bits_have_equal_sums(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(8)
+    clouds, masses = torch.randn(3, 50, 2, generator=draw), torch.rand(3, 50, generator=draw)
+    masses, weights = (masses / masses.sum(-1, keepdim=True)).to(dtype), torch.tensor([0.3, 0.3, 0.4]).to(dtype)
+    sums = masses.double().sum(-1)
+    assert float(sums.max() - sums.min()) > 1e-5
+    found = cloud_barycenter(clouds, masses, weights, start=clouds[0])
+    exact = masses.double() / sums[:, None] * sums[0], weights.double() / weights.double().sum()
+    torch.testing.assert_close(found.value, cloud_barycenter(clouds, *exact, start=clouds[0]).value)

@@ -1,5 +1,6 @@
 """Masses of barycenters of clouds against the dual linear programme, quantiles on a line, and finite differences."""
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -249,3 +250,47 @@ def test_masses_without_a_solution_have_not_converged(monkeypatch: pytest.Monkey
         found = cloud_barycenter(clouds, start=clouds[0, :4], optimize="masses")
     assert not bool(found.converged)
     torch.testing.assert_close(found.masses, torch.full((4,), 0.25))
+
+
+@pytest.mark.parametrize("max_iterations", [1, 2, 3])
+def test_a_search_that_is_cut_short_costs_no_more_than_for_points_or_masses_alone(max_iterations: int) -> None:
+    ends = as_double([[[0.0], [1.0]]] * 2)  # The start is the best one already, but not for equal masses.
+    masses = as_double([[0.25, 0.75]] * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        points, best, both = (
+            float(cloud_barycenter(ends, masses, start=ends[0], optimize=each, max_iterations=max_iterations).value)
+            for each in ("points", "masses", "both")
+        )
+    assert both <= min(points, best) + 1e-12
+
+
+@pytest.mark.parametrize("case", ["point", "cluster"])
+@pytest.mark.parametrize("distance", [1e3, 1e5, 1e6])
+def test_costs_much_larger_than_the_value(case: str, distance: float) -> None:
+    """Points far from all clouds have no mass, and clusters far from each other are problems of their own."""
+    clouds, masses = draw_problem(11, sizes=(12, 12, 12))
+    weights, x = np.array([0.3, 0.3, 0.4]), np.random.default_rng(12).normal(size=(9, 2))
+    expected = by_the_dual(clouds, masses, weights, x)
+    if case == "point":
+        far, mass, start = np.array(clouds), np.array(masses), np.vstack([[[distance, 0.0]], x])
+    else:  # The same problem at two places.
+        far = np.concatenate([clouds, np.array(clouds) + distance], 1)
+        mass, start = np.concatenate([masses, masses], 1) / 2, np.vstack([x, x + distance])
+    found = cloud_barycenter(
+        as_double(far), as_double(mass), as_double(weights), start=as_double(start), optimize="masses"
+    )
+    assert bool(found.converged)
+    assert found.value.item() == pytest.approx(expected, rel=2e-5)  # The tolerance is 1e-5.
+
+
+def test_masses_that_the_programme_cannot_tell_have_not_converged() -> None:
+    """A point of mass 1e-16 so far away that it counts: below the tolerance of the linear programme."""
+    clouds, masses = draw_problem(13, sizes=(8, 8, 8))
+    clouds[0][0], masses[0][0] = 1e8, 1e-16
+    masses[0] /= masses[0].sum()
+    start = as_double(np.vstack([np.random.default_rng(14).normal(size=(6, 2)), [[1e8, 1e8]]]))
+    clouds, masses = [as_double(cloud) for cloud in clouds], [as_double(mass) for mass in masses]
+    with pytest.warns(ConvergenceWarning, match="linear programme"):
+        found = cloud_barycenter(clouds, masses, start=start, optimize="masses")
+    assert not bool(found.converged)
