@@ -31,7 +31,7 @@ NO_GAP = 1e-9  # Smaller gaps are its rounding.
 SMALL_VALUE = 1e-3  # of the unit of the costs: smaller ones lose digits to the tolerance
 SMALLEST_UNIT = 1e-5  # of the next programme over the last one: the value may be rounding
 UNITS = 4  # programmes at most in smaller and smaller units
-ROUNDING = 1e-14  # of the gap, over the potentials
+ROUNDING = 2e-15  # of the gap, over the value of the best single point: masses are off by their rounding
 # Entries in each row and column of the plans that count as likely: 3 need more programmes, 12 longer ones.
 ENTRIES = 6
 NO_MASS = 1e-9  # the share of the mass below which a point has none: rounding of the linear programme
@@ -84,11 +84,12 @@ def find_masses(
 def _value_and_gap(a: Tensor, g: Tensor, costs: Tensor, clouds: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the value of masses a, and its distance to the lower bound of the potentials g."""
     value = (weights * emd(a.unsqueeze(-2), clouds, costs)).sum(-1)
-    reduced = weights[..., None, None] * costs - g.unsqueeze(-2)
+    weighted = weights[..., None, None] * costs
+    reduced = weighted - g.unsqueeze(-2)
     lowest = reduced.masked_fill(clouds.unsqueeze(-2) == 0, torch.inf).amin(-1).sum(-2).amin(-1)
     bound = (g * clouds).sum((-2, -1)) + clouds[..., 0, :].sum(-1) * lowest
-    gap, size = value - bound, (g * clouds).abs().sum((-2, -1))
-    return value, torch.where(gap <= ROUNDING * size, 0.0, gap)
+    gap, single = value - bound, (weighted * clouds.unsqueeze(-2)).sum((-3, -1)).amin(-1)
+    return value, torch.where(gap <= ROUNDING * single, 0.0, gap)
 
 
 def _double(tensor: Tensor) -> np.ndarray:
@@ -113,9 +114,11 @@ def _find(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) -> _Best:
     counts = counts if counts.any() else np.ones_like(counts)
     reduced = np.where(has_mass, costs - lowest[:, None], np.inf)[counts]
     best, unit = _solve_in_units(reduced, clouds[counts], (guess - lowest)[counts])
-    f = (reduced - unit * best.potentials[:, None]).min(2, keepdims=True)
+    g = unit * best.potentials
+    f = (reduced - g[:, None]).min(2, keepdims=True)
     potentials = np.zeros_like(clouds)
-    potentials[counts] = (costs[counts] - f).min(1)  # of bins without mass too
+    # Where a bin has mass, the minimum is its potential, but with the rounding of the largest costs.
+    potentials[counts] = np.where(clouds[counts] > 0, g + lowest[counts], (costs[counts] - f).min(1))
     return _Best(best.masses, potentials, best.value * unit + (lowest * clouds).sum())
 
 
