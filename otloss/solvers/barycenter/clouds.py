@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -83,8 +84,8 @@ def cloud_barycenter(
             the one of "points" and of "masses". For epsilon=None: a linear programme of at most s sum_k n_k unknowns in
             each iteration finds the masses.
         epsilon: None for `emd`, else the divergence of `sinkhorn_divergence`, above 0 in the unit of |x - y|^2.
-        tolerance: of the last step of the points that have mass, over the extent of the clouds, and of what other
-            masses may still lower the value, over the value.
+        tolerance: of the last step of the points that have mass, over the distance from the median of the clouds that
+            half of their mass keeps, and of what other masses may still lower the value, over the value.
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough.
 
     Returns:
@@ -140,6 +141,19 @@ class _Clouds:
 
     def detached(self) -> _Clouds:
         return _Clouds(self.clouds.detach(), self.masses.detach(), self.weights.detach(), self.epsilon, self.dtype)
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """Return how far half of the mass is from its median, along the axis where that is largest.
+
+        A few points far away do not change it. If it is 0, the largest distance from the median is in its place.
+        """
+        points = self.clouds.flatten(-3, -2)
+        shares = (self.masses * self.weights.unsqueeze(-1)).flatten(-2).unsqueeze(-1)
+        distances = (points - _weighted_median(points, shares)).abs()
+        half = _weighted_median(distances, shares).amax((-2, -1))
+        extent = torch.where(shares > 0, distances, 0.0).amax((-2, -1))
+        return torch.where(half > 0, half, extent)
 
     def equal_masses(self, x: Tensor) -> Tensor:
         """Return masses (..., s) of the points, all the same."""
@@ -261,11 +275,10 @@ def _move_with_masses(
 
 
 def _step(problem: _Clouds, x: Tensor, a: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the points after a step of the active problems, and the largest step over the extent of the clouds."""
+    """Return the points after a step of the active problems, and the largest step over the spread of the clouds."""
     moved = torch.where(active[..., None, None], problem.moved(x, a), x)
     length = (moved - x).square().sum(-1).sqrt().amax(-1)
-    size = _size(problem)
-    return moved, length / torch.where(size > 0, size, 1.0)
+    return moved, length / torch.where(problem.spread > 0, problem.spread, 1.0)
 
 
 def _check_optimize(optimize: str, epsilon: float | None) -> None:
@@ -278,12 +291,12 @@ def _check_optimize(optimize: str, epsilon: float | None) -> None:
         )
 
 
-def _size(problem: _Clouds) -> Tensor:
-    """Return the largest extent of the clouds along an axis, over points that count."""
-    points = problem.clouds.flatten(-3, -2)
-    has_mass = (problem.masses * problem.weights.unsqueeze(-1)).flatten(-2).unsqueeze(-1) > 0
-    high, low = (points.masked_fill(~has_mass, sign * torch.inf) for sign in (-1, 1))
-    return (high.amax(-2) - low.amin(-2)).amax(-1)
+def _weighted_median(values: Tensor, shares: Tensor) -> Tensor:
+    """Return medians (..., 1, d) of values (..., n, d) with shares (..., n, 1) of the mass."""
+    values, order = values.sort(-2)
+    sums = shares.expand(values.shape).gather(-2, order).cumsum(-2)
+    place = (sums < sums[..., -1:, :] / 2).sum(-2, keepdim=True)
+    return values.gather(-2, place)
 
 
 def _posed(
@@ -306,7 +319,7 @@ def _posed(
         masses = points.new_full((k, n), 1 / n, dtype=wide)
     if weights is None:
         weights = points.new_full((k,), 1 / k, dtype=wide)
-    masses = _with_one_sum(masses, n, wide)
+    masses = _with_one_sum(check_floating("masses", masses), n, wide)
     check_last_axis("weights", check_floating("weights", weights), k)
     check_finite("weights", weights)
     totals = weights.to(wide).sum(-1, keepdim=True)
@@ -326,7 +339,7 @@ def _posed(
 
 def _with_one_sum(masses: Tensor, n: int, wide: torch.dtype) -> Tensor:
     """Return masses (..., k, n) of one sum for each problem, from which they may differ by rounding in their dtype."""
-    check_last_axis("masses", check_floating("masses", masses), n)
+    check_last_axis("masses", masses, n)
     check_finite("masses", masses)
     sums = masses.detach().sum(-1, keepdim=True, dtype=wide)
     if bool((masses < 0).any()) or not bool((sums > 0).all()):

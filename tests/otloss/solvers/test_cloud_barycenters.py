@@ -166,3 +166,17 @@ def test_masses_and_weights_of_16_bits_have_equal_sums(dtype: torch.dtype) -> No
     found = cloud_barycenter(clouds, masses, weights, start=clouds[0])
     exact = masses.double() / sums[:, None] * sums[0], weights.double() / weights.double().sum()
     torch.testing.assert_close(found.value, cloud_barycenter(clouds, *exact, start=clouds[0]).value)
+
+
+@pytest.mark.parametrize("mass", [1e-16, 1.0])
+def test_an_outlier_does_not_stop_the_search_early(mass: float) -> None:
+    clouds = torch.randn(3, 30, 2, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    start, masses = clouds[1, :10].clone(), torch.ones(3, 30, dtype=torch.float64)
+    clouds[0, 0], masses[0, 0] = 1e6, mass
+    masses = masses / masses.sum(-1, keepdim=True)
+    found = cloud_barycenter(clouds, masses, start=start)
+    again = cloud_barycenter(clouds, masses, start=start, tolerance=1e-9, max_iterations=1000)
+    assert bool(found.converged)
+    assert found.iterations > 2
+    torch.testing.assert_close(found.value, again.value, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.points, again.points, rtol=0, atol=1e-3)
