@@ -128,9 +128,9 @@ def _solve_in_units(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) ->
     unit = (finite * clouds[:, None]).sum((0, 2)).min() or finite.mean() or 1.0  # the value of the best single point
     best = _generate_columns(costs / unit, clouds, guess / unit)
     for _ in range(UNITS - 1):
-        if not best.value < SMALL_VALUE:
-            break
         ratio = max(best.value, SMALLEST_UNIT)
+        if not best.value < SMALL_VALUE or unit * ratio < np.finfo(np.float64).tiny:
+            break
         again = _generate_columns(costs / (unit * ratio), clouds, best.potentials / ratio)
         if np.isnan(again.value):
             break

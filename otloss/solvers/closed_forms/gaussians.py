@@ -55,7 +55,8 @@ def bures_wasserstein(
         (...), at least 0, in the promoted dtype; its unit is that of the covariances. Differentiable once, also where
         covariances are equal or singular. The gradient of a singular covariance is the one along its own directions,
         which is what reaches the samples that it was computed from: the derivative into a direction in which only the
-        other one has variance is minus infinity.
+        other one has variance is minus infinity. Eigenvalues count as 0 by the rounding of float64: larger ones, as of
+        a singular covariance that was computed in float32, have large derivatives, which nearly cancel for the samples.
 
     Raises:
         TypeError: if an argument is not a floating tensor.

@@ -309,8 +309,8 @@ def test_the_gradient_in_masses_does_not_change_by_a_point_far_away() -> None:
 
 def test_clouds_that_are_equal_converge_to_a_value_of_zero_anywhere() -> None:
     draw = np.random.default_rng(17)
-    for shift in (0.0, 1e6):
-        cloud, mass = as_double(draw.normal(size=(5, 2)) + shift), as_double(draw.dirichlet(np.ones(5)))
+    for scale, shift in ((1.0, 0.0), (1.0, 1e6), (1e-150, 0.0), (1e150, 0.0)):
+        cloud, mass = as_double(scale * draw.normal(size=(5, 2)) + shift), as_double(draw.dirichlet(np.ones(5)))
         found = cloud_barycenter(cloud.expand(3, 5, 2), mass.expand(3, 5), start=cloud, optimize="masses")
         assert bool(found.converged)
         torch.testing.assert_close(found.masses, mass)
