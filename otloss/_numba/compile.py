@@ -100,23 +100,16 @@ def inner(*, allocates: bool = False, **options: Any) -> Callable[[Any], Any]:
 spliced = njit(inline="always")
 
 
-class Address(NamedTuple):
-    """Where a kernel is in memory, and a number that stands for the types of its arguments."""
-
-    pointer: int
-    types: int
-
-
 def address_of(kernel: Any, *arguments: Any) -> tuple[int, int]:
-    """Return the address of a kernel for arguments like these, compiled or read from disk, for `call_at`.
+    """Return what `call_at` needs of a kernel for arguments like these, compiled or read from disk.
 
-    It is a plain tuple (see `Address`): numba takes longer to read a NamedTuple.
+    That is the address and a number that stands for the types of the arguments.
     """
     signature = tuple(map(kernel.typeof_pyval, arguments))
     kernel.compile(signature)
     code = kernel.overloads[signature]
     pointer = int(code.library.get_pointer_to_function(code.fndesc.llvm_func_name))
-    return tuple(Address(pointer, _number_of(signature)))
+    return pointer, _number_of(signature)
 
 
 _addresses: dict[Any, tuple[tuple[int, int], ...]] = {}
@@ -205,7 +198,7 @@ _inlined = inner(forceinline=True, fastmath={"contract"})
 
 
 @_inlined
-def exp32(x: Any) -> float:
+def exp32(x: Any) -> np.float32:
     """exp of x <= 0 in float32, with a relative error of 1.2e-7, in operations that the compiler vectorises.
 
     It is 0 for x <= -87, and NaN for NaN.

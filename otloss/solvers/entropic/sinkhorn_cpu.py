@@ -163,7 +163,7 @@ def run_kernel(
         sinkhorn_problems,
         symmetric_problems,
     )
-    from otloss.solvers.entropic.sinkhorn_results_numba import build_ends
+    from otloss.solvers.entropic.sinkhorn_results_numba import build_calls
     from otloss.solvers.entropic.sinkhorn_unbalanced_numba import unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
@@ -189,7 +189,7 @@ def run_kernel(
     ends = addresses_of(
         (kernel, problems[0].dtype, matrices.dtype),
         lambda addresses: (kernel, (counter, addresses, *arguments, *empty_arrays(1, 1, matrices.dtype))),
-        lambda: build_ends(problems[0].dtype, matrices.dtype),
+        lambda: build_calls(problems[0].dtype, matrices.dtype),
     )
     run_on_threads(
         kernel, count, (ends, *arguments), lambda: empty_arrays(n, m, matrices.dtype),

@@ -38,6 +38,7 @@ from otloss.solvers.entropic.interface import (
     POTENTIAL_RANGE,
     SCHEDULE,
 )
+from otloss.solvers.entropic.sinkhorn_results_numba import ENDS
 from otloss.solvers.entropic.sinkhorn_steps_numba import (
     UPDATE_BOUNDS,
     absorb,
@@ -308,7 +309,7 @@ def _iterate(
 @inner()
 def eigenvalue_of_plan(ends: Any, work: Any, n: int, m: int, outcome: Any) -> float:
     """Return what `estimate_eigenvalue` writes, where `work.p` and `work.q` are the marginals of the plan."""
-    call_at(ends[0], (
+    call_at(ends[ENDS.estimate], (
         work.kernel, work.p, work.q, work.u, work.v, work.row_sums, work.column_sums, work.x, work.previous,
         work.totals, work.scores, n, m, outcome,
     ))  # fmt: skip
@@ -335,7 +336,7 @@ def write_others(
 ) -> None:  # fmt: skip
     """Run `write_other_potentials`, if there are other bins."""
     if count < out.shape[0]:
-        call_at(ends[1], (
+        call_at(ends[ENDS.others], (
             cost, is_transposed, places, count, weights, inverse, least, potential, epsilon, out, work.shifted,
             work.scores,
         ))  # fmt: skip

@@ -105,18 +105,20 @@ def write_other_potentials(
 
 
 class Ends(NamedTuple):
-    """The kernels of this file, and arguments of the types that other kernels call them with."""
+    """The places of the addresses of the kernels of this file, in the tuple that other kernels get."""
 
-    estimate: tuple[Any, tuple[Any, ...]]
-    others: tuple[Any, tuple[Any, ...]]
+    estimate: int = 0
+    others: int = 1
 
 
-def build_ends(weights: Any, costs: Any) -> Ends:
-    """Return both kernels, for weights and costs of these dtypes."""
+ENDS = Ends()
+
+
+def build_calls(weights: Any, costs: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """Return the kernels in the order of `Ends`, each with arguments, for weights and costs of these dtypes."""
     matrix, vector, wide = np.ones((1, 1), costs), np.ones(1, costs), np.ones(5)
-    places = np.zeros(1, np.int64)
-    return Ends(
+    masses, places = np.ones(1, weights), np.zeros(1, np.int64)
+    return (
         (estimate_eigenvalue, (matrix, *(vector,) * 8, wide, wide, 1, 1, wide)),
-        (write_other_potentials,
-         (matrix, False, places, 1, np.ones(1, weights), 1.0, 0.0, wide, 1.0, wide, wide, wide)),
-    )  # fmt: skip
+        (write_other_potentials, (matrix, False, places, 1, masses, 1.0, 0.0, wide, 1.0, wide, wide, wide)),
+    )
