@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from llvmlite import ir
@@ -13,9 +15,10 @@ from numba import njit, types
 from numba.core.cgutils import if_unlikely, unpack_tuple
 from numba.extending import intrinsic, overload
 
-from otloss._numba import notices as notices  # registers its listener
+from otloss._numba.background import check_compiled
 from otloss._numba.cache import KernelCache
 from otloss._numba.linked import KernelCompiler, LinkedCompiler
+from otloss._numba.notices import compile_together
 
 
 class _Exp(NamedTuple):
@@ -79,6 +82,9 @@ def compiled(*, allocates: bool = False, **options: Any) -> Callable[[Any], Any]
     return decorate
 
 
+_LINKED: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": LinkedCompiler}
+
+
 def inner(*, allocates: bool = False, **options: Any) -> Callable[[Any], Any]:
     """`numba.njit` for a function that other kernels call. It is not cached on its own.
 
@@ -86,9 +92,7 @@ def inner(*, allocates: bool = False, **options: Any) -> Callable[[Any], Any]:
     returns arrays to one that `allocates` must do so too, since the caller takes a counted reference over.
     """
     chosen: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy", **options}
-    return njit(
-        no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=LinkedCompiler, _nrt=allocates, **chosen
-    )  # fmt: skip
+    return njit(_nrt=allocates, **_LINKED, **chosen)
 
 
 # For a large function with one caller. Its body becomes a part of the caller's and is compiled once, with the caller's
@@ -96,25 +100,59 @@ def inner(*, allocates: bool = False, **options: Any) -> Callable[[Any], Any]:
 spliced = njit(inline="always")
 
 
-def address_of(kernel: Any, *arguments: Any) -> int:
-    """Return the address of a kernel for arguments like these, compiled or read from disk, for `call_at`."""
+def address_of(kernel: Any, *arguments: Any) -> tuple[int, int]:
+    """Return what `call_at` needs of a kernel for arguments like these, compiled or read from disk.
+
+    That is the address and a number that stands for the types of the arguments.
+    """
     signature = tuple(map(kernel.typeof_pyval, arguments))
     kernel.compile(signature)
     code = kernel.overloads[signature]
-    return int(code.library.get_pointer_to_function(code.fndesc.llvm_func_name))
+    pointer = int(code.library.get_pointer_to_function(code.fndesc.llvm_func_name))
+    return pointer, _number_of(signature)
+
+
+_addresses: dict[Any, tuple[tuple[int, int], ...]] = {}
+
+
+def addresses_of(key: Any, caller: Callable[[Any], Any], called: Callable[[], Any]) -> tuple[tuple[int, int], ...]:
+    """Return the addresses of the kernels that another kernel calls; all are compiled together.
+
+    Args:
+        key: what decides about the kernels and the types of their arguments. It is looked up at each call.
+        caller: takes the addresses, and returns the kernel that calls the others, and its arguments.
+        called: returns the other kernels and the arguments of each.
+    """
+    if key not in _addresses:
+        calls = tuple(called())
+        everything = *calls, caller(((0, 0),) * len(calls))
+        check_compiled(*((kernel, values, partial(tuple, values)) for kernel, values in everything))
+        compile_together(*everything)
+        _addresses[key] = tuple(address_of(kernel, *values) for kernel, values in calls)
+    return _addresses[key]
+
+
+def _number_of(signature: tuple[Any, ...]) -> int:
+    """Return the same number in each process for the same types."""
+    return crc32(repr(tuple(map(str, signature))).encode())
 
 
 @intrinsic
 def call_at(typing_context: Any, address: Any, arguments: Any) -> Any:
-    """Call a kernel that returns nothing by its address, with a tuple of arguments of the types that `address_of` got.
+    """Call a kernel that returns nothing by what `address_of` returned, with a tuple of arguments of the same types.
 
-    A kernel that is called so is compiled and kept once, and not again as a part of each caller.
+    A kernel that is called so is compiled and kept once, and not again as a part of each caller. Arguments of other
+    types raise TypeError.
     """
     kinds = tuple(map(types.unliteral, arguments))
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer, number = unpack_tuple(builder, values[0])
+        with if_unlikely(builder, builder.icmp_signed("!=", number, number.type(_number_of(kinds)))):
+            text = f"a kernel is called by its address with arguments of the types {kinds}, but is compiled for others"
+            context.call_conv.return_user_exc(builder, TypeError, (text,))
         function = context.call_conv.get_function_type(types.none, kinds).as_pointer()
-        kernel = builder.inttoptr(values[0], function)
+        kernel = builder.inttoptr(pointer, function)
         status, _ = context.call_conv.call_function(
             builder, kernel, types.none, kinds, unpack_tuple(builder, values[1])
         )
@@ -122,7 +160,7 @@ def call_at(typing_context: Any, address: Any, arguments: Any) -> Any:
             context.call_conv.return_status_propagate(builder, status)
         return context.get_dummy_value()
 
-    return types.none(types.int64, arguments), codegen
+    return types.none(address, arguments), codegen
 
 
 def _reinterpreted(source: Any, target: Any) -> Any:
@@ -156,8 +194,11 @@ float64_of_bits, bits_of_float64 = (
 
 # LLVM inlines the next three functions, and numba does not, so they keep their own flags: a caller whose sums may be
 # reordered does not cancel the rounding by `rounder`.
-@njit(forceinline=True, fastmath={"contract"})
-def exp32(x: Any) -> Any:
+_inlined = inner(forceinline=True, fastmath={"contract"})
+
+
+@_inlined
+def exp32(x: Any) -> np.float32:
     """exp of x <= 0 in float32, with a relative error of 1.2e-7, in operations that the compiler vectorises.
 
     It is 0 for x <= -87, and NaN for NaN.
@@ -174,8 +215,8 @@ def exp32(x: Any) -> Any:
     return np.float32(0.0) if x <= _EXP32.smallest else y
 
 
-@njit(forceinline=True, fastmath={"contract"})
-def exp64(x: Any) -> Any:
+@_inlined
+def exp64(x: Any) -> float:
     """exp of x <= 0 in float64, with a relative error of 4e-16, in operations that the compiler vectorises.
 
     It is 0 for x <= -708, and NaN for NaN.
@@ -193,8 +234,8 @@ def exp64(x: Any) -> Any:
     return 0.0 if x <= _EXP64.smallest else y
 
 
-@njit(forceinline=True, fastmath={"contract"})
-def log64(x: Any) -> Any:
+@_inlined
+def log64(x: Any) -> float:
     """log of a positive normal number in float64, in operations that the compiler vectorises.
 
     The error is at most 3e-16 max(1, |log x|).
@@ -218,7 +259,7 @@ def exp(x: Any) -> Any:
     raise NotImplementedError("compiled code only")
 
 
-@overload(exp, jit_options={"fastmath": {"contract"}, "forceinline": True})
+@overload(exp, jit_options={"fastmath": {"contract"}, "forceinline": True, **_LINKED})
 def _exp_of_its_width(x: Any) -> Any:
     def narrow(x: Any) -> Any:
         return exp32(x)
@@ -234,7 +275,7 @@ def largest(scores: Any, count: int) -> Any:
     raise NotImplementedError("compiled code only")
 
 
-@overload(largest)
+@overload(largest, jit_options=_LINKED)
 def _largest_of_its_width(scores: Any, count: Any) -> Any:
     # The compiler vectorises the maximum of whole numbers, and not that of floats. The bits of floats, read as whole
     # numbers, have the order of the floats once the bits of negative floats are flipped.

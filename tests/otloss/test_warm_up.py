@@ -11,6 +11,7 @@ import torch
 
 import otloss
 import otloss_llm
+from otloss._warm_up import _tasks
 from tests.errors import raising
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,13 @@ test_names_and_dtypes_are_checked = raising(
     ([], [torch.float16], "dtypes are .torch.float16.; expected torch.float32, torch.float64 or both"),
     call=lambda names, dtypes: otloss.warm_up(*names, dtypes=dtypes),
 )
+
+
+def test_kernels_that_are_the_same_for_both_dtypes_are_one_task() -> None:
+    """A second process would wait for the first one, which compiles them."""
+    names, both = ["emd", "newton"], [torch.float32, torch.float64]
+    assert _tasks(names, both) == ["emd float64", "newton float64", "emd float32"]
+    assert _tasks(names, [torch.float32]) == ["emd float32", "newton float32"]
 
 
 def test_it_runs_where_gradients_are_off() -> None:

@@ -155,6 +155,7 @@ def run_kernel(
     If the budget asks for accurate potentials or the eigenvalue, the largest error of g is estimated. It is a bound in
     unbalanced problems. The least eigenvalue is the one of the equations for g, estimated from above.
     """
+    from otloss._numba.compile import addresses_of
     from otloss.solvers.entropic.sinkhorn_numba import (
         KernelBudget,
         empty_arrays,
@@ -162,6 +163,7 @@ def run_kernel(
         sinkhorn_problems,
         symmetric_problems,
     )
+    from otloss.solvers.entropic.sinkhorn_results_numba import build_calls
     from otloss.solvers.entropic.sinkhorn_unbalanced_numba import unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
@@ -183,9 +185,14 @@ def run_kernel(
         estimates_error=budget.is_accurate,
     )
     passes = min(last, max(PASSES, last // 50))  # a limit of iterations is rarely reached
+    counter, arguments = np.zeros(3, np.int64), (problems, tuple(limits), results)
+    ends = addresses_of(
+        (kernel, problems[0].dtype, matrices.dtype),
+        lambda addresses: (kernel, (counter, addresses, *arguments, *empty_arrays(1, 1, matrices.dtype))),
+        lambda: build_calls(problems[0].dtype, matrices.dtype),
+    )
     run_on_threads(
-        kernel, count, (problems, tuple(limits), results),
-        lambda: empty_arrays(n, m, matrices.dtype),
+        kernel, count, (ends, *arguments), lambda: empty_arrays(n, m, matrices.dtype),
         work=Work("Sinkhorn iterations", count * n * m, budget.tolerance, passes=passes),
     )  # fmt: skip
     return KernelResults(*map(torch.from_numpy, results))

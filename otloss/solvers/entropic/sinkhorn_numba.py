@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import compiled, inner, largest, spliced
+from otloss._numba.compile import call_at, compiled, inner, largest, spliced
 from otloss._numba.sums import balance, mass_of
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import (
@@ -38,19 +38,16 @@ from otloss.solvers.entropic.interface import (
     POTENTIAL_RANGE,
     SCHEDULE,
 )
+from otloss.solvers.entropic.sinkhorn_results_numba import ENDS
 from otloss.solvers.entropic.sinkhorn_steps_numba import (
-    FAST,
     UPDATE_BOUNDS,
     absorb,
     add_logs,
     column_error,
     column_sums,
     exact_update,
-    least_eigenvalue,
     needs_absorption,
     next_relaxation,
-    product,
-    round_trip,
     row_sums,
     softmin_of_scores,
     symmetric_update,
@@ -67,9 +64,6 @@ class IterationBounds(NamedTuple):
         smallest_column_sum: a column is lost if its sum of G is below this or above its inverse: its potential is too
             far off.
         attempts: exact updates of both sides before the iterations, at most.
-        lanczos_steps, first_steps, large_eigenvalue: Lanczos' method ends after `first_steps` if the least eigenvalue
-            is above `large_eigenvalue`: the eigenvalue of a few bins among thousands has shown by then, and after three
-            steps it has not.
         largest_asymmetry: |softmin(f) - f| / epsilon, above which a symmetric problem updates the potentials and not
             the factors.
         negligible_32, negligible_64: shares of the mass from which bins take part: 1 / share has to fit the kernel.
@@ -80,9 +74,6 @@ class IterationBounds(NamedTuple):
     check_every: int = 10
     smallest_column_sum: float = 1e-12
     attempts: int = 100
-    lanczos_steps: int = 24
-    first_steps: int = 8
-    large_eigenvalue: float = 0.1
     largest_asymmetry: float = 20.0
     negligible_32: float = 1e-20
     negligible_64: float = 1e-150
@@ -315,49 +306,14 @@ def _iterate(
     return final_error, iterations
 
 
-@inner(fastmath=FAST)
-def eigenvalue_of_plan(work: Any, n: int, m: int) -> float:
-    """Return 1 - lambda, where lambda is the second eigenvalue of the operator T of `round_trip`.
-
-    `work.p` and `work.q` are the marginals of the plan U G V, of mass one. A few steps of Lanczos' method; all vectors
-    but the marginals and the factors are overwritten.
-    """
-    p, q, u, v, sums, x, previous = work.p, work.q, work.u, work.v, work.column_sums, work.x, work.previous
-    diagonal, beside, number = work.totals, work.scores, u.dtype.type
-    state = np.uint32(1)
-    for j in range(m):
-        # The start has pseudo-random numbers of sizes from 0.5 to 1. One with a pattern is orthogonal to eigenvectors
-        # of uniform weights, and one with small numbers nearly so to that of a bin which exchanges mass with one bin.
-        state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))
-        size = 0.5 + (state >> np.uint32(2)) * 2.0**-31
-        previous[j], x[j] = number(0), number(size if state & np.uint32(1 << 31) else -size)
-    count = 0
-    for k in range(min(ITERATION_BOUNDS.lanczos_steps, m - 1)):
-        # The first eigenvector is constant. Rounding brings it back, so it is removed each time.
-        mean = number(0)
-        for j in range(m):
-            mean += q[j] * x[j]
-        for j in range(m):
-            x[j] -= mean
-        length = math.sqrt(product(q, x, x, m))
-        if k > 0:
-            beside[k - 1] = length
-        if not length > 1e-6:
-            break
-        for j in range(m):
-            x[j] /= number(length)
-        round_trip(work.kernel, p, q, u, v, x, work.row_sums, sums, n, m)
-        diagonal[k] = product(q, x, sums, m)
-        count += 1
-        if count == ITERATION_BOUNDS.first_steps:
-            least = least_eigenvalue(diagonal, beside, count)
-            if least > ITERATION_BOUNDS.large_eigenvalue:
-                return least
-        a, b = number(diagonal[k]), number(beside[k - 1] if k > 0 else 0)
-        for j in range(m):
-            following = sums[j] - a * x[j] - b * previous[j]
-            previous[j], x[j] = x[j], following
-    return least_eigenvalue(diagonal, beside, count)
+@inner()
+def eigenvalue_of_plan(ends: Any, work: Any, n: int, m: int, outcome: Any) -> float:
+    """Return what `estimate_eigenvalue` writes, where `work.p` and `work.q` are the marginals of the plan."""
+    call_at(ends[ENDS.estimate], (
+        work.kernel, work.p, work.q, work.u, work.v, work.row_sums, work.column_sums, work.x, work.previous,
+        work.totals, work.scores, n, m, outcome,
+    ))  # fmt: skip
+    return outcome[LEAST_EIGENVALUE]
 
 
 @inner()
@@ -374,28 +330,16 @@ def error_of_potential(residual: float, least: float, itemsize: int) -> float:
 
 
 @inner()
-def write_other_potentials(
-    cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, least: float,
+def write_others(
+    ends: Any, cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, least: float,
     potential: Any, epsilon: float, out: Any, work: Any,
 ) -> None:  # fmt: skip
-    """Write the potentials of bins that took no part: soft minima over the other side's bins above a share `least`."""
-    if count == out.shape[0]:
-        return
-    shifted, scores = work.shifted, work.scores
-    for j in range(weights.shape[0]):
-        share = weights[j] * inverse
-        shifted[j] = potential[j] / epsilon + math.log(share) if share > least else -np.inf
-    at = 0
-    for i in range(out.shape[0]):
-        if at < count and places[at] == i:
-            at += 1
-            continue
-        number = 0
-        for j in range(weights.shape[0]):
-            if shifted[j] > -np.inf:
-                scores[number] = shifted[j] - (cost[j, i] if is_transposed else cost[i, j]) / epsilon
-                number += 1
-        out[i] = softmin_of_scores(scores, epsilon, number)
+    """Run `write_other_potentials`, if there are other bins."""
+    if count < out.shape[0]:
+        call_at(ends[ENDS.others], (
+            cost, is_transposed, places, count, weights, inverse, least, potential, epsilon, out, work.shifted,
+            work.scores,
+        ))  # fmt: skip
 
 
 @inner()
@@ -408,22 +352,22 @@ def count_positive(weights: Any) -> int:
 
 @inner()
 def _write_potentials(
-    p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, mass: float, scales: Any, negligible: float,
-    f: Any, g: Any,
+    ends: Any, p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, mass: float, scales: Any,
+    negligible: float, f: Any, g: Any,
 ) -> None:  # fmt: skip
     rows, columns, inverse_p, inverse_q = work.rows, work.columns, scales[0] / mass, scales[1] / mass
     for i in range(n):
         f[rows[i]] = work.alpha[i]
     for j in range(m):
         g[columns[j]] = work.beta[j]
-    # `n < 0` and `n >= 0` for False and True: numba would compile `write_other_potentials` once for each literal.
-    write_other_potentials(cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
-    write_other_potentials(cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
+    # `n < 0` and `n >= 0` for False and True: numba would compile `write_others` once for each literal.
+    write_others(ends, cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
+    write_others(ends, cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
     if n < count_positive(p) and m < count_positive(q):
         # Both sides have light bins. With potentials from heavy bins alone, they would exchange more mass than they
         # hold.
-        write_other_potentials(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
-        write_other_potentials(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
+        write_others(ends, cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
+        write_others(ends, cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
 
 
 @inner()
@@ -479,7 +423,9 @@ def _run_stages(cost: Any, work: Any, n: int, m: int, epsilon: float, highest: f
 
 
 @spliced
-def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any) -> None:
+def _solve(
+    ends: Any, p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any
+) -> None:  # fmt: skip
     """Solve one problem from the start in g; write f and g on all bins."""
     negligible = ITERATION_BOUNDS.negligible_32 if cost.itemsize == 4 else ITERATION_BOUNDS.negligible_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
@@ -502,7 +448,7 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
     if n < cost.shape[0] or m < cost.shape[1]:
         highest, block = gather_costs(cost, work, n, m), work.costs
     error, iterations = _run_stages(block, work, n, m, epsilon, highest, limits)
-    _write_potentials(p, q, cost, work, n, m, epsilon, mass, (scale_p, scale_q), negligible, f, g)
+    _write_potentials(ends, p, q, cost, work, n, m, epsilon, mass, (scale_p, scale_q), negligible, f, g)
     if limits.estimates_error:
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
@@ -510,16 +456,17 @@ def _solve(p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: A
         residual = 0.0
         for j in range(m):
             residual = max(residual, abs(np.float64(work.column_sums[j] * work.v[j] / work.q[j]) - 1))
-        least = eigenvalue_of_plan(work, n, m)
+        least = eigenvalue_of_plan(ends, work, n, m, outcome)
         outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, cost.itemsize)
-        outcome[POTENTIAL_RANGE], outcome[LEAST_EIGENVALUE] = highest_g - lowest_g, least
+        outcome[POTENTIAL_RANGE] = highest_g - lowest_g
     outcome[ERROR], outcome[ITERATIONS] = error, iterations
 
 
 @compiled()
-def sinkhorn_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
+def sinkhorn_problems(counter: Any, ends: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]) from g[k], which holds zeros unless limits say warm.
 
+    ends        addresses of `estimate_eigenvalue` and `write_other_potentials`
     problems    p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
                 owner (B,) and epsilon (B,)
     limits      the fields of `KernelBudget`
@@ -534,7 +481,7 @@ def sinkhorn_problems(counter: Any, problems: Any, limits: Any, results: Any, ar
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], outcome[k], bounds, work)
+        _solve(ends, p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], outcome[k], bounds, work)
 
 
 @inner()
@@ -585,7 +532,7 @@ def _iterate_symmetric(
 
 
 @compiled()
-def symmetric_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
+def symmetric_problems(counter: Any, ends: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """As `sinkhorn_problems`, of p with itself at symmetric costs and without stages of epsilon."""
     p, _, costs, owner, epsilon = problems
     f, g, outcome = results
@@ -610,4 +557,4 @@ def symmetric_problems(counter: Any, problems: Any, limits: Any, results: Any, a
         outcome[k, ERROR], outcome[k, ITERATIONS] = _iterate_symmetric(
             block, work, n, epsilon[k], bounds.tolerance, bounds.largest_change, bounds.max_iterations
         )
-        _write_potentials(p[k], p[k], cost, work, n, n, epsilon[k], mass, (1.0, 1.0), negligible, f[k], start)
+        _write_potentials(ends, p[k], p[k], cost, work, n, n, epsilon[k], mass, (1.0, 1.0), negligible, f[k], start)

@@ -49,7 +49,7 @@ from otloss.solvers.entropic.sinkhorn_numba import (
     gather_shares,
     highest_cost,
     is_too_slow,
-    write_other_potentials,
+    write_others,
 )
 from otloss.solvers.entropic.sinkhorn_steps_numba import (
     absorb,
@@ -228,7 +228,8 @@ def _iterate(
 
 @inner()
 def _write_potentials(
-    p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, masses: Any, f: Any, g: Any
+    ends: Any, p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, masses: Any,
+    f: Any, g: Any,
 ) -> None:  # fmt: skip
     """Write f and g on all bins; bins without mass, and light rows, get the exact update from the others."""
     for j in range(g.shape[0]):
@@ -237,14 +238,14 @@ def _write_potentials(
         f[work.rows[i]] = epsilon * work.phi[i]
     for j in range(m):
         g[work.columns[j]] = epsilon * work.gamma[j]
-    _update_others(cost, n < 0, work.rows, n, q, 1 / masses[1], g, epsilon, sides.rows, f, work)
-    _update_others(cost, n >= 0, work.columns, m, p, 1 / masses[0], f, epsilon, sides.columns, g, work)
+    _update_others(ends, cost, n < 0, work.rows, n, q, 1 / masses[1], g, epsilon, sides.rows, f, work)
+    _update_others(ends, cost, n >= 0, work.columns, m, p, 1 / masses[0], f, epsilon, sides.columns, g, work)
 
 
 @inner()
 def _join_light(
-    p: Any, q: Any, cost: Any, work: Any, m: int, has_light_rows: bool, epsilon: float, sides: Any, masses: Any,
-    tolerance: float, largest_change: float, f: Any, g: Any,
+    ends: Any, p: Any, q: Any, cost: Any, work: Any, m: int, has_light_rows: bool, epsilon: float, sides: Any,
+    masses: Any, tolerance: float, largest_change: float, f: Any, g: Any,
 ) -> tuple[float, float]:  # fmt: skip
     """Update all bins exactly, light ones too; return the error of all columns and a bound of g's error over epsilon.
 
@@ -259,10 +260,10 @@ def _join_light(
         is_changed[work.columns[j]] = 0.0
     error, change = np.inf, np.inf
     for k in range(JOINT_UPDATES):
-        _update_others(cost, m < 0, work.rows, 0, q, 1 / masses[1], g, epsilon, sides.rows, f, work)
+        _update_others(ends, cost, m < 0, work.rows, 0, q, 1 / masses[1], g, epsilon, sides.rows, f, work)
         for j in range(g.shape[0]):
             updated[j] = g[j]
-        _update_others(cost, m >= 0, work.columns, 0, p, 1 / masses[0], f, epsilon, columns, updated, work)
+        _update_others(ends, cost, m >= 0, work.columns, 0, p, 1 / masses[0], f, epsilon, columns, updated, work)
         difference, total, change = 0.0, 0.0, 0.0
         is_start = k == 0 and has_light_columns  # their potentials are arbitrary
         for j in range(g.shape[0]):
@@ -287,12 +288,12 @@ def _join_light(
 
 @inner()
 def _update_others(
-    cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, potential: Any,
+    ends: Any, cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, potential: Any,
     epsilon: float, side: Any, out: Any, work: Any,
 ) -> None:  # fmt: skip
     """Update the potentials of one side exactly, but for the bins at the first `count` places."""
-    # `count < 0` stands for the literal False: numba would compile `write_other_potentials` once for each literal.
-    write_other_potentials(cost, is_transposed, places, count, weights, inverse, 0.0, potential, epsilon, out, work)
+    # `count < 0` stands for the literal False: numba would compile `write_others` once for each literal.
+    write_others(ends, cost, is_transposed, places, count, weights, inverse, 0.0, potential, epsilon, out, work)
     at = 0
     for i in range(out.shape[0]):
         if at < count and places[at] == i:
@@ -340,7 +341,8 @@ def _run_stages(
 
 @spliced
 def _solve(
-    p: Any, q: Any, cost: Any, epsilon: float, penalties: Any, f: Any, g: Any, outcome: Any, limits: Any, work: Any
+    ends: Any, p: Any, q: Any, cost: Any, epsilon: float, penalties: Any, f: Any, g: Any, outcome: Any, limits: Any,
+    work: Any,
 ) -> None:  # fmt: skip
     negligible = ITERATION_BOUNDS.negligible_32 if cost.itemsize == 4 else ITERATION_BOUNDS.negligible_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
@@ -361,11 +363,11 @@ def _solve(
     outcome[ITERATIONS] = iterations
     if not error < np.inf:
         return
-    _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, f, g)
+    _write_potentials(ends, p, q, cost, work, n, m, epsilon, sides, masses, f, g)
     uncertain = 0.0
     if n < count_positive(p) or m < count_positive(q):
         error, uncertain = _join_light(
-            p, q, cost, work, m, n < count_positive(p), epsilon, sides, masses, max(limits.tolerance, error),
+            ends, p, q, cost, work, m, n < count_positive(p), epsilon, sides, masses, max(limits.tolerance, error),
             limits.largest_change, f, g,
         )  # fmt: skip
         if not error < np.inf:
@@ -375,7 +377,7 @@ def _solve(
     outcome[ERROR] = error
     if limits.estimates_error:
         damping = sides.rows.damping * sides.columns.damping
-        _write_uncertainty(work, n, m, epsilon, residual, damping, outcome)
+        _write_uncertainty(ends, work, n, m, epsilon, residual, damping, outcome)
         outcome[POTENTIAL_RANGE] = _range(q, g)
         outcome[POTENTIAL_ERROR] = max(outcome[POTENTIAL_ERROR], epsilon * uncertain)
 
@@ -398,7 +400,7 @@ def _range(weights: Any, potential: Any) -> float:
 
 @inner()
 def _write_uncertainty(
-    work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
+    ends: Any, work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
 ) -> None:  # fmt: skip
     """Write the error of g, and the least eigenvalue of the equations for g without their constant; damping is k_p k_q.
 
@@ -416,13 +418,13 @@ def _write_uncertainty(
         p[i] = work.row_sums[i] * u[i]
     for j in range(m):
         q[j] /= mass
-    least = 1 - damping * (1 - eigenvalue_of_plan(work, n, m))
+    least = 1 - damping * (1 - eigenvalue_of_plan(ends, work, n, m, outcome))
     outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, work.kernel.itemsize)
     outcome[LEAST_EIGENVALUE] = least
 
 
 @compiled()
-def unbalanced_problems(counter: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
+def unbalanced_problems(counter: Any, ends: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """As `sinkhorn_problems`, with the marginal penalties (B, 2), rho_p and rho_q, of which one may be infinite.
 
     The error is infinite too where a side has no mass, factors underflow, or light bins count. Then `f` and `g` are not
@@ -435,4 +437,4 @@ def unbalanced_problems(counter: Any, problems: Any, limits: Any, results: Any, 
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(p[k], q[k], costs[owner[k]], epsilon[k], penalties[k], f[k], g[k], outcome[k], bounds, work)
+        _solve(ends, p[k], q[k], costs[owner[k]], epsilon[k], penalties[k], f[k], g[k], outcome[k], bounds, work)

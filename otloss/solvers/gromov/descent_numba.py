@@ -68,7 +68,7 @@ def scratch(n: int, m: int) -> tuple[Scratch]:
 
 
 @cache
-def address_of_solver() -> int:
+def address_of_solver() -> tuple[int, int]:
     """Return where the kernel of the network simplex is in memory, after it is compiled or read from disk."""
     work = scratch(1, 1)[0]
     return address_of(solve_problems, work.counter, work.problem, MAX_PIVOTS, work.result, work.memory)
@@ -193,7 +193,7 @@ def _gather_problem(problems: Any, k: int, plan: Any, work: Any) -> tuple[int, i
 
 @inner()
 def _descend(
-    counter: Any, solver: int, n: int, m: int, alpha: float, max_iterations: int, tolerance: float, work: Any
+    counter: Any, solver: Any, n: int, m: int, alpha: float, max_iterations: int, tolerance: float, work: Any
 ) -> tuple[float, bool]:
     """Descend from the plan among the matrices, which is overwritten; return the value, and whether it converged."""
     P, target, fixed, features, T, T_target, half = work.matrices
@@ -230,7 +230,7 @@ def _descend(
 
 @compiled()
 def descend_problems(
-    counter: Any, solver: int, problems: Any, alpha: float, max_iterations: int, tolerance: float, plans: Any,
+    counter: Any, solver: Any, problems: Any, alpha: float, max_iterations: int, tolerance: float, plans: Any,
     values: Any, converged: Any, work: Any,
 ) -> None:  # fmt: skip
     """Descend from plans (B, n, m), which are overwritten, in at most `max_iterations` steps each.

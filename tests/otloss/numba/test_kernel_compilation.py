@@ -1,11 +1,13 @@
 """How kernels are announced, compiled and kept on disk, in files that may be damaged or outdated."""
 
+import ast
 import errno
 import importlib
 import inspect
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +20,7 @@ from filelock import FileLock
 from numba.core.event import trigger_event
 
 from otloss._numba import cache as _cache
-from otloss._numba.compile import compiled
+from otloss._numba.compile import address_of, call_at, compiled
 from otloss._numba.notices import compile_together
 from tests.otloss.numba.test_kernel_threads import lines_at
 
@@ -235,7 +237,7 @@ KERNELS = [
     for package in ("otloss", "otloss_llm")
     for path in sorted((ROOT / package).rglob("*_numba.py"))
 ]
-WITHOUT_ARRAYS = {"None", "int", "float", "bool", "np.int64"}
+WITHOUT_ARRAYS = {"None", "int", "float", "bool", "np.int64", "np.float32"}
 
 
 @pytest.mark.parametrize("module", KERNELS)
@@ -250,3 +252,61 @@ def test_functions_that_count_references_take_arrays_only_from_those_that_count_
                 returned = called.py_func.__annotations__["return"]
                 kinds = returned.removeprefix("tuple[").removesuffix("]").split(", ")
                 assert set(kinds) <= WITHOUT_ARRAYS, (caller.py_func.__name__, called.py_func.__name__, returned)
+
+
+# The time of a compilation grows with the lines that numba sees. These kernels may be larger, but should not grow.
+LARGEST_KERNEL = 300
+LARGER_KERNELS = {
+    "newton_problems": 530,
+    "unbalanced_problems": 430,
+    "barycenter_problems": 400,
+    "solve_problems_from": 350,
+    "sinkhorn_problems": 335,
+    "solve_problems": 320,
+}
+
+
+def functions_in(kernel: Any) -> set[Any]:
+    """Return the functions that are compiled with the kernel."""
+    functions, new = set[Any](), {kernel.py_func}
+    while new:
+        functions |= new
+        variables = [inspect.getclosurevars(function) for function in new]
+        called = [one for each in variables for one in (*each.globals.values(), *each.nonlocals.values())]
+        new = {one.py_func for one in called if isinstance(one, numba.core.dispatcher.Dispatcher)} - functions
+    return functions
+
+
+def count_lines(function: Any) -> int:
+    """Return the number of lines of the body, without its docstring, comments and blank lines."""
+    source = textwrap.dedent(inspect.getsource(function))
+    definition = ast.parse(source).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    body = definition.body[ast.get_docstring(definition) is not None :]
+    lines = source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno] if body else []
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_no_kernel_is_large(module: str) -> None:
+    for name, kernel in vars(importlib.import_module(module)).items():
+        if isinstance(kernel, numba.core.dispatcher.Dispatcher) and isinstance(kernel._cache, _cache.KernelCache):
+            lines = sum(map(count_lines, functions_in(kernel)))
+            assert lines <= LARGER_KERNELS.get(name, LARGEST_KERNEL), (name, lines)
+
+
+def test_a_call_by_address_with_arguments_of_other_types_raises(folder: Path) -> None:
+    @compiled()
+    def write(x: np.ndarray, value: float) -> None:
+        x[0] = value
+
+    @compiled()
+    def call(address: tuple[int, int], x: np.ndarray, value: float) -> None:
+        call_at(address, (x, value))
+
+    numbers = np.zeros(1)
+    call(address_of(write, numbers, 1.0), numbers, 2.0)
+    assert numbers[0] == 2.0
+    with pytest.raises(TypeError, match="with arguments of the types"):
+        call(address_of(write, numbers, 1), numbers, 3.0)
+    assert numbers[0] == 2.0
