@@ -328,8 +328,9 @@ def eigenvalue_of_plan(work: Any, n: int, m: int) -> float:
     for j in range(m):
         # The start has pseudo-random numbers of sizes from 0.5 to 1. One with a pattern is orthogonal to eigenvectors
         # of uniform weights, and one with small numbers nearly so to that of a bin which exchanges mass with one bin.
+        # The root of the weight gives each bin an equal part, however light it is.
         state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))
-        size = 0.5 + (state >> np.uint32(2)) * 2.0**-31
+        size = (0.5 + (state >> np.uint32(2)) * 2.0**-31) / math.sqrt(max(q[j], ITERATION_BOUNDS.negligible_32))
         previous[j], x[j] = number(0), number(size if state & np.uint32(1 << 31) else -size)
     count = 0
     for k in range(min(ITERATION_BOUNDS.lanczos_steps, m - 1)):
