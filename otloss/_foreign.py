@@ -91,6 +91,38 @@ _KEYWORDS = {
     "mode": _Keyword("EMOLoss", "weighting", 'leave it out for mode=1, and give weighting="transport" for mode=2'),
     "cost_embedding": _Keyword("EMOLoss", "embedding", "give embedding=cost_embedding"),
 }  # fmt: skip
+_TREE_SETTINGS = (
+    "alpha colsample_bylevel colsample_bynode colsample_bytree device gamma grow_policy "
+    "interaction_constraints max_bin max_delta_step max_leaves min_child_samples min_child_weight "
+    "min_split_gain monotone_constraints num_leaves reg_alpha reg_lambda scale_pos_weight subsample "
+    "subsample_freq tree_method verbosity"
+)
+# Those of functions and classes that have booster_params.
+_BOOSTER_KEYWORDS = {
+    **dict.fromkeys(
+        ("early_stopping_rounds", "early_stopping_round", "stopping_rounds"),
+        _Keyword("XGBoost and LightGBM", "n_iter_no_change", "give n_iter_no_change=... and early_stopping=True"),
+    ),
+    **dict.fromkeys(
+        ("num_boost_round", "num_iterations"),
+        _Keyword("XGBoost and LightGBM", "n_estimators", "give n_estimators=..."),
+    ),
+    "eta": _Keyword("XGBoost", "learning_rate", "give learning_rate=..."),
+    **dict.fromkeys(("nthread", "num_threads"), _Keyword("XGBoost and LightGBM", "n_jobs", "give n_jobs=...")),
+    "seed": _Keyword("XGBoost and LightGBM", "random_state", "give random_state=..."),
+    **dict.fromkeys(
+        ("objective", "num_class", "eval_metric", "base_score"),
+        _Keyword("XGBoost and LightGBM", "cost", "leave it out: it follows from power, cost, values and the labels"),
+    ),
+    "eval_set": _Keyword("XGBoost and LightGBM", None, "give it to fit"),
+    "callbacks": _Keyword("XGBoost and LightGBM", None, "train with otloss.boosting.xgboost_objective for them"),
+    **{
+        name: _Keyword(
+            "XGBoost and LightGBM", "booster_params", f"give booster_params={{{name!r}: ...}} by the library's name"
+        )
+        for name in _TREE_SETTINGS.split()
+    },
+}
 _CALLS = (
     _Call("POT", "emd2 emd2_lazy", "otloss.emd(p, q, cost)"),
     _Call("POT", "sinkhorn2", "otloss.solve(p, q, cost, epsilon=reg).linear_cost"),
@@ -226,13 +258,14 @@ def check_call(function: str, own: Mapping[str, Any], args: tuple[Any, ...], set
 
 def check_keywords(function: str, keywords: Iterable[str], own: Mapping[str, Any]) -> None:
     """Raise TypeError for a keyword of another package that is not among the function's own, or nearly one of those."""
+    table = _BOOSTER_KEYWORDS if "booster_params" in own else _KEYWORDS
     for name in keywords:
         if name in own:
             continue
         if name == "p" and "order" in own:
             raise TypeError(_message(function, name, _EXPONENT, own))
-        if name in _KEYWORDS:
-            raise TypeError(_message(function, name, _KEYWORDS[name], own))
+        if name in table:
+            raise TypeError(_message(function, name, table[name], own))
         if near := difflib.get_close_matches(name, own, n=1):
             raise TypeError(f"{function} has no option {name!r}; did you mean {near[0]}=?")
 

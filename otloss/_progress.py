@@ -92,7 +92,7 @@ def report(work: str, error: float | Tensor = math.nan, *, tolerance: float = 0.
 
     Args:
         work: what the loop does, in words.
-        error: its error so far, which is to fall to `tolerance`.
+        error: its error so far, which is to fall to `tolerance`. A loop that goes on within it improves potentials.
         share: of the loop that is done.
     """
     if not _call.name:
@@ -107,13 +107,21 @@ def report(work: str, error: float | Tensor = math.nan, *, tolerance: float = 0.
     late = elapsed - _call.due
     if late < 0 or max(late, elapsed - _call.first.time) < LEAST_WAIT:
         return
-    known = "" if math.isnan(worst) else f", error {worst:.2g}" + f" (to fall to {tolerance:.2g})" * (tolerance > 0)
+    known = "" if math.isnan(worst) else f", error {worst:.2g}{_aim(worst, tolerance)}"
     left = _seconds_left(_call.first, look, tolerance)
     time_left = "the time left is not known" if left is None else f"about {max(left, 1):.0f} s left"
     _log.warning("%s runs for %.0f s: %s%s; %s", _call.name, elapsed, work, known, time_left)
     _call.first = look
     while _call.due <= elapsed:
         _call.due *= 2
+
+
+def _aim(error: float, tolerance: float) -> str:
+    if not tolerance > 0:
+        return ""
+    if error <= tolerance:
+        return f" (within {tolerance:.2g}: further steps make the potentials more accurate)"
+    return f" (to fall to {tolerance:.2g})"
 
 
 def _seconds_left(first: _Look, now: _Look, tolerance: float) -> float | None:

@@ -151,7 +151,9 @@ def _while_waiting(run: Callable[[], list[Any]], counter: np.ndarray, tasks: int
         while not wait((future,), LIMITS.look).done:
             if work.name:
                 error, share = counter[COUNTER.error : COUNTER.share + 1].view(np.float64).tolist()
-                share = min(counter[0], tasks) / tasks if tasks > 1 else share
+                if tasks > 1:
+                    share = min(counter[0], tasks) / tasks
+                    error = error if error > work.tolerance else math.nan  # the task has ended, and others go on
                 report(work.name, error or math.nan, tolerance=work.tolerance, share=share)
         return future.result()
     except BaseException:

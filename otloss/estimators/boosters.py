@@ -267,6 +267,8 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
             raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")
         if first in checked:
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
+        if library == "xgboost" and first == "monotone_constraints" and isinstance(value, list | np.ndarray):
+            value = tuple(int(sign) for sign in value)  # as LightGBM takes them; XGBoost reads a list as names
         checked[first] = value
     kind = checked.get("boosting" if library == "lightgbm" else "booster")
     if kind not in KINDS:

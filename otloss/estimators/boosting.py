@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from joblib import effective_n_jobs  # type: ignore[import-untyped]
@@ -13,6 +15,7 @@ from sklearn.utils import check_consistent_length, column_or_1d
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from otloss._checks import check_count
+from otloss._foreign import check_keywords
 from otloss._ordered_classes import check_choice
 from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
 from otloss.estimators.boosters import (
@@ -26,6 +29,7 @@ from otloss.estimators.boosters import (
 )
 from otloss.estimators.criterion import check_real
 
+_C = TypeVar("_C")
 _CONSTANT = (
     "OrdinalBoostingClassifier split no row from another, so that it predicts the class frequencies: the loss is too "
     "small beside the limits and penalties of the trees. Raise transport and cross_entropy or the weights, or lower "
@@ -38,6 +42,20 @@ _ON_DASK = {
 }
 
 
+def _names_foreign_settings(cls: type[_C]) -> type[_C]:
+    """Decorate a class: settings of the libraries are named before Python says that they are unexpected."""
+    init, own = cls.__init__, inspect.signature(cls).parameters
+
+    @functools.wraps(init)
+    def checked(self: _C, **params: Any) -> None:
+        check_keywords(cls.__name__, params, own)
+        init(self, **params)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_names_foreign_settings
 @dataclass(kw_only=True, eq=False, repr=False)
 class OrdinalBoostingClassifier(OrdinalBase):
     """Classifier of ordered labels: boosted trees of XGBoost or LightGBM with the gradients of a transport loss.

@@ -29,9 +29,10 @@ from otloss.solvers.entropic.warnings import warn_of_errors
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.histograms import weights_or_uniform
-from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, Penalty, Settings, is_kept
+from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, Penalty, Settings, SmallEpsilonError, is_kept
 from otloss.solvers.problem import Problem, pose, tolerance_of
 from otloss.solvers.reductions import reduce
+from otloss.solvers.reductions.forbidden_prices import without_prices
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
 
@@ -341,8 +342,18 @@ def _without_error_below_zero(problem: Problem, value: Tensor, terms: list[Trans
 
 def solve_problem(problem: Problem, settings: Settings, *, is_accurate: bool = False) -> Transport:
     """Reduce, solve, differentiate and restore a posed problem; `is_accurate` as for `find_potentials`."""
-    reduced, ways_back = reduce(problem, settings)
-    return Transport(problem, _solve(reduced, settings, is_accurate=is_accurate), ways_back)
+    try:
+        reduced, ways_back = reduce(problem, settings)
+        return Transport(problem, _solve(reduced, settings, is_accurate=is_accurate), ways_back)
+    except SmallEpsilonError as error:
+        forbidden = without_prices(problem)
+        if forbidden is None:
+            raise
+        try:
+            reduced, ways_back = reduce(forbidden, settings)
+            return Transport(problem, _solve(reduced, settings, is_accurate=is_accurate), ways_back)
+        except ValueError:  # about costs that were not given
+            raise error from None
 
 
 def _solve(problem: Problem, settings: Settings, *, is_accurate: bool) -> Solution:

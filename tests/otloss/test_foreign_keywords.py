@@ -47,6 +47,19 @@ def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) ->
         CALLS[function](**{keyword: 0.5})
 
 
+@pytest.mark.parametrize(("keyword", "ours"), [
+    ("early_stopping_rounds", "is XGBoost and LightGBM's; give n_iter_no_change="), ("eta", "learning_rate="),
+    ("subsample", r"booster_params=\{'subsample': ...\}"), ("eval_set", "give it to fit"),
+    ("num_class", "leave it out"),
+    ("learning_rates", "did you mean learning_rate="),
+])  # fmt: skip
+def test_a_keyword_of_a_booster_names_ours(keyword: str, ours: str) -> None:
+    estimators = pytest.importorskip("otloss.estimators")
+    with pytest.raises(TypeError, match=f"^OrdinalBoostingClassifier has no option '{keyword}'.*{ours}"):
+        estimators.OrdinalBoostingClassifier(**{keyword: 3})
+    assert estimators.OrdinalBoostingClassifier(n_iter_no_change=3).get_params()["n_iter_no_change"] == 3
+
+
 # Whose names have another one here, and which.
 NAMES = {
     "emd2": "otloss.emd", "sinkhorn2": "otloss.solve", "gromov_wasserstein2": "otloss.fused_gromov",

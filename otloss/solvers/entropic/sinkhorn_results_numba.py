@@ -24,12 +24,14 @@ class LanczosBounds(NamedTuple):
             `large_eigenvalue`: the eigenvalue of a few bins among thousands has shown by then, and after three steps
             it has not.
         smallest_length: of a vector, below which it is rounding.
+        smallest_share: of the mass; the start counts lighter bins as this one, so that its numbers fit float32.
     """
 
     steps: int = 24
     first_steps: int = 8
     large_eigenvalue: float = 0.1
     smallest_length: float = 1e-6
+    smallest_share: float = 1e-20
 
 
 LANCZOS = LanczosBounds()
@@ -49,8 +51,9 @@ def estimate_eigenvalue(
     for j in range(m):
         # The start has pseudo-random numbers of sizes from 0.5 to 1. One with a pattern is orthogonal to eigenvectors
         # of uniform weights, and one with small numbers nearly so to that of a bin which exchanges mass with one bin.
+        # The root of the weight gives each bin an equal part, however light it is.
         state = np.uint32(state * np.uint32(1664525) + np.uint32(1013904223))
-        size = 0.5 + (state >> np.uint32(2)) * 2.0**-31
+        size = (0.5 + (state >> np.uint32(2)) * 2.0**-31) / math.sqrt(max(q[j], LANCZOS.smallest_share))
         previous[j], x[j] = number(0), number(size if state & np.uint32(1 << 31) else -size)
     count = 0
     for k in range(min(LANCZOS.steps, m - 1)):

@@ -33,12 +33,16 @@ class Lanczos(NamedTuple):
         resolved: the bound of the error of l over 1 - l. It holds for some eigenvalue, and after the first products for
             the largest. After 14 products, the eigenvalue of one cell that hardly exchanges mass had not shown yet.
         smallest_norm: of a step, below which all eigenvalues are found.
+        lightest: bins of at least this share of the mass have an equal part in the start, however light they are. The
+            eigenvector of one such bin is nearly orthogonal to a start of equal numbers. Far larger numbers at bins
+            that are still lighter would round the others.
     """
 
     min_steps: int = 24
     max_steps: int = 60
     resolved: float = 0.1
     smallest_norm: float = 1e-8
+    lightest: float = 1e-12
 
 
 LANCZOS = Lanczos()
@@ -78,8 +82,9 @@ def _least_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor) 
     random = torch.Generator("cpu").manual_seed(0)
     start = torch.rand(weights.shape[-1], dtype=weights.dtype, generator=random, device="cpu") - 0.5
     start = start + 0.5 * start.sign()  # small numbers would be nearly orthogonal to the eigenvector of a single bin
+    start = start.to(weights) / weights.clamp(min=LANCZOS.lightest).sqrt()
     basis = torch.ones_like(weights).unsqueeze(-2)  # rows of length one in the inner product of the weights
-    step, norm = _orthogonal(start.to(weights).expand_as(weights), basis, weights)
+    step, norm = _orthogonal(start, basis, weights)
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
     while True:

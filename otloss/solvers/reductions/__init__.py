@@ -8,6 +8,9 @@ apply. `reduce` tries them in this order:
     empty_sides     entropic problems without mass on a side are solved for uniform weights instead
     large_epsilon   epsilon is capped where the limit is reached; wide problems are solved in float64
     priced_blocks   entropic problems whose bins fall into blocks of equal mass, between which costs are far larger
+
+Where an entropic search fails because epsilon is too small, `forbidden_prices` puts +inf for costs that no plan needs,
+and the problem is reduced again.
 """
 
 from __future__ import annotations

@@ -290,3 +290,13 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
         model.predict(table.assign(letter="other"))
     with pytest.raises(ValueError, match="same order"):
         model.predict(table[["width", "letter"]])
+
+
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_monotone_constraints_may_be_a_list_or_an_array(library: str) -> None:
+    predicted = [
+        boosted(library, n_estimators=3, booster_params={"monotone_constraints": given}).fit(X, Y).predict_proba(X)
+        for given in ((1,) * X.shape[1], [1] * X.shape[1], np.ones(X.shape[1], dtype=int))
+    ]
+    for other in predicted[1:]:
+        np.testing.assert_array_equal(other, predicted[0])

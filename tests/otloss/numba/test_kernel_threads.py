@@ -196,6 +196,13 @@ def test_a_long_call_says_how_long_it_will_take(caplog: Any, monkeypatch: pytest
     assert message.endswith("about 7 s left")
 
 
+def test_a_long_call_within_its_tolerance_says_why_it_goes_on(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, errors = [0.0, 1.0, 6.0, 9.0, 11.0], (1.0, 1e-6, 1e-7, 1e-7)
+    (message,) = lines_at(caplog, monkeypatch, seconds, *errors)
+    assert "error 1e-07 (within 1e-05: further steps make the potentials more accurate)" in message
+    assert message.endswith("the time left is not known")
+
+
 def test_a_long_call_says_so_each_time_that_it_has_taken_twice_as_long(caplog: Any, monkeypatch: Any) -> None:
     """Each estimate is of the last half: the error falls more slowly from 10 s on."""
     seconds = [0.0, *range(1, 100)]

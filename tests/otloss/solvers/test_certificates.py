@@ -3,7 +3,7 @@
 import math
 import random
 import warnings
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -195,6 +195,47 @@ def test_the_error_of_potentials_without_a_matrix_is_that_with_one(
     monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
     answer = otloss.solve(*problem, **options)  # type: ignore[arg-type]
     assert float(answer.potential_error) == pytest.approx(float(right.potential_error), rel=0.5)
+
+
+def newton_step(p: Tensor, q: Tensor, cost: Tensor, b: Tensor) -> tuple[Tensor, float]:
+    """What b = g / epsilon lacks, to first order and with mean 0 over q, and the second eigenvalue of the equations."""
+    rows, scale = torch.softmax(q.log() - cost + b, -1), q.sqrt()
+    received = p @ rows
+    curvature = torch.diag(received) - rows.mT @ (p[:, None] * rows) + q[:, None] * q
+    values, vectors = torch.linalg.eigh(curvature / (scale[:, None] * scale))
+    step = vectors @ ((vectors.mT @ ((q - received) / scale)) / values) / scale
+    return step - q @ step, float(values[0])
+
+
+@pytest.mark.parametrize("light", [1e-2, 1e-8, 1e-10])
+@pytest.mark.parametrize("impl", ["torch", "compiled"])
+def test_the_error_of_potentials_without_a_matrix_sees_one_cell_apart(
+    impl: Literal["torch", "compiled"], light: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A noisy disc, and one cell at any place, of any weight, that exchanges next to nothing with it."""
+    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
+    size, epsilon = 16, 0.002
+    cost = GridCost((size, size), spacing=1 / (size - 1))
+    y, x = torch.arange(size)[:, None], torch.arange(size)
+    disc = (x - size // 2).square() + (y - size // 2).square() < (size / 4) ** 2
+    noise = torch.rand(2, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * disc
+    certain = []
+    for cell in torch.nonzero(~disc.reshape(-1))[::45, 0]:
+        p, q = (noise / noise.sum((-2, -1), keepdim=True)).reshape(2, -1)
+        p[cell] = q[cell] = light
+        p, q, has_mass = p / p.sum(), q / q.sum(), q > 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            answer = otloss.solve(p, q, cost, epsilon=epsilon, tolerance=1e-5, impl=impl)
+        inside = cost.dense().double()[has_mass][:, has_mass] / epsilon
+        lacks, least = newton_step(p[has_mass], q[has_mass], inside, answer.potentials[1][has_mass] / epsilon)
+        told = float(answer.potential_error) / epsilon
+        if least < 1e-11:  # rounding decides
+            assert told == math.inf
+        else:
+            assert float(lacks.abs().max()) < 3 * told
+        certain.append(told < math.inf)
+    assert not all(certain)
 
 
 def test_uncertain_gradients_are_named_without_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:

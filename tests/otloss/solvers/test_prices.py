@@ -456,3 +456,46 @@ def test_clouds_with_float64_weights_that_were_rounded_to_float32_are_named(monk
         w /= torch.zeros(2, dtype=torch.float64).index_add_(0, labels, w)[labels]
     with pytest.warns(ConvergenceWarning, match="Scale the weights so that they agree"):
         otloss.solve((p / 2).float().double(), (q / 2).float().double(), PointCost(1e3 * x, 1e3 * y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_prices_of_several_sizes_beside_a_small_epsilon_are_as_infinite_ones(dtype: torch.dtype) -> None:
+    """Between blocks and within them, in batches with and without prices; a plan that avoids them all exists."""
+    for seed in range(60):
+        chosen, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        blocks, size = chosen.choice([(2, 1), (2, 2), (2, 3), (3, 3), (5, 3)])
+        rows, columns = (torch.randperm(blocks * size, generator=generator) % blocks for _ in "pq")
+        n, largest = len(rows), chosen.choice([1.0, 10.0, 300.0])
+        cost, uniform, weights = (torch.rand(n, n, generator=generator, dtype=torch.float64) for _ in range(3))
+        is_dear = (rows[:, None] != columns) | (uniform < 0.3)
+        is_dear[rows.argsort(), columns.argsort()] = False
+        plan = weights.masked_fill(is_dear, 0.0) / n
+        p, q = plan.sum(1).to(dtype), plan.sum(0).to(dtype)
+        prices = torch.tensor([1e6, 1e9, 1e12, 1e15], dtype=torch.float64)[: chosen.randint(1, 4)]
+        dear = prices[torch.randint(len(prices), (n, n), generator=generator)]
+        matrix = torch.where(is_dear, dear, largest * cost).to(dtype)
+        problems = torch.stack([matrix, (largest * cost).to(dtype)])
+        options = {"epsilon": largest * 10 ** chosen.uniform(-5, -1.5), "max_iterations": 100_000, "tolerance": 1e-8}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            both = otloss.sinkhorn(p, q, problems, **options)  # type: ignore[arg-type]
+            right = otloss.sinkhorn(p, q, problems.masked_fill(problems >= 1e5, torch.inf), **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(both, right, rtol=1e-4 if dtype == torch.float32 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("price", [1e6, 1e12])
+def test_a_chain_that_the_weights_leave_no_choice(price: float) -> None:
+    """Row 2 fits column 2 alone, so that row 1 has to take column 1: the potentials would climb to half the price."""
+    p = torch.tensor([0.5, 0.5], dtype=torch.float64, requires_grad=True)
+    cost = torch.tensor([[3.0, 1.0], [price, 2.0]], dtype=torch.float64, requires_grad=True)
+    with pytest.warns(ConvergenceWarning, match="gradients of the weights are uncertain"):
+        answer = otloss.solve(p, p.detach(), cost, epsilon=1e-3)
+    answer.value.backward()
+    plan = torch.diag(torch.full((2,), 0.5, dtype=torch.float64))
+    assert float(answer.value.detach()) == pytest.approx(2.5 + 1e-3 * math.log(2))
+    torch.testing.assert_close(cost.grad, plan, rtol=0.0, atol=1e-9)
+    torch.testing.assert_close(answer.plan().detach(), plan, rtol=0.0, atol=1e-9)
+    q = p.detach() + torch.tensor([-1e-3, 1e-3], dtype=torch.float64)
+    assert float(otloss.sinkhorn(p, q, cost, epsilon=1e-3).detach()) < 3
+    with pytest.raises(otloss.SmallEpsilonError):  # a thousandth has to pay
+        otloss.sinkhorn(p, q.flip(0), cost, epsilon=1e-6)

@@ -1,0 +1,75 @@
+"""Entropic problems with prices for pairs that must not be, beside a small epsilon: pairs that no plan needs get +inf.
+
+Finite prices of 1e6 to 1e15 stand for "must not be". The potentials climb towards them where cheap pairs alone do not
+tie the bins together, and a small epsilon is then below the rounding of the potentials (`SmallEpsilonError`). If some
+plan avoids all pairs above a level, and these cost more than the price that `plain_costs` gives to +inf, the optimum
+avoids them too, and +inf in their place changes nothing but the numbers of the search.
+
+This is tried where the search has failed: to find such a plan takes an exact solution, at a cost of 1 for each pair
+above the level and 0 for the others. What the rounding of the weights forces onto such pairs counts as nothing. The gap
+holds it, because it holds the rounding of the weights at the costs of the posed problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from otloss._checks import needs_torch
+from otloss.costs.dense import posed_cost
+from otloss.solvers.exact.blocks import PRICE_LIMITS
+from otloss.solvers.exact.optimum import solve_arrays
+from otloss.solvers.histograms import of_equal_mass
+from otloss.solvers.problem import Problem
+from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
+
+MAX_ENTRIES = 2**22  # of all matrices
+LEAST_RATIO = 1e3  # of a price to the largest cost below it, as for exact problems
+
+
+def without_prices(problem: Problem) -> Problem | None:
+    """Return the problem with +inf for prices that no plan needs; None if it has none."""
+    is_balanced = problem.marginal_penalty is None and problem.mass is None and not problem.is_symmetric
+    if problem.is_exact or not is_balanced or problem.cost.stored_matrix() is None:
+        return None
+    (n, m), batch = problem.cost.shape, problem.batch
+    if needs_torch(problem.p, problem.q, *problem.cost.tensors()) or batch.numel() * n * m > MAX_ENTRIES:
+        return None
+    matrix = problem.cost.dense().expand(*batch, n, m)
+    with torch.no_grad():
+        wide = matrix.cpu().double().reshape(-1, n, m)
+        p, q = (w.cpu().double().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
+        q, widths = of_equal_mass(p, q), problem.epsilon.cpu().double().reshape(-1).tolist()
+        is_dear = torch.stack([
+            _dear_pairs(p[k], q[k], wide[k], widths[k], problem.weight_rounding) for k in range(len(p))
+        ])  # fmt: skip
+    if not bool(is_dear.any()):
+        return None
+    forbidden = matrix.masked_fill(is_dear.reshape(*batch, n, m).to(matrix.device), torch.inf)
+    return dataclasses.replace(problem, cost=posed_cost(forbidden), start=None)
+
+
+def _dear_pairs(p: Tensor, q: Tensor, cost: Tensor, epsilon: float, rounding: float) -> Bool[Tensor, "n m"]:
+    """Return the pairs above the lowest level at which some plan avoids them all; none where there is no such level."""
+    least = (PRICE_LIMITS.roundings * max(rounding, np.finfo(np.float64).eps)) * float(p.sum())
+    for level in _levels(cost, epsilon):
+        is_dear = cost > level
+        if float(solve_arrays(p, q, is_dear.double(), rounding=rounding).value) <= least:
+            return is_dear
+    return torch.zeros_like(cost, dtype=torch.bool)
+
+
+def _levels(cost: Float[Tensor, "n m"], epsilon: float) -> list[float]:
+    """Return the costs, from the least, above which the next one is a price and exceeds what +inf becomes."""
+    entries = cost[cost.isfinite()].unique()
+    if not entries.numel():
+        return []
+    shifted = entries - entries[0].clamp(max=0.0)
+    price = (min(cost.shape) + 1) * (shifted[:-1] + EPSILONS_PER_PAIR * epsilon)
+    is_level = shifted[1:] > torch.maximum(price, LEAST_RATIO * shifted[:-1])
+    levels: list[float] = entries[:-1][is_level].tolist()
+    return levels
