@@ -12,15 +12,16 @@ Far from the solution the equations of parts that exchange nothing are singular,
 that is not near begins at a large epsilon, where all parts exchange mass, and lowers it; potentials of a larger epsilon
 are a few epsilons off.
 
-The products are those of `Cost.plan_products`: on a GPU streamed kernels in float32, or blocks of rows in float64. In
-float32 an error of the marginals is reached of about the rounding of potentials over epsilon. A search whose error no
-longer falls ends with the error that it has.
+The products are those of `Cost.plan_products`: streamed kernels in float32, or blocks of rows in torch. In float32 the
+error of the marginals falls to about the rounding of potentials over epsilon. Where that is above the tolerance, a few
+more steps follow in float64, on the same device. A search whose error no longer falls ends with the error that it has.
 
 References: `dense_newton`, the same steps with dense equations, and `newton_numba` for the cells of one plan.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,12 +31,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from otloss._checks import has_float64
 from otloss._progress import report
 from otloss.costs.cost import PlanProducts
 from otloss.solvers.entropic.conjugate_gradients import Equations, conjugate_gradients
 from otloss.solvers.entropic.dense_newton import shortened
 from otloss.solvers.entropic.dual import with_estimates
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, is_queued
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64, is_queued
 from otloss.solvers.entropic.looks import Looks
 from otloss.solvers.entropic.sinkhorn import exact_updates, falling_epsilons
 from otloss.solvers.entropic.updates import Updates, build_updates
@@ -74,17 +76,28 @@ class NewtonByProducts(Method):
         return problem.impl == "triton" and not problem.is_symmetric
 
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
-        """Search from near potentials, else in stages of epsilon; see `interface.Method`."""
-        updates = build_updates(problem)
-        previous = SearchResult.at_start(problem) if previous is None else previous
-        is_near = previous.error <= STEPS.stage_error
-        g, steps = previous.start[1].to(updates.log_q), torch.zeros_like(previous.iterations)
-        if previous.error.numel() and not bool(is_near.all()):
-            staged = _run_stages(updates, budget)
-            g, steps = torch.where(is_near.unsqueeze(-1), g, staged.g), torch.where(is_near, 0, staged.steps)
-        found = _run_steps(updates, g, budget.tolerance, min(STEPS.max_steps, budget.max_iterations))
-        result = exact_updates(updates, updates.f_from(found.g), found.g, steps + found.steps)
+        """Search from near potentials, else in stages of epsilon, and then in float64; see `interface.Method`."""
+        result = _search(problem, SearchResult.at_start(problem) if previous is None else previous, budget)
+        if problem.cost.dtype == torch.float32 and has_float64(problem.p.device) and not _is_solved(result, budget):
+            again = _search(in_float64(problem), result, budget)
+            result = dataclasses.replace(again, iterations=result.iterations + again.iterations)
         return with_estimates(problem, result) if budget.is_accurate else result
+
+
+def _is_solved(result: SearchResult, budget: Budget) -> bool:
+    return result.is_within(budget.tolerance) or result.iterations_used >= budget.max_iterations
+
+
+def _search(problem: Problem, previous: SearchResult, budget: Budget) -> SearchResult:
+    """Return where the steps end in the arithmetic of the problem."""
+    updates = build_updates(problem)
+    is_near = previous.error <= STEPS.stage_error
+    g, steps = previous.start[1].to(updates.log_q), torch.zeros_like(previous.iterations)
+    if previous.error.numel() and not bool(is_near.all()):
+        staged = _run_stages(updates, budget)
+        g, steps = torch.where(is_near.unsqueeze(-1), g, staged.g), torch.where(is_near, 0, staged.steps)
+    found = _run_steps(updates, g, budget.tolerance, min(STEPS.max_steps, budget.max_iterations))
+    return exact_updates(updates, updates.f_from(found.g), found.g, steps + found.steps)
 
 
 class _Found(NamedTuple):
