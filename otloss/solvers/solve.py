@@ -208,7 +208,8 @@ def sinkhorn(
             kernel, and larger ones as "torch", not measured yet; "auto", the first for problems of up to 2**24 entries
             on a CPU, else the second. For CUDA tensors "auto" searches the potentials on the CPU, which is faster in
             small problems and between points; but not of images, nor of a `DenseCost` above 2**24 entries, nor above
-            2**28 entries in all. Newton's method on the CPU takes what the first iterations leave, with every `impl`.
+            2**28 entries in all. Newton's method takes what the first iterations leave, with every `impl`: on the
+            CPU, and with "triton" on the device first.
             Balanced problems between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at
             least 2**22 pairs) on a CPU start from clusters of points, and soft minima of squared distances may go
             through a grid, whose error is a part of the marginal error; the tolerance means the same.
