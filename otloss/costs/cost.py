@@ -54,6 +54,13 @@ class CentroidBound(NamedTuple):
     is_smooth: bool
 
 
+class PlanProducts(NamedTuple):
+    """P v, and the sums of the rows of P."""
+
+    values: Float[Tensor, "*batch n k"]
+    of_rows: Float[Tensor, "*batch n"]
+
+
 class Cost(ABC):
     """A cost between n bins of p and m bins of q.
 
@@ -271,6 +278,45 @@ class Cost(ABC):
         prepared = streams.Epsilon.build(epsilon, self.device)
         sums = streams.plan_sums(costs, "cost", f + width * log_p, g + width * log_q, prepared)
         return sums.values.squeeze(-1).to(f.dtype)
+
+    def plan_products(
+        self,
+        f: Float[Tensor, "*batch n"],
+        g: Float[Tensor, "*batch m"],
+        log_p: Float[Tensor, "*batch n"],
+        log_q: Float[Tensor, "*batch m"],
+        *,
+        epsilon: Float[Tensor, "*batch"],
+    ) -> Callable[[Tensor], PlanProducts]:
+        """Return v (..., m, k) to its products with the plan of `plan_gradients`, without a graph or a whole matrix."""
+        costs = self._stream()
+        if costs is None:
+            return lambda v: self._products_by_blocks((f, g), (log_p, log_q), epsilon, v)
+        from otloss.costs import streams_triton as streams
+
+        width, prepared = epsilon.unsqueeze(-1), streams.Epsilon.build(epsilon, self.device)
+        a, h = f + width * log_p, g + width * log_q
+
+        def products(v: Tensor) -> PlanProducts:
+            sums = streams.plan_sums(costs, "product", a, h, prepared, v.detach())
+            return PlanProducts(sums.values.to(f.dtype), sums.of_rows.to(f.dtype))
+
+        return products
+
+    @torch.no_grad()
+    def _products_by_blocks(
+        self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: Tensor, v: Tensor
+    ) -> PlanProducts:
+        (f, g), (log_p, log_q) = potentials, log_weights
+        batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, v.shape[:-2])
+        products, row_sums = [], []
+        with torch.autocast(self.device.type, enabled=False):
+            for start, stop in self._blocks(batch):
+                part, rows = slice(start, stop), self.row_block(start, stop).to(f.dtype)
+                plan = plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon)
+                products.append(plan @ v.to(plan))
+                row_sums.append(plan.sum(-1))
+        return PlanProducts(torch.cat(products, -2), torch.cat(row_sums, -1))
 
     def softmin_work(self) -> int:
         """Return how many terms a soft minimum sums, n m by default; with fewer, large problems do without a matrix."""

@@ -79,6 +79,11 @@ class Problem:
     def batch(self) -> torch.Size:
         return self.p.shape[:-1]
 
+    @property
+    def dtype_of_sums(self) -> torch.dtype:
+        """Where a reduction makes sums: float64 if the device has it, but for impl="triton", which is float32."""
+        return self.cost.dtype if self.impl == "triton" or not has_float64(self.p.device) else torch.float64
+
     @cached_property
     def largest_cost(self) -> Float[Tensor, "*batch"]:
         """The largest cost or a bound of it, per matrix and without a graph."""

@@ -24,6 +24,7 @@ from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
 from otloss.solvers.entropic.assignment_start import assignment_start
 from otloss.solvers.entropic.potentials import find_potentials
+from otloss.solvers.entropic.sinkhorn_gpu import check_usable
 from otloss.solvers.entropic.solution import solution_of
 from otloss.solvers.entropic.warnings import warn_of_errors
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
@@ -92,7 +93,7 @@ def solve(
                 [0.0000, 0.5000]])
     """
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
-    return solve_problem(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, is_accurate=True)
+    return solve_problem(_pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, is_accurate=True)
 
 
 @public
@@ -208,7 +209,8 @@ def sinkhorn(
             kernel, and larger ones as "torch", not measured yet; "auto", the first for problems of up to 2**24 entries
             on a CPU, else the second. For CUDA tensors "auto" searches the potentials on the CPU, which is faster in
             small problems and between points; but not of images, nor of a `DenseCost` above 2**24 entries, nor above
-            2**28 entries in all. Newton's method on the CPU takes what the first iterations leave, with every `impl`.
+            2**28 entries in all. Newton's method takes what the first iterations leave, with every `impl`: on the
+            CPU, and with "triton" on the device first.
             Balanced problems between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at
             least 2**22 pairs) on a CPU start from clusters of points, and soft minima of squared distances may go
             through a grid, whose error is a part of the marginal error; the tolerance means the same.
@@ -240,7 +242,7 @@ def sinkhorn(
     """
     _check_is_entropic(epsilon)
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
-    return solve_problem(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings).value
+    return solve_problem(_pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings).value
 
 
 @public
@@ -303,7 +305,7 @@ def sinkhorn_divergence(
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
     p, q = weights_or_uniform(p, q, cost)  # which checks the order of the arguments
     among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
-    problem = pose(p, q, cost, epsilon=epsilon, settings=settings)
+    problem = _pose(p, q, cost, epsilon=epsilon, settings=settings)
     problem, _ = reduce_epsilon(problem, settings) or (problem, None)  # for all three alike
     tolerance = tolerance_of(problem, settings)
     settings = dataclasses.replace(settings, tolerance=tolerance)
@@ -338,6 +340,14 @@ def _without_error_below_zero(problem: Problem, value: Tensor, terms: list[Trans
     error = sum(term.gap for term in terms) + torch.finfo(problem.cost.dtype).eps * sizes
     is_error = (value.detach() < 0) & (value.detach() >= -error)
     return value - value.detach().where(is_error, 0.0)
+
+
+def _pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings: Settings) -> Problem:
+    """As `pose`; raises ValueError if impl="triton" cannot run on the tensors."""
+    problem = pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings)
+    if problem.impl == "triton":  # before a reduction needs float64, where torch takes over
+        check_usable(problem)
+    return problem
 
 
 def solve_problem(problem: Problem, settings: Settings, *, is_accurate: bool = False) -> Transport:

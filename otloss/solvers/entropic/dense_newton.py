@@ -7,9 +7,12 @@ solved up to rounding, and the steps end where one is small or does not reduce t
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from otloss.solvers.entropic.dual import ROUNDING, Dual, build_dual, is_dense_fast
@@ -75,15 +78,16 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     for _ in range(min(DENSE_NEWTON.max_steps, budget.max_iterations)):
         gradient, curvature = dual.derivatives(b, ridge=DENSE_NEWTON.ridge)
         step, failed = torch.linalg.solve_ex(curvature, gradient)
-        spread = step.amax(-1) - step.amin(-1) if dual.is_balanced else 2 * step.abs().amax(-1)
-        spread = spread.clamp(min=tiny)
+        spread = spread_of(step, is_balanced=dual.is_balanced)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         error = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
         is_active = (error > 0.1 * budget.tolerance) | ((spread > DENSE_NEWTON.smallest_step) & (error > ROUNDING))
         is_active = is_active & (failed == 0) & torch.isfinite(spread)
         if not bool(is_active.any()):
             break
-        b = torch.where(is_active.unsqueeze(-1), b + _shortened(dual, b, step, gradient, spread), b)
+        after = functools.partial(_gradient_after, dual, b)
+        step = shortened(step, gradient, after, is_balanced=dual.is_balanced)
+        b = torch.where(is_active.unsqueeze(-1), b + step, b)
         steps = steps + is_active
     f = updates.f_from(torch.where(q > 0, b * updates.epsilon, g))
     g = torch.where(q > 0, b * updates.epsilon, updates.g_from(f))
@@ -91,14 +95,33 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     return SearchResult(f, g, error, steps, dual.error(g / updates.epsilon) * problem.epsilon)
 
 
-def _shortened(dual: Dual, b: Tensor, step: Tensor, gradient: Tensor, spread: Tensor) -> Tensor:
+def _gradient_after(dual: Dual, b: Tensor, step: Tensor) -> Tensor:
+    return dual.gradient(b + step)
+
+
+def shortened(
+    step: Float[Tensor, "*batch m"], gradient: Float[Tensor, "*batch m"],
+    gradient_after: Callable[[Tensor], Tensor], *, is_balanced: bool,
+) -> Float[Tensor, "*batch m"]:  # fmt: skip
     """Return the step where it halves the derivative of the dual along itself, and elsewhere a safe share of it.
 
     Along a step h the third derivative of the dual is at most the second times the spread of h, its largest minus its
     least entry. So a step times log(1 + spread) / spread always increases the dual, but it is at most that logarithm.
 
+    Args:
+        gradient: of the dual before the step.
+        gradient_after: a step to the gradient after it.
+        is_balanced: whether a constant changes nothing.
+
     Source: F. Bach, Self-concordant analysis for logistic regression, 2010.
     """
-    at_start, at_end = (gradient * step).sum(-1), (dual.gradient(b + step) * step).sum(-1)
+    spread = spread_of(step, is_balanced=is_balanced)
+    at_start, at_end = (gradient * step).sum(-1), (gradient_after(step) * step).sum(-1)
     share = torch.where(at_end.abs() <= 0.5 * at_start, 1.0, torch.log1p(spread) / spread)
     return share.unsqueeze(-1) * step
+
+
+def spread_of(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:
+    """Return the largest entry of a step minus the least, or twice the largest size where a constant counts."""
+    spread = step.amax(-1) - step.amin(-1) if is_balanced else 2 * step.abs().amax(-1)
+    return spread.clamp(min=torch.finfo(step.dtype).tiny)

@@ -12,9 +12,6 @@ for each axis, taken as conditional means: every number stays near those that ar
 Whether there is an answer depends on the least eigenvalue of I - S R on vectors without a constant, a share of the mass
 that parts of the plan exchange. Conjugate gradients with a random right-hand side c estimate it: the quotient
 <b, c> / <b, b> of each iterate b is at least that eigenvalue, and tends to it where it is far below the others.
-
-These conjugate gradients are in torch, for batches, any device and products without a matrix. Those of `newton_numba`
-have a preconditioner that needs the cells of one plan.
 """
 
 from __future__ import annotations
@@ -32,7 +29,9 @@ from otloss._checks import has_tangent
 from otloss.costs import GridCost
 from otloss.costs.grid import LEAST_EXPONENT, SHIFT
 from otloss.solvers.condition import check_condition, corrected, no_implicit_answer
+from otloss.solvers.entropic.conjugate_gradients import Equations, conjugate_gradients
 from otloss.solvers.entropic.interface import potential_of_plan
+from otloss.solvers.entropic.looks import Looks
 from otloss.solvers.problem import Problem
 
 LEAST_CELLS = 512  # fewer are solved as dense systems, with third derivatives
@@ -127,21 +126,20 @@ class _Equations:
         return self._centred(right + self.transposed(self.p * self.times(self.q * b)))
 
     def _conjugate_gradients(self, right: Tensor, precision: float) -> Tensor:
-        tiny = torch.finfo(right.dtype).tiny
-        residual = start = self._centred(right)
-        b, direction, square = torch.zeros_like(residual), residual, self._inner(residual, residual)
-        allowed = precision**2 * square
-        for _ in range(MAX_PRODUCTS):
-            if bool((square <= allowed).all()):
-                return b
-            image = self._centred(direction - self.transposed(self.p * self.times(self.q * direction)))
-            step = square / self._inner(direction, image).clamp(min=tiny)
-            step = step.masked_fill(square <= allowed, 0.0)
-            b, residual, previous_square = b + step * direction, residual - step * image, square
-            square = self._inner(residual, residual)
-            direction = residual + square / previous_square.clamp(min=tiny) * direction
+        start = self._centred(right)
+
+        def check(b: Tensor) -> None:
+            tiny = torch.finfo(b.dtype).tiny
             check_condition(self._inner(b, b) / self._inner(b, start).clamp(min=tiny))
-        raise no_implicit_answer()
+
+        equations = Equations(
+            lambda v: self._centred(v - self.transposed(self.p * self.times(self.q * v))), self._inner
+        )
+        looks = Looks(is_queued=right.device.type != "cpu")
+        found = conjugate_gradients(equations, start, precision, max_products=MAX_PRODUCTS, looks=looks, check=check)
+        if not bool(found.is_solved.all()):
+            raise no_implicit_answer()
+        return found.solution
 
     def _centred(self, b: Tensor) -> Tensor:
         return b - self._inner(torch.ones_like(b), b)

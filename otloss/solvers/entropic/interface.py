@@ -199,6 +199,11 @@ def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
     return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
 
 
+def is_queued(problem: Problem) -> bool:
+    """Return whether the host does not wait for the work of the device: on a CPU, it does but for Triton's tests."""
+    return problem.p.device.type != "cpu" or problem.impl == "triton"
+
+
 def dtype_of_potentials(problem: Problem) -> torch.dtype:
     """Return float64 on a CPU also for float32 costs: the rounding of f counts in full in f / epsilon."""
     return torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype

@@ -5,8 +5,9 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
 1. Sinkhorn's iteration: on a GPU by a Triton kernel, from clusters of large clouds, by the numba kernel for matrices,
    from blocks of large images, or in logarithms for any other problem. It ends early where its contraction says that
    the tolerance is far. Newton's method takes its place between points that are many epsilons apart.
-2. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
-3. Sinkhorn's iteration in float64, without a limit but that of the call: where Newton's method does not apply or fails.
+2. With impl="triton", Newton's method by products with the plan, on the device.
+3. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
+4. Sinkhorn's iteration in float64, without a limit but that of the call: where Newton's method does not apply or fails.
 
 Potentials that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are
 improved after the ladder, by `dense_newton`.
@@ -21,6 +22,7 @@ from otloss.solvers.entropic.coarse_images import CoarseImages
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult
 from otloss.solvers.entropic.meanwhile import run_method
 from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
+from otloss.solvers.entropic.newton_products import NewtonByProducts
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
@@ -29,6 +31,7 @@ from otloss.solvers.problem import Problem
 
 LADDER: tuple[tuple[Method, ...], ...] = (
     (SinkhornOnGPU(), Clusters(), NewtonFirst(), SinkhornOnCPU(), CoarseImages(), Sinkhorn()),
+    (NewtonByProducts(),),
     (SparseNewton(),),
     (SinkhornInFloat64(),),
 )

@@ -17,7 +17,7 @@ from otloss.solvers.entropic.dual import shifted_to_equal_mass
 from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
-from otloss.solvers.entropic.sinkhorn_gpu import check_usable, is_measured_faster
+from otloss.solvers.entropic.sinkhorn_gpu import is_measured_faster
 from otloss.solvers.entropic.slow_modes import with_known_error
 from otloss.solvers.entropic.warnings import (
     check_not_too_small,
@@ -58,8 +58,7 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
 
     Raises:
         SmallEpsilonError: if the rounding of the potentials would decide the plan.
-        ValueError: if impl="compiled" and the tensors are not on a CPU, impl="triton" cannot run on them, or the start
-            is not finite.
+        ValueError: if impl="compiled" and the tensors are not on a CPU, or the start is not finite.
 
     Warns:
         ConvergenceWarning: if the tolerance is not reached.
@@ -67,7 +66,6 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
     if not problem.is_symmetric:  # a few iterations
         warn_where_slow(problem, settings.grad)
     if problem.impl == "triton":
-        check_usable(problem)
         problem = dataclasses.replace(problem, cost=problem.cost.streamed() or problem.cost)
     if _rounds_costs(problem):
         problem = in_float64(problem, with_graph=True)

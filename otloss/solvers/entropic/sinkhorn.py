@@ -15,6 +15,8 @@ Source: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Trans
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,12 +25,14 @@ from torch import Tensor
 
 from otloss._progress import report
 from otloss.solvers.entropic.dual import with_estimates
-from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult
+from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult, is_queued
+from otloss.solvers.entropic.looks import Looks
 from otloss.solvers.entropic.updates import Updates, build_updates
 from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
 
 STAGE_ITERATIONS = 3
+MAX_STAGES = 60  # 4**60 = 1e36
 CHECK_EVERY = 8  # iterations between two measurements of the contraction
 
 
@@ -78,7 +82,7 @@ class _Start(NamedTuple):
 def _run_stages(updates: Updates, g: Tensor, budget: Budget) -> _Start:
     """Return the potentials after some iterations at each of the larger values of epsilon."""
     problem, iterations, f = updates.problem, 0, torch.zeros_like(updates.log_p)
-    for epsilon in _falling_epsilons(problem):
+    for epsilon in falling_epsilons(problem):
         at_stage = updates.at(epsilon)
         for _ in range(min(STAGE_ITERATIONS, budget.max_iterations - iterations - 1)):
             f = at_stage.f_from(g)
@@ -91,7 +95,7 @@ def _run_stages(updates: Updates, g: Tensor, budget: Budget) -> _Start:
     return _Start(f, g, iterations)
 
 
-def _falling_epsilons(problem: Problem) -> list[Tensor]:
+def falling_epsilons(problem: Problem) -> list[Tensor]:
     """Return falling values of epsilon, from a share of the largest cost to four times the epsilon of each problem.
 
     All problems get the same number of values. Values above both marginal penalties would save no iteration, since the
@@ -100,63 +104,67 @@ def _falling_epsilons(problem: Problem) -> list[Tensor]:
     largest = SCHEDULE.first_epsilon_over_cost * problem.cost.largest()
     if problem.marginal_penalty is not None:
         largest = largest.clamp(max=of_batch(problem.marginal_penalty.largest))
-    values: list[Tensor] = []
-    epsilon = problem.epsilon / SCHEDULE.stage_factor
-    while (epsilon <= largest).any():
-        values.insert(0, torch.where(epsilon <= largest, epsilon, problem.epsilon))
-        epsilon = epsilon / SCHEDULE.stage_factor
-    return values
+    stages = (largest / problem.epsilon).log() / -math.log(SCHEDULE.stage_factor)
+    stages = torch.where(stages > 0, stages, 0.0).clamp(max=MAX_STAGES)
+    count = int(stages.amax()) if stages.numel() else 0
+    values = [problem.epsilon / SCHEDULE.stage_factor**k for k in range(count, 0, -1)]
+    return [torch.where(epsilon <= largest, epsilon, problem.epsilon) for epsilon in values]
 
 
 def _run_relaxed(updates: Updates, f: Tensor, g: Tensor, w: Tensor, budget: Budget) -> SearchResult:
     """Run over-relaxed iterations from (f, g), with the w (..., 1) to begin with."""
-    schedule = RelaxationSchedule(w.squeeze(-1))
+    schedule, looks = RelaxationSchedule(w.squeeze(-1)), Looks(is_queued=is_queued(updates.problem))
     is_active = torch.ones(f.shape[:-1], dtype=torch.bool, device=f.device)
-    iterations = torch.zeros_like(is_active, dtype=torch.int64)
-    count, count_within = 0, 0
+    is_slow, iterations = ~is_active, torch.zeros_like(is_active, dtype=torch.int64)
+    iterations_within = iterations
     last = int(min(budget.max_iterations, budget.patience))
-    while True:
-        f, g, error = _relaxed_updates(updates, f, g, w, is_active)
+    for count in itertools.count(1):
+        f, g, error, change = _relaxed_updates(updates, f, g, w, is_active)
         report("Sinkhorn iterations", error, tolerance=budget.tolerance)
-        iterations = iterations + is_active
-        count += 1
-        # On other devices every check makes the host wait.
-        if f.device.type == "cpu" or count % CHECK_EVERY == 0 or count >= last:
-            is_within = error <= budget.tolerance
-            if count >= last or bool(is_within[is_active].all()):
-                result, change = exact_updates(updates, f, g, iterations)
-                is_active = ~(result.error <= budget.tolerance)
-                count_within += not bool(is_active.any())
-                if count_within <= SCHEDULE.extra_iterations:
-                    is_active = is_active | (change > budget.largest_change)
-                if count >= last or not bool(is_active.any()):
-                    return result
-            else:
-                is_active = is_active & ~is_within
+        iterations, iterations_within = iterations + is_active, iterations_within + (error <= budget.tolerance)
+        change = change.masked_fill(iterations_within > SCHEDULE.extra_iterations, 0.0)
+        excess = _excess(error, change, budget)
+        is_active = is_active & ~(excess <= 1)
         if count % CHECK_EVERY == 0:
-            if bool((schedule.is_too_slow(error, count, budget) | ~is_active).all()):
-                last = min(last, count + 1)
+            is_slow = schedule.is_too_slow(error, count, budget)
             w = schedule.next_relaxation(error).unsqueeze(-1)
+        if count < last and not looks.is_due(count):
+            continue
+        if looks.largest_excess(excess, is_active & ~is_slow, count) == 0 or count >= last:
+            result = exact_updates(updates, f, g, iterations)
+            is_last = count >= last or bool(is_active.any())  # active ones are slow
+            is_active = ~(result.error <= budget.tolerance)
+            if is_last or not bool(is_active.any()):
+                return result
+    raise AssertionError("the loop has an end")
+
+
+def _excess(error: Tensor, change: Tensor, budget: Budget) -> Tensor:
+    """Return the error, or the change of a potential, over the allowed one, whichever is larger."""
+    excess = error / budget.tolerance
+    return torch.maximum(excess, change / budget.largest_change) if budget.is_accurate else excess
 
 
 class _Iterate(NamedTuple):
-    """Potentials after an iteration, and the error of the marginals before its updates."""
+    """Potentials after an iteration, the error of the marginals before its updates, and the largest relative change."""
 
     f: Tensor
     g: Tensor
     error: Tensor
+    change: Tensor
 
 
 def _relaxed_updates(updates: Updates, f: Tensor, g: Tensor, w: Tensor, is_active: Tensor) -> _Iterate:
     """Return f and g after one iteration of the active problems."""
     new_f = updates.f_from(g)
-    error = updates.error_of_rows(f, new_f)
+    error, change = updates.error_of_rows(f, new_f), updates.largest_change(f, new_f, updates.log_p)
     relaxed_f = _relaxed(f, new_f, w, updates.epsilon)
     new_g = updates.g_from(relaxed_f)
     error = error + updates.error_of_columns(g, new_g)
+    change = torch.maximum(change, updates.largest_change(g, new_g, updates.log_q))
     relaxed_f, relaxed_g = updates.with_best_constant(relaxed_f, _relaxed(g, new_g, w, updates.epsilon))
     keep = is_active.unsqueeze(-1)
-    return _Iterate(torch.where(keep, relaxed_f, f), torch.where(keep, relaxed_g, g), error)
+    return _Iterate(torch.where(keep, relaxed_f, f), torch.where(keep, relaxed_g, g), error, change)
 
 
 def _relaxed(potential: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
@@ -165,35 +173,32 @@ def _relaxed(potential: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> 
     return torch.where(is_small, potential + w * step, updated)
 
 
-def exact_updates(updates: Updates, f: Tensor, g: Tensor, iterations: Tensor) -> tuple[SearchResult, Tensor]:
-    """Return exact updates of g and then of f with the error after them, and the largest relative change of a factor.
+def exact_updates(updates: Updates, f: Tensor, g: Tensor, iterations: Tensor) -> SearchResult:
+    """Return exact updates of g and then of f, with the error after them.
 
     Light bins hardly count in the error; the exact updates make their potentials accurate too.
     """
     new_g = updates.g_from(f)
     new_f = updates.f_from(new_g)
-    change = torch.maximum(
-        updates.largest_change(f, new_f, updates.log_p), updates.largest_change(g, new_g, updates.log_q)
-    )
-    error = updates.error_of_columns(new_g, updates.g_from(new_f))
-    return SearchResult(new_f, new_g, error, iterations), change
+    return SearchResult(new_f, new_g, updates.error_of_columns(new_g, updates.g_from(new_f)), iterations)
 
 
 def _run_symmetric(updates: Updates, g: Tensor, budget: Budget) -> SearchResult:
     """Run g <- (g + f(g)) / 2, for equal weights and a symmetric cost, where f = g at the solution."""
-    iterations = torch.zeros(g.shape[:-1], dtype=torch.int64, device=g.device)
-    for _ in range(budget.max_iterations):
+    looks = Looks(is_queued=is_queued(updates.problem))
+    is_active = torch.ones(g.shape[:-1], dtype=torch.bool, device=g.device)
+    iterations = torch.zeros_like(is_active, dtype=torch.int64)
+    for count in range(1, budget.max_iterations + 1):
         updated = updates.f_from(g)
-        error = updates.error_of_rows(g, updated)
+        error, change = updates.error_of_rows(g, updated), updates.largest_change(g, updated, updates.log_p)
         report("Sinkhorn iterations", error, tolerance=budget.tolerance)
-        is_active = ~(error <= budget.tolerance)
-        if budget.is_accurate:
-            is_active = is_active | (updates.largest_change(g, updated, updates.log_p) > budget.largest_change)
-        if not bool(is_active.any()):
-            break
+        excess = _excess(error, change, budget)
+        is_active = is_active & ~(excess <= 1)
         iterations = iterations + is_active
         g = torch.where(is_active.unsqueeze(-1), (g + updated) / 2, g)
-    return exact_updates(updates, g, g, iterations)[0]
+        if looks.is_due(count) and looks.largest_excess(excess, is_active, count) == 0:
+            break
+    return exact_updates(updates, g, g, iterations)
 
 
 class RelaxationSchedule:

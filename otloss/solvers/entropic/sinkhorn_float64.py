@@ -14,13 +14,14 @@ from otloss.solvers.problem import Problem
 class SinkhornInFloat64(Method):
     """The method for what the others leave: they end early, or underflow.
 
-    It does not apply where the first method is the same iteration in the same arithmetic, and Newton's method does not
-    apply: then the first one has the whole budget.
+    It does not apply where the first method is the same iteration in the same arithmetic, and no other one applies:
+    then the first one has the whole budget.
     """
 
     def applies(self, problem: Problem) -> bool:
         is_unbalanced = problem.marginal_penalty is not None  # factors may underflow
-        return problem.cost.dtype == torch.float32 or is_unbalanced or is_selectable(problem)
+        others_apply = problem.impl == "triton" or is_selectable(problem)
+        return problem.cost.dtype == torch.float32 or is_unbalanced or others_apply
 
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from where another search ended; see `interface.Method`."""

@@ -73,9 +73,13 @@ class Updates:
     def _error(
         self, potential: Tensor, updated: Tensor, log_weights: Tensor, rho: Tensor | float, damping: Tensor | float
     ) -> Tensor:
-        share = torch.softmax(log_weights if is_kept(rho) else log_weights - potential / rho, -1)
+        share = _shares(potential, log_weights, rho)
         relative = ((potential - updated) / (damping * self.epsilon)).clamp(max=80.0).expm1().abs()
         return (share * relative).sum(-1)
+
+    def share_of_columns(self, g: Tensor) -> Tensor:
+        """Return what the columns should sum to, over the sum of that."""
+        return _shares(g, self.log_q, self.penalty.q)
 
     def with_best_constant(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return f + t, g - t with the best t, for unbalanced problems, whose dual depends on t."""
@@ -88,6 +92,10 @@ class Updates:
         """Return the largest relative change of a factor of the plan by an update, over bins with mass."""
         change = ((updated - potential) / self.epsilon).abs().masked_fill(log_weights == -torch.inf, 0.0)
         return change.amax(-1)
+
+
+def _shares(potential: Tensor, log_weights: Tensor, rho: Tensor | float) -> Tensor:
+    return torch.softmax(log_weights if is_kept(rho) else log_weights - potential / rho, -1)
 
 
 def damping_of(penalty: MarginalPenalty, epsilon: Tensor) -> tuple[Tensor | float, Tensor | float]:

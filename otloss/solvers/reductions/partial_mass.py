@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otloss._checks import check_finite, has_float64
+from otloss._checks import check_finite
 from otloss.costs import DenseCost
 from otloss.solvers.convergence import level_of_the_caller
 from otloss.solvers.options import Settings
@@ -37,11 +37,11 @@ EPSILONS_BETWEEN_DUMMIES = 60.0  # above all potentials: exp(-60) of the mass go
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
-    """Reduce problems with a mass that is moved, in float64 where there is one."""
+    """Reduce problems with a mass that is moved, in float64 where that is possible."""
     if problem.mass is None:
         return None
     _warn_where_slow(problem)
-    wide = torch.float64 if has_float64(problem.p.device) else problem.p.dtype
+    wide = problem.dtype_of_sums
     p, q, matrix, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.cost.dense(), problem.epsilon))
     if problem.cost.stored_matrix() is None:
         check_finite("cost", matrix)

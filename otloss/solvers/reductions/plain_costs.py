@@ -18,7 +18,8 @@ avoids every forbidden pair if any plan does; if mass is there, none does. The e
 each, spread over the pairs of such a cycle, so a multiple of epsilon is added to B.
 With marginal penalties the plan has exp(-B / (rho_p + rho_q + epsilon)) of the mass where no pair is allowed.
 
-The plain matrix is in float64: an entry of -1e8 between bins without mass must not round the others away.
+The plain matrix is in float64 where that is possible: an entry of -1e8 between bins without mass must not round the
+others away.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._checks import has_float64
 from otloss.costs import DenseCost
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.options import Settings, is_kept, of_batch
@@ -50,7 +50,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     cost, penalty = problem.cost, problem.marginal_penalty
     if cost.has_plain_entries:
         return None
-    wide = torch.float64 if has_float64(cost.device) else cost.dtype
+    wide = problem.dtype_of_sums
     matrix = cost.dense().to(wide)
     forbidden = matrix.detach() == torch.inf
     low = matrix.detach().amin((-2, -1)).clamp(max=0.0)
