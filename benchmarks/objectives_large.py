@@ -1,4 +1,4 @@
-"""Which objective helps students of ten million parameters: those of `benchmarks.objectives`, forty times as large.
+"""Which objective helps students of ten million parameters: as in `benchmarks.objectives`, forty times as large.
 
     python -m benchmarks objectives --scale large      # about half an hour of an H100, a day and more of 2 cores
 
@@ -153,7 +153,7 @@ class LargeBench(Bench):
         return {seed: one for seed, one in runs[best].items() if "forward T=0.8" in one}
 
     def table(self) -> str:
-        """KL(student || source) minus that of likelihood at its recall at T = 0.8, each at its best rate."""
+        """KL(student || source) minus likelihood's at its recall at T = 0.8, each at its best rate."""
         likelihood = [self.runs(one, "mle") for one in self.experiments]
         arms = {arm: [self.runs(one, arm) for one in self.experiments] for arm in self.arms[1:]}
         arms["mle with dropout"] = [self.runs(one, "mle") for one, _ in self.controls]

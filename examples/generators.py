@@ -12,7 +12,7 @@ Result (3 seeds, 500 steps): exact W1 is 1.44 by transport after 2.1 s, and at b
 6.0 s. Transport blurs the digits.
 
 The penalty ends at 1.84. No critic's estimate is near W1 (0.2 to 0.5). Transport between minibatches averages: its
-digits are told apart from data in 84 % of the cases, those of the penalty in 94 %.
+digits are told apart from data in 84 % of the cases, digits by the penalty in 94 %.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Newton's method on the dual of entropic barycenters on a CPU, on the few cells of the plans that hold mass.
 
-Between the bins of the barycenter and histogram k let b_k = log u_k. The rows of plan k, those of the histogram, hold
-p_k; its columns hold c_k(b_k), which should be one vector for all k. The dual is concave in all b_k where
+Between the bins of the barycenter and histogram k let b_k = log u_k. The rows of plan k, the bins of the histogram,
+hold p_k; its columns hold c_k(b_k), which should be one vector for all k. The dual is concave in all b_k where
 sum_k w_k b_k = 0, and has the gradients -w_k c_k. The histograms are problems of `newton` side by side: their rows and
 columns follow each other, rows hold the masses w_k p_k, and columns should hold w_k c with the mean c = sum_k w_k c_k.
 
@@ -42,7 +42,7 @@ from otloss.solvers.entropic.newton_numba import (
 
 
 class AscentNumbers(NamedTuple):
-    """The numbers of the method, beside those of `NewtonNumbers`.
+    """The numbers of the method that `NewtonNumbers` lacks.
 
     Attributes:
         stage_factor: epsilon of a stage over epsilon of the stage after it.

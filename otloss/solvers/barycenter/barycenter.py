@@ -6,7 +6,7 @@ The entropy blurs a; debiased, a is the minimum of the weighted Sinkhorn diverge
 histograms is that histogram. Both are found by the plain iteration (`iteration`: J.-D. Benamou et al., Iterative
 Bregman Projections for Regularized Transportation Problems, 2015; H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn
 barycenters, 2020). Where it is slow Newton's method follows: on the dual of plain barycenters (`ascent`), and for
-debiased ones at a falling regularisation (`newton`). The derivatives are those of the same equations (`gradient`).
+debiased ones at a falling regularisation (`newton`). The same equations give the derivatives (`gradient`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def barycenter(
             distances.
         debiased: whether to take that blur out; for a symmetric cost between the same bins.
         tolerance: None for 1e-5 in float32, 1e-8 in float64: of the error, an estimate of the sum of the absolute
-            errors of the barycenter as a share of its mass. Debiased with more than 256 bins it may be too low where the
-            blur is far wider than the details of the histograms.
+            errors of the barycenter as a share of its mass. Debiased with more than 256 bins it may be too low where
+            the blur is far wider than the details of the histograms.
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough, or where rounding does not
             determine a debiased barycenter to the tolerance: at an epsilon whose blur is far wider than the bins.
 

@@ -140,7 +140,7 @@ def find_debiased_equations(problem: BarycenterProblem, matrix: Tensor, at: Pote
 
 
 def attach_graph(problem: BarycenterProblem, matrix: Tensor) -> Tensor:
-    """Return zeros whose derivatives are those of -C / epsilon."""
+    """Return zeros with the derivatives of -C / epsilon."""
     return (matrix.detach() - matrix) / problem.epsilon
 
 

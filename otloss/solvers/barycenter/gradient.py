@@ -1,4 +1,4 @@
-"""The derivatives of a barycenter in the histograms, the weights and the cost: those of a Newton step."""
+"""The derivatives of a barycenter in the histograms, the weights and the cost, by a Newton step."""
 
 from __future__ import annotations
 

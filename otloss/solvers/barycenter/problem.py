@@ -38,7 +38,7 @@ class Numbers:
     # Newton's method on the dual, for plain barycenters (`ascent`)
     ascent_entries: int = 2**24  # of the plans of one problem; each takes 20 bytes on each thread
     ascent_steps: int = 1000
-    # Errors of barycenters over those of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
+    # Errors of barycenters over errors of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
     ascent_factor: float = 2.0
     # Newton's method at falling tau, for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.
@@ -105,7 +105,7 @@ class BarycenterResult:
     """What an algorithm returns.
 
     Attributes:
-        potentials: the last potentials, or those of the least error.
+        potentials: the last potentials, or the potentials of the least error.
         error: (...), an estimate of the sum of the absolute errors of the barycenter, as a share of its mass. For
             debiased ones with few bins the equations tell it; else it is what the last steps changed, and what steps
             with their contraction still change.

@@ -6,7 +6,8 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
    from blocks of large images, or in logarithms for any other problem. It ends early where its contraction says that
    the tolerance is far. Newton's method takes its place between points that are many epsilons apart.
 2. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
-3. Sinkhorn's iteration in float64, without a limit but that of the call: where Newton's method does not apply or fails.
+3. Sinkhorn's iteration in float64, with no limit but the one of the call: where Newton's method does not apply or
+fails.
 
 Potentials that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are
 improved after the ladder, by `dense_newton`.
