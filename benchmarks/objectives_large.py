@@ -37,7 +37,7 @@ ARMS, RATES, DROPOUT = ("mle", "emo", "emo/random", "mixce:0.5", "gem:0.9"), (1.
 TEXTS = ("tinyshakespeare", "warandpeace", "wikitext2-valid")
 STUDENTS: dict[str, Any] = {"length": 128, "steps": 300, "batch": 32}
 FROM_SCRATCH = {"start_steps": 1500, "start_batch": 64, "start_learning_rate": 2e-3}
-# Of a source or start, and of a student with its measures. Those of an H100 are estimates, those of 2 cores likewise.
+# Estimates for a source or start, and for a student with its measures, on an H100 and on 2 cores.
 MINUTES = {"cuda": (2.0, 0.2), "cpu": (300.0, 9.0)}
 
 

@@ -5,7 +5,7 @@ weights, a gradient penalty, or spectral normalisation. The fourth generator has
 transport cost between a batch of its samples and a batch of data, `cloud_loss`.
 
 Data: the 8 x 8 digits of scikit-learn, pixels from 0 to 1, 1,200 for training. Exact W1 is that between 512 generated
-digits and 512 held-out ones, which critics score too; two samples of the data are 1.39 apart. Time is that of the
+digits and 512 held-out ones, which critics score too; two samples of the data are 1.39 apart. Time is of the
 processor, for training alone. "Told apart" is the share of digits whose nearest neighbour is of their own kind.
 
 Result (3 seeds, 500 steps): exact W1 is 1.44 by transport after 2.1 s, and at best 1.64 by a gradient penalty after

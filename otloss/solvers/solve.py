@@ -121,8 +121,8 @@ def emd(
             and q are not centred.
 
     Returns:
-        (...), in the promoted dtype (16-bit points of a cost object count as float32); its unit is that of the cost
-        times that of the mass. Solved in float64 on the CPU.
+        (...), in the promoted dtype (16-bit points of a cost object count as float32); its unit is the unit of the
+        cost times the unit of the mass. Solved in float64 on the CPU.
         Differentiable once in p, q (centred over the bins; one-sided derivatives at bins without mass; a subgradient
         where the optimum is degenerate, so at p = q a step against it may lead away from that minimum; order 1 of
         `wasserstein_1d` has 0 there) and in the cost, or whatever the cost object was built from. One
@@ -272,8 +272,8 @@ def sinkhorn_divergence(
 
     Args:
         p, q, cost, epsilon: as for `sinkhorn`, but costs are finite and at least 0; with `marginal_penalty`,
-            `epsilon (mass_p - mass_q)^2 / 2` is added. S(p, p) has the penalty of p on both sides, and S(q, q) that of
-            q; where they differ, the value is still at least 0, but above 0 at p = q.
+            `epsilon (mass_p - mass_q)^2 / 2` is added. S(p, p) has the penalty of p on both sides, and S(q, q) the one
+            of q; where they differ, the value is still at least 0, but above 0 at p = q.
         cost_p, cost_q: the costs among the bins of p, and among the bins of q. A cost object and a symmetric matrix
             imply them; with a rectangular or asymmetric matrix they are required.
         epsilon_relative_to: as for `sinkhorn`; it is the mean of `cost`, for all three.

@@ -9,7 +9,7 @@ between clusters is enough to find them. If one iteration changes b by d, the so
 
     b + (I - M)^-1 d = b + d + M (I - M)^-1 d
 
-The last term is smooth, and is computed between clusters. d is averaged over each cluster; (I - M)^-1 is that of the
+The last term is smooth, and is computed between clusters. d is averaged over each cluster; (I - M)^-1 is the one of the
 problem between clusters, which is dense and small, and factorised once; and the remaining M, a soft minimum over
 clusters, extends the result to the points. Each iteration then divides the error by ten or more, at any epsilon that
 clusters resolve.
