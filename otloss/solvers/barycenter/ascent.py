@@ -55,7 +55,8 @@ def run_kernel(
 
     (count, k, m), n = p.shape, len(costs)
     results = allocate_results(count, k, n)
-    problems = AscentProblems(*(t.contiguous().numpy() for t in (p, weights, costs.mT)), epsilon)
+    rows, shares, matrix = (t.contiguous().numpy() for t in (p, weights, costs.mT))
+    problems = AscentProblems(rows, shares, matrix, epsilon)
     limits = AscentLimits(tolerance, max_iterations)
     work = Work("Newton's method on the dual of a barycenter", count * k * n * m, tolerance)
     run_on_threads(barycenter_problems, count, (problems, limits, results), work=work)
