@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="scaling, ordinal, and those of numbers and mathematics: resume an interrupted run",
+        help="scaling, ordinal, and the ones of numbers and mathematics: resume an interrupted run",
     )
     parser.add_argument("--scale", choices=["large"], help="of objectives: models of 10 and 30 million parameters")
     options, more = parser.parse_known_args(arguments)

@@ -1,9 +1,9 @@
 """Seconds and kernels of first calls in a process, with an empty cache of numba kernels and with a filled one.
 
 Value and gradient of small problems, README's blocks, and loops of training steps of one shape, each in a process of
-its own. Seconds are those of the processor on all threads of the process, which other processes hardly change. They
-include the import of numba, but not that of torch, otloss and what else the code imports. Kernels are counted by the
-log lines of the logger "otloss", those of other processes too. These processes end before the second measurement, and
+its own. Seconds are of the processor on all threads of the process, which other processes hardly change. They
+include the import of numba, but not of torch, otloss and what else the code imports. Kernels are counted by the
+log lines of the logger "otloss", also by other processes. These processes end before the second measurement, and
 their seconds are named beside. A loop is to compile all that it needs at its first step.
 """
 

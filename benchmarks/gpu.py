@@ -49,7 +49,7 @@ EMO_USED, MLE_USED = "EMO", "MLE"  # as called without impl and chunk_size
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a problem, and that of the smaller one used to check gradients."""
+    """The size of a problem, and of the smaller one used to check gradients."""
 
     tokens: int = 8192
     vocab: int = 128256

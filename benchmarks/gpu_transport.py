@@ -2,7 +2,7 @@
 
 Each row is a loss and its gradient in the points (or in the matrices). Ours runs by `impl="triton"`, by `impl="torch"`,
 and on the CPU; the peers are FlashSinkhorn, GeomLoss (tensorized, and online by KeOps) and OTT-JAX, as far as they are
-installed. Seconds are between CUDA events, those of OTT and of the CPU by the clock. Errors of value and gradient are
+installed. Seconds are between CUDA events, and of OTT and the CPU by the clock. Errors of value and gradient are
 relative, against our float64 result on the CPU in rows of up to `LARGEST_REFERENCE` pairs.
 
 Every row is appended to `gpu_transport.csv` when it is measured, and a further run goes on after the last one. Small

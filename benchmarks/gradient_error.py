@@ -1,6 +1,6 @@
 """Error of gradients in float32: relative Frobenius error of dh and dW against autograd in float64.
 
-The float64 gradient is that of the plain formulas below, without our kernels; EMOLoss is compared with itself in
+The float64 gradient is by the plain formulas below, without our kernels; EMOLoss is compared with itself in
 float64. Half of the labels are the most probable tokens: D is small there and nll / D loses digits first.
 """
 

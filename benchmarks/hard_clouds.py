@@ -5,8 +5,8 @@
     barycenter   of 4 histograms with random weights on 256 points, at epsilon 2 blur^2
 
 Errors are relative, of the values (the worst) and of the gradient, from references that were made by another algorithm
-(`hard_references`). The marginal error is that of the plan between x and y, summed from the potentials. Seconds are
-those of the processor, one thread, medians of some calls; what does not end within the limit is told as such.
+(`hard_references`). The marginal error is of the plan between x and y, summed from the potentials. Seconds are
+of the processor, one thread, medians of some calls; what does not end within the limit is told as such.
 
     python -m benchmarks hard_clouds --kinds clusters heavy --sizes 16x256 500 --blurs 0.05 --names otloss
 """

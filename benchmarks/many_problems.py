@@ -1,6 +1,6 @@
 """Pairs of histograms on two workers of Dask: partitions that go to a function of ours, beside one call a pair and POT.
 
-The problems are those of examples/many_problems.py, in float64: 64 bins on a line, and on a grid of 8 x 8. The pairs
+The problems are as in examples/many_problems.py, in float64: 64 bins on a line, and on a grid of 8 x 8. The pairs
 are in the memory of the process, or of the workers, before the clock starts. The first run has an empty cache: it
 includes what compiles there.
 """

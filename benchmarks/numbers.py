@@ -190,7 +190,7 @@ def _added(name: str, base: str, timings: dict[str, Timing]) -> list[float]:
 
 
 def verdicts(timings: dict[str, Timing]) -> None:
-    """Ratios to MLE and EMO, and the added time over that of ntloss."""
+    """Ratios to MLE and EMO, and the added time over ntloss's."""
     rows = [["quantity", "limit", "median (quartiles)"]]
     for name, base in (*PAIRS, (MIXED, MLE_OURS)):
         rows.append(Limit(f"{name} / {base}", TIME_LIMIT).verdict(*ratios(timings[name], timings[base])))

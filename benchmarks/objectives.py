@@ -297,7 +297,7 @@ class Bench:
     # ---- the order of the runs ---------------------------------------------------------------------------------------
 
     def jobs(self) -> Iterator[Job]:
-        """All jobs in their order; those of a best rate only once that is known."""
+        """All jobs in their order; jobs of a best rate only once that is known."""
         yield from self.compared(self.experiments, self.arms)
         for seed in self.seeds:
             for experiment, arms in self.controls:
@@ -412,5 +412,5 @@ def main(settings: Settings) -> None:
         + (len(missing) - whole) * SECONDS["short"]
         + steps * SECONDS["source step"]
     )
-    say(f"{len(missing)} students are missing, and those of other rates: about {seconds / 60:.0f} minutes of one core")
+    say(f"{len(missing)} students are missing, also of other rates: about {seconds / 60:.0f} minutes of one core")
     bench.work(settings.output)

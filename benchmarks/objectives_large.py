@@ -1,4 +1,4 @@
-"""Which objective helps students of ten million parameters: those of `benchmarks.objectives`, forty times as large.
+"""Which objective helps students of ten million parameters: as in `benchmarks.objectives`, forty times as large.
 
     python -m benchmarks objectives --scale large      # about half an hour of an H100, a day and more of 2 cores
 
@@ -37,7 +37,7 @@ ARMS, RATES, DROPOUT = ("mle", "emo", "emo/random", "mixce:0.5", "gem:0.9"), (1.
 TEXTS = ("tinyshakespeare", "warandpeace", "wikitext2-valid")
 STUDENTS: dict[str, Any] = {"length": 128, "steps": 300, "batch": 32}
 FROM_SCRATCH = {"start_steps": 1500, "start_batch": 64, "start_learning_rate": 2e-3}
-# Of a source or start, and of a student with its measures. Those of an H100 are estimates, those of 2 cores likewise.
+# Estimates for a source or start, and for a student with its measures, on an H100 and on 2 cores.
 MINUTES = {"cuda": (2.0, 0.2), "cpu": (300.0, 9.0)}
 
 
@@ -153,7 +153,7 @@ class LargeBench(Bench):
         return {seed: one for seed, one in runs[best].items() if "forward T=0.8" in one}
 
     def table(self) -> str:
-        """KL(student || source) minus that of likelihood at its recall at T = 0.8, each at its best rate."""
+        """KL(student || source) minus likelihood's at its recall at T = 0.8, each at its best rate."""
         likelihood = [self.runs(one, "mle") for one in self.experiments]
         arms = {arm: [self.runs(one, arm) for one in self.experiments] for arm in self.arms[1:]}
         arms["mle with dropout"] = [self.runs(one, "mle") for one, _ in self.controls]

@@ -44,7 +44,7 @@ class OrdinalSet:
 
 
 def ordinal_sets(folder: Path | None) -> Iterator[OrdinalSet]:
-    """All sets in order of size; without a folder those of scikit-learn and statsmodels only."""
+    """All sets in order of size; without a folder only sets of scikit-learn and statsmodels."""
     results = [*_of_packages()]
     if folder is not None:
         results += _of_files(folder)

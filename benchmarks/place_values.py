@@ -11,7 +11,7 @@ alike or by place: 4, 2, 1, divided by their mean, exponential as in NTIL (arXiv
     sums           a + b < 1000: there is one right answer
     regression     (a + b) / 2 with noise, a standard deviation of 50: an error costs its size
 
-The distribution over all 1000 numbers, the product of three digits' conditional ones, is decoded as that of
+The distribution over all 1000 numbers, the product of three digits' conditional ones, is decoded like the one of
 `benchmarks.number_regression`. Each run is a row of place_values.csv; --resume continues with those that are there.
 """
 

@@ -133,7 +133,7 @@ def loss_of(arm: str, judge: Judge, seed: int) -> Callable[[Tensor, Tensor], Ten
     values = torch.full((size,), torch.nan)
     values[ids] = torch.full((SCALE,), 5.0) if control == "equal" else 1.0 + places
     cost: Any = None
-    if name.startswith("number_token"):  # its price of text is that of the ratings that are not alike
+    if name.startswith("number_token"):  # Its price of text is the price of the ratings that are not alike.
         cost = NumberCost(values, text=1.01 * (SCALE - 1))
     elif name.startswith("expected_value"):
         cost = RatingCost(values)

@@ -213,7 +213,7 @@ COSTS = {
 
 
 def costs_of(kind: str, experiment: str, arms: Sequence[str]) -> tuple[float, float, float] | None:
-    """Mean and interval at likelihood's recall at T = 0.8; the first arm is that of students, the second of others."""
+    """Mean and interval at likelihood's recall at T = 0.8; the first arm is of students, the second of others."""
     wanted = arms[-1] if kind == "fine-tuning" else arms[0]
     for row in rows_of("evidence"):
         key = (row["kind"], row["experiment"], row["arm"], row["at"])

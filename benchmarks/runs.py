@@ -47,7 +47,7 @@ class Runs:
         return {row["seed"]: float(row[measure]) for row in self.rows if (row["case"], row["arm"]) == (case, arm)}
 
     def change(self, case: str, arm: str, measure: str, *, over: Sequence[str]) -> Mean:
-        """How far a measure lies above that of another run, (arm, measure), of the same seed."""
+        """How far a measure lies above the measure of another run, (arm, measure), of the same seed."""
         base, own = self.of(case, *over), self.of(case, arm, measure)
         return half_interval([value - base[seed] for seed, value in own.items()])
 

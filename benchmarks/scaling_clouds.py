@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 EXACT, WEIGHTED, DIVERGENCE = "exact", "exact, random weights of x", f"divergence, blur {BLUR}"
 LAZY, DENSE = "POT emd2_lazy", "POT emd2"
-GEOMLOSS_SCALING = 0.9  # faster than at our error: that of its value is in the rows
+GEOMLOSS_SCALING = 0.9  # faster than at our error: its own error is in the rows
 SIZES = (1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 SMALL = (100, 200)
 # The largest clouds of each, for time (about five minutes) or memory.

@@ -108,7 +108,7 @@ ITERATIONS = sorted({round(2 ** (k / 2)) for k in range(34)})
 
 
 def ours(problems: Problems, epsilon: float, gaps: Gaps) -> Contestant:
-    """`otloss.sinkhorn` returns a value; the plan is that of `otloss.solve`, which uses the same search."""
+    """`otloss.sinkhorn` returns a value; the plan is by `otloss.solve`, which uses the same search."""
     p, q, cost = problems.p, problems.q, problems.cost
 
     def solve(tolerance: float) -> float:

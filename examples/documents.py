@@ -1,8 +1,8 @@
 """Questions by word mover's distance: the nearest ones of thousands, exactly, in milliseconds.
 
-The distance of two texts is the least cost of transporting the words of one to those of the other, where moving word i
-to word j costs the distance of their vectors: min <C, P> with C_ij = |e_i - e_j|. `document_distance` solves pairs in
-batches; `document_search` solves only what a lower bound does not rule out, with the same answer.
+The distance of two texts is the least cost of transporting the words of one to the words of the other, where moving
+word i to word j costs the distance of their vectors: min <C, P> with C_ij = |e_i - e_j|. `document_distance` solves
+pairs in batches; `document_search` solves only what a lower bound does not rule out, with the same answer.
 
 Data: TREC's questions in six classes (Li and Roth, 2002), GloVe vectors in 25 dimensions (Pennington et al., 2014).
 Without them: sentences of docstrings of six parts of SciPy and scikit-learn, vectors of the words' co-occurrences.

@@ -14,7 +14,7 @@ fully grown.
 It lowers it in 32 of 32 splits (10), and from 33.5 to 32.7 in 30 (leaves of at least 5). Fully grown trees are already
 calibrated. `crps` takes 0.8 to 1.0 of the time of scoringrules.
 
-The distance of the PIT histogram from a flat one falls from .34 to .17 (10) and .22 to .13 (5); that of calibrated
+The distance of the PIT histogram from a flat one falls from .34 to .17 (10) and .22 to .13 (5); the one of calibrated
 ensembles of so many patients is .11. The histograms pool the tests of four splits. Without scoringrules (pip
 install scoringrules) its time is not measured.
 """
@@ -63,7 +63,7 @@ def judge(y: np.ndarray, ensemble: np.ndarray) -> tuple[float, float]:
 
 
 def time_ratio(n: int, members: int) -> float:
-    """Return the time of `crps` over that of scoringrules, medians of interleaved calls, for the same scores."""
+    """Return the time of `crps` over scoringrules' time, medians of interleaved calls, for the same scores."""
     from scoringrules import crps_ensemble
 
     rng = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name:36s}{crps_cell:>14s}{pit_cell:>18s}   {(scores[:, 0] < before[:, 0]).sum()} splits")
     if find_spec("scoringrules") and not options.quick:
         ratios = ", ".join(f"{time_ratio(*size):.2f} ({size[0]:,} x {size[1]})" for size in SIZES)
-        print(f"Time of crps over that of scoringrules: {ratios}")
+        print(f"Time of crps over time of scoringrules: {ratios}")
     options.output.mkdir(parents=True, exist_ok=True)
     draw(results, pooled, options.output / "ensembles.png")
 

@@ -5,14 +5,14 @@ weights, a gradient penalty, or spectral normalisation. The fourth generator has
 transport cost between a batch of its samples and a batch of data, `cloud_loss`.
 
 Data: the 8 x 8 digits of scikit-learn, pixels from 0 to 1, 1,200 for training. Exact W1 is that between 512 generated
-digits and 512 held-out ones, which critics score too; two samples of the data are 1.39 apart. Time is that of the
+digits and 512 held-out ones, which critics score too; two samples of the data are 1.39 apart. Time is of the
 processor, for training alone. "Told apart" is the share of digits whose nearest neighbour is of their own kind.
 
 Result (3 seeds, 500 steps): exact W1 is 1.44 by transport after 2.1 s, and at best 1.64 by a gradient penalty after
 6.0 s. Transport blurs the digits.
 
 The penalty ends at 1.84. No critic's estimate is near W1 (0.2 to 0.5). Transport between minibatches averages: its
-digits are told apart from data in 84 % of the cases, those of the penalty in 94 %.
+digits are told apart from data in 84 % of the cases, digits by the penalty in 94 %.
 """
 
 from __future__ import annotations

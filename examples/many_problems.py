@@ -9,7 +9,7 @@ parallel, and the kernels are compiled before, once on each machine. Ray and Spa
 part of the problems where they are installed.
 
 Data: histograms and documents are drawn from a seed in the partition that needs them.
-Result: the values are those of one call, also after a worker was killed. `python -m benchmarks many_problems` compares
+Result: the values are as by one call, also after a worker was killed. `python -m benchmarks many_problems` compares
 pairs a second with a loop of calls and with POT.
 
     python examples/many_problems.py --workers 2
@@ -117,7 +117,7 @@ def search(client: Client, count: int, block: int) -> np.ndarray:
 
 
 def run(client: Client, count: int, documents: int, block: int) -> None:
-    """Solve everything; print the seconds, which include those of drawing, and how far values are from one call."""
+    """Solve everything; print the seconds, which include drawing, and how far values are from one call."""
     for function in (line_distances, grid_distances):
         start = time.perf_counter()
         values, few = on_dask(function, draw_array(count, block)), draw_pairs(block, 0)

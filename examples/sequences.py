@@ -1,8 +1,8 @@
 """Distances of sentences by transport between their n-grams: do they grow with the corruption of a sentence?
 
-`ngram_distance` moves the n-grams of one sentence to those of the other, at the mean cosine cost 1 - cos between words
-at the same place. Sentences are corrupted in two ways: a share of the words is replaced by words drawn at random; or
-half of the words by their r-th nearest neighbours, r from 1 to 3,000. The peer is the overlap of equal n-grams, one
+`ngram_distance` moves the n-grams of one sentence to the n-grams of the other, at the mean cosine cost 1 - cos between
+words at the same place. Sentences are corrupted in two ways: a share of the words is replaced by words drawn at random;
+or half of the words by their r-th nearest neighbours, r from 1 to 3,000. The peer is the overlap of equal n-grams, one
 minus F1, as in BLEU and ROUGE. Then the words are shuffled; and logits are trained on the distance to a sentence alone.
 
 Data: 400 sentences of 8 to 12 words from War and Peace, GloVe vectors in 25 dimensions (Pennington et al., 2014).

@@ -58,7 +58,7 @@ def classed_questions(count: int = 5000) -> tuple[tuple[int, ...], tuple[str, ..
 def word_vectors(sentences: list[str], size: int = 25, fewest: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """Words that occur in some sentences, the most frequent first, and vectors (V, size) of their co-occurrences.
 
-    The vectors are those of the largest singular values of the positive pointwise mutual information.
+    The vectors belong to the largest singular values of the positive pointwise mutual information.
     """
     from scipy.sparse import csr_array
     from sklearn.decomposition import TruncatedSVD

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--judge", help="folder or name of a causal language model")
     parser.add_argument("--first", help="folder or name of the model whose answers are judged")
-    parser.add_argument("--second", help="that of the model they are compared with")
+    parser.add_argument("--second", help="of the model they are compared with")
     parser.add_argument("--prompts", type=Path, help="a text file with a prompt on each line")
     data.add_argument(parser)
     parser.add_argument("--batch_size", type=int, default=8)

@@ -166,7 +166,7 @@ def needs_torch(*tensors: Tensor) -> bool:
 
 
 def requires_gradient(tensor: Tensor) -> bool:
-    """Whether a gradient is wanted at any level of `torch.func`: `torch.vmap` hides those of the levels around it."""
+    """Whether a gradient is wanted at any level of `torch.func`: `torch.vmap` hides outer levels."""
     functorch = torch._C._functorch
     while not tensor.requires_grad and functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)

@@ -50,7 +50,7 @@ class CompareArguments:
     train_questions: str | None = _option("Instead of text, a .jsonl file with the columns question and answer.", None)
     validation_questions: str | None = _option("Likewise; default: taken from the training questions.", None)
     test_questions: str | None = _option("Likewise; default: taken from the training questions.", None)
-    train_on_question: bool = _option("Train on the tokens of the questions too, not on those of answers alone.", False)
+    train_on_question: bool = _option("Train on the tokens of the questions too, not of answers alone.", False)
     block_size: int = _option("Tokens in a training example; longer questions are left out, with a warning.", 256)
     validation_fraction: float = _option("Share cut off for validation; 0 for none.", 0.05)
     test_fraction: float = _option("Share cut off for the test.", 0.05)
@@ -66,7 +66,7 @@ class CompareArguments:
     samples_per_prompt: int = _option("Continuations of each prompt.", 1)
     max_new_tokens: int = _option("Longest continuation or answer, in tokens.", 100)
     answer_style: str | None = _option(
-        "Of answers to questions. Default: that of the right ones.", None, choices=STYLES
+        "Of answers to questions. Default: the style of the right ones.", None, choices=STYLES
     )
     num_questions: int | None = _option("Ask at most so many test questions, evenly spaced; default: all.", None)
     metrics: list[str] = field(
@@ -90,7 +90,7 @@ class OracleArguments:
         "A model to sample all text from. Smaller students start from one that was trained by maximum likelihood, and "
         "are compared by their divergences from the source over sampling temperatures. Arms may also name an embedding "
         "of the source: emo/source, /all-but-the-top, /centred, /whitened, /input, /context, ... Of the other options "
-        "only objectives, seeds and output_dir, and those of the machine, apply.", None,
+        "only objectives, seeds and output_dir, and options of the machine, apply.", None,
     )  # fmt: skip
     start: str | None = _option("A model that the students start from, in place of one from random weights.", None)
     student_texts: int | None = _option("Train on so many texts of the source, in epochs; default: new ones.", None)

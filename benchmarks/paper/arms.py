@@ -8,7 +8,7 @@ temperature at which the trained model is measured and sampled. `parse_arm` read
     number_token/shuffled    number_token/equal    emo+number/shuffled-values    emo+number/equal
 
 "shuffled" shuffles what the objective is about: the values of number_token, the embedding of the others. The controls
-of numbers are those of `otloss_llm.NumberSettings`.
+of numbers are as in `otloss_llm.NumberSettings`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Comparison:
         samples_per_prompt, max_new_tokens: number and length of samples; the latter also limits an answer.
         batch_size: of evaluation and sampling.
         dtype: of the weights in training.
-        answer_style: of `evaluation.answer_scores`; None takes that of the right answers. Questions only.
+        answer_style: of `evaluation.answer_scores`; None takes the style of the right answers. Questions only.
         num_questions: asked at most, spread evenly over the test questions; None asks them all. Questions only.
         metrics: of the samples, beside the others: "mauve" (with features of the judge), "rouge". Text only.
     """
@@ -107,7 +107,7 @@ def run_comparison(
     _check(comparison, data)
     style = ""
     if isinstance(data, QuestionData):
-        # The style is that of the whole file, as in `evaluate`, also if only some of its questions are asked.
+        # The style follows from the whole file, as in `evaluate`, also if only some of its questions are asked.
         style = answer_style([question.answer for question in data.test], comparison.answer_style)
         if comparison.num_questions is not None:
             data = replace(data, test=spread(data.test, comparison.num_questions))

@@ -1,9 +1,9 @@
-"""The experiments by name: the paper's tables, each with its models and texts, and those of the reports.
+"""The experiments by name: the paper's tables, each with its models and texts, and the reports'.
 
     python -m benchmarks paper --list              # what there is, and how long it takes
     python -m benchmarks paper corpora             # results in runs/corpora; a killed one is resumed
 
-Models and texts are those of docs/reports/paper_tables.md: 260K is stories260K, the judge a GPT-NeoX of 4 layers and
+Models and texts are as in docs/reports/paper_tables.md: 260K is stories260K, the judge a GPT-NeoX of 4 layers and
 width 128 that was trained on War and Peace. Reports are written beside the runs, and nothing to benchmarks/*.csv.
 """
 

@@ -54,8 +54,8 @@ class Frontier:
     def covered(self) -> tuple[float, float]:
         """The range of forward divergences in which `at` has values.
 
-        It has no upper end if a lower temperature than that of the least reverse divergence was measured: then cooling
-        further gains nothing, and the least one is the best at any larger forward divergence too.
+        It has no upper end if a lower temperature than the one of the least reverse divergence was measured: then
+        cooling further gains nothing, and the least one is the best at any larger forward divergence too.
         """
         x, _ = self.efficient()
         coldest = self.forward[int(np.argmin(self.temperatures))]
@@ -76,7 +76,7 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Difference:
-    """Reverse divergence of one arm minus that of another, paired over seeds; below 0 the first arm is better.
+    """Reverse divergence of one arm minus another's, paired over seeds; below 0 the first arm is better.
 
     Attributes:
         mean: over seeds, in nats per token.

@@ -33,8 +33,8 @@ NOTES = """\
   token, exact up to the sampling of {texts} texts; standard errors at T = 1: forward {forward_error:.3f}, reverse
   {reverse_error:.3f}. All arms of a seed share start, batches and random numbers.
 - An arm is one training; sampling temperatures make a curve of it. *At the recall of {baseline} at T*: the least
-  reverse KL of the arm minus that of {baseline}, where both have at most this forward KL. Below 0 the arm is better. In
-  brackets a 95 % interval over {seeds} seeds (Student's t); in bold where it leaves out 0. *Mean over the shared
+  reverse KL of the arm minus the one of {baseline}, where both have at most this forward KL. Below 0 the arm is better.
+  In brackets a 95 % interval over {seeds} seeds (Student's t); in bold where it leaves out 0. *Mean over the shared
   range*: the area between the two curves over the width of the range that both cover.
 - *MAUVE* at T = 1 with features of the source; two samples of the source itself have {ceiling:.3f}. It is noisy: the
   standard deviation over k-means seeds is some {mauve_spread:.3f}.
@@ -93,7 +93,7 @@ def _points(results: dict[str, Any]) -> str:
 def table_at_one(results: dict[str, Any]) -> str:
     """Return a Markdown table of scores of texts at temperature 1; "" if it was not measured.
 
-    Perplexities are those of the source's texts under the student, and of the student's texts under the source. With
+    Perplexities are of the source's texts under the student, and of the student's texts under the source. With
     MAUVE and ROUGE they are the scores of Table 2 of the EMO paper.
     """
     temperatures = list(results["settings"]["temperatures"])
@@ -215,7 +215,7 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
     left.set_ylabel("KL(model ‖ source), nats per token\n← writes less that the source would not")
     left.set_title("Each curve: one objective, over sampling temperatures T")
     right.set_xlabel("KL(source ‖ model), nats per token")
-    right.set_ylabel(f"KL(model ‖ source) minus that of {baseline}\n← better than {baseline} at the same recall")
+    right.set_ylabel(f"KL(model ‖ source) minus the one of {baseline}\n← better than {baseline} at the same recall")
     right.set_title("Difference at equal recall (band: deviation over seeds)")
     return figure
 

@@ -27,7 +27,7 @@ def load_model(path: str, **kwargs: Any) -> Any:
 
 
 def names_encoder_decoder(path: str) -> bool:
-    """Whether the configuration in a folder or on the hub is that of an encoder-decoder."""
+    """Whether the configuration in a folder or on the hub is for an encoder-decoder."""
     from transformers import AutoConfig
 
     if (Path(path) / "adapter_config.json").is_file():  # which has no configuration of a model

@@ -6,7 +6,7 @@ objective, on the same rows in the same order for all arms of a seed. Each train
 sampling temperatures (`benchmarks.paper.evaluation.divergences`, `benchmarks.paper.frontier`).
 
 Texts are rows of one length: the source's beginning of text and what it samples after it, an end of text being a token
-like any other. So a source needs no end of text, and divergences are those of the distributions over such rows.
+like any other. So a source needs no end of text, and divergences are between the distributions over such rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EMBEDDINGS: Embeddings = {
 
 @dataclass(frozen=True)
 class OracleArm:
-    """An objective and the embedding of its cost: one of the source's, or one of those of `parse_arm`.
+    """An objective and the embedding of its cost: one of the source's, or one by `parse_arm`.
 
     Attributes:
         name: such as "emo/source".
@@ -105,7 +105,7 @@ class Oracle:
         seeds: of the order of rows; every arm has each of them.
         temperatures: of sampling from the students.
         length: tokens of a text, its beginning included.
-        student_layers: layers of the student, whose other sizes are those of the source.
+        student_layers: layers of the student, whose other sizes are the source's.
         start_steps, start_batch, start_learning_rate: of the start, by maximum likelihood from random weights.
         steps, batch, learning_rate: of the training with the objective.
         texts: of the source for the recall, and of each student at each temperature for the precision.

@@ -62,7 +62,7 @@ class DivergenceError(ValueError):
 
 
 class _NoStepsLeftError(Exception):
-    """The checkpoint to resume from is that of the last step."""
+    """The checkpoint to resume from is the one of the last step."""
 
 
 def decisive_settings(args: TrainingArguments) -> dict[str, Any]:

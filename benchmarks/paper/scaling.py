@@ -25,7 +25,7 @@ from benchmarks.paper.tables import Mean, markdown_table, save_figure
 
 NOTES = """\
 - Mean ± standard deviation over {seeds} seeds. The arms of a size and share start from one model, on the same batches.
-  A share is that of the training text; all rows have the same test text and prompts.
+  A share is of the training text; all rows have the same test text and prompts.
 """
 
 
@@ -39,7 +39,7 @@ def run_scaling(
     *,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Return the results of a comparison for each model and share: those of `run_comparison`, and what they are of.
+    """Return the results of a comparison for each model and share: the ones of `run_comparison`, and what they are of.
 
     Args:
         comparison: of which `start` is replaced by each model.

@@ -76,7 +76,7 @@ def declining() -> Iterator[None]:
 def check_compiled(*calls: tuple[Any, Any, Callable[[], tuple[Any, ...]]]) -> None:
     """Raise StillCompilingError within `declining()` if a kernel is missing.
 
-    Each call has the kernel, those of its arguments from which the types of the others follow, and what makes them all.
+    Each call has the kernel, the arguments from which the types of the others follow, and what makes them all.
     """
     if not _state.declines:
         return

@@ -277,7 +277,7 @@ def largest(scores: Any, count: int) -> Any:
 
 @overload(largest, jit_options=_LINKED)
 def _largest_of_its_width(scores: Any, count: Any) -> Any:
-    # The compiler vectorises the maximum of whole numbers, and not that of floats. The bits of floats, read as whole
+    # The compiler vectorises the maximum of whole numbers, and not of floats. The bits of floats, read as whole
     # numbers, have the order of the floats once the bits of negative floats are flipped.
     def narrow(scores: Any, count: Any) -> Any:
         top = np.int32(-(2**31))

@@ -1,6 +1,6 @@
 """One log line before and after a kernel is compiled, which takes seconds; the garbage collector is off meanwhile.
 
-numba calls the listener for the functions of every package; it ignores those of others. The clock of a call stands
+numba calls the listener for the functions of every package; it ignores all but ours. The clock of a call stands
 still while a kernel is compiled.
 """
 

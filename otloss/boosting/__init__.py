@@ -1,7 +1,7 @@
 """Ordinal losses for XGBoost and LightGBM: objectives, metrics for early stopping, and the scores to start from.
 
 Labels are the positions 0 to K - 1 of classes in their order. Callables fit the native interfaces (`xgboost.train`,
-`lightgbm.train`) or, with `interface="sklearn"`, those of `XGBClassifier` and `LGBMClassifier`. Neither library is
+`lightgbm.train`) or, with `interface="sklearn"`, the ones of `XGBClassifier` and `LGBMClassifier`. Neither library is
 imported here. Formulas of the loss, its gradient and Hessian: `otloss.boosting.derivatives`.
 """
 

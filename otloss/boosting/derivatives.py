@@ -12,7 +12,7 @@ Let s be the derivative of T in P: s_j = sum_{k >= j} 2 d_k r_k, or c(y, j). The
     d2T/dz2   = M + 2 sum_k d_k J_k J_k^T           the second term at power 2 only; J_ki = P_i (1[i <= k] - F_k)
     v^T M v   = sum_i P_i s'_i (v_i - P.v)^2
 
-The Hessian that the libraries get is a diagonal. At power 2 it is that of the second term (Gauss-Newton), else a D
+The Hessian that the libraries get is a diagonal. At power 2 it is the second term's (Gauss-Newton), else a D
 with v^T D v >= v^T M v for all v: (v_i - P.v)^2 <= 2 (1 - P_i) [(1 - P_i) v_i^2 + sum_{j != i} P_j v_j^2] by Cauchy and
 Schwarz. So, with w_i = P_i max(s'_i, 0) (1 - P_i),
 
@@ -63,7 +63,7 @@ def curvature(loss: RowLoss, *, library: str, single: bool) -> Curvature:
     """Return the factors of the diagonal; `single` is for two classes with one score between them.
 
     A diagonal leaves out that the scores move together, hence the factor 2 for several scores, which the bound already
-    has. The factor of cross-entropy is that of the library's own objective.
+    has. The factor of cross-entropy is the one of the library's own objective.
     """
     together = 1.0 if single else 2.0
     # In units of the average cost of a step to the neighbouring class.

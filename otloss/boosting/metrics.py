@@ -89,7 +89,7 @@ def lightgbm_metric(
     interface: str = "native",
     **settings: Unpack[LossSettings],
 ) -> RowMetric:
-    """Return a metric for LightGBM; the loss and the arguments are those of `xgboost_metric`.
+    """Return a metric for LightGBM; the loss and the arguments are as in `xgboost_metric`.
 
     Pass the start of the training as `Dataset(init_score=)` of the validation set too. Create
     `LGBMClassifier(metric="None")`: otherwise it adds its own log-loss, which takes the scores of a custom objective

@@ -49,8 +49,8 @@ def xgboost_objective(num_classes: int, *, interface: str = "native", **settings
     least expected cost, more so with more rounds; add some cross-entropy where the probabilities matter. Neither is
     better on every data set than plain cross-entropy.
 
-    The Hessian is a diagonal: twice that of Gauss-Newton at power 2, else one that bounds the Hessian, so that small
-    steps always descend; that of cross-entropy is the library's own. All are clamped to a small minimum.
+    The Hessian is a diagonal: twice Gauss-Newton's at power 2, else one that bounds the Hessian, so that small
+    steps always descend; for cross-entropy it is the library's own. All are clamped to a small minimum.
 
     Train with `objective="multi:softprob"`, so that `predict` returns probabilities, and start from the frequencies:
 
@@ -101,7 +101,7 @@ def xgboost_objective(num_classes: int, *, interface: str = "native", **settings
 def lightgbm_objective(
     num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]
 ) -> RowObjective:
-    """Return an objective for LightGBM; the loss and the arguments are those of `xgboost_objective`.
+    """Return an objective for LightGBM; the loss and the arguments are as in `xgboost_objective`.
 
         start = numpy.tile(otloss.boosting.start_scores(labels, num_classes), (len(labels), 1))
         lightgbm.train({"objective": lightgbm_objective(num_classes), "num_class": num_classes},

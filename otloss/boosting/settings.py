@@ -128,6 +128,6 @@ def check_classes(num_classes: Any) -> int:
 def _check_not_pandas(name: str, table: Any) -> None:
     if hasattr(table, "iloc"):
         raise TypeError(
-            f"{name} is a pandas {type(table).__name__}, whose order may not be that of the classes; expected an "
+            f"{name} is a pandas {type(table).__name__}, whose order may not be the order of the classes; expected an "
             f"array, such as {name}.sort_index().to_numpy()."
         )

@@ -14,7 +14,7 @@ from otloss.boosting.settings import check_classes
 def start_scores(labels: ArrayLike, num_classes: int, *, sample_weight: ArrayLike | None = None) -> NDArray[np.float64]:
     """Return the logarithms of the frequencies of the classes, (K,): the constant scores of least cross-entropy.
 
-    They are also those of least ranked probability score. A class that never occurs counts as half a row (of mean
+    They also have the least ranked probability score. A class that never occurs counts as half a row (of mean
     weight), so that its score is finite.
 
     XGBoost 3.1 and later keep them in the model for prediction: `"base_score": scores.tolist()`. Otherwise,

@@ -78,7 +78,7 @@ class CosineCost(Cost):
         return self._zeros()
 
     def apply(self, v: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
-        """Return C v in O(V d); the absolute error is that of a sum over `|v|`, since the product cancels."""
+        """Return C v in O(V d); the absolute error is as large as for a sum over `|v|`, since the product cancels."""
         cost, v = self._product_arguments(v)
         with torch.autocast(self.device.type, enabled=False):
             product = v.sum(-1, keepdim=True) - (v @ cost.unit) @ cost.unit.T  # (..., V)

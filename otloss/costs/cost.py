@@ -81,7 +81,7 @@ class Cost(ABC):
                 setattr(cls, name, vars(Cost)[name])
         if not {"rows", "row_block"}.intersection(vars(cls)):
             return
-        # The formulas of its base are those of other costs. T and the costs within a side are of the class itself.
+        # The formulas of its base are for other costs. T and the costs within a side are of the class itself.
         follow = (
             "row_block", "dense", "diagonal", "apply", "softmin", "softmin_at", "plan_gradients", "largest",
             "softmin_work", "stored_matrix", "contiguous", "with_matrix", "has_plain_entries", "is_symmetric",
@@ -104,12 +104,12 @@ class Cost(ABC):
 
     @property
     def _data(self) -> Tensor:
-        """The tensor whose dtype and device are those of the costs."""
+        """The tensor that has the dtype and device of the costs."""
         tensors = self.tensors()
         if not tensors:
             raise TypeError(
                 f"{type(self).__name__} has no floating tensor among its attributes, expected at least one: its dtype "
-                "and device are those of the cost. Hold a tensor instead of a list or a number."
+                "and device the cost has. Hold a tensor instead of a list or a number."
             )
         return tensors[0]
 
@@ -173,7 +173,7 @@ class Cost(ABC):
                 it is the hard minimum, min_j C_ij - potential_j.
 
         Returns:
-            (..., n) in the promoted dtype, differentiable in the potential and the cost. Its error is that of one
+            (..., n) in the promoted dtype, differentiable in the potential and the cost. Its error is the error of one
             rounding of the costs in their own dtype, also for a potential in float64, plus 1e-6 epsilon in float32.
 
         Raises:
@@ -201,7 +201,7 @@ class Cost(ABC):
         return tuple(distinct.values())
 
     def parameters(self) -> tuple[Tensor, ...]:
-        """Return those of `tensors()` that require a gradient."""
+        """Return the `tensors()` that require a gradient."""
         return tuple(t for t in self.tensors() if t.requires_grad)
 
     def plan_gradients(
@@ -371,7 +371,7 @@ class Cost(ABC):
         return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.abs().amax()).all())
 
     def costs_within(self) -> tuple[Cost, Cost] | None:
-        """Return the costs among the bins of p and among those of q, which divergences need; None if not known."""
+        """Return the costs among the bins of p and among the bins of q, which divergences need; None if not known."""
         return (self, self) if self.T is self else None
 
     def centroid_bound(
@@ -386,8 +386,8 @@ class Cost(ABC):
     def as_points(self) -> PointCost | None:
         """Return the cost as a `PointCost` of a metric with a name, for methods that work with the points.
 
-        They look at `x`, `y` and `metric`, and take the costs of other points to be those of the metric. So a subclass
-        of `PointCost` returns None until it overrides this.
+        They look at `x`, `y` and `metric`, and take the costs of other points to be distances of the metric. So a
+        subclass of `PointCost` returns None until it overrides this.
         """
         return None
 

@@ -251,7 +251,7 @@ def cost_between(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"], cos
     shape = (p.shape[-1], q.shape[-1])
     if cost.shape != shape:
         raise ValueError(
-            f"the cost has shape {cost.shape}, expected {shape}: rows for the bins of p, columns for those of q."
+            f"the cost has shape {cost.shape}, expected {shape}: rows for the bins of p, columns for the bins of q."
         )
     if cost.device != p.device:
         raise ValueError(f"the cost is on {cost.device} and p on {p.device}, expected one device.")

@@ -6,7 +6,7 @@ In few dimensions they are sums over differences. In many, on a CPU, a matrix pr
 
 Its error is some roundings of s_ij, which are large beside the distance of points that are nearer to each other than
 to c. A product is kept where it is at least a share of s_ij that depends on its dtype. In float32 that share is 1/2,
-and the error 6e-7 at most and 1e-7 in the mean, as that of the differences is in 64 dimensions. The few pairs of a
+and the error 6e-7 at most and 1e-7 in the mean, as large as for differences in 64 dimensions. The few pairs of a
 block that are nearer are computed again from differences. Where they are many (the points form clusters) the block is
 computed again, for float32 by a product in float64, which has digits to spare, and from differences otherwise.
 """

@@ -8,7 +8,7 @@ doubling: with S_ij the length of the last 2^r edges of the path and a_i(j) the 
 
     S_ij <- S_ij + S_i,a_i(j)        a_i(j) <- a_i(a_i(j))
 
-Where two paths are equally short D is not differentiable, and the derivative is that of the path found.
+Where two paths are equally short D is not differentiable, and the derivative belongs to the path found.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def graph_cost(adjacency: Any) -> DenseCost:
     Args:
         adjacency: (n, n) lengths >= 0 of the edges from row to column, in the unit of the cost; 0 or infinity where
             there is none. Asymmetric if edges have directions. Or a scipy sparse matrix, whose stored entries are the
-            edges. The graph of a tensor is kept: the cost has derivatives in the lengths, those of the path
+            edges. The graph of a tensor is kept: the cost has derivatives in the lengths of the path
             that was found where several are shortest.
 
     Returns:

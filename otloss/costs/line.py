@@ -20,7 +20,7 @@ class LineCost(Cost):
     Formulas: docs/guide/definitions.md#def-line
 
     Args:
-        x: (n,), finite positions in any order; the unit of the cost is that of `x` to the power `power`.
+        x: (n,), finite positions in any order; the unit of the cost is the unit of `x` to the power `power`.
             The graph of `x` is kept.
         power: above 0; a metric up to 1, the squared distance at 2.
 

@@ -64,7 +64,7 @@ class PointCost(Cost):
     Powers of other functions: docs/guide/definitions.md#def-orders
 
     Args:
-        x: (n, d), or (..., n, d) for one cloud per problem; finite. The graph is kept, and that of `y`.
+        x: (n, d), or (..., n, d) for one cloud per problem; finite. The graphs of `x` and `y` are kept.
         y: (m, d) or (..., m, d), `x` by default.
         metric: "sqeuclidean" (no 1/2), "euclidean", "l1", "cosine" (a zero row costs 1, 0 to itself in the cloud of its
             own); or a function of (n, d) and (m, d) that gives the (n, m) costs, finite and >= 0 (of (..., n, d) and
@@ -171,7 +171,8 @@ class PointCost(Cost):
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         """Return C v: in O((n + m) d) for "sqeuclidean" and "cosine", by blocks of rows otherwise.
 
-        The absolute error of the short forms is that of a sum over `|v|` times the largest cost, since they cancel.
+        The absolute error of the short forms is as large as for a sum over `|v|` times the largest cost, since they
+        cancel.
         """
         if self.metric not in ("sqeuclidean", "cosine"):
             return super().apply(v)

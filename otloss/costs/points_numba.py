@@ -52,7 +52,7 @@ def gradients_in_x(
 ) -> Float[Tensor, "*batch n d"]:
     """Return sum_j P_ij dC_ij / dx_i for the fixed plan P_ij = exp((a_i + b_j - C_ij) / epsilon).
 
-    `orders` are those of `points_softmin`.
+    `orders` are as in `points_softmin`.
     """
     return _by_rows(x, y, b, a, epsilon, metric, orders)
 

@@ -217,7 +217,7 @@ def keep_columns(y: Any, h: Any, count: int, bounds: Any, least: Any, near: Any,
 def select(
     points: Any, y: Any, h: Any, count: int, cutoff: Any, metric: int, bounds: Any, near: Any, near_h: Any
 ) -> int:
-    """Copy those of the first `count` columns that count for any of the points (rows, d); return their number."""
+    """Copy the first `count` columns that count for any of the points (rows, d); return their number."""
     half = np.empty(points.shape[1], h.dtype)
     best = scores_in_box(points, y, h, count, metric, half, bounds)
     if best < 0:

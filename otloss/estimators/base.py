@@ -132,7 +132,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         if not np.isfinite(logits).all():
             row = int(np.flatnonzero(~np.isfinite(logits).all(1))[0])
             raise ValueError(
-                f"the scores of row {row} overflow: its features lie too far from those of training. Look for wrong "
+                f"the scores of row {row} overflow: its features lie too far from the training rows. Look for wrong "
                 "units, and for marks of missing values such as 1e300."
             )
         return logits
@@ -225,7 +225,7 @@ def above_zero(distribution: np.ndarray) -> np.ndarray:
 
 
 def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, positions: np.ndarray) -> np.ndarray:
-    """Return weights (n,): the sample weights times those of the rows' classes.
+    """Return weights (n,): the sample weights times the weights of the rows' classes.
 
     `"balanced"` gives every class that has weight the same total, without changing the sum of all.
 

@@ -64,7 +64,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
     as one row of their weight, for `subsample` too. NaN features are missing values.
 
-    Weights (times those of `class_weight`) count rows: two is a row given twice, as scikit-learn checks. Weights
+    Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks. Weights
     w with sum w^2 < sum w, such as shares with sum one, are multiplied by sum w / sum w^2, which is 1 for weights of 0
     and 1: else `min_child_weight` and `lambda`, in the unit of the weights, would let no tree split.
 
@@ -80,7 +80,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         categories, values, power, cost: as for `OrdinalClassifier`.
         transport, cross_entropy: weights of the two losses; some cross-entropy is advisable at power 1 and with a cost,
             which alone drive probabilities to 0 and 1.
-        n_estimators: rounds, at most where training stops early: ten times those of XGBoost's own default. On large
+        n_estimators: rounds, at most where training stops early: ten times XGBoost's own default. On large
             tables n_estimators=250 with learning_rate=0.2 takes a quarter of the time, for a slightly higher loss.
         learning_rate, max_depth: as XGBoost names them.
         booster_params: further settings by any of the library's own names; they take precedence. Without them each

@@ -73,8 +73,8 @@ class OrdinalClassifier(LinearBase):
         transport: weight of L; 0 leaves cross-entropy alone.
         cross_entropy: weight of the cross-entropy added; advisable at power 1 and with a cost, which alone drive
             probabilities to 0 and 1, to a local optimum.
-        alpha: L2 penalty on the weights, as 1 / C in `LogisticRegression`; biases have none. Its unit is that of the
-            rows' weights: with weights of sum one give it divided by the number of rows.
+        alpha: L2 penalty on the weights, as 1 / C in `LogisticRegression`; biases have none. Its unit is the unit of
+            the rows' weights: with weights of sum one give it divided by the number of rows.
         class_weight: None, "balanced", or a dict from label to weight.
         decode: how `predict` chooses. "median", the default, has the least expected absolute error in ranks, and so
             few errors of several ranks. "argmax" is the most probable class, for accuracy: the only rule with which

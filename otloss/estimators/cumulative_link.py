@@ -60,7 +60,7 @@ class CumulativeLinkClassifier(LinearBase):
         """Return coefficients and thresholds with standard errors, and the log-likelihood: `print` it for a table.
 
         For a model fitted by likelihood, `CumulativeLinkClassifier(transport=0, cross_entropy=1, alpha=0)`, to these
-        rows; tol=1e-8 gives more digits. A weight counts rows. Standard errors are those of the inverse of the Hessian.
+        rows; tol=1e-8 gives more digits. A weight counts rows. Standard errors are by the inverse of the Hessian.
 
         Raises:
             ValueError: if the model was not fitted so, these are not the rows that it was fitted to, features depend

@@ -9,7 +9,7 @@ H is the Hessian of the negative log-likelihood in (w, t), and A is the matrix o
 The condition of H does not depend on the units of the features.
 
 The likelihood has no maximum if the features separate the classes: if there is a direction (w, t) along which no row's
-interval narrows, and that of some row widens. With a_y = t_y - w.x that is the linear program
+interval narrows, and the interval of some row widens. With a_y = t_y - w.x that is the linear program
 
     max sum of all slacks    slacks: a_y >= 0 for the rows of all classes but the last, -a_{y-1} >= 0 but for the first
 

@@ -126,7 +126,7 @@ class Temperature(BaseEstimator):
             if self.criterion == "rps":
                 mean = data.weight @ ((tempered.cumsum(1)[:, :-1] - data.was_below) ** 2 @ gaps)
                 return float(mean + self.shrinkage * data.pull * log_temperature**2)
-            # An event of probability 1/2 has the curvature 1/8 in its logit, twice that of the Brier score.
+            # An event of probability 1/2 has the curvature 1/8 in its logit, twice the Brier score's.
             return float(data.weight @ -_log(tempered[chosen]) + 2 * self.shrinkage * data.pull * log_temperature**2)
 
         return score
@@ -195,7 +195,7 @@ class OrdinalRecalibration(BaseEstimator):
             proba: (n, K) forecasts, columns in rank order.
 
         Raises:
-            ValueError: if rows are no probabilities, or their number is not that of the fit.
+            ValueError: if rows are no probabilities, or their number is not as in the fit.
             sklearn.exceptions.NotFittedError: before `fit`.
         """
         check_is_fitted(self, "offset_")

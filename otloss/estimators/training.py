@@ -44,10 +44,10 @@ class OrdinalNetwork(nn.Module):
     """Logits of m >= 2 ordered classes from d features, in float64 on the CPU whatever torch's defaults are.
 
     Args:
-        widths: of all layers but the last: the number of features, then those of hidden layers.
+        widths: of all layers but the last: the number of features, then the widths of hidden layers.
         prior: (m,) probabilities that a linear model starts from, and one with hidden layers near to.
         head: one of `HEADS`.
-        random: for the weights of hidden layers, Glorot's uniform ones; those of a linear model are zero.
+        random: for the weights of hidden layers, Glorot's uniform ones; a linear model starts at zero.
         link: of the cumulative model.
     """
 
@@ -236,7 +236,7 @@ def train_adam(
 ) -> tuple[int, bool]:
     """Train `network` by Adam until the loss held out, or without such rows the loss met, no longer falls.
 
-    With rows held out the parameters are those of the best epoch, and the epochs returned are counted up to it; the
+    With rows held out the parameters are from the best epoch, and the epochs returned are counted up to it; the
     flag says whether training ended by itself before the last epoch allowed.
     """
     optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)

@@ -78,7 +78,7 @@ def cloud_loss(
         metric: "sqeuclidean", |x - y|^2 without a factor 1/2, so that "emd" and "sliced" give W_2^2 and not W_2;
             "euclidean", |x - y|, W_1; but for "sliced" also "l1", "cosine", or a function of two clouds (`PointCost`).
         epsilon: of the divergence, above 0, in the unit of the cost; a number, or one per pair of clouds.
-        blur: in place of epsilon, the length in `geomloss.SamplesLoss(blur=)`, and the value is that of `SamplesLoss`:
+        blur: in place of epsilon, the length in `geomloss.SamplesLoss(blur=)`, and the value is as by `SamplesLoss`:
             for "euclidean" epsilon = blur; for "sqeuclidean", where GeomLoss has the cost |x - y|^2 / 2, epsilon =
             2 blur^2 and half of the value.
         marginal_penalty: of the divergence, the price of mass that appears or vanishes, or (price of x, price of y), in

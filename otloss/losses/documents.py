@@ -54,7 +54,7 @@ def document_distance(
             weights are over the whole vocabulary, (..., V).
 
     Returns:
-        (...), in the unit of the embedding times that of the mass. Differentiable once in p, q and the embedding.
+        (...), in the unit of the embedding times the unit of the mass. Differentiable once in p, q and the embedding.
 
     Raises:
         TypeError: if weights or embedding are not floating tensors, or ids not integers.
@@ -177,7 +177,8 @@ def document_search(query: Any, corpus: Any, embedding: Float[Tensor, "vocabular
         k: from 1 to the number of documents with words.
 
     Returns:
-        A `NearestDocuments`, without a graph, computed in float64 on the CPU. The answer is that of solving all pairs.
+        A `NearestDocuments`, without a graph, computed in float64 on the CPU. The answer is the same as by solving all
+        pairs.
 
     Raises:
         TypeError: if an argument is not a tensor (or a sparse matrix).

@@ -1,7 +1,7 @@
 """Distances between classes, and the distance of a distribution over classes to a label.
 
-With P = softmax(z) over K classes of values x, gaps d_k = x_{k+1} - x_k, F the cumulative sum of P, G that of the label
-and r = F - G:
+With P = softmax(z) over K classes of values x, gaps d_k = x_{k+1} - x_k, F the cumulative sum of P, G the one of the
+label and r = F - G:
 
     on the line      sum_k d_k |r_k|^power                       power 1 is W_1, power 2 the ranked probability score
     on the circle    W_1, or min over m of sum_k d_k (r_k - m)^2, d_{K-1} = period - (x_{K-1} - x_0) closing it

@@ -61,7 +61,7 @@ def histogram_loss(
 ) -> Float[Tensor, "*batch"]:
     """Return how far predicted histograms softmax(logits) lie from real values or from histograms, on the number line.
 
-    The loss is that of `ordinal_loss` over the centres of the bins: power 2 is the ranked probability score in the unit
+    The loss is `ordinal_loss` over the centres of the bins: power 2 is the ranked probability score in the unit
     of the bins, power 1 is W_1. The prediction as a number is `histogram_mean(logits, bins)`.
 
     Valid values lie between the outermost edges, but with the default encoding "two_hot" between the outermost

@@ -37,14 +37,14 @@ def ngram_distance(
     order_weight: float = 0.0,
     metric: str = "cosine",
 ) -> Float[Tensor, "*batch"]:
-    """Return the least cost of moving the n-grams of x to those of y, per pair of texts.
+    """Return the least cost of moving the n-grams of x to the n-grams of y, per pair of texts.
 
     As a loss of generated text, x holds expected embeddings, `probabilities @ embedding`. Give it an order_weight, or
     add cross-entropy: without one of them a text may come out backwards, for its n-grams fit any order.
 
     Args:
         x: (..., length, d) embeddings of the words of a text. The leading axes of all tensors broadcast.
-        y: (..., other, d) those of another one.
+        y: (..., other, d) tokens of another one.
         n: words in an n-gram, at least 1. The distance is blind to the order of the words for n = 1.
         mask_x: (..., length), True at words and False at padding, whatever x holds there; all words by default. An
             n-gram takes part if all its words do.
@@ -109,5 +109,5 @@ def _ngrams(name: str, x: Any, mask: Any, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _places(weights: Tensor) -> Tensor:
-    """Return the middle of each n-gram among those of its text, from 0 to 1."""
+    """Return the middle of each n-gram among the n-grams of its text, from 0 to 1."""
     return weights.cumsum(-1) - weights / 2

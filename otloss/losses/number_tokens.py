@@ -14,7 +14,7 @@ with a_j = d_jy (for "mse" x_j - x_y), D = sum_j p_j a_j, s = 1 (for "mse" 2 D).
 is sum_i q_i c(i, y) with one row of costs over the whole vocabulary.
 
 The gradient is computed here and not by torch, so that no copy of the rows with numbers is kept: logits are read once
-for the value and once for the gradient, a few rows at a time. Second derivatives are those of the same formulas in
+for the value and once for the gradient, a few rows at a time. Second derivatives follow from the same formulas in
 torch operations.
 """
 
@@ -91,7 +91,7 @@ def number_token_loss(
         ValueError: if shapes do not fit, a label is out of range, values hold an infinity or no number, a setting is
             unknown or has no effect beside another, a weight is negative or not finite, logits are NaN, +inf or all
             -inf, or the loss exceeds its dtype. Only logits of positions whose label is a number are read; with
-            over="numbers" only those of the number tokens.
+            over="numbers" only the number tokens.
 
     Source:
         J. Zausinger et al., Regress, Don't Guess: a Regression-like Loss on Number Tokens for Language Models,

@@ -80,7 +80,7 @@ def ordinal_loss(
 
     Returns:
         A scalar, or (...), in the promoted dtype of the floating inputs, under autocast at least float32; its unit is
-        that of x or the cost.
+        the unit of x or the cost.
         Differentiable in logits, x, the cost and the weights; in soft labels too, centred over the classes except for
         the cross-entropy. Second derivatives are right, but for soft labels with a cost, where they raise. Inside
         `torch.vmap`, as for gradients of each example, no position may be ignored. Without any weight (all positions

@@ -39,7 +39,7 @@ class Positions:
     """The positions of a batch, those among them that take part, and how their values become the answer.
 
     Attributes:
-        shape: that of the positions.
+        shape: the shape of the positions.
         kept: which of them take part, or None for all of them.
         weight: (rows,) weights >= 0 of those, or None where all are one.
         reduction: "mean", "sum" or "none".

@@ -4,8 +4,8 @@
     soft    the entropic transport of n predictions, one unit each, to m targets that take one unit each and to
             "nothing", which takes n - m units at the price u_i, with the entropy against the product of both over n
 
-C holds the loss of each prediction as each target. Both are minima, so their gradients are those of C and u at the
-matching, or weighted by the plan.
+C holds the loss of each prediction as each target. Both are minima, so their gradients are the gradients of C and u at
+the matching, or weighted by the plan.
 
 Source: N. Carion et al., End-to-End Object Detection with Transformers, arXiv 2005.12872 (hard).
 """

@@ -43,7 +43,7 @@ def soft_labels(
         kind: "triangular", "binomial", "beta" or "poisson", by the formulas above. The binomial and Poisson
             distributions are wide, a beta distribution keeps two thirds of its mass on the label.
         neighbour: the mass on each class beside the label, of "triangular" alone: 0.05 by default, at most 2/9.
-        dtype: of the answer; that of the logits is the fastest in `ordinal_loss`.
+        dtype: of the answer; the dtype of the logits is the fastest in `ordinal_loss`.
 
     Returns:
         (..., K), each of mass 1, on the device of target.

@@ -41,7 +41,7 @@ def threshold_loss(
 ) -> Float[Tensor, "*batch"]:
     """Return the logistic loss of the thresholds between ordered classes, on the right side of which the label lies.
 
-    "all" is the loss of CORAL, and of mord's `LogisticAT`; "immediate" that of mord's `LogisticIT`. Both are exactly
+    "all" is the loss of CORAL and of mord's `LogisticAT`, "immediate" the loss of mord's `LogisticIT`. Both are exactly
     theirs for the log-probabilities of `otloss.nn.CumulativeLinkHead`, whose thresholds are always ordered. "all" is a
     proper score. "immediate" is not: for given probabilities it is least where neighbouring thresholds lie apart.
 

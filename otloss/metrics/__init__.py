@@ -5,7 +5,7 @@ Categorical tells the order; whole numbers stand for every integer from the smal
 have the positions 0, 1, 4; in forecasts numbers with a fraction are sorted; text raises ValueError. The estimators and
 scorers follow the same rule.
 
-Columns of probabilities follow the sorted labels, as in scikit-learn, unless `columns=` says otherwise; those of a
+Columns of probabilities follow the sorted labels, as in scikit-learn, unless `columns=` says otherwise; columns of a
 `Distribution`, which `predict_distribution` returns, are what its labels say. Classes that are absent from y_true,
 y_pred or a fold keep their rank.
 """

@@ -79,7 +79,7 @@ class Distribution(np.ndarray):
         return part
 
     def sort(self, *args: Any, **kwargs: Any) -> None:
-        """Sort each row or column by itself, in place: its columns are no longer those of the labels."""
+        """Sort each row or column by itself, in place: its columns no longer follow the labels."""
         super().sort(*args, **kwargs)
         self.labels = None
 

@@ -112,8 +112,8 @@ def ordinal_emd(
 ) -> float:
     """Return the mean over examples of the earth mover's distance W_1 between the forecast and the true class.
 
-    Args, Raises: as `ranked_probability_score`; the unit is that of the values. W_1 is no proper score: a forecast that
-    is sure of its median does best.
+    Args, Raises: as `ranked_probability_score`; the unit is the unit of the values. W_1 is no proper score: a forecast
+    that is sure of its median does best.
 
     Example:
         >>> ordinal_emd([0, 2], [[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], labels=[0, 1, 2])

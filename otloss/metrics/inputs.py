@@ -142,7 +142,7 @@ def _columns_of(proba: Distribution) -> Labels:
 
 
 def _order_with(proba: Distribution, labels: ArrayLike | None, y_true: ArrayLike) -> ArrayLike:
-    """Return the rank order: `labels`, or that of the distribution, with which an ordered Categorical has to agree."""
+    """Return the rank order: `labels`, or the distribution's, with which an ordered Categorical has to agree."""
     if labels is not None:
         return labels
     order = _columns_of(proba)

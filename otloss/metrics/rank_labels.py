@@ -52,7 +52,7 @@ def in_given_order(labels: Labels) -> RankOrder:
 def rank_order(labels: ArrayLike | RankOrder | None, **targets: ArrayLike) -> RankOrder:
     """Return `labels` checked, or the order that the targets themselves tell.
 
-    That is the order of the ordered pandas Categoricals among them, which must agree; else that of `implied_ranks`.
+    That is the order of the ordered pandas Categoricals among them, which must agree; else `implied_ranks` gives it.
 
     Raises:
         ValueError: if the targets imply no order, or an ordered Categorical disagrees with another.
@@ -83,7 +83,7 @@ def implied_ranks(labels: Labels) -> tuple[RankOrder, str]:
       their difference, and a class that no row has does not bring its neighbours together. Labels 1, 2, 5 stand for the
       classes 1 to 5, at the positions 0, 1 and 4.
     - Numbers with a fraction and booleans: the labels seen in their order, 1 apart.
-    - Text: likewise, but in doubt, for its order is that of the alphabet. One label alone needs no order.
+    - Text: as above, but in doubt, for its order is alphabetical. One label alone needs no order.
     """
     in_order = in_given_order(labels)
     if labels.dtype.kind == "U":
@@ -96,7 +96,7 @@ def implied_ranks(labels: Labels) -> tuple[RankOrder, str]:
         if not np.abs(labels).max() < 2.0 ** (np.finfo(labels.dtype).nmant + 1):
             return in_order, f"the labels {shown(labels)} are too large for floats to tell integers apart"
         labels = labels.astype(np.int64)
-    bits = labels.astype(np.uint64)  # Their differences are right modulo 2^64, where those of int64 may overflow.
+    bits = labels.astype(np.uint64)  # Their differences are right modulo 2^64, where differences of int64 may overflow.
     return RankOrder(labels, (bits - bits[0]).astype(float)), ""
 
 

@@ -110,9 +110,9 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
             "ranked_probability_score", "ordinal_emd", "threshold_calibration_error" of `predict_proba`. For a kappa use
             `make_scorer(cohen_kappa_score, weights="quadratic", labels=...)` of scikit-learn.
         labels: (K,) all classes in rank order. By default the order that the model uses, the `categories_` of the
-            estimators here, also as the last step of a pipeline or the best of a search; for other models that of an
-            ordered pandas Categorical, or what the labels of model and fold imply, as in the metrics: whole numbers
-            stand for every integer from the smallest to the largest, and text raises.
+            estimators here, also as the last step of a pipeline or the best of a search; for other models the rank
+            order of an ordered pandas Categorical, or what the labels of model and fold imply, as in the metrics: whole
+            numbers stand for every integer from the smallest to the largest, and text raises.
         options: other arguments of the metric, such as `values`.
 
     Raises:

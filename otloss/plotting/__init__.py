@@ -1,6 +1,6 @@
 """Figures of ordinal forecasts, ensembles and transport plans; every function draws on one Axes and returns it.
 
-Colours are those of M. Okabe and K. Ito (2008) and of viridis, which the colour-blind can distinguish.
+Colours are by M. Okabe and K. Ito (2008), and viridis, which the colour-blind can distinguish.
 """
 
 from otloss.plotting.confusion import plot_confusion_matrix as plot_confusion_matrix

@@ -17,7 +17,7 @@ MOST_NAMES = 15  # classes beyond which names, and numbers in cells, are too sma
 
 
 def axes_to_draw_on(ax: Axes | None) -> Axes:
-    """Return `ax`, or that of a new figure."""
+    """Return `ax`, or the axes of a new figure."""
     try:
         from matplotlib import pyplot
     except ImportError as error:

@@ -67,7 +67,7 @@ def plot_confusion_matrix(
 
 
 def _distance_colours(distance: Float[np.ndarray, "..."], classes: int) -> Float[np.ndarray, "... rgb"]:
-    """Return blue for distance 0, from yellow to dark red beyond, which is that of the first class and the last."""
+    """Return blue for distance 0, from yellow to dark red beyond, the distance of the first class and the last."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     errors = LinearSegmentedColormap.from_list("errors", ["#F0C24B", VERMILION, "#6B2300"])

@@ -59,7 +59,7 @@ def upper_bound(
             "best", the smaller of the two (the independent one where the cost is not square).
 
     Returns:
-        (...), in the promoted dtype; its unit is that of the cost times that of the mass.
+        (...), in the promoted dtype; its unit is the unit of the cost times the unit of the mass.
         Differentiable in p and q (centred over the bins) and in the cost. "residual" has a kink where p_i = q_i; the
         gradient there is finite, and zero at p = q but for the diagonal of the cost.
 
@@ -114,7 +114,7 @@ def lower_bound(
         cost: (n, m), (..., n, m) or a cost object; C[i, j] is the price per unit of mass.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of the cost times that of the mass.
+        (...), in the promoted dtype; its unit is the unit of the cost times the unit of the mass.
         Differentiable in p and q (centred over the bins) and in the cost.
 
     Raises:

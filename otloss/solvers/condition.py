@@ -1,6 +1,6 @@
 """Whether the equations of the implicit function theorem determine derivatives in the weights.
 
-Parts of a plan that hardly exchange mass leave the potentials of one part undetermined against those of another: the
+Parts of a plan that hardly exchange mass leave the potentials of one part undetermined against another: the
 system's smallest eigenvalue is the share of the mass that they exchange. Its inverse, the condition, multiplies the
 rounding errors. Rounding alone makes the condition of a singular system about 1e15 in float64, so a bound far below
 decides the same for every processor, and at the bound the derivatives have lost at most ten of their sixteen digits.

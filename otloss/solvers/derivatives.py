@@ -18,7 +18,7 @@ the second and third, for the error of a step is the square of that before. Weig
 so that bins without mass have their one-sided derivatives. The system has the size of the smaller side.
 
 Where epsilon is small the plan falls into parts that hardly exchange mass, and the system is singular to rounding: it
-does not determine how potentials of one part compare with those of another. Neither the plan nor its derivatives in
+does not determine how potentials of two parts compare. Neither the plan nor its derivatives in
 the costs depend on that, so a tiny multiple of the identity is added and changes nothing. Derivatives in the weights do
 depend on it (mass that must move from one part to another): they raise RuntimeError where the condition of the system
 is above a bound that is far from what rounding makes of a singular one (`condition.py`).

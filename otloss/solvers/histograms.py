@@ -15,13 +15,13 @@ from otloss.costs import Cost, as_cost, cost_between
 from otloss.costs.dense import posed_cost
 
 # Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
-# each, and a histogram normalised in its own dtype carries that of its sum too. Histograms in float64 were often
-# normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
-# float32, such histograms have to be normalised again.
+# each, and a histogram normalised in its own dtype carries the rounding of its sum too. Histograms in float64 were
+# often normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast
+# to float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
 _LOST_SHARE = 1e-4  # of most differences of a gradient: no more may be lost to rounding by a constant
 _LIGHT = 1e-5  # a share of the mean weight: a bin that is no lighter pays so much for a price that the value is a price
-MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed that of a side
+MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed the mass of a side
 
 
 def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class HistogramPair:
 
     Attributes:
         p: (..., n).
-        q: (..., m), the leading axes broadcast against those of p.
+        q: (..., m), the leading axes broadcast against the ones of p.
         dtype: the promoted dtype of the inputs.
         has_empty_side: whether a histogram holds no mass.
         rounding: the rounding unit of the weights in the dtypes that they were given in; float32 for 16 bits, which are
@@ -187,7 +187,7 @@ def _check_order(p: Any, q: Any, cost: Any) -> None:
 
 
 def _check_flat(p: Any, q: Any, cost: Any) -> None:
-    """Raise where the bins of p or q are spread over several axes, as those of images are."""
+    """Raise where the bins of p or q are spread over several axes, as in images."""
     if not isinstance(cost, Cost) and not (isinstance(cost, Tensor) and cost.dim() > 1):
         return
     for name, weights, size in zip(("p", "q"), (p, q), cost.shape[-2:], strict=True):

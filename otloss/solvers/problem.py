@@ -4,9 +4,9 @@
                                                   or  P 1 <= p, P^T 1 <= q, sum P = mass         (partial)
                                                   or  + rho_p KL(P 1 | p) + rho_q KL(P^T 1 | q)  (unbalanced)
 
-For a mass M of p and q the balanced entropy is that against p q^T / M: the value is M times that of p / M and q / M,
+For a mass M of p and q the balanced entropy is against p q^T / M: the value is M times the value of p / M and q / M,
 and a mass that is one up to rounding adds nothing, however large epsilon is. Exact transport is epsilon = 0. A matrix
-may have negative entries and +inf; `otloss.solvers.reductions` turns such problems, and those of a part of the mass,
+may have negative entries and +inf; `otloss.solvers.reductions` turns such problems, and problems of a part of the mass,
 into balanced ones with costs that are finite and at least 0.
 
 Balanced transport needs equal masses, and float sums never agree to the last bit. Masses that agree within
@@ -57,7 +57,7 @@ class Problem:
         weight_rounding: the rounding unit of the weights as they were given.
         is_symmetric: whether p equals q and the cost its transpose, which saves iterations.
         impl: the implementation that was asked for.
-        dtype: of the answer; the arithmetic is in that of p, q and the cost.
+        dtype: of the answer; the arithmetic is in the dtype of p, q and the cost.
     """
 
     p: Float[Tensor, "*batch n"]
@@ -91,7 +91,7 @@ class Problem:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that a value depends on: p, q, epsilon, and those of the cost that require a gradient."""
+        """The tensors that a value depends on: p, q, epsilon, and tensors of the cost that require a gradient."""
         return (self.p, self.q, self.epsilon, *self.cost.parameters())
 
 

@@ -123,8 +123,8 @@ def emd(
             and q are not centred.
 
     Returns:
-        (...), in the promoted dtype (16-bit points of a cost object count as float32); its unit is that of the cost
-        times that of the mass. Solved in float64 on the CPU.
+        (...), in the promoted dtype (16-bit points of a cost object count as float32); its unit is the unit of the
+        cost times the unit of the mass. Solved in float64 on the CPU.
         Differentiable once in p, q (centred over the bins; one-sided derivatives at bins without mass; a subgradient
         where the optimum is degenerate, so at p = q a step against it may lead away from that minimum; order 1 of
         `wasserstein_1d` has 0 there) and in the cost, or whatever the cost object was built from. One
@@ -177,8 +177,8 @@ def sinkhorn(
 ) -> Float[Tensor, "*batch"]:
     """Return the entropic transport cost, min over plans P of `<C, P> + epsilon KL(P | p q^T / M)`, per problem.
 
-    M is the mass of p and of q, so the value is M times that of p / M and q / M, and a mass that is one up to rounding
-    adds nothing at a large epsilon.
+    M is the mass of p and of q, so the value is M times the value of p / M and q / M, and a mass that is one up to
+    rounding adds nothing at a large epsilon.
 
     Formulas: docs/guide/definitions.md#def-entropic
 
@@ -189,7 +189,7 @@ def sinkhorn(
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
             A matrix may have +inf for pairs that may not exchange mass, and negative entries.
         epsilon: above 0, in the unit of the cost; a number, or one per problem (...). In balanced problems the plan of
-            1e8 times the largest cost stands for those of larger epsilons: all equal p q^T / mass to rounding.
+            1e8 times the largest cost stands for the plans of larger epsilons: all equal p q^T / mass to rounding.
         mass: the amount that is moved, as for `emd`; None for all. The KL then also counts what stays: see
             `otloss.solvers.reductions.partial_mass`.
         epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
@@ -216,8 +216,8 @@ def sinkhorn(
             through a grid, whose error is a part of the marginal error; the tolerance means the same.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Where the rounding of float32
-        costs between points would change the plan, the arithmetic is that of float64. Differentiable in p and q
+        (...), in the promoted dtype; its unit is the unit of the cost times the unit of the mass. Where the rounding of
+        float32 costs between points would change the plan, the arithmetic is in float64. Differentiable in p and q
         (gradients centred over the bins unless `marginal_penalty` is given, one-sided at bins without mass), the cost,
         and what a cost object was built from. Where p and q hold no mass the value and its gradients are 0.
 
@@ -275,11 +275,11 @@ def sinkhorn_divergence(
 
     Args:
         p, q, cost, epsilon: as for `sinkhorn`, but costs are finite and at least 0; with `marginal_penalty`,
-            `epsilon (mass_p - mass_q)^2 / 2` is added. S(p, p) has the penalty of p on both sides, and S(q, q) that of
-            q; where they differ, the value is still at least 0, but above 0 at p = q.
-        cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix imply
-            them; with a rectangular or asymmetric matrix they are required.
-        epsilon_relative_to: as for `sinkhorn`; the mean cost is that of `cost`, for all three.
+            `epsilon (mass_p - mass_q)^2 / 2` is added. S(p, p) has the penalty of p on both sides, and S(q, q) the one
+            of q; where they differ, the value is still at least 0, but above 0 at p = q.
+        cost_p, cost_q: the costs among the bins of p, and among the bins of q. A cost object and a symmetric matrix
+            imply them; with a rectangular or asymmetric matrix they are required.
+        epsilon_relative_to: as for `sinkhorn`; it is the mean of `cost`, for all three.
         start: as for `sinkhorn`, of S(p, q) alone.
         marginal_penalty, grad, tolerance, max_iterations, impl: as for `sinkhorn`.
 

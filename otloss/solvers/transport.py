@@ -32,7 +32,7 @@ class Certificate(NamedTuple):
 class Solution(Protocol):
     """What a solver gives for a reduced problem: `ExactSolution`, `EntropicSolution`, `ImplicitSolution`.
 
-    The attributes are those of `Transport`. Only the value has a graph, unless `only_value_has_gradients` is None; else
+    It has the attributes of `Transport`. Only the value has a graph, unless `only_value_has_gradients` is None; else
     that is the message of a backward pass through another part.
     """
 

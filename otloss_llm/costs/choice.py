@@ -91,7 +91,7 @@ def number_values(tokenizer: Any, vocab_size: int) -> Float[Tensor, " vocab"] | 
 
 
 def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings, *, seed: int = 0) -> NumberCost:
-    """Return the cost of numbers over a head of `vocab_size` rows; `seed` is that of shuffled values.
+    """Return the cost of numbers over a head of `vocab_size` rows; `seed` is for shuffled values.
 
     Raises:
         TypeError, ValueError: no tokenizer, or one without a number token.

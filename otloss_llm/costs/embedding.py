@@ -45,7 +45,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         embedding: `(V, d)`, copied without its graph. Zero rows (padding) cost 1 to every other token. A sharded one
             (DTensor) is gathered: every process has to make the call.
         near_duplicates: how to treat rows that lie within cost 0.001 of another, or 0.01 of three others, such as
-            those of tokens that were never trained, and the new ones that transformers' `resize_token_embeddings`
+            rows of tokens that were never trained, and the new ones that transformers' `resize_token_embeddings`
             makes. "zero" treats them like rows of zeros, cost 1 to every other token, and warns: at a label among
             near-duplicates EMO pushes the prediction towards all of them, not towards the label. "keep" leaves them as
             they are, and does not search: duplicates cost 0 to each other.
@@ -53,7 +53,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
             as they are, which is the cost of the paper; None removes one for every hundred dimensions, at least one,
             which is what trainers, the command line and `emo_loss` do where no cost is given. Rows as they are can
             share a direction with tokens that were seldom trained; EMO then moves mass to those tokens, and its
-            reverse divergence is up to 0.2 nats worse than that of likelihood (`docs/reports/evidence.md`).
+            reverse divergence is up to 0.2 nats worse than likelihood's (`docs/reports/evidence.md`).
 
     Attributes:
         near_duplicates: (V,), True for the rows that were set to zero.
@@ -68,7 +68,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
 
     near_duplicates: Bool[Tensor, " vocab"]
 
-    # The rows are those of `CosineCost` but for rounding.
+    # The rows are as in `CosineCost` but for rounding.
     diagonal, apply = CosineCost.diagonal, CosineCost.apply
     largest, centroid_bound = CosineCost.largest, CosineCost.centroid_bound
 
@@ -92,7 +92,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         super().__init__(embedding)  # Normalising makes a copy.
         self.near_duplicates = torch.zeros_like(self.zero_rows)
         if near_duplicates == "zero":
-            # Rows of which nothing is left are all but equal to the mean, as those of new tokens are.
+            # Rows of which nothing is left are all but equal to the mean, as rows of new tokens are.
             self.near_duplicates = find_near_duplicates(self.unit) | (self.zero_rows & before)
             if self.near_duplicates.any():
                 warn_of_near_duplicates(self.near_duplicates, stacklevel=2)
@@ -238,7 +238,7 @@ def remove_directions(
     """Return the rows without the mean and the `count` leading directions of all rows.
 
     Args:
-        rows: those of this process.
+        rows: the rows of this process.
         total, largest: sum and maximum over processes.
         agreed: what the first process has.
     """

@@ -35,8 +35,8 @@ def load_cost(
             (folder or name) whose head is taken without its leading directions.
         model: the model that will be trained; the cost is over its vocabulary.
         seed: of the random and shuffled controls, of embeddings and of values.
-        kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`. The tokenizer is compared with that of a
-            model whose head is taken.
+        kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`. The tokenizer is compared with the
+            tokenizer of a model whose head is taken.
 
     Raises:
         ValueError: the embedding has another vocabulary (or other tokens) or is not a (V, d) array of finite numbers,
@@ -81,7 +81,7 @@ def _cost_of_model(source: str, tokenizer: Any) -> EmbeddingCost:
         other = None
     if None not in (other, tokenizer) and other.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"the cost embedding {source!r} is of a model with another tokenizer: its rows are those of other tokens; "
+            f"the cost embedding {source!r} is of a model with another tokenizer: its rows belong to other tokens; "
             "take it from a model with the same tokenizer."
         )
     return EmbeddingCost.from_model(model, directions=None)

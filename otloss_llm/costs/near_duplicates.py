@@ -52,7 +52,7 @@ def search(
     Args:
         rows: gives the unit rows of these indices.
         width: of the rows.
-        agree: makes the likely neighbours those of one process, where several search together.
+        agree: makes the likely neighbours the ones of one process, where several search together.
     """
     criteria = criteria_for(len(z), width)
     if not criteria:
@@ -79,7 +79,7 @@ def criteria_for(vocab: int, width: int) -> list[tuple[float, int]]:
 
 
 def sketch(unit: Float[Tensor, "V d"]) -> Float[Tensor, "V s"]:
-    """Return coordinates whose distances are about those of the rows; the same directions in every process."""
+    """Return coordinates with about the distances of the rows; the same directions in every process."""
     width = unit.shape[1]
     if width <= _SKETCH:
         return unit
@@ -109,7 +109,7 @@ def _neighbours_in(order: Int[Tensor, " V"], z: Float[Tensor, "V s"], half_squar
     count = len(order)
     width, before = (count, 0) if count <= _WHOLE else (_WIDTH, _WIDTH)
     around = torch.cat([order[count - before :], order, order[: before + -count % width]])
-    # One product makes minus half the squared distances: those of a stretch, (.., width), to those of its window.
+    # One product makes minus half the squared distances: rows of a stretch, (.., width), to rows of its window.
     y = z[around]
     half, ones = y.square().sum(1, keepdim=True) / 2, y.new_ones(len(y), 1)
     stretches = torch.cat([y, -half, ones], 1)[before : len(y) - before].unflatten(0, (-1, width))

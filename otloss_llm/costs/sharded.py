@@ -1,4 +1,4 @@
-"""`EmbeddingCost` of an embedding whose rows are spread over processes, as those of the head.
+"""`EmbeddingCost` of an embedding whose rows are spread over processes, as the head's are.
 
 Notation: process r holds the rows start_r .. stop_r of the head, and needs C[y, start_r:stop_r] of each label y. It
 computes them from its own unit rows and the rows e_y of the labels, which one collective exchanges.
@@ -31,7 +31,7 @@ from otloss_llm.models.sharded_heads import VocabShard, is_row_shard
 
 
 class ShardedEmbeddingCost(VocabularyCost):
-    """`EmbeddingCost` of an embedding whose rows are spread over processes like those of the head.
+    """`EmbeddingCost` of an embedding whose rows are spread over processes like the head's.
 
     Every process has to make the calls. It goes with `linear_token_loss(..., process_group=...)` only: no process has
     whole rows of this cost.
@@ -40,7 +40,7 @@ class ShardedEmbeddingCost(VocabularyCost):
         embedding: `(rows, d)` of this process, copied without its graph; or a DTensor sharded by rows.
         process_group: the processes, whose rows follow each other in the order of ranks; a DTensor knows it.
         near_duplicates: as in `EmbeddingCost`, among the rows of all processes. The first of them warns.
-        directions: as in `EmbeddingCost`, those of the rows of all processes.
+        directions: as in `EmbeddingCost`, from the rows of all processes.
 
     Attributes:
         near_duplicates: (V,), True for the rows, of all processes, that were set to zero.
@@ -123,7 +123,7 @@ class ShardedEmbeddingCost(VocabularyCost):
         return pairs
 
     def rounding_now(self) -> float:
-        """As that of `EmbeddingCost`, over the rows of all processes."""
+        """As in `EmbeddingCost`, over the rows of all processes."""
         return self._rounding_of_bfloat16 if products_are_of_bfloat16(self.unit) else self._rounding
 
     @property

@@ -1,8 +1,9 @@
 """Which tokens of a vocabulary are numbers, and their values, read by decoding each token.
 
 The text of token i is what it adds after a letter a, `decode([a, i])` less `decode([a])`, so that a blank in front of
-it survives: 'Ġ7' of a byte-level BPE and '▁7' of SentencePiece are both ' 7'. Its value is that of the text with blanks
-stripped; '7' and ' 7' are two tokens of one value. Digits are the ten of ASCII: full-width and other digits are text.
+it survives: 'Ġ7' of a byte-level BPE and '▁7' of SentencePiece are both ' 7'. Its value is the value of the text with
+blanks stripped; '7' and ' 7' are two tokens of one value. Digits are the ten of ASCII: full-width and other digits are
+text.
 """
 
 from __future__ import annotations
@@ -218,9 +219,9 @@ class Coverage:
         by_length: how many number tokens there are, by count of digits; 0 for a word that an override made a number.
         shared: values that several tokens have, with the texts of these.
         left_out: ids and texts of tokens that hold a digit or another numeric character and are not numbers.
-        digits_missing: those of 0 to 9 without a token of their own.
+        digits_missing: digits of 0 to 9 without a token of their own.
         missed: the ids in `left_out`, by what keeps each from being a number.
-        suggested: values for those of them that have one number beside punctuation, by id.
+        suggested: values for tokens among them that have one number beside punctuation, by id.
     """
 
     vocabulary: int

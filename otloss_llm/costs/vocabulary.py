@@ -36,7 +36,7 @@ class LabelRows:
         rows: `rows(labels, out)` returns the costs (labels, columns) from these labels. `out` is None, or a
             flat buffer of at least as many entries in which the rows are made: a caller in a loop then touches the same
             memory again instead of fresh pages.
-        columns: how many columns of the vocabulary the rows have; all, or those of this process.
+        columns: how many columns of the vocabulary the rows have; all, or this process's.
         device, dtype: of rows made without a buffer.
         buffer_dtypes: the dtypes that a buffer may have; () where none can be used. Rows made without a buffer may be
             the cost's own memory: do not write into them.
@@ -56,7 +56,7 @@ class FewColumns:
     Attributes:
         columns: the few, distinct ids of the vocabulary.
         costs: of each kind in these columns.
-        rest: the cost of each kind in all other columns, that of the label too if it is one of them.
+        rest: the cost of each kind in all other columns, also of the label if it is one of them.
         which: the kind of each token.
     """
 

@@ -152,8 +152,8 @@ def chunked_pass(
 ) -> tuple[Tensor, Statistics]:
     """The value and the statistics of each token; adds d(sum_t upstream_t value_t) to `gradients`.
 
-    With a `shard`, `weight`, `bias` and the columns of the cost are those of this process, and everything else is equal
-    in all of them, the chunk size included. `derivatives` takes the place of those of the objective.
+    With a `shard`, `weight`, `bias` and the columns of the cost belong to this process, and everything else is equal
+    in all of them, the chunk size included. `derivatives` takes the place of the objective's.
     """
     objective = config.objective
     read = objective.reads

@@ -26,7 +26,7 @@ LEAST = F32(-1e4)  # in the place of z - top where that is -inf: exp is 0 from -
 
 @spliced
 def spread(costs: Any, which: Any, c: Any) -> None:
-    """The cost of each token, from that of each label: by itself, since a gather keeps a loop from being vectorised."""
+    """The cost of each token from the costs of the labels: apart, as a gather keeps a loop from being vectorised."""
     for t in range(c.shape[0]):
         c[t] = costs[which[t]]
 

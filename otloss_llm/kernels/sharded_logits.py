@@ -6,7 +6,7 @@ Notation: process r holds some columns of the logits z; x_i = z_i - max z over a
     H = log sum_i e_i - sum_i e_i x_i / sum_i e_i
 
 Each process sums over its own columns, and two collectives merge the maxima and the sums, a few numbers per token. The
-rest is plain autograd: every process has the same value, so the gradient of a sum over processes is that of its total.
+rest is plain autograd: every process has the same value, so the gradient of a sum over processes is its total's.
 """
 
 from __future__ import annotations

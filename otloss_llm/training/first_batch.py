@@ -5,7 +5,7 @@
 - the transform of its logits (`training.fused`)
 
 Nothing of this is in a config by a name that all models share. The batch is a real one, so models of images and sound
-are examined like those of text. Sharded models need the same number of forward passes in all processes, so all of them
+are examined like models of text. Sharded models need the same number of forward passes in all processes, so all of them
 examine the model as soon as one has a batch in which a token is predicted (`predicts_tokens`).
 """
 
@@ -85,7 +85,7 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
     """After this context modules have the buffers and the sizes that they had at its beginning.
 
     A pass in training mode updates the statistics of batch normalisation and the load counters of routers. NLLB-MoE in
-    eval mode sets the capacity of experts to that of a batch; rotary embeddings grow with the longest sequence.
+    eval mode sets the capacity of experts to what a batch needs; rotary embeddings grow with the longest sequence.
     """
     modules = list(model.modules())
     own = [dict(module._buffers) for module in modules]

@@ -137,8 +137,8 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
     ) -> AnsweredQuestions:
         """Tokenise questions and answers as `[BOS] question + separator, answer EOS`.
 
-        For an encoder-decoder the question is a text of its own, without the separator, and `max_length` is that of
-        questions and of answers. Nothing is truncated: rows longer than `max_length` tokens are dropped, counted in
+        For an encoder-decoder the question is a text of its own, without the separator, and `max_length` is the length
+        of questions and of answers. Nothing is truncated: rows longer than `max_length` tokens are dropped, counted in
         `dropped`, and reported in a UserWarning. Raises ValueError if no row is left or the tokenizer has no EOS to end
         an answer with.
         """

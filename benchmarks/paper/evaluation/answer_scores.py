@@ -87,7 +87,7 @@ def style_of(answers: Sequence[str]) -> str:
 
 
 def answer_style(answers: Sequence[str], style: str | None = None) -> str:
-    """`style`, or that of the right answers; raises ValueError unless each has an answer of that style."""
+    """`style`, or the style of the right answers; raises ValueError unless each has an answer of that style."""
     style = style_of(answers) if style is None else style
     for number, text in enumerate(answers):
         if extract_answer(text, style) is None:

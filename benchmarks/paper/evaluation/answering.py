@@ -120,7 +120,7 @@ def number_token_scores(
     """Return scores of a model's distribution at every label that is a number token, given the true tokens before it.
 
     `values` holds the value of each token of the model's vocabulary, NaN for tokens that are no numbers. Ignored labels
-    and the first token of a row are left out. `temperature` is that of the scored distribution. The model runs in eval
+    and the first token of a row are left out. `temperature` belongs to the scored distribution. The model runs in eval
     mode, and its mode is restored.
 
     Raises ValueError if the temperature is not positive, the values do not fit the model's head, hold no number or an

@@ -46,7 +46,7 @@ class SequenceScores:
 
 @dataclass(frozen=True)
 class TextScores:
-    """Scores of texts under a judge; `nll` is the sum in nats, the counts are those of the scored text alone."""
+    """Scores of texts under a judge; `nll` is the sum in nats, the counts are of the scored text alone."""
 
     nll: float
     tokens: int

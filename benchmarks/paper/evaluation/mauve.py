@@ -102,7 +102,7 @@ def cluster_divergence(
 ) -> ClusterDivergence:
     """Return divergences of two sets of features in the clusters of MAUVE, means over several seeds of k-means.
 
-    They are biased upwards for small sets: compare with those of two sets from one source. A cluster without texts of
+    They are biased upwards for small sets: compare with scores of two sets from one source. A cluster without texts of
     one set would make a KL infinite, so each count is raised by 1 for these two.
 
     Args:
@@ -178,7 +178,7 @@ def area_of_shares(p: np.ndarray, q: np.ndarray) -> float:
     r = w * p + (1 - w) * q
     x, y = (np.exp(-SCALE * _kl(share, r)) for share in (q, p))
     x, y = np.concatenate([[1.0], x, [0.0]]), np.concatenate([[0.0], y, [1.0]])
-    # Ordered by w, x falls and y rises; the area is that of the polygon with the axes.
+    # Ordered by w, x falls and y rises; the area belongs to the polygon with the axes.
     return float(-np.trapezoid(y, x))
 
 

@@ -6,8 +6,8 @@ A prompt is made of demonstrations, the most similar last, and the text with one
     label         the mean nll of the label's own tokens, given all before them
     calibrated    the same, minus that after a text without content ("N/A"), with the same demonstrations
 
-and the accuracies are beside those of the most frequent label (majority) and of a guess (chance). The harness gives the
-log-likelihoods of whole strings: the prompts, and the same without a label, whose difference is that of the label.
+and the accuracies are beside the ones of the most frequent label (majority) and of a guess (chance). The harness gives
+the log-likelihoods of whole strings: the prompts, and the same without a label, whose difference belongs to the label.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load(
             they do, the least similar first.
         texts: labelled texts, in a format of `read_labelled_texts`.
         train: those that demonstrations are taken from; by default what `num_texts`, evenly spaced, leave.
-        labels: the candidates, each with its name in prompts; by default those of `train`, as they are.
+        labels: the candidates, each with its name in prompts; by default the labels of `train`, as they are.
 
     Raises:
         ValueError: no text to show, fewer than two labels, or no text that fits the context.

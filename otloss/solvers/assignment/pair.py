@@ -99,7 +99,7 @@ def _penalty(condition: tuple[Tensor, Tensor], cost: Tensor) -> Tensor:
     """Return more than any pairing can gain, for pairs that disagree."""
     if not isinstance(condition, list | tuple) or len(condition) != 2:
         got = f"{type(condition).__name__}{f' of {len(condition)}' if isinstance(condition, list | tuple) else ''}"
-        raise TypeError(f"condition is a {got}, expected a pair: the labels of x0 and those of x1.")
+        raise TypeError(f"condition is a {got}, expected a pair: the labels of x0 and the labels of x1.")
     for name, labels, size in zip(("condition[0]", "condition[1]"), condition, cost.shape, strict=True):
         if check_integers(name, labels).shape != (size,):
             raise ValueError(f"{name} has shape {tuple(labels.shape)}, expected ({size},), one for each sample.")

@@ -3,12 +3,13 @@
     min over R, t and plans P of  sum_ij P_ij |R x_i + t - y_j|^2 + epsilon KL(P | a b^T)
                                   + rho KL(P 1 | a) + rho KL(P^T 1 | b)
 
-alternates two exact minima. The plan is that of entropic transport between R x + t and y, unbalanced where a marginal
+alternates two exact minima. The plan is the entropic plan between R x + t and y, unbalanced where a marginal
 penalty rho lets parts without a partner stay. R and t are the least squares fit of the pairs weighed by P, by a
 singular value decomposition (B. Horn, H. Hilden, S. Negahdaripour, Closed-form solution of absolute orientation using
 orthonormal matrices, 1988). Epsilon falls from a share of the size of the clouds to the one asked for, and the marginal
 penalty with it: a blurred plan sees the whole shape, and a fine one fits it. The minimum is local, so several starts
-are tried at once, as a batch. As epsilon falls, those of the largest values are left out; at the end the least wins.
+are tried at once, as a batch. As epsilon falls, the starts with the largest values are left out; at the end the least
+wins.
 
 Two samplings of one shape have their minimum a little away from the truth, for their points lie differently on it. A
 marginal penalty lessens that, for whole shapes too, and so do weights by the area around each point.

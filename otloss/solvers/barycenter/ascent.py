@@ -46,11 +46,18 @@ def run_kernel(
     p: Tensor, weights: Tensor, costs: Tensor, epsilon: float, tolerance: float, max_iterations: int
 ) -> list[Tensor]:
     """Return log u, log a and the outcome of `barycenter_problems`."""
-    from otloss.solvers.barycenter.ascent_numba import answers, barycenter_problems
+    from otloss.solvers.barycenter.ascent_numba import (
+        AscentLimits,
+        AscentProblems,
+        allocate_results,
+        barycenter_problems,
+    )
 
     (count, k, m), n = p.shape, len(costs)
-    filled = answers(count, k, n)
-    posed = (*(t.contiguous().numpy() for t in (p, weights, costs.mT)), epsilon)
+    results = allocate_results(count, k, n)
+    rows, shares, matrix = (t.contiguous().numpy() for t in (p, weights, costs.mT))
+    problems = AscentProblems(rows, shares, matrix, epsilon)
+    limits = AscentLimits(tolerance, max_iterations)
     work = Work("Newton's method on the dual of a barycenter", count * k * n * m, tolerance)
-    run_on_threads(barycenter_problems, count, (posed, (tolerance, max_iterations), filled), work=work)
-    return [torch.from_numpy(t) for t in filled]
+    run_on_threads(barycenter_problems, count, (problems, limits, results), work=work)
+    return [torch.from_numpy(t) for t in results]

@@ -1,7 +1,7 @@
 """Newton's method on the dual of entropic barycenters on a CPU, on the few cells of the plans that hold mass.
 
-Between the bins of the barycenter and histogram k let b_k = log u_k. The rows of plan k, those of the histogram, hold
-p_k; its columns hold c_k(b_k), which should be one vector for all k. The dual is concave in all b_k where
+Between the bins of the barycenter and histogram k let b_k = log u_k. The rows of plan k, the bins of the histogram,
+hold p_k; its columns hold c_k(b_k), which should be one vector for all k. The dual is concave in all b_k where
 sum_k w_k b_k = 0, and has the gradients -w_k c_k. The histograms are problems of `newton` side by side: their rows and
 columns follow each other, rows hold the masses w_k p_k, and columns should hold w_k c with the mean c = sum_k w_k c_k.
 
@@ -42,7 +42,7 @@ from otloss.solvers.entropic.newton_numba import (
 
 
 class AscentNumbers(NamedTuple):
-    """The numbers of the method, beside those of `NewtonNumbers`.
+    """The numbers of the method that `NewtonNumbers` lacks.
 
     Attributes:
         stage_factor: epsilon of a stage over epsilon of the stage after it.
@@ -76,9 +76,45 @@ class JointFactor(NamedTuple):
     scratch: Any
 
 
-def answers(problems: int, histograms: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return log_u, log_a and the outcome for `barycenter_problems`."""
-    return np.zeros((problems, histograms, n)), np.zeros((problems, n)), np.zeros((problems, 2))
+class AscentProblems(NamedTuple):
+    """The problems of one call, in float64.
+
+    Attributes:
+        p: (B, K, m), of mass 1.
+        weights: (B, K), above 0.
+        costs: (m, n), whose columns are the bins of the barycenter.
+        epsilon: of all problems.
+    """
+
+    p: Any
+    weights: Any
+    costs: Any
+    epsilon: float
+
+
+class AscentLimits(NamedTuple):
+    """Where the steps end."""
+
+    tolerance: float
+    max_steps: int
+
+
+class AscentResults(NamedTuple):
+    """What the kernel writes.
+
+    Attributes:
+        log_u: (B, K, n)
+        log_a: (B, n)
+        outcome: (B, 2), the error and the number of steps.
+    """
+
+    log_u: Any
+    log_a: Any
+    outcome: Any
+
+
+def allocate_results(problems: int, histograms: int, n: int) -> AscentResults:
+    return AscentResults(np.zeros((problems, histograms, n)), np.zeros((problems, n)), np.zeros((problems, 2)))
 
 
 @inner()
@@ -267,18 +303,9 @@ def solve_stage(
 
 @compiled(allocates=True)
 def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
-    """Solve problem k = (p[k], weights[k]) from potentials of zeros.
-
-        problems    p (B, K, m) of mass 1; weights (B, K) above 0; the costs (m, n), whose columns are the bins of
-                    the barycenter; epsilon
-        limits      the tolerance and the largest number of steps
-        results     log_u (B, K, n); log_a (B, n); outcome (B, 2), the error and the number of steps
-
-    All in float64.
-    """
-    p, shares, matrix, epsilon = problems
-    tolerance, max_steps = limits
-    log_u, log_a, outcome = results
+    """Solve each of the `AscentProblems` within the `AscentLimits` from potentials of zeros, to the `AscentResults`."""
+    p, matrix, epsilon, max_steps = problems.p, problems.costs, problems.epsilon, limits.max_steps
+    log_u, log_a = results.log_u, results.log_a
     count, m, n = p.shape[1], p.shape[2], matrix.shape[1]
     all_pairs = all_cells(matrix, count)
     stages, largest = 0, matrix.max()
@@ -288,7 +315,7 @@ def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) 
         b = next_task(counter)
         if b >= p.shape[0]:
             return
-        weights, masses = shares[b], np.empty(count * m)
+        weights, masses = problems.weights[b], np.empty(count * m)
         for k in range(count):
             for i in range(m):
                 masses[k * m + i] = p[b, k, i] * weights[k]
@@ -302,7 +329,7 @@ def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) 
             if stage < stages - 1:  # two stages have ended: the line through them
                 for j in range(count * n):
                     columns.potential[j] += (latest[j] - previous[j]) / ASCENT.stage_factor
-            stage_tolerance = ASCENT.tolerance_of_stage if stage > 0 else tolerance
+            stage_tolerance = ASCENT.tolerance_of_stage if stage > 0 else limits.tolerance
             error, done = solve_stage(
                 counter, all_pairs, rows, columns, weights, width, stage_tolerance, max_steps - steps, log_a[b]
             )
@@ -312,4 +339,4 @@ def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) 
         for k in range(count):
             for j in range(n):
                 log_u[b, k, j] = columns.potential[k * n + j] / epsilon
-        outcome[b, ERROR], outcome[b, ITERATIONS] = error, steps
+        results.outcome[b, ERROR], results.outcome[b, ITERATIONS] = error, steps

@@ -6,11 +6,12 @@ The entropy blurs a; debiased, a is the minimum of the weighted Sinkhorn diverge
 histograms is that histogram. Both are found by the plain iteration (`iteration`: J.-D. Benamou et al., Iterative
 Bregman Projections for Regularized Transportation Problems, 2015; H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn
 barycenters, 2020). Where it is slow Newton's method follows: on the dual of plain barycenters (`ascent`), and for
-debiased ones at a falling regularisation (`newton`). The derivatives are those of the same equations (`gradient`).
+debiased ones at a falling regularisation (`newton`). The same equations give the derivatives (`gradient`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,7 @@ from otloss._public import public
 from otloss.costs import Cost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.barycenter.ascent import ascend
+from otloss.solvers.barycenter.equations import find_error, linearise
 from otloss.solvers.barycenter.gradient import attach_gradient
 from otloss.solvers.barycenter.iteration import iterate
 from otloss.solvers.barycenter.newton import continue_in_tau
@@ -64,8 +66,8 @@ def barycenter(
             distances.
         debiased: whether to take that blur out; for a symmetric cost between the same bins.
         tolerance: None for 1e-5 in float32, 1e-8 in float64: of the error, an estimate of the sum of the absolute
-            errors of the barycenter as a share of its mass. It may be too low where the blur is far wider than the
-            details of the histograms.
+            errors of the barycenter as a share of its mass. Debiased with more than 256 bins it may be too low where
+            the blur is far wider than the details of the histograms.
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough, or where rounding does not
             determine a debiased barycenter to the tolerance: at an epsilon whose blur is far wider than the bins.
 
@@ -127,19 +129,31 @@ def find_barycenter(
         patience=NUMBERS.patience,
         judged_after=judged_after,
     )
+    result = check(problem, result)
     iterated = result.potentials
-    methods: tuple[Callable[..., BarycenterResult], ...] = (partial(ascend, with_graph=with_graph),)
+    methods: list[tuple[Callable[..., BarycenterResult], float]] = [
+        (partial(ascend, with_graph=with_graph), tolerance)
+    ]  # and the error above which a problem takes it
     if problem.debiased:
         iterations_left = max_iterations - result.iterations
         goes_on = partial(iterate, patience=iterations_left, judged_after=NUMBERS.hard_judged_after)
-        methods = continue_in_tau, goes_on
-    for method in methods:
-        is_open, iterations_left = ~(result.error <= tolerance), max_iterations - result.iterations
+        # Smaller errors are the rounding that Newton's method ends with.
+        methods = [(continue_in_tau, tolerance), (goes_on, max(tolerance, NUMBERS.small_change))]
+    for method, largest_error in methods:
+        is_open, iterations_left = ~(result.error <= largest_error), max_iterations - result.iterations
         if iterations_left <= 0 or not bool(is_open.any()):
             break
-        other = method(problem.choose(is_open), iterated.choose(is_open), tolerance, iterations_left)
-        result = result.choose_better(is_open, other)
+        chosen = problem.choose(is_open)
+        other = method(chosen, iterated.choose(is_open), tolerance, iterations_left)
+        result = result.choose_better(is_open, check(chosen, other))
     return result
+
+
+def check(problem: BarycenterProblem, result: BarycenterResult) -> BarycenterResult:
+    """Return the result with the error that the equations tell; the changes of iterations miss what is very slow."""
+    if not problem.suits_newton:
+        return result
+    return dataclasses.replace(result, error=find_error(linearise(problem, problem.cost.dense(), result.potentials)))
 
 
 def warn_of_convergence(result: BarycenterResult, tolerance: float, max_iterations: int, *, debiased: bool) -> None:

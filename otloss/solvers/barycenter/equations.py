@@ -7,8 +7,12 @@ M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows sum to one, a step i
     (I - M_k) dlog u_k = dlog a - (log(u_k K v_k) - log a),   dlog a = (I + B) dlog d,
     sum_k w_k dlog u_k - dlog d + tau dlog a = constant - (sum_k w_k log u_k - log d + tau log a)
 
-and the mass of a is that of the histograms. Plain barycenters have no d and no tau. Derivatives hold at bins with a
-share of the mass.
+and a keeps the mass of the histograms. Plain barycenters have no d and no tau. Derivatives hold at bins with a share
+of the mass.
+
+The same equations tell the error of a debiased barycenter, as the change of a in a step at tau = 0. At a bin that the
+barycenter leaves empty the gradient exceeds the constant by g > 0, and the equation is a g = 0: its derivative adds
+g dlog a, so that such a bin loses no more than its mass.
 """
 
 from __future__ import annotations
@@ -19,17 +23,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, Potentials
+from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, Potentials
 
 
-class NewtonStep(NamedTuple):
-    """log a and the changes of a step; log_a and by_a have a graph in p, the weights and the cost matrix."""
+class Equations(NamedTuple):
+    """The linear equations of a step at tau = 0; log_a and right have a graph in p, the weights and the cost matrix."""
 
     log_a: Float[Tensor, "*batch n"]
-    by_a: Float[Tensor, "*batch n"]
-    by_u: Float[Tensor, "*batch k n"]
-    by_d: Float[Tensor, "*batch n"]
+    shares: Float[Tensor, "*batch n"]  # of the bins in the mass of a
+    system: Float[Tensor, "*batch n n"]  # the derivative of the gradient in log a
+    right: Float[Tensor, "*batch n"]
+    lack: Float[Tensor, "*batch"]  # of mass, as a share
     rows: Rows
+    off: Float[Tensor, "*batch k n"]  # log(u_k K v_k) - log a
+    d_by_a: Float[Tensor, "*batch n n"] | None  # the derivative of log d in log a
 
 
 class Rows(NamedTuple):
@@ -41,15 +48,22 @@ class Rows(NamedTuple):
     remainder: Float[Tensor, "*batch k n n"]  # identity minus inverse, which the system sums with less rounding
 
 
-def find_newton_step(problem: BarycenterProblem, matrix: Tensor, at: Potentials, tau: Tensor) -> NewtonStep:
-    """Return the step from the potentials at tau (..., 1)."""
+class NewtonStep(NamedTuple):
+    """The changes of a step; by_a has a graph."""
+
+    by_a: Float[Tensor, "*batch n"]
+    by_u: Float[Tensor, "*batch k n"]
+    by_d: Float[Tensor, "*batch n"]
+
+
+def linearise(problem: BarycenterProblem, matrix: Tensor, at: Potentials) -> Equations:
+    """Return the equations at the potentials."""
     weights = problem.weights.unsqueeze(-1)
-    shares = torch.softmax(at.log_a.detach(), -1)
-    misfit, log_a, by_d = (weights * at.log_u).sum(-2), at.log_a, None
+    misfit, log_a, d_by_a = (weights * at.log_u).sum(-2), at.log_a, None
     if problem.debiased:
         log_a, among = find_debiased_equations(problem, matrix, at)
-        misfit = misfit - at.log_d + tau * log_a
-        shares = torch.softmax(log_a.detach(), -1)
+        misfit = misfit - at.log_d
+    shares = torch.softmax(log_a.detach(), -1)
     rows = find_rows(problem, matrix, at, shares)
     off = rows.sums - log_a.unsqueeze(-2)
     off = torch.where((shares > NUMBERS.no_mass).unsqueeze(-2), off, off.detach())
@@ -59,15 +73,49 @@ def find_newton_step(problem: BarycenterProblem, matrix: Tensor, at: Potentials,
     fixed = problem.weights.detach()[..., None, None]
     if problem.debiased:
         remainder_of_d = among @ torch.linalg.inv_ex(eye + among).inverse
-        by_d = eye - remainder_of_d
-        system = remainder_of_d - (fixed * rows.remainder).sum(-3) + tau.unsqueeze(-1) * eye
+        d_by_a = eye - remainder_of_d
+        system = remainder_of_d - (fixed * rows.remainder).sum(-3)
     else:
         system = (fixed * by_row).sum(-3)
     right = (weights.detach() * (by_row @ off.unsqueeze(-1)).squeeze(-1)).sum(-2) - misfit
     lack = problem.mass / log_a.exp().sum(-1) - 1
-    by_a = solve_with_mass(system, shares, right, lack)
-    by_u = (by_row @ (by_a.unsqueeze(-2) - off).unsqueeze(-1)).squeeze(-1)
-    return NewtonStep(log_a, by_a, by_u, by_a if by_d is None else (by_d @ by_a.unsqueeze(-1)).squeeze(-1), rows)
+    return Equations(log_a, shares, system, right, lack, rows, off, d_by_a)
+
+
+def find_newton_step(equations: Equations, tau: Tensor | None = None) -> NewtonStep:
+    """Return the step at tau (..., 1); plain barycenters have no tau."""
+    system, right = equations.system, equations.right
+    if tau is not None:
+        system, right = system + torch.diag_embed(tau.expand(right.shape)), right - tau * equations.log_a
+    by_a = solve_with_mass(system, equations.shares, right, equations.lack)
+    by_row = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device) - equations.rows.remainder
+    by_u = (by_row @ (by_a.unsqueeze(-2) - equations.off).unsqueeze(-1)).squeeze(-1)
+    by_d = by_a if equations.d_by_a is None else (equations.d_by_a @ by_a.unsqueeze(-1)).squeeze(-1)
+    return NewtonStep(by_a, by_u, by_d)
+
+
+def find_error(equations: Equations) -> Float[Tensor, "*batch"]:
+    """Return the error of a debiased barycenter: what a step at tau = 0 changes of a, as a share of its mass.
+
+    A first step finds the bins that empty: they lose more than half of their mass. Only they have a g in a second step.
+    """
+    shares = equations.shares
+    gradient = (shares * equations.right).sum(-1, keepdim=True) - equations.right
+    is_empty = shares <= NUMBERS.no_mass
+    excess = gradient.clamp(min=NUMBERS.rounding)
+    excess = torch.where(is_empty, excess.clamp(min=1.0), excess)  # Rounding decides the gradient at bins without mass.
+    error = torch.zeros_like(equations.lack)
+    for _ in range(2):
+        by_a = solve_with_mass(equations.system + torch.diag_embed(excess), shares, equations.right, equations.lack)
+        error = torch.maximum(error, (shares * by_a.abs()).sum(-1).nan_to_num(UNKNOWN))
+        excess = torch.where(is_empty | (by_a < -0.5), excess, NUMBERS.rounding)
+    # An empty bin whose gradient is below the constant gains mass: each iteration multiplies it by about
+    # exp(-gradient), until it is about -gradient.
+    growth = (-NUMBERS.patience * gradient).clamp(min=0.0)
+    regrown = torch.minimum(-gradient, (shares.log() + growth).exp())
+    regrown = torch.where(is_empty & (shares > NUMBERS.judged_mass), regrown, 0.0).amax(-1)
+    error = torch.maximum(error, regrown)
+    return (NUMBERS.error_margin * error).clamp(max=UNKNOWN)
 
 
 def find_rows(problem: BarycenterProblem, matrix: Tensor, at: Potentials, shares: Tensor) -> Rows:
@@ -92,7 +140,7 @@ def find_debiased_equations(problem: BarycenterProblem, matrix: Tensor, at: Pote
 
 
 def attach_graph(problem: BarycenterProblem, matrix: Tensor) -> Tensor:
-    """Return zeros whose derivatives are those of -C / epsilon."""
+    """Return zeros with the derivatives of -C / epsilon."""
     return (matrix.detach() - matrix) / problem.epsilon
 
 

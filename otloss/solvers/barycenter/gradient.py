@@ -1,4 +1,4 @@
-"""The derivatives of a barycenter in the histograms, the weights and the cost: those of a Newton step."""
+"""The derivatives of a barycenter in the histograms, the weights and the cost, by a Newton step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otloss._checks import has_tangent
-from otloss.solvers.barycenter.equations import find_newton_step
+from otloss.solvers.barycenter.equations import find_newton_step, linearise
 from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, BarycenterResult
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 
@@ -23,10 +23,11 @@ def attach_gradient(problem: BarycenterProblem, result: BarycenterResult) -> Ten
             f"the gradient of barycenters holds {entries} entries of plans, expected at most "
             f"{NUMBERS.gradient_entries}; detach the histograms and the weights, or take fewer bins."
         )
-    step = find_newton_step(problem, problem.cost.dense(), result.potentials, result.tau)
+    equations = linearise(problem, problem.cost.dense(), result.potentials)
+    step = find_newton_step(equations, result.tau if problem.debiased else None)
     if not bool(torch.isfinite(step.by_a.detach()).all()):
         raise RuntimeError("the gradient of the barycenter is singular to rounding; raise epsilon.")
-    sizes = [torch.linalg.matrix_norm(t, torch.inf) for t in (step.rows.matrix, step.rows.inverse)]
+    sizes = [torch.linalg.matrix_norm(t, torch.inf) for t in (equations.rows.matrix, equations.rows.inverse)]
     uncertain = (sizes[0] * sizes[1]).amax(-1) > NUMBERS.largest_condition
     if not problem.debiased and bool(uncertain.any()):
         warnings.warn(
@@ -36,7 +37,7 @@ def attach_gradient(problem: BarycenterProblem, result: BarycenterResult) -> Ten
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),
         )
-    corrected = step.log_a + step.by_a
+    corrected = equations.log_a + step.by_a
     if corrected.requires_grad:
         corrected.register_hook(partial(raise_for_second_derivatives, forward=has_tangent(corrected)))
     return problem.give_mass(result.potentials.log_a + corrected - corrected.detach())

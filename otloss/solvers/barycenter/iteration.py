@@ -30,7 +30,7 @@ from otloss._checks import needs_torch
 from otloss.costs import Cost, GridCost
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
 
-Array = Any  # of numpy for small problems on a CPU, whose calls take a third of the time of those of torch, or a tensor
+Array = Any  # of numpy for small problems on a CPU, whose calls take a third of the time of torch's, or a tensor
 
 
 def iterate(

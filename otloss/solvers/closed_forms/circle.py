@@ -67,12 +67,12 @@ def wasserstein_circular(
         q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         x: (n,) or (..., n) positions of p's bins along the circle in the unit of `period`, in any order and taken
             modulo `period`; 0 to n - 1 by default.
-        y: (m,) or (..., m) positions of q's bins, those of p by default.
+        y: (m,) or (..., m) positions of q's bins, the positions of p by default.
         order: at least 1.
         period: the circumference, above 0; n by default when x is not given (hours of a day: 24 bins, period 24).
 
     Returns:
-        (...), in the promoted dtype; its unit is that of x to the power `order`, times that of the mass.
+        (...), in the promoted dtype; its unit is the unit of x to the power `order`, times the unit of the mass.
         Differentiable in p, q (centred over the bins; one-sided derivatives at bins without mass), x and y. Where more
         than one shift is optimal the value has a kink, and the gradient is a subgradient.
 

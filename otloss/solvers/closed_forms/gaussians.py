@@ -2,13 +2,14 @@
 
     W_2^2 = |m - k|^2 + tr A + tr B - 2 tr (A^(1/2) B A^(1/2))^(1/2)
 
-With any factors A = L L^T and B = K K^T and the singular values L^T K = U S V^T, the trace of the root is that of S, so
+With any factors A = L L^T and B = K K^T and the singular values L^T K = U S V^T, the trace of the root is the trace of
+S, so
 
     W_2^2 = |m - k|^2 + |L U - K V|^2
 
 which does not cancel where A is near B. The plan is the linear map T with T L = K V U^T, and dW/dA = I - T. It depends
 on no differences of eigenvalues, so that equal eigenvalues and equal covariances are ordinary. In directions without
-variance of A the map is that of L^+, the pseudoinverse, over singular values above rounding.
+variance of A the map has L^+, the pseudoinverse, over singular values above rounding.
 
 Source: R. Bhatia, T. Jain, Y. Lim, On the Bures-Wasserstein distance between positive definite matrices, 2019.
 """
@@ -52,11 +53,12 @@ def bures_wasserstein(
         mean_p, mean_q: (..., d); None for equal means.
 
     Returns:
-        (...), at least 0, in the promoted dtype; its unit is that of the covariances. Differentiable once, also where
-        covariances are equal or singular. The gradient of a singular covariance is the one along its own directions,
-        which is what reaches the samples that it was computed from: the derivative into a direction in which only the
-        other one has variance is minus infinity. Eigenvalues count as 0 by the rounding of float64: larger ones, as of
-        a singular covariance that was computed in float32, have large derivatives, which nearly cancel for the samples.
+        (...), at least 0, in the promoted dtype; its unit is the unit of the covariances. Differentiable once, also
+        where covariances are equal or singular. The gradient of a singular covariance is the one along its own
+        directions, which is what reaches the samples that it was computed from: the derivative into a direction in
+        which only the other one has variance is minus infinity. Eigenvalues count as 0 by the rounding of float64:
+        larger ones, as of a singular covariance that was computed in float32, have large derivatives, which nearly
+        cancel for the samples.
 
     Raises:
         TypeError: if an argument is not a floating tensor.

@@ -66,7 +66,7 @@ def cdf_distance(
         power: at least 1.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of x times that of the mass to the power `power`.
+        (...), in the promoted dtype; its unit is the unit of x times the unit of the mass to the power `power`.
         Differentiable in p, q (centred over the bins) and x. Where F = G at power 1 the value has a kink, and the
         gradient is a subgradient; for bins without mass beyond the others' mass it is the one-sided derivative.
 
@@ -164,11 +164,11 @@ def wasserstein_1d(
             `wasserstein_1d(None, None, u, v)`. The leading axes of p, q, x and y broadcast.
         q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         x: (n,) or (..., n) positions of p's bins, 0 to n - 1 by default; any order, repeated ones may occur.
-        y: (m,) or (..., m) positions of q's bins, those of p by default.
+        y: (m,) or (..., m) positions of q's bins, the positions of p by default.
         order: at least 1.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of x to the power `order`, times that of the mass.
+        (...), in the promoted dtype; its unit is the unit of x to the power `order`, times the unit of the mass.
         Differentiable in p, q (centred over the bins; one-sided derivatives at bins without mass), x and y. Where
         levels of F and G coincide the value has a kink, and the gradient is a subgradient.
 
@@ -226,7 +226,7 @@ def both_or_uniform(p: Tensor | None, q: Tensor | None, x: Tensor | None, y: Ten
 
 
 def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
-    """The weights, or 1 / n each for the bins at the positions; where there are none, for those of the other side."""
+    """The weights, or 1 / n each for the bins at the positions, or without any for the bins of the other side."""
     if weights is not None:
         return weights
     if not any(isinstance(t, Tensor) and t.dim() for t in (positions, other)):
@@ -279,7 +279,7 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
 
 
 def _by_kernel(reference: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], exponent: float) -> Tensor | None:
-    """Return the value, or None if the numbers are not those of a transport problem."""
+    """Return the value, or None if the numbers are no transport problem."""
     from otloss.solvers.closed_forms.line_cpu import line_value
 
     tensors = [t for t in inputs if t is not None]

@@ -56,10 +56,10 @@ def sliced_wasserstein(
             torch's default generator.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of the points to the power `order`, times that of the mass.
-        Differentiable in x, y and the weights (centred; one-sided derivatives at points without mass), not in given
-        directions. Memory is bounded: directions that do not fit at once are taken in blocks, and recomputed for the
-        gradient.
+        (...), in the promoted dtype; its unit is the unit of the points to the power `order`, times the unit of the
+        mass. Differentiable in x, y and the weights (centred; one-sided derivatives at points without mass), not in
+        given directions. Memory is bounded: directions that do not fit at once are taken in blocks, and recomputed for
+        the gradient.
 
     Raises:
         TypeError: if x, y, a or b is not a floating tensor, or order not a number.
@@ -134,7 +134,7 @@ def _directions(projections: Any, d: int, generator: torch.Generator | None) -> 
 
 
 def _check_clouds(x: Any, y: Any, a: Any, b: Any) -> list[Tensor]:
-    """Return those of the four that are given, checked; `wasserstein_1d` checks the weights further."""
+    """Return the given ones of the four, checked; `wasserstein_1d` checks the weights further."""
     inputs = {"x": check_cloud("x", x), "y": check_cloud("y", y)}
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(f"x has dimension {x.shape[-1]} and y {y.shape[-1]}, expected the same; x is (..., n, d).")

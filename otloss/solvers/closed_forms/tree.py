@@ -41,17 +41,17 @@ def wasserstein_tree(
         p: (..., n) weights >= 0. The leading axes of p and q broadcast.
         q: (..., n) weights >= 0 with the mass of p, up to rounding.
         parent: (n,) the parent of each node, nodes in any order; the one root is its own parent, or has -1.
-        length: (n,) lengths >= 0 of the edges from each node to its parent; that of the root is not used.
+        length: (n,) lengths >= 0 of the edges from each node to its parent; the root's is not used.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of the length times that of the mass.
+        (...), in the promoted dtype; its unit is the unit of the length times the unit of the mass.
         Differentiable in p, q (centred over the nodes; one-sided derivatives at nodes without mass) and length. Where
         an edge carries nothing between two parts with mass the value has a kink, and the gradient is a subgradient.
 
     Raises:
         TypeError: if p, q or length is not a floating tensor, or parent not an integer tensor.
         ValueError: if the masses differ, a weight or length is negative, a number is not finite, the shapes do not
-            fit, or the parents are not those of one rooted tree.
+            fit, or the parents do not make one rooted tree.
 
     Source:
         S. N. Evans, F. A. Matsen, The phylogenetic Kantorovich-Rubinstein metric for environmental sequence samples,
@@ -118,7 +118,7 @@ def _ancestors(parent: Tensor) -> list[Tensor]:
 
 
 def _parents(parent: Any, n: int) -> Tensor:
-    """Return the checked parents, n for that of the root."""
+    """Return the checked parents, where the root has n."""
     check_integers("parent", parent)
     if parent.shape != (n,):
         raise ValueError(f"parent has shape {tuple(parent.shape)}, expected ({n},), one parent per node of p and q.")

@@ -2,14 +2,14 @@
 
 Clusters change only the way to the solution: the error that ends the search is the error of the points.
 
-Let b = g / epsilon, and let M be the Markov matrix of the round trip from the points of q to those of p and back. Near
-the solution Sinkhorn's iteration turns an error e into M e. It is slow where e hardly changes over a distance of
+Let b = g / epsilon, and let M be the Markov matrix of the round trip from the points of q to the points of p and back.
+Near the solution Sinkhorn's iteration turns an error e into M e. It is slow where e hardly changes over a distance of
 sqrt(epsilon), since M e is nearly e there. Such errors are nearly equal for all points of a cluster, so a problem
 between clusters is enough to find them. If one iteration changes b by d, the solution is
 
     b + (I - M)^-1 d = b + d + M (I - M)^-1 d
 
-The last term is smooth, and is computed between clusters. d is averaged over each cluster; (I - M)^-1 is that of the
+The last term is smooth, and is computed between clusters. d is averaged over each cluster; (I - M)^-1 is the one of the
 problem between clusters, which is dense and small, and factorised once; and the remaining M, a soft minimum over
 clusters, extends the result to the points. Each iteration then divides the error by ten or more, at any epsilon that
 clusters resolve.

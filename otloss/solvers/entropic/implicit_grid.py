@@ -173,7 +173,7 @@ class WithGraph(NamedTuple):
 
 
 def with_graph(problem: Problem, f: Tensor, g: Tensor) -> WithGraph:
-    """Return the value and the potentials, from those of a search."""
+    """Return the value and the potentials, from the potentials of a search."""
     with torch.no_grad():
         f, g = corrected_potentials(problem, f.double(), g.double())
     p, q = problem.p.double(), problem.q.double()

@@ -7,7 +7,8 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
    the tolerance is far. Newton's method takes its place between points that are many epsilons apart.
 2. With impl="triton", Newton's method by products with the plan, on the device.
 3. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
-4. Sinkhorn's iteration in float64, without a limit but that of the call: where Newton's method does not apply or fails.
+4. Sinkhorn's iteration in float64, with no limit but the budget of the call: where Newton's method does not apply or
+   fails.
 
 Potentials that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are
 improved after the ladder, by `dense_newton`.

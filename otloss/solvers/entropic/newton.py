@@ -35,7 +35,7 @@ MAX_STEPS = 1000
 
 
 class Nearest(NamedTuple):
-    """When the plan is nearly that of exact transport, and Sinkhorn's iteration would end early.
+    """When the plan is nearly the plan of exact transport, and Sinkhorn's iteration would end early.
 
     Attributes:
         points: of the first cloud, whose nearest points are looked for.

@@ -5,7 +5,7 @@
     G(P) = fixed - 2 alpha T(P),    T(P) = C P D^T + C^T P D
 
 Only T changes from step to step, and T is linear in P. So a step costs one product and one transport problem, whose
-plan is the target of the step. The kernel calls that of the network simplex for it, with a batch of one problem.
+plan is the target of the step. The kernel calls the kernel of the network simplex for it, with a batch of one problem.
 """
 
 from __future__ import annotations

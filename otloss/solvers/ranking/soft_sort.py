@@ -21,7 +21,7 @@ the permutation that sorts x, with equal shares among equal entries.
 
 b solves n equations by Newton's method, from the potentials of the exact problem, where places j and j + 1 cost the
 same for a value halfway between the j-th and the (j + 1)-th smallest. About six steps suffice whatever epsilon is.
-Derivatives are those of the equations at the solution. For a change dZ of the scores 2 u_i t_j / epsilon,
+Derivatives follow from the equations at the solution. For a change dZ of the scores 2 u_i t_j / epsilon,
 
     dS = S * (dZ + da 1^T + 1 db^T),    da + S db = -(S * dZ) 1,    S^T da + db = -(S * dZ)^T 1
 
@@ -93,7 +93,7 @@ def soft_sort(
             it, as long as they are at most a tenth of the row at each end. Beyond that, and for n below 10, one far
             entry makes the others nearly equal: clamp x to what counts as far.
             "entropy" (default 0.01): entries about sqrt(epsilon / 2) of the width apart mix; much less than that yields
-            the sorted entries and derivatives that are nearly those of a permutation. The sums over S are right to
+            the sorted entries and derivatives that nearly belong to a permutation. The sums over S are right to
             1e-11, or 1e-15 / epsilon where that is more.
             "quadratic" (default 0.5), relative to the range itself: neighbours farther apart than 1 / epsilon times the
             mean distance of neighbours are drawn together, so an outlier draws some to itself; where none are, these

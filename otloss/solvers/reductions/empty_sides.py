@@ -1,4 +1,4 @@
-"""Entropic problems without mass on a side: nothing is moved, and the value is that of the mass that is given up.
+"""Entropic problems without mass on a side: nothing is moved, and the value is the price of the mass that is given up.
 
 They are solved for uniform weights, so that no solver divides by a mass of zero, and the answer is replaced:
 

@@ -12,7 +12,7 @@ Its potentials f', g' give the derivatives. More mass in bin i of p is more in t
 
 which no constant moved from f' to g' changes. Where bin i and the dummy bin of q are both without mass, what they get
 may also go from the one to the other at no cost: exact transport has dV/dp_i = min(f'_i + g'_dummy, 0) there. The
-entropic problem is that of p', q' and C': its KL also counts what stays.
+entropic problem has p', q' and C': its KL also counts what stays.
 Source: L. Chapel, M. Alaya, G. Gasso, Partial Optimal Transport with Applications on Positive-Unlabeled Learning, 2020.
 """
 
@@ -80,7 +80,7 @@ def _warn_where_slow(problem: Problem) -> None:
 
 
 class _PartialMass(WayBack):
-    """Without the dummy bins. Bounds are those of the problem with them."""
+    """Without the dummy bins. Bounds hold for the problem with them."""
 
     def potentials(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:]

@@ -107,7 +107,7 @@ def _shifted(problem: Problem, low: Tensor) -> tuple[Problem, _Shift]:
     penalty, none = problem.marginal_penalty, torch.zeros_like(low).unsqueeze(-1)
     mass_p, mass_q = problem.p.sum(-1), problem.q.sum(-1)
     average = (mass_p.detach() + mass_q.detach()) / 2
-    if problem.mass is not None:  # its derivative takes the constant, and those of the weights have none
+    if problem.mass is not None:  # its derivative takes the constant, which derivatives in the weights lack
         return problem, _Shift(low * problem.mass, none, none, problem.mass.detach())
     if penalty is None:
         balanced = dataclasses.replace(problem, q=of_equal_mass(problem.p, problem.q))

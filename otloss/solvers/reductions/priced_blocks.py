@@ -2,7 +2,7 @@
 
 Where the masses of both sides agree in each block up to rounding, no mass has to leave its block. The rounding would:
 the optimum sends it at a price that may exceed all other costs, and the search climbs to potentials of the size of the
-price, where the differences within a block lose their digits. So the masses of q are scaled to those of p block by
+price, where the differences within a block lose their digits. So the masses of q are scaled to the masses of p block by
 block, and costs between blocks are lowered to a price that the plan avoids all the same (`plain_costs` derives it).
 Costs that are computed, as those between points, become a matrix for it where they are few enough and have such blocks.
 Exact problems are treated after a first solution, which tells what a plan pays (`exact.blocks`).
@@ -34,7 +34,7 @@ STEPS = 10  # from a bin to all others, in clouds that are one block
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
-    """Reduce balanced entropic problems in which blocks of equal mass are found; those of p = q move nothing."""
+    """Reduce balanced entropic problems in which blocks of equal mass are found; problems with p = q move nothing."""
     if problem.is_exact or problem.marginal_penalty is not None or problem.is_symmetric:
         return None
     highest, epsilon = problem.largest_cost, problem.epsilon.detach()
@@ -112,7 +112,7 @@ def _blocks(
 
 
 def _equal_blocks(blocks: Blocks, p: np.ndarray, q: np.ndarray, rounding: float, budget: float) -> Blocks | None:
-    """Return the blocks with those of unequal masses as one; None if a single one is left, or it lacks more mass."""
+    """Return the blocks, joining all of unequal masses; None if a single one is left, or it lacks more mass."""
     if blocks.count == 1:
         return None
     balanced = blocks.balanced(p, q, rounding)

@@ -1,4 +1,4 @@
-"""How the solution of a reduced problem becomes that of the problem before the reduction."""
+"""How the solution of a reduced problem becomes a solution of the problem before the reduction."""
 
 from __future__ import annotations
 
