@@ -426,7 +426,7 @@ def about(method: object) -> str:
 
 def ladder() -> None:
     """How the solver decides, with the methods of `LADDER` in their order."""
-    ax = blank(5.2, 7.1)
+    ax = blank(5.2, 8.8)
     arrow(ax, (1.5, 0.3), (3.25, 0.3), "        None")
     arrow(ax, (1.5, 0.3), (1.5, 1.1), "a number")
     box(ax, 1.5, 0.3, "Is epsilon given?", PALE)
@@ -434,14 +434,14 @@ def ladder() -> None:
     arrow(ax, (2.2, 1.3), (2.2, 2.1))
     box(ax, 2.2, 1.3, "device, float32 or float64, start", PALE)
     rungs = [("the first that applies:\n" if len(rung) > 1 else "") + "\n".join(map(about, rung)) for rung in LADDER]
-    leaves = (f"too slow: over {PATIENCE} iterations", "not within the tolerance", "")
-    for y, end, text, leave in zip((2.85, 4.6, 5.65), (4.35, 5.4, 6.45), rungs, leaves, strict=True):
-        arrow(ax, (2.2, y), (2.2, end), "\n\n" * (y < 3) + leave)
+    leaves = (f"too slow: over {PATIENCE} iterations", "not within the tolerance", "not within the tolerance", "")
+    for y, end, text, leave in zip((2.85, 5.0, 6.2, 7.15), (4.6, 5.9, 6.85, 8.0), rungs, leaves, strict=True):
+        arrow(ax, (2.2, y), (2.2, end), "\n\n\n\n" * (y < 3) + leave)
         arrow(ax, (2.2, y), (4.5, y))
         box(ax, 2.2, y, text)
-    arrow(ax, (4.5, 2.85), (4.5, 6.45))
+    arrow(ax, (4.5, 2.85), (4.5, 8.0))
     ax.text(4.5, 3.7, "within\nthe\ntolerance", ha="center", va="center", fontsize=9, backgroundcolor="white")
-    box(ax, 2.75, 6.75, "accurate potentials, if gradients of weights are wanted;\nthen value, gap and warnings", PALE)
+    box(ax, 2.75, 8.35, "accurate potentials, if gradients of weights are wanted;\nthen value, gap and warnings", PALE)
     ax.figure.savefig(FOLDER / "ladder.png")
 
 

@@ -75,7 +75,7 @@ def find_masses(
         masses[i], potentials[i] = total[i] * best.masses, best.potentials
     a = torch.from_numpy(masses).to(clouds).reshape(*batch, s)
     g = torch.from_numpy(potentials).to(clouds).reshape(*batch, k, n)
-    value, gap = (torch.full(active.shape, torch.nan).to(clouds) for _ in range(2))
+    value, gap = (clouds.new_full(active.shape, torch.nan) for _ in range(2))
     problem = a[active], g[active], costs[active], clouds[active], weights[active]
     value[active], gap[active] = _value_and_gap(*problem)
     return Masses(a, g, value, gap)
