@@ -37,6 +37,7 @@ def test_differences_are_paired_by_seed(
     assert "compare.png" in (tmp_path / "out/report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_ends_the_comparison(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         MAIN(["--arms", "emmo", "--seeds", "0", "--output", str(tmp_path)])
