@@ -145,7 +145,8 @@ def find_barycenter(
             break
         chosen = problem.choose(is_open)
         other = method(chosen, iterated.choose(is_open), tolerance, iterations_left)
-        result = result.choose_better(is_open, check(chosen, other))
+        # Where neither error is known, Newton's method has the better guess.
+        result = result.choose_better(is_open, check(chosen, other), at_ties=method is continue_in_tau)
     return result
 
 

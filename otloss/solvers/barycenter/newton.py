@@ -30,7 +30,9 @@ def continue_in_tau(
         steps = min(NUMBERS.steps, max_iterations - iterations)
         settled = settle(problem, matrix, potentials, tau, tolerance, steps)
         potentials, iterations = settled.potentials, iterations + settled.iterations
-        is_better = settled.error < best.error
+        # Of errors that are not known, the one at the smallest tau that converged is the best guess.
+        is_guess = (best.error >= UNKNOWN) & (settled.change < NUMBERS.small_change)
+        is_better = (settled.error < best.error) | is_guess
         best = best.replace(is_better, BarycenterResult(potentials, settled.error, 0, tau).choose(is_better))
         fruitless = torch.where(is_better, 0.0, fruitless + 1)
         is_last = (best.error < NUMBERS.small_change) & (fruitless >= NUMBERS.fruitless_falls)

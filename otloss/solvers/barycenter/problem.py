@@ -130,9 +130,11 @@ class BarycenterResult:
     def choose(self, choice: Bool[Tensor, "*batch"]) -> BarycenterResult:
         return BarycenterResult(self.potentials.choose(choice), self.error[choice], self.iterations, self.tau[choice])
 
-    def choose_better(self, choice: Bool[Tensor, "*batch"], other: BarycenterResult) -> BarycenterResult:
-        """Return this result, with the other one, of the chosen problems, where its error is smaller."""
-        is_better = other.error < self.error[choice]
+    def choose_better(
+        self, choice: Bool[Tensor, "*batch"], other: BarycenterResult, *, at_ties: bool = False
+    ) -> BarycenterResult:
+        """Return this result, with the other one, of the chosen problems, where its error is smaller, or equal too."""
+        is_better = other.error <= self.error[choice] if at_ties else other.error < self.error[choice]
         return self.replace(put(choice, choice, is_better), other.choose(is_better))
 
 
