@@ -196,6 +196,9 @@ class ImplicitSolution(EntropicSolution):
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self.dense_plan
 
+    def streamed_product(self, v: Tensor, *, is_transposed: bool) -> Tensor | None:
+        return None  # a product with a graph
+
 
 def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     """Return the solution with derivatives of first, second and third order by the implicit function theorem."""
