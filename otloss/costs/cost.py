@@ -445,7 +445,7 @@ class Cost(ABC):
         return potential.to(torch.promote_types(potential.dtype, self.dtype)), epsilon, batch
 
     def row_blocks(self, batch: torch.Size) -> Iterator[tuple[int, int]]:
-        """The rows (start, stop) of each block, for the matrices of a batch of problems at a time."""
+        """Yield the rows (start, stop) of each block, for the matrices of a batch of problems at a time."""
         n, m = self.shape
         step = max(1, block_entries() // max(1, m * batch.numel()))
         for start in range(0, n, step):
