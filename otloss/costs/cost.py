@@ -148,7 +148,7 @@ class Cost(ABC):
 
     def diagonal(self) -> Float[Tensor, "*batch n"]:
         """Return the costs of staying, C[i, i], of a square cost, block by block of rows."""
-        parts = [self.row_block(*b).diagonal(b[0], dim1=-2, dim2=-1) for b in self._blocks(self.batch_shape)]
+        parts = [self.row_block(*b).diagonal(b[0], dim1=-2, dim2=-1) for b in self.row_blocks(self.batch_shape)]
         return torch.cat(parts, dim=-1)
 
     def _zeros(self) -> Float[Tensor, " n"]:
@@ -160,7 +160,7 @@ class Cost(ABC):
         cost, v = self._product_arguments(v)
         with torch.autocast(self.device.type, enabled=False):
             blocks = [
-                (cost.row_block(*block) @ v.unsqueeze(-1)).squeeze(-1) for block in cost._blocks(cost.batch_shape)
+                (cost.row_block(*block) @ v.unsqueeze(-1)).squeeze(-1) for block in cost.row_blocks(cost.batch_shape)
             ]
         return torch.cat(blocks, dim=-1)
 
@@ -185,7 +185,7 @@ class Cost(ABC):
         def part(start: int, stop: int) -> Tensor:
             return softmin_of(self.row_block(start, stop), potential, epsilon)
 
-        blocks = list(self._blocks(batch))
+        blocks = list(self.row_blocks(batch))
         # The graph of every block would hold the whole matrix several times.
         recompute = len(blocks) > 1 and makes_graph(potential, *Cost.parameters(self))
         return torch.cat([recomputed(part, *b) if recompute else part(*b) for b in blocks], dim=-1)
@@ -228,10 +228,10 @@ class Cost(ABC):
         if not parameters:
             return ()
         leaves = [t.detach().requires_grad_() for t in parameters]
-        copied = self._replaced({id(t): leaf for t, leaf in zip(parameters, leaves, strict=True)})
+        copied = self.with_tensors({id(t): leaf for t, leaf in zip(parameters, leaves, strict=True)})
         totals = [torch.zeros_like(t) for t in leaves]
         batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
-        for start, stop in self._blocks(batch):
+        for start, stop in self.row_blocks(batch):
             with torch.enable_grad():
                 rows = copied.row_block(start, stop)
             part = slice(start, stop)
@@ -246,7 +246,7 @@ class Cost(ABC):
     def largest(self) -> Float[Tensor, "*batch"]:
         """Return the largest cost, or a bound of it, per matrix and without a graph."""
         with torch.no_grad():
-            largest = [self.row_block(*block).amax((-2, -1)) for block in self._blocks(self.batch_shape)]
+            largest = [self.row_block(*block).amax((-2, -1)) for block in self.row_blocks(self.batch_shape)]
             return torch.stack(largest).amax(0)
 
     def softmin_at(self, epsilon: Float[Tensor, "*batch"]) -> Callable[[Tensor], Tensor]:
@@ -311,7 +311,7 @@ class Cost(ABC):
         batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, v.shape[:-2])
         products, row_sums = [], []
         with torch.autocast(self.device.type, enabled=False):
-            for start, stop in self._blocks(batch):
+            for start, stop in self.row_blocks(batch):
                 part, rows = slice(start, stop), self.row_block(start, stop).to(f.dtype)
                 plan = plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon)
                 products.append(plan @ v.to(plan))
@@ -407,7 +407,7 @@ class Cost(ABC):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere: arguments as for `Tensor.to`, dtypes float32 or float64."""
-        moved = self._replaced({id(t): t.to(*args, **kwargs) for t in self.tensors()})
+        moved = self.with_tensors({id(t): t.to(*args, **kwargs) for t in self.tensors()})
         if moved.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"the cost was asked for in {moved.dtype}, expected float32 or float64: near costs are equal in 16 "
@@ -444,19 +444,19 @@ class Cost(ABC):
         )
         return potential.to(torch.promote_types(potential.dtype, self.dtype)), epsilon, batch
 
-    def _blocks(self, batch: torch.Size) -> Iterator[tuple[int, int]]:
-        """The rows (start, stop) of each block, for the matrices of a batch of problems at a time."""
+    def row_blocks(self, batch: torch.Size) -> Iterator[tuple[int, int]]:
+        """Yield the rows (start, stop) of each block, for the matrices of a batch of problems at a time."""
         n, m = self.shape
         step = max(1, block_entries() // max(1, m * batch.numel()))
         for start in range(0, n, step):
             yield start, min(start + step, n)
 
-    def _replaced(self, new: dict[int, Tensor]) -> Self:
-        """The same cost with other tensors in place of those with these ids."""
+    def with_tensors(self, new: dict[int, Tensor]) -> Self:
+        """Return the same cost with other tensors in place of the ones with these ids."""
         copied = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Cost):
-                setattr(copied, name, value._replaced(new))
+                setattr(copied, name, value.with_tensors(new))
             elif id(value) in new:
                 setattr(copied, name, new[id(value)])
         return copied

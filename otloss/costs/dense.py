@@ -122,7 +122,7 @@ class DenseCost(Cost):
         if may_run_on(self.matrix, f) and batch == self.batch_shape:
             return (scaled_plan_rows(self.matrix, f, g, (log_p, log_q), epsilon, upstream),)
         gradient = torch.empty_like(self.matrix, requires_grad=False)
-        for start, stop in self._blocks(batch):
+        for start, stop in self.row_blocks(batch):
             part = slice(start, stop)
             rows = self.matrix.detach()[..., part, :]
             plan = scaled_plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon, upstream)

@@ -297,7 +297,7 @@ class PointCost(Cost):
         (f, g), (log_p, log_q) = potentials, log_weights
         totals = {id(t): torch.zeros_like(t, requires_grad=False) for t in self.parameters()}
         batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
-        for start, stop in self._blocks(batch):
+        for start, stop in self.row_blocks(batch):
             rows, part = self.row_block(start, stop), slice(start, stop)
             weights = scaled_plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon, upstream)
             if self.x is self.y:  # both ends of a pair move

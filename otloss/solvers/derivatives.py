@@ -43,6 +43,8 @@ from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, no_implicit_answer
 from otloss.solvers.entropic.implicit_grid import suits_axes, with_graph
+from otloss.solvers.entropic.implicit_products import linear_cost_with_graph, suits_products
+from otloss.solvers.entropic.implicit_products import with_graph as with_products
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
 from otloss.solvers.entropic.updates import damping_of
 from otloss.solvers.exact.solution import ExactSolution
@@ -191,10 +193,15 @@ class ImplicitSolution(EntropicSolution):
 
     @cached_property
     def linear_cost(self) -> Tensor:
+        if self.plan_of_equations is None and suits_products(self.problem):
+            return linear_cost_with_graph(self.problem, *self.with_graph)
         return (self.dense_plan * self.problem.cost.dense().to(self.dense_plan)).sum((-2, -1))
 
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self.dense_plan
+
+    def streamed_product(self, v: Tensor, *, is_transposed: bool) -> Tensor | None:
+        return None  # a product with a graph
 
 
 def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
@@ -203,6 +210,8 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     if suits_axes(problem):
         value, f, g = with_graph(problem, f, g)
         return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g))
+    if suits_products(problem) and (made := with_products(problem, f, g, solution.value)) is not None:
+        return ImplicitSolution(problem, solution.search, solution.tolerance, made.value, (made.f, made.g))
     wide = torch.float64 if has_float64(f.device) else f.dtype
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)

@@ -199,7 +199,7 @@ def sinkhorn(
             are then those between measures, `KL(a | b) = sum a log(a / b) - a + b`.
         grad: "envelope", first derivatives, exact at convergence, no history held; "implicit", also second ones, by a
             linear system of the size of the smaller side; for balanced problems on large grids by products along the
-            axes.
+            axes, and for large ones with impl="triton" by streamed products where float32 determines them.
         tolerance: sum of the errors of both marginals relative to the mass; None for 1e-5 in float32, 1e-8 in float64.
         max_iterations: at most. Problems that would take more than 250 go to Newton's method, on the CPU: those with
             matrices of up to 2**28 entries in all (of images 2**20 each), and pairs of large clouds.

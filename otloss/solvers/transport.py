@@ -59,6 +59,8 @@ class Solution(Protocol):
     @property
     def bounds(self) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]: ...
     def plan_blocks(self) -> Iterator[tuple[slice, Float[Tensor, "*batch rows m"]]]: ...
+    def streamed_product(self, v: Tensor, *, is_transposed: bool) -> Tensor | None:
+        """P v or P^T v where kernels compute it without blocks of P, else None."""
 
 
 class Transport:
@@ -166,14 +168,19 @@ class Transport:
     def apply(self, v: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch n k"]:
         """Return P v, for example (divided by p) the mean position that each bin of p moves to."""
         v = self._columns("v", v, self._problem.q)
-        blocks = [_product(plan, self._factor(v, plan)) for _, plan in self._plan_blocks()]
-        return self._guarded_cast(torch.cat(blocks, dim=-2), v)
+        product = self._streamed_product(v, is_transposed=False)
+        if product is None:
+            product = torch.cat([_product(plan, self._factor(v, plan)) for _, plan in self._plan_blocks()], dim=-2)
+        return self._guarded_cast(product, v)
 
     def apply_transpose(self, u: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch m k"]:
         """Return P^T u."""
         u = self._columns("u", u, self._problem.p)
-        parts = [_product(plan.mT, self._factor(u, plan)[..., rows, :]) for rows, plan in self._plan_blocks()]
-        return self._guarded_cast(torch.stack(parts).sum(0), u)
+        product = self._streamed_product(u, is_transposed=True)
+        if product is None:
+            parts = [_product(plan.mT, self._factor(u, plan)[..., rows, :]) for rows, plan in self._plan_blocks()]
+            product = torch.stack(parts).sum(0)
+        return self._guarded_cast(product, u)
 
     def barycentric_map(self, y: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n d"]:
         """Return where each bin of p moves on average: P y over the mass of its row in P, which may differ from p.
@@ -203,10 +210,17 @@ class Transport:
 
     def _plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The plan by blocks of rows; all of it where a way back changes it."""
-        if self._ways_back:
-            yield slice(None), self._dense_plan()
-        else:
+        if self._keeps_plan:
             yield from self._solution.plan_blocks()
+        else:
+            yield slice(None), self._dense_plan()
+
+    def _streamed_product(self, v: Tensor, *, is_transposed: bool) -> Tensor | None:
+        return self._solution.streamed_product(v, is_transposed=is_transposed) if self._keeps_plan else None
+
+    @property
+    def _keeps_plan(self) -> bool:
+        return all(step.keeps_plan for step in self._ways_back)
 
     @cached_property
     def _rounding(self) -> Float[Tensor, "*batch"]:

@@ -170,7 +170,7 @@ class BarycenterProblem:
 
     def detach(self) -> BarycenterProblem:
         """Return the problem without a graph and without tangents."""
-        cost = self.cost._replaced({id(t): t.detach() for t in self.cost.tensors()})
+        cost = self.cost.with_tensors({id(t): t.detach() for t in self.cost.tensors()})
         return dataclasses.replace(self, p=self.p.detach(), weights=self.weights.detach(), cost=cost)
 
     def choose(self, choice: Bool[Tensor, "*batch"]) -> BarycenterProblem:

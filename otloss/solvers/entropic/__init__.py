@@ -22,6 +22,7 @@ Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
     coarse_images   large images                            clusters   large clouds
     newton          Newton's method on the cells of a plan  dual       its dense equations, and the error of potentials
     dense_newton    accurate potentials                     solution   value, plan, <C, P>, duality gap, bounds
+    implicit_grid   implicit derivatives along axes         implicit_products   the same by streamed products
 
 Newton's method starts from exact potentials, so this folder imports `exact`. An exact solver that starts from entropic
 potentials therefore gets `assignment_start` as an argument from its caller, and does not import it.

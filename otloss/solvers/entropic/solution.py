@@ -129,6 +129,20 @@ class EntropicSolution:
         for part, plan, _ in plan_blocks(self.problem, *self.potentials):
             yield part, plan
 
+    def streamed_product(self, v: Float[Tensor, "*batch m k"], *, is_transposed: bool) -> Tensor | None:
+        """Return P v or P^T v, without a graph, for impl="triton"; None for others, which form blocks of the plan."""
+        problem, (f, g) = self.problem, self.potentials
+        if problem.impl != "triton":
+            return None
+        self._unchanged.check("the plan")
+        f, epsilon = potential_of_plan(problem, f), problem.epsilon.detach().to(f.dtype)
+        log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
+        if is_transposed:
+            products = problem.cost.T.plan_products(g, f, log_q, log_p, epsilon=epsilon)
+        else:
+            products = problem.cost.plan_products(f, g, log_p, log_q, epsilon=epsilon)
+        return products(v.detach().to(f.dtype)).values
+
     @cached_property
     def _in_float64(self) -> _InFloat64:
         """Return the problem in float64, with f an exact update there, so that rounding does not spoil the bounds."""

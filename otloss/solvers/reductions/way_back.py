@@ -11,6 +11,11 @@ from torch import Tensor
 class WayBack:
     """The way back that changes nothing; reductions replace the parts that they change."""
 
+    @property
+    def keeps_plan(self) -> bool:
+        """Whether the plan of the problem before the reduction is the plan of the reduced one."""
+        return type(self).plan is WayBack.plan
+
     def after(self, plan: Callable[[], Float[Tensor, "*batch n m"]]) -> WayBack:
         """Return the way back for the solution with this plan; ValueError if the problem before does not allow it."""
         return self

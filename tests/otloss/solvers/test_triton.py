@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from otloss import cloud_loss, nn, sinkhorn, solve
 from otloss.costs import Cost, DenseCost, PointCost
@@ -114,6 +115,69 @@ def test_values_and_gradients_against_float64(largest_side: int, device: str, mo
     for ours, naive, true in pairs:
         limit = 1.5 * float((naive - true).abs().max()) + 5e-5
         assert float((ours - true).abs().max()) <= limit
+
+
+@pytest.mark.parametrize("largest_side", [sinkhorn_gpu.LARGEST_SIDE, 4])
+@pytest.mark.parametrize("form", ["partial", "forbidden", "forbidden, unbalanced"])
+def test_partial_problems_and_forbidden_pairs_against_float64(
+    form: str, largest_side: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, gradients, plans and their products: at most 1.5 times the error of dense float32, + 1e-5."""
+    p, q, x, y = draw(device)
+    monkeypatch.setattr(sinkhorn_gpu, "LARGEST_SIDE", largest_side)
+    matrix, options = torch.cdist(x, y), {"mass": torch.tensor([0.4, 0.8], device=device)}
+    if form != "partial":
+        matrix[:, 0, :4], matrix[1, :, 5] = torch.inf, matrix[1, :, 5] - 0.5
+        options = {"marginal_penalty": 0.5} if "unbalanced" in form else {}
+
+    def results(impl: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (p, q, matrix)]
+        given = {name: t.to(dtype) if isinstance(t, Tensor) else t for name, t in options.items()}
+        answer = solve(*leaves, epsilon=0.3, tolerance=1e-6, impl=impl, **given)
+        assert bool(answer.converged.all())
+        moved = (answer.apply(y.to(dtype)), answer.apply_transpose(x.to(dtype)))
+        return [t.detach() for t in (answer.value, answer.plan(), *moved)] + list(
+            torch.autograd.grad(answer.value.sum(), leaves)
+        )
+
+    exact = results("torch", torch.float64)
+    pairs = zip(results("triton", torch.float32), results("torch", torch.float32), exact, strict=True)
+    for ours, naive, true in pairs:
+        assert float((ours - true).abs().max()) <= 1.5 * float((naive - true).abs().max()) + 1e-5
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of entries of a tensor that torch makes."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(made, Tensor):
+                self.entries = max(self.entries, made.numel())
+        return result
+
+
+@pytest.mark.parametrize("penalty", [None, 0.5])
+def test_products_with_plans_of_points_make_no_matrix(
+    penalty: float | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinkhorn_gpu, "LARGEST_SIDE", 64)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 2, generator=generator).to(device) for n in (80, 90))
+    p, q = (torch.rand(n, generator=generator).to(device) + 0.1 for n in (80, 90))
+    p[2], q[3] = 0.0, 0.0
+    p, q = p / p.sum(), q / q.sum()
+    answer = solve(p, q, PointCost(x, y), epsilon=2.0, marginal_penalty=penalty, impl="triton")
+    exact = solve(p.double(), q.double(), PointCost(x.double(), y.double()), epsilon=2.0, marginal_penalty=penalty)
+    with LargestTensor() as largest:
+        products = answer.apply(y), answer.apply_transpose(x), answer.barycentric_map(y)
+    assert largest.entries < 80 * 90 / 4
+    wanted = exact.apply(y.double()), exact.apply_transpose(x.double()), exact.barycentric_map(y.double())
+    assert bool(products[2][2].isnan().all())  # no mass there
+    for product, want in zip(products, wanted, strict=True):
+        torch.testing.assert_close(product.double(), want, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 def test_what_does_not_converge_or_is_not_a_number_says_so(device: str) -> None:
