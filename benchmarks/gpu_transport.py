@@ -1,13 +1,16 @@
 """`python -m benchmarks.gpu transport`: entropic transport on one GPU, ours beside its peers.
 
-Each row is a loss and its gradient in the points (or in the matrices). Ours runs by `impl="triton"`, by `impl="torch"`,
-and on the CPU; the peers are FlashSinkhorn, GeomLoss (tensorized, and online by KeOps) and OTT-JAX, as far as they are
+Each row is a loss and its gradient in the points (or in the matrices); rows "softmin" are one soft minimum, without a
+gradient. Ours runs by `impl="triton"`, by `impl="torch"`, and on the CPU; the peers are FlashSinkhorn (as it is called,
+which rounds to TF32, and without TF32), GeomLoss (tensorized, and online by KeOps) and OTT-JAX, as far as they are
 installed. Seconds are between CUDA events, and of OTT and the CPU by the clock. Errors of value and gradient are
-relative, against our float64 result on the CPU in rows of up to `LARGEST_REFERENCE` pairs.
+relative, against our float64 result on the CPU in rows of up to `LARGEST_REFERENCE` pairs, and for the first
+`REFERENCE_ROWS` soft minima.
 
-Every row is appended to `gpu_transport.csv` when it is measured, and a further run goes on after the last one. Small
-rows where the kernel took less time than our CPU path are written to `gpu_sizes.csv`, in the format of the table that
-`impl="auto"` reads.
+Contestants run in a process beside this one, which ends it where a call hangs or the time of the run is over. Every
+result is appended to `gpu_transport.csv` when it is there, and a further run on the same hardware goes on after the
+last one. Small rows where the kernel took less time than our CPU path are written to `gpu_sizes.csv`, in the format of
+the table that `impl="auto"` reads.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ from __future__ import annotations
 import csv
 import importlib
 import math
+import multiprocessing
+import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +52,15 @@ FIELDS = (
     "torch",
 )
 TRITON, TORCH, CPU = "otloss, triton", "otloss, torch", "otloss, CPU"
-FLASH, TENSORIZED, ONLINE, OTT = "FlashSinkhorn", "GeomLoss tensorized", "GeomLoss online", "OTT-JAX"
+FLASH, FLASH_FLOAT32 = "FlashSinkhorn", "FlashSinkhorn, float32"
+TENSORIZED, ONLINE, OTT = "GeomLoss tensorized", "GeomLoss online", "OTT-JAX"
 LARGEST_REFERENCE = 4e7
+REFERENCE_ROWS = 1000
 # No contestant gets a row of more pairs: it would not fit the memory, or take minutes.
-MOST_PAIRS = {TORCH: 2e8, CPU: 3e9, TENSORIZED: 4e8, OTT: 4e8, ONLINE: 2e10, FLASH: 2e10, TRITON: 2e12}
-SECONDS = 450.0  # no contestant begins after this time
+MOST_PAIRS = {TORCH: 2e8, CPU: 3e9, TENSORIZED: 4e8, OTT: 4e8, ONLINE: 2e10, FLASH: 2e10, FLASH_FLOAT32: 2e10,
+              TRITON: 2e12}  # fmt: skip
+SECONDS = 450.0  # of a run; what is not measured by then is left to the next one
+LIMIT = 45.0  # seconds of one contestant, with its compilation
 LONG = 2.0  # seconds of a call that is not repeated
 
 
@@ -92,8 +102,22 @@ ROWS = (
     *(Row("uniform", 1, points, 3, 0.05) for points in (10_000, 50_000, 100_000)),
     Row("uniform", 1, 1_000_000, 3, 0.1),
 )
-DRY = (Row("softmin", 1, 12, 3, 1.0), Row("matrices", 2, 6, 1, 1.0), Row("uniform", 2, 8, 2, 1.0))
-Answer = tuple[Tensor, Tensor]  # the value, and its gradient
+DRY = (
+    Row("softmin", 1, 12, 3, 1.0),
+    Row("matrices", 2, 6, 1, 1.0),
+    Row("uniform", 2, 8, 2, 1.0),
+    Row("uniform", 1, 8, 3, 1.0),
+)
+
+
+class Answer(NamedTuple):
+    """A value and its gradient; for "softmin" all soft minima, and None."""
+
+    value: Tensor
+    gradient: Tensor | None
+
+
+Call = Callable[[], Answer]
 
 
 # ---- contestants -----------------------------------------------------------------------------------------------------
@@ -101,59 +125,89 @@ Answer = tuple[Tensor, Tensor]  # the value, and its gradient
 
 def ours(row: Row, x: Tensor, y: Tensor, *, impl: str, tolerance: float | None = None) -> Answer:
     """Value and gradient of our loss, on the device of the points."""
-    leaf = x.detach().clone().requires_grad_()
     if row.kind == "softmin":
-        value = PointCost(leaf, y).softmin(y.new_zeros(row.points), 2 * row.blur**2).sum()
-    elif row.kind == "matrices":
+        cost = PointCost(x, y)
+        chosen = cost.streamed() if impl == "triton" else cost
+        assert chosen is not None
+        return Answer(chosen.softmin(y.new_zeros(y.shape[-2]), 2 * row.blur**2), None)
+    leaf = x.detach().clone().requires_grad_()
+    if row.kind == "matrices":
         leaf = (x - y.mT).square().detach().requires_grad_()
         value = otloss.sinkhorn(None, None, DenseCost(leaf), epsilon=row.blur, impl=impl, tolerance=tolerance).sum()
     else:
         value = otloss.cloud_loss(leaf, y, blur=row.blur, impl=impl, tolerance=tolerance).sum()
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
+    return Answer(value.detach(), torch.autograd.grad(value, leaf)[0])
 
 
-def samples_loss(row: Row, x: Tensor, y: Tensor, package: str, **options: Any) -> Answer:
-    """Value and gradient of `SamplesLoss` of GeomLoss or of FlashSinkhorn."""
-    loss = importlib.import_module(package).SamplesLoss("sinkhorn", blur=row.blur, **options)
-    leaf = x.detach().clone().requires_grad_()
-    value = loss(leaf, y).sum()
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
+def samples_loss(row: Row, x: Tensor, y: Tensor, package: str, **options: Any) -> Call:
+    """Return what calls `SamplesLoss` of GeomLoss or of FlashSinkhorn."""
+    loss = importlib.import_module(package).SamplesLoss("sinkhorn", p=2, blur=row.blur, **options)
+
+    def call() -> Answer:
+        leaf = x.detach().clone().requires_grad_()
+        value = loss(leaf, y).sum()
+        return Answer(value.detach(), torch.autograd.grad(value, leaf)[0])
+
+    return call
 
 
-def ott(row: Row, x: Tensor, y: Tensor) -> Answer:
-    """Value and gradient by OTT-JAX, whose cost has no factor 1/2; one pair of clouds."""
+def flash_sinkhorn(row: Row, x: Tensor, y: Tensor, *, allow_tf32: bool) -> Call:
+    """Return what calls FlashSinkhorn: its loss, or its kernel of soft minima, which leaves out |x|^2."""
+    if row.kind != "softmin":
+        return samples_loss(row, x, y, "flash_sinkhorn", half_cost=True, debias=True, allow_tf32=allow_tf32)
+    kernel = importlib.import_module("flash_sinkhorn.kernels.sinkhorn_flashstyle_sqeuclid").flashsinkhorn_lse
+    epsilon = 2 * row.blur**2
+
+    def call() -> Answer:
+        bias = y.square().sum(-1) / -epsilon
+        return Answer(x.square().sum(-1) + kernel(x, y, bias, epsilon, allow_tf32=allow_tf32), None)
+
+    return call
+
+
+def ott(row: Row, x: Tensor, y: Tensor) -> Call:
+    """Return what calls OTT-JAX, whose cost has no factor 1/2; one pair of clouds."""
     jax = importlib.import_module("jax")
     divergence = importlib.import_module("ott.tools.sinkhorn_divergence").sinkdiv
     one, other = (jax.numpy.asarray(t.cpu().numpy()) for t in (x, y))
-    step = jax.jit(jax.value_and_grad(lambda z: divergence(z, other, epsilon=2 * row.blur**2)[0] / 2))
-    value, gradient = jax.block_until_ready(step(one))
-    return torch.tensor(float(value)), torch.from_numpy(jax.device_get(gradient).copy())
+    step = jax.jit(jax.value_and_grad(lambda z, w: divergence(z, w, epsilon=2 * row.blur**2)[0] / 2))
+
+    def call() -> Answer:
+        value, gradient = jax.block_until_ready(step(one, other))
+        return Answer(torch.tensor(float(value)), torch.from_numpy(jax.device_get(gradient).copy()))
+
+    return call
 
 
-def contestants(row: Row, x: Tensor, y: Tensor, device: str) -> dict[str, Callable[[], Answer]]:
-    """Return what is called for each name, in the order of the report."""
+def contestants(row: Row, x: Tensor, y: Tensor, device: str) -> dict[str, Callable[[], Call]]:
+    """Return what prepares the calls for each name, in the order of the report."""
     there = x.to(device), y.to(device)
-    calls: dict[str, Callable[[], Answer]] = {
-        TRITON: lambda: ours(row, *there, impl="triton"),
-        TORCH: lambda: ours(row, *there, impl="torch"),
-        CPU: lambda: ours(row, x, y, impl="auto"),
+    makers: dict[str, Callable[[], Call]] = {
+        TRITON: lambda: lambda: ours(row, *there, impl="triton"),
+        TORCH: lambda: lambda: ours(row, *there, impl="torch"),
+        CPU: lambda: lambda: ours(row, x, y, impl="auto"),
     }
-    if row.kind == "softmin":
-        return {name: calls[name] for name in (TORCH, CPU)}
     if row.kind == "matrices":
-        return calls
-    calls[TENSORIZED] = lambda: samples_loss(row, *there, "geomloss", p=2, backend="tensorized")
+        return makers
+    makers[FLASH] = lambda: flash_sinkhorn(row, *there, allow_tf32=True)
+    makers[FLASH_FLOAT32] = lambda: flash_sinkhorn(row, *there, allow_tf32=False)
+    if row.kind == "softmin":
+        return makers
+    makers[TENSORIZED] = lambda: samples_loss(row, *there, "geomloss", backend="tensorized")
     if row.problems == 1:
-        calls[ONLINE] = lambda: samples_loss(row, *there, "geomloss", p=2, backend="online")
-        calls[FLASH] = lambda: samples_loss(row, *there, "flash_sinkhorn", half_cost=True, debias=True)
-        calls[OTT] = lambda: ott(row, *there)
-    return calls
+        makers[ONLINE] = lambda: samples_loss(row, *there, "geomloss", backend="online")
+        makers[OTT] = lambda: ott(row, *there)
+    return makers
+
+
+def names_of(row: Row) -> list[str]:
+    return list(contestants(row, torch.empty(0), torch.empty(0), "cpu"))
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(call: Callable[[], Answer], *, by_events: bool) -> float:
+def seconds_of(call: Call, *, by_events: bool) -> float:
     if not by_events:
         started = time.perf_counter()
         call()
@@ -166,91 +220,200 @@ def seconds_of(call: Callable[[], Answer], *, by_events: bool) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
-def measured(name: str, call: Callable[[], Answer], exact: Answer | None, device: str, rounds: int) -> dict[str, Any]:
-    """Return the fields of a contestant, after a first call; a failure is a note."""
+def reference_of(row: Row) -> Answer | None:
+    """Return our result in float64 on the CPU, None for rows that would take too long."""
+    x, y = (cloud.double() for cloud in row.clouds())
+    if row.kind == "softmin":
+        return ours(row, x[:REFERENCE_ROWS], y, impl="auto")
+    return ours(row, x, y, impl="auto", tolerance=1e-8) if row.pairs <= LARGEST_REFERENCE else None
+
+
+def measured(task: Task) -> dict[str, Any]:
+    """Return the fields of a contestant, after a first call; ends between repetitions when its time is over."""
+    row, device, started = task.row, task.device, time.perf_counter()
+    make = contestants(row, *row.clouds(), device)[task.name]
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            started = time.perf_counter()
-            value, gradient = call()
-            first = time.perf_counter() - started
-        note = "; ".join(sorted({w.category.__name__ for w in caught if "Convergence" in w.category.__name__}))
-        by_events = device == "cuda" and name not in (CPU, OTT)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            seconds = [seconds_of(call, by_events=by_events) for _ in range(1 if first > LONG else rounds)]
-    except ImportError as error:
-        return {"note": f"not installed ({error.name})"}
-    except Exception as error:
-        return {"note": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call = make()
+        first_started = time.perf_counter()
+        answer = call()
+        first = time.perf_counter() - first_started
+    by_events = device == "cuda" and task.name not in (CPU, OTT)
+    seconds: list[float] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while len(seconds) < (1 if first > LONG else task.rounds):
+            if seconds and time.perf_counter() - started + 2 * max(seconds) > task.limit:
+                break
+            seconds.append(seconds_of(call, by_events=by_events))
+    note = "; ".join(sorted({w.category.__name__ for w in caught if "Convergence" in w.category.__name__}))
     fields = {"milliseconds": f"{1000 * statistics.median(seconds):.3f}", "note": note}
-    if device == "cuda":
+    if by_events:
         fields["mebibytes"] = f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f}"
-    if exact is not None:
-        for field, got, true in zip(("value_error", "gradient_error"), (value, gradient), exact, strict=True):
-            fields[field] = f"{float((got.cpu().double() - true).norm() / true.norm()):.1e}"
-    return fields
+    return fields | (errors_of(answer, task.reference) if task.reference is not None else {})
 
 
-def finished_rows(file: Path | None) -> set[str]:
-    """Return the names of the rows that an earlier run has measured."""
+def errors_of(answer: Answer, exact: Answer) -> dict[str, str]:
+    """Return the relative errors of value and gradient; of soft minima those that the reference has."""
+    errors = {}
+    for field, got, true in (
+        ("value_error", answer.value, exact.value),
+        ("gradient_error", answer.gradient, exact.gradient),
+    ):
+        if got is not None and true is not None:
+            got = got.cpu().double()[: len(true)] if true.dim() else got.cpu().double()
+            errors[field] = f"{float((got - true).norm() / true.norm()):.1e}"
+    return errors
+
+
+# ---- the process beside this one -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a contestant is asked: `rounds` repetitions of a row within `limit` seconds."""
+
+    row: Row
+    name: str
+    device: str
+    rounds: int
+    limit: float
+    reference: Answer | None
+
+
+def work(pipe: Connection) -> None:
+    """Answer what is asked; a failure is a note."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the others need memory too
+    while True:
+        function, argument = pipe.recv()
+        try:
+            pipe.send(function(argument))
+        except ImportError as error:
+            pipe.send({"note": f"not installed ({error.name})"})
+        except Exception as error:
+            pipe.send({"note": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}"})
+
+
+class Worker:
+    """A process that measures; it is ended where an answer takes longer than its limit, or where the process dies."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+
+    def ask(self, function: Callable[[Any], Any], argument: Any, *, limit: float) -> Any:
+        """Return what the function returns, or a note."""
+        if self._process is None:
+            self._start()
+        try:
+            self._pipe.send((function, argument))
+            if self._pipe.poll(limit):
+                return self._pipe.recv()
+            note = f"ended after {limit:.0f} s"
+        except (EOFError, OSError):
+            note = "the process died"
+        self.end()
+        return {"note": note}
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=work, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def finished_results(file: Path | None) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the results that an earlier run on this hardware has measured, by row and contestant."""
     if file is None or not file.exists():
-        return set()
+        return {}
     with file.open(encoding="utf-8", newline="") as text:
-        return {row["row"] for row in csv.DictReader(text)}
+        rows = [row for row in csv.DictReader(text) if row["hardware"] == hardware()]
+    return {(row["row"], row["name"]): row for row in rows}
 
 
-def measure_row(row: Row, device: str, rounds: int, deadline: float) -> list[dict[str, Any]]:
-    """Return the fields of all contestants of a row."""
-    x, y = row.clouds()
-    exact = None
-    if row.pairs <= LARGEST_REFERENCE:
-        exact = ours(row, x.double(), y.double(), impl="auto", tolerance=1e-8)
-    common = {"date": date.today().isoformat(), "row": row.name, "hardware": hardware(), "torch": torch.__version__}
-    results: list[dict[str, Any]] = []
-    for name, call in contestants(row, x, y, device).items():
-        if row.pairs > MOST_PAIRS[name]:
-            fields: dict[str, Any] = {"note": "not tried: too many pairs"}
-        elif time.perf_counter() > deadline:
-            fields = {"note": "not tried: out of time"}
-        else:
-            fields = measured(name, call, exact, device, rounds)
-        say(f"  {name:<20} {fields.get('milliseconds', '-'):>12} ms  errors {fields.get('value_error', '-')}, "
-            f"{fields.get('gradient_error', '-')}  {fields.get('note', '')}")  # fmt: skip
-        results.append({**common, "name": name, **fields})
-    return results
-
-
-def size_of(row: Row, results: list[dict[str, Any]]) -> MeasuredSize | None:
+def size_of(row: Row, results: dict[str, dict[str, Any]]) -> MeasuredSize | None:
     """Return the row for `gpu_sizes.csv`, where the kernel took less time than our CPU path and converged."""
-    if row.kind == "softmin" or row.points > 1024 or not torch.cuda.is_available():
+    if row.kind == "softmin" or row.points > 1024 or not torch.cuda.is_available() or TRITON not in results:
         return None
-    by_name = {fields["name"]: fields for fields in results}
-    times = [float(by_name[name].get("milliseconds", math.inf)) for name in (TRITON, CPU)]
-    if by_name[TRITON].get("note") or not times[0] < times[1]:
+    times = [float(results.get(name, {}).get("milliseconds") or math.inf) for name in (TRITON, CPU)]
+    if results[TRITON].get("note") or not times[0] < times[1]:
         return None
     kind = "matrix" if row.kind == "matrices" else "points"
     return MeasuredSize(torch.cuda.get_device_name(), kind, row.problems, row.points)
 
 
+def measure_row(row: Row, names: list[str], run: Run) -> dict[str, dict[str, Any]]:
+    """Measure contestants of a row until the time is over; each result is saved at once."""
+    common = {"date": date.today().isoformat(), "row": row.name, "hardware": hardware(), "torch": torch.__version__}
+    results: dict[str, dict[str, Any]] = {}
+    reference = run.worker.ask(reference_of, row, limit=run.limit())
+    if isinstance(reference, dict):
+        say(f"  no float64 result: {reference['note']}")
+        reference = None
+    for name in names:
+        limit = run.limit()
+        if row.pairs > MOST_PAIRS[name]:
+            fields: dict[str, Any] = {"note": "not tried: too many pairs"}
+        elif limit < 1:
+            say("  out of time: a further run goes on here")
+            break
+        else:
+            fields = run.worker.ask(measured, Task(row, name, run.device, run.rounds, limit, reference), limit=limit)
+        say(f"  {name:<22} {fields.get('milliseconds', '-'):>12} ms  errors {fields.get('value_error', '-')}, "
+            f"{fields.get('gradient_error', '-')}  {fields.get('note', '')}")  # fmt: skip
+        results[name] = {**common, "name": name, **fields}
+        if run.file is not None:
+            append(run.file, FIELDS, [results[name]])
+    return results
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the rows of a run share."""
+
+    device: str
+    rounds: int
+    file: Path | None
+    worker: Worker
+    deadline: float
+
+    def limit(self) -> float:
+        """Seconds that the next contestant may take."""
+        return max(0.0, min(LIMIT, self.deadline - time.perf_counter()))
+
+
 def run(*, dry: bool, rounds: int, output: Path | None) -> None:
-    """Measure all rows that are not in `gpu_transport.csv` of the folder yet."""
+    """Measure what `gpu_transport.csv` of the folder does not have yet."""
     device, rows = ("cpu", DRY) if dry else ("cuda", ROWS)
-    deadline = time.perf_counter() + SECONDS
     file = None if output is None else output / "gpu_transport.csv"
-    finished = finished_rows(file)
-    for row in rows:
-        if row.name in finished:
-            say(f"{row.name}: measured before")
-            continue
-        say(row.name)
-        results = measure_row(row, device, rounds, deadline)
-        if file is not None:
-            append(file, FIELDS, results)
+    finished = finished_results(file)
+    this = Run(device, rounds, file, Worker(), time.perf_counter() + SECONDS)
+    try:
+        for row in rows:
+            earlier = {name: finished[row.name, name] for name in names_of(row) if (row.name, name) in finished}
+            missing = [name for name in names_of(row) if name not in earlier]
+            say(f"{row.name}{'' if missing else ': measured before'}")
+            if not missing:
+                continue
+            if this.limit() < 1:
+                say("  out of time: a further run goes on here")
+                return
+            results = earlier | measure_row(row, missing, this)
             size = size_of(row, results)
-            if size is not None:
+            if file is not None and size is not None:
                 append(file.parent / "gpu_sizes.csv", MeasuredSize._fields, [size._asdict()])
+    finally:
+        this.worker.end()

@@ -1,9 +1,12 @@
 """The benchmarks: all run at tiny sizes and keep their results in the given folder; verdicts and measures are right."""
 
 import csv
+import math
 import mmap
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -176,18 +179,43 @@ def test_objectives_of_large_models_need_their_text(no_data: Path, capsys: pytes
         main(["numbers", "--scale", "large"])
 
 
-def test_transport_on_a_gpu_resumes_after_the_last_row(
+def test_transport_on_a_gpu_resumes_after_the_last_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also after a run that was killed within a row: what it has measured stays, the other contestants follow."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(gpu_transport, "DRY", gpu_transport.DRY[:1])
     gpu_transport.run(dry=True, rounds=1, output=tmp_path)
-    kept = rows(tmp_path / "gpu_transport.csv")
-    assert [row["name"] for row in kept] == [gpu_transport.TORCH, gpu_transport.CPU]
-    assert all(float(row["value_error"]) < 1e-5 for row in kept)
-    capsys.readouterr()
+    file = tmp_path / "gpu_transport.csv"
+    kept, text = rows(file), file.read_text(encoding="utf-8")
+    mine = [gpu_transport.TRITON, gpu_transport.TORCH, gpu_transport.CPU]
+    assert [row["name"] for row in kept] == [*mine, gpu_transport.FLASH, gpu_transport.FLASH_FLOAT32]
+    assert all(float(row["value_error"]) < 1e-5 for row in kept[:3])
+    file.write_text("".join(text.splitlines(keepends=True)[:3]), encoding="utf-8")
+    monkeypatch.setattr(gpu_transport, "SECONDS", 0.0)
+    gpu_transport.run(dry=True, rounds=1, output=tmp_path)
+    assert "out of time" in capsys.readouterr().out
+    assert rows(file) == kept[:2]
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_transport, "DRY", gpu_transport.DRY[:1])
+    monkeypatch.setattr(gpu_transport.Worker, "ask", lambda *_, **__: {"note": "asked"})
+    gpu_transport.run(dry=True, rounds=1, output=tmp_path)
+    assert rows(file)[:2] == kept[:2]
+    assert [(row["name"], row["note"]) for row in rows(file)[2:]] == [(row["name"], "asked") for row in kept[2:]]
     gpu_transport.run(dry=True, rounds=1, output=tmp_path)
     assert "measured before" in capsys.readouterr().out
-    assert rows(tmp_path / "gpu_transport.csv") == kept
+    assert len(rows(file)) == len(kept)
+
+
+def test_a_contestant_that_hangs_or_dies_costs_its_own_result_only() -> None:
+    worker = gpu_transport.Worker()
+    try:
+        assert worker.ask(math.sqrt, -1.0, limit=60.0)["note"].startswith("ValueError")
+        assert worker.ask(time.sleep, 60.0, limit=0.1) == {"note": "ended after 0 s"}
+        assert worker.ask(os._exit, 1, limit=60.0) == {"note": "the process died"}
+    finally:
+        worker.end()
 
 
 # ---- verdicts and measures -------------------------------------------------------------------------------------------
