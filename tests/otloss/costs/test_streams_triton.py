@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,11 +50,33 @@ def matrices(form: str) -> DenseCost:
 
 
 def costs_of(name: str) -> Cost:
+    """ "far" are clouds at a distance from the origin that is a thousand times as large as they are."""
+    if name in ("rows", "columns", "shared"):
+        return matrices(name)
+    metric, axes, *where = name.split()
+    return clouds(metric, int(axes), offset=1000.0 if where == ["far"] else 0.0)
+
+
+def is_by_dots(name: str) -> bool:
     metric, _, axes = name.partition(" ")
-    return clouds(metric, int(axes)) if axes else matrices(name)
+    return metric in ("sqeuclidean", "cosine") and int(axes.split()[0]) > streams.MAX_AXES
 
 
-NAMES = [f"{metric} {d}" for metric in METRICS for d in (2, 9)] + ["sqeuclidean 40", "rows", "columns", "shared"]
+def unit_of(cost: Cost) -> float:
+    """Return what epsilon is a multiple of, so that plans of many axes have more than one entry a row."""
+    return max(1.0, float(cost.dense().mean()) / 4)
+
+
+# Each metric with one axis or few, which stay in registers, and with many, where a loop and a block of axes end early.
+NAMES = [
+    "sqeuclidean 1", "sqeuclidean 3", "sqeuclidean 17", "sqeuclidean 64", "sqeuclidean 300",
+    "euclidean 1", "euclidean 2", "euclidean 64", "l1 1", "l1 3", "l1 17",
+    "cosine 2", "cosine 3", "cosine 17", "cosine 300",
+    "sqeuclidean 3 far", "sqeuclidean 17 far", "euclidean 2 far", "l1 17 far",
+    "rows", "columns", "shared",
+]  # fmt: skip
+# With gradients, loops over many axes take long in the interpreter; and vectors of one axis have none.
+MINIMA_ONLY = ["euclidean 300", "l1 64", "cosine 1"]
 
 
 def assert_near(got: Tensor, exact: Tensor, dense: Tensor, size: float | Tensor) -> None:
@@ -67,19 +90,21 @@ def assert_near(got: Tensor, exact: Tensor, dense: Tensor, size: float | Tensor)
 # ---- soft minima -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + MINIMA_ONLY)
 def test_soft_minima_against_float64(name: str, device: str) -> None:
-    """With an epsilon a problem, bins without mass, and a row's best cost at zero; also the transposed cost."""
+    """With an epsilon a problem, bins without mass, a padded one, and a row's best cost at zero; also transposed."""
     for cost in (costs_of(name), costs_of(name).T):
         h = torch.randn(2, cost.shape[1], generator=torch.Generator().manual_seed(1))
-        h[0, 3:5] = -torch.inf
-        epsilon = torch.tensor([0.05, 1.0])
+        h[0, 3:5], h[1, 18:] = -torch.inf, -torch.inf
+        epsilon = torch.tensor([0.05, 1.0]) * unit_of(cost)
         matrix = cost.dense()
         exact = softmin_in_torch(cost.to(torch.float64).dense(), h.double(), epsilon.double())
         dense = softmin_in_torch(matrix, h, epsilon)
         streamed = cost.to(device).streamed()
         assert streamed is not None
-        size = float(matrix.amax()) * (4 if "40" in name else 1)  # the squared lengths, which are larger than distances
+        size = float(matrix.amax()) * (
+            4 if " " in name and is_by_dots(name) else 1
+        )  # the squared lengths, not distances
         for potential in (h, h.double() + 1e3):
             shift = 1e3 if potential.dtype == torch.float64 else 0.0
             for value in (
@@ -159,11 +184,12 @@ def check_sums(cost: Cost, a: Tensor, h: Tensor, epsilon: Tensor, device: str) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_products_with_plans_against_float64(name: str, device: str) -> None:
-    cost, epsilon = costs_of(name), torch.tensor([0.3, 1.0])
+    cost = costs_of(name)
+    epsilon = torch.tensor([0.3, 1.0]) * unit_of(cost)
     h = torch.randn(2, cost.shape[1], generator=torch.Generator().manual_seed(1))
-    h[0, 3:5] = -torch.inf
+    h[0, 3:5], h[1, 30:] = -torch.inf, -torch.inf
     a = softmin_in_torch(cost.dense(), h, epsilon) - 1.0
-    a[1, 0] = -torch.inf
+    a[1, 0], a[0, 18:] = -torch.inf, -torch.inf
     check_sums(cost, a, h, epsilon, device)
 
 
@@ -174,13 +200,14 @@ def test_gradients_in_points_against_float64(name: str, one_cloud: bool, device:
     points = costs_of(name)
     assert isinstance(points, PointCost)
     x, y = points.x.clone(), (points.x if one_cloud else points.y).clone()
-    x[0] = 0.0
+    if "far" not in name:
+        x[0] = 0.0
     n, m = len(x), y.shape[-2]
     random = torch.Generator().manual_seed(0)
     f, g = torch.randn(2, n, generator=random) / 8, torch.randn(2, m, generator=random) / 8
     log_p, log_q = (torch.rand(2, size, generator=random).log() - 4 for size in (n, m))
     log_q[0, 3] = -torch.inf
-    epsilon, upstream = torch.tensor([0.7, 1.5]), torch.tensor([2.0, -0.5])
+    epsilon, upstream = torch.tensor([0.7, 1.5]) * unit_of(points), torch.tensor([2.0, -0.5])
 
     def gradients(dtype: torch.dtype, where: str, *, stream: bool) -> list[Tensor]:
         leaf = x.to(where, dtype).requires_grad_()
@@ -196,14 +223,20 @@ def test_gradients_in_points_against_float64(name: str, one_cloud: bool, device:
     exact, dense = gradients(torch.float64, "cpu", stream=False), gradients(torch.float32, "cpu", stream=False)
     # Products of matrices have roundings of sum_j P_ij x_i, whose terms cancel for near points; differences have not.
     rounding = 0.0
-    if points.metric in ("sqeuclidean", "cosine") and x.shape[-1] > 8:
+    if is_by_dots(name):
         matrix = PointCost(x.double(), y.double(), metric=points.metric).dense()
         plan = plan_rows(matrix, f.double(), g.double(), (log_p.double(), log_q.double()), epsilon.double())
         if one_cloud:
             plan.diagonal(0, -2, -1).fill_(0.0)
-        rounding = float((plan.sum((-2, -1)).amax() * x.abs().amax()).detach())
-    for got, want, plain in zip(gradients(torch.float32, device, stream=True), exact, dense, strict=True):
-        assert got.shape == want.shape
+        centre = y.mean(-2, keepdim=True) if points.metric == "sqeuclidean" else 0.0
+        rounding = float((plan.sum((-2, -1)).amax() * (x - centre).abs().amax()).detach())
+    for leaf, *results in zip((x, y), gradients(torch.float32, device, stream=True), exact, dense, strict=False):
+        assert all(result.shape == leaf.shape for result in results)
+        if points.metric == "cosine":
+            # The part along a unit vector does not reach the points. It has no derivative where x_i = y_j, at C_ij = 0.
+            results = [t - (t * leaf.to(t)).sum(-1, keepdim=True) * leaf.to(t) for t in results]
+        got, want, plain = (t.detach() for t in results)
+        assert float(want.abs().amax()) > 0
         assert_near(got, want, plain, 16 * float(want.abs().amax()) + rounding)
 
 
@@ -246,8 +279,8 @@ def test_which_costs_have_kernels() -> None:
 # ---- compiled for GPUs -----------------------------------------------------------------------------------------------
 
 
-def registers(kernel: str, arch: int, warps: int, stages: int = 3, **constants: object) -> tuple[int, int, int]:
-    """Return the registers a thread, the bytes of its stack (spilled registers) and of shared memory."""
+def compile_for(kernel: str, arch: int, warps: int, stages: int = 3, **constants: object) -> Any:
+    """Return the kernel that Triton compiles, for a device that need not exist."""
     function = getattr(streams._kernels(False), kernel)
     names = function.arg_names
     pointers = {"x", "y", "h", "a", "v", "scale", "width", "out", "sums", "x_squares", "y_squares", "costs"}
@@ -259,7 +292,11 @@ def registers(kernel: str, arch: int, warps: int, stages: int = 3, **constants: 
     )  # fmt: skip
     target = triton.backends.compiler.GPUTarget("cuda", arch, 32)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options=options)
+
+
+def registers(compiled: Any) -> tuple[int, int, int]:
+    """Return the registers a thread, the bytes of its stack (spilled registers) and of shared memory."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
@@ -279,7 +316,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 POINTS = {"METRIC": "sqeuclidean", "ONE_CLOUD": False, "ROWS": 16, "COLUMNS": 32, "y_axis": 1}
 DOTS = {"METRIC": "sqeuclidean", "ONE_CLOUD": False, "ROWS": 64, "UNROLL": 1, "BLOCK": 32, "KEPT": 64,
-        "PRECISION": "tf32x3"}  # fmt: skip
+        "PRECISION": streams.PRECISION}  # fmt: skip
 COMPILED = [
     ("points", 90, 1, 176, POINTS | {"JOB": "softmin", "AXES": 3, "UNROLL": 4, "KEPT": 1}),
     ("points", 80, 1, 176, POINTS | {"JOB": "gradient", "AXES": 3, "UNROLL": 1, "KEPT": 3, "METRIC": "euclidean"}),
@@ -295,10 +332,24 @@ def test_compiled_kernels_spill_nothing(
     kernel: str, arch: int, warps: int, most: int, constants: dict[str, object], no_device: None
 ) -> None:
     stages = streams.TILES.dots[-1] if kernel == "dots" else 3
-    used, stack, shared = registers(kernel, arch, warps, stages, **constants)
+    used, stack, shared = registers(compile_for(kernel, arch, warps, stages, **constants))
     assert used <= most
     assert stack == 0
     assert shared <= 64 * 1024
+
+
+def test_products_of_many_axes_are_no_single_tf32_products(no_device: None) -> None:
+    """Which the interpreter cannot show: it computes every product in full precision."""
+
+    def tf32_products(precision: str) -> int:
+        constants = DOTS | {"JOB": "gradient", "COLUMNS": 64, "PRECISION": precision}
+        ptx = compile_for("dots", 90, 8, streams.TILES.dots[-1], **constants).asm["ptx"]
+        return len(re.findall(r"mma(?:_async)?\.sync\S*\.tf32", ptx))
+
+    assert tf32_products("ieee") == 0
+    if streams.PRECISION != "ieee":
+        assert streams.PRECISION == "tf32x3"
+        assert tf32_products(streams.PRECISION) >= 3 * tf32_products("tf32") > 0
 
 
 # ---- on a device -----------------------------------------------------------------------------------------------------

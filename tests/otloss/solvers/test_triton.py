@@ -99,15 +99,26 @@ def test_symmetric_problems_and_a_start(device: str) -> None:
     assert int(again.iterations.max()) <= 2 < int(plain.iterations.min())
 
 
-@pytest.mark.parametrize("largest_side", [sinkhorn_gpu.LARGEST_SIDE, 4])
-def test_values_and_gradients_against_float64(largest_side: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("largest_side", "metric", "axes", "epsilon", "offset"),
+    [(sinkhorn_gpu.LARGEST_SIDE, "sqeuclidean", 2, 3.0, 0.0), (4, "sqeuclidean", 2, 3.0, 0.0),
+     (sinkhorn_gpu.LARGEST_SIDE, "euclidean", 3, 2.0, 100.0), (4, "l1", 1, 2.0, 100.0),
+     (sinkhorn_gpu.LARGEST_SIDE, "cosine", 64, 1.0, 0.0), (4, "sqeuclidean", 17, 30.0, 100.0)],
+)  # fmt: skip
+def test_values_and_gradients_against_float64(
+    largest_side: int, metric: str, axes: int, epsilon: float, offset: float, device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Of the divergence between clouds, in one launch and by streams: at most 1.5 times the error of torch, + 5e-5."""
-    p, q, x, y = draw(device, batch=1)
+    p, q, x, y = draw(device, batch=1, axes=axes)
+    x, y = x + offset, y + offset
     monkeypatch.setattr(sinkhorn_gpu, "LARGEST_SIDE", largest_side)
 
     def values(impl: str, dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in (p, q, x, y)]
-        value = cloud_loss(leaves[2], leaves[3], leaves[0], leaves[1], epsilon=3.0, tolerance=2e-5, impl=impl).sum()
+        value = cloud_loss(
+            leaves[2], leaves[3], leaves[0], leaves[1], metric=metric, epsilon=epsilon, tolerance=2e-5, impl=impl
+        ).sum()
         return [value.detach(), *torch.autograd.grad(value, leaves)]
 
     exact = values("torch", torch.float64)
