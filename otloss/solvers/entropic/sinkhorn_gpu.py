@@ -7,6 +7,14 @@
 holds for that GPU, batches of at least so many problems between "points" or with a "matrix", and sides of at most so
 many bins. `python -m benchmarks.gpu transport` writes such rows. Without one for a device, "auto" does not take the
 kernel there.
+
+Why one launch up to `LARGEST_SIDE`: a program runs on one multiprocessor, which computes 16 exponentials a clock, and
+an iteration has one for each pair and side. For 1,024 x 1,024 bins that is 131,072 clocks at least, also for a batch of
+16, which leaves 116 of 132 multiprocessors without work. Step by step, several programs share a problem, and the 16
+take 15,888 clocks. But such an iteration is about 85 operations of torch, each a launch, so it would be faster only if
+they took less than 1,360 clocks each, under a microsecond. With 2,048 bins a side they may take 5,400. Programs that
+share a problem within one launch would have to wait for each other, for which Triton has no barrier. The numbers are
+counts: nothing here was measured on a device.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
 
 SIZES = Path(__file__).parent / "gpu_sizes.csv"
-LARGEST_SIDE = 1024  # of a problem that one program solves
+LARGEST_SIDE = 1024  # of a problem that one program solves; the module docstring has the reason
 
 
 class MeasuredSize(NamedTuple):
