@@ -226,7 +226,7 @@ class _Workspace:
     def array(self, name: str, shape: Sequence[int]) -> Tensor:
         size = math.prod(shape)
         if name not in self._arrays or self._arrays[name].numel() < size:
-            self._arrays[name] = torch.empty(size, dtype=torch.float64)
+            self._arrays[name] = torch.empty(size, dtype=torch.float64, device="cpu")
         return self._arrays[name][:size].view(shape)
 
 
@@ -250,7 +250,7 @@ class _Side:
             boxes = [tuple(slice(a, a + b) for a, b in zip(at, size.tolist(), strict=True)) for at in start.tolist()]
             nodes, factors, tilts = [], [], []
             for k in range(3):
-                z = low[k] + h * (start[:, k, None] + torch.arange(int(size[k]))).double()
+                z = low[k] + h * (start[:, k, None] + torch.arange(int(size[k]), device="cpu")).double()
                 apart = z.unsqueeze(1) - (cloud.points[index, :, k] + u[index, None, k]).unsqueeze(-1)
                 nodes.append(z)
                 factors.append(apart.square_().mul_(-0.5 / t**2).exp_())
@@ -266,7 +266,7 @@ class _Side:
         if bool(((logs < SUMMATION.least_weight) & (logs > -torch.inf)).any()):
             raise OutOfRangeError
         weights, top, workspace = logs.exp_(), top.squeeze(-1), _Workspace()
-        highest = torch.full(cells, torch.finfo(torch.float64).min, dtype=torch.float64)
+        highest = torch.full(cells, torch.finfo(torch.float64).min, dtype=torch.float64, device="cpu")
         for blocks in self.blocks:
             for box, part in zip(blocks.boxes, blocks.tilt(workspace, top), strict=True):
                 torch.maximum(highest[box], part, out=highest[box])
@@ -347,7 +347,7 @@ class GaussianSums:
         cut = math.log(4 * d / share)
         max_peak = math.inf if is_bound else SUMMATION.max_peak
         ranges = [_ranges(one, other, log_p, width, cut, max_peak), _ranges(other, one, log_p.T, width, cut, max_peak)]
-        axes = torch.arange(3) >= 3 - d
+        axes = torch.arange(3, device="cpu") >= 3 - d
         low = torch.where(axes, torch.minimum(ranges[0][0].amin(0), ranges[1][0].amin(0)), 0.0)
         first = [torch.where(axes, (ends[0] - low) / h, 0.0).floor().long() for ends in ranges]
         last = [torch.where(axes, (ends[1] - low) / h, 0.0).ceil().long() for ends in ranges]

@@ -140,13 +140,13 @@ class NumbaFewColumnSweeps:
         self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: FewColumns, entropy: bool = False
     ) -> RowSums:
         """The sums of each row; leaves the logits in `z`, -inf at the label."""
-        positions = torch.arange(len(label))
+        positions = torch.arange(len(label), device="cpu")
         z_y = z[positions, label]
         z[positions, label] = -torch.inf
         kinds, which = cost.which.unique(return_inverse=True)
         rows = cost.costs[kinds].to(z.dtype)
-        place = torch.full((z.shape[1],), -1, dtype=torch.int32)
-        place[cost.columns] = torch.arange(len(cost.columns), dtype=torch.int32)
+        place = torch.full((z.shape[1],), -1, dtype=torch.int32, device="cpu")
+        place[cost.columns] = torch.arange(len(cost.columns), dtype=torch.int32, device="cpu")
         self._arguments = place.numpy(), rows.T.contiguous().numpy(), which.numpy().astype(np.uint32)
         parts, block = parts_of(z), max(1, BLOCK_ENTRIES // max(1, len(label)))
         tops, text, few, few_cost = (z.new_empty(parts, len(label)) for _ in range(4))
@@ -174,4 +174,4 @@ class NumbaFewColumnSweeps:
         vectors.append(entropy_vector(coefficients.h))
         parts = parts_of(z)
         run_on_threads(_gradient, parts, (columns_of(z), top.numpy(), *self._arguments, *vectors, parts))
-        z[torch.arange(len(label)), label] = coefficients.at_label
+        z[torch.arange(len(label), device="cpu"), label] = coefficients.at_label

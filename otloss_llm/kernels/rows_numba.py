@@ -143,7 +143,7 @@ def softmax_rows(
     """The sums of each row; leaves the logits in `z`, -inf at the label."""
     here = label >= 0
     column = label.clamp(min=0)
-    positions = torch.arange(len(label))
+    positions = torch.arange(len(label), device="cpu")
     z_y = torch.where(here, z[positions, column], -torch.inf)
     z[positions[here], label[here]] = -torch.inf
     parts, block = parts_of(z), max(1, BLOCK_ENTRIES // max(1, len(label)))

@@ -116,7 +116,8 @@ class _Equations:
 
     def check_condition(self) -> None:
         """Raise RuntimeError where parts of the plan exchange so little mass that rounding decides the answer."""
-        noise = torch.randn(self.q.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(self.q)
+        random = torch.Generator("cpu").manual_seed(0)
+        noise = torch.randn(self.q.shape, generator=random, device="cpu", dtype=torch.float64).to(self.q)
         self._conjugate_gradients(torch.where(self.q > 0, noise * self.q.rsqrt(), 0.0), RESIDUAL_OF_ESTIMATE)
 
     def solve(self, right: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ class RoundTrip:
 
     def is_well_conditioned(self) -> bool:
         """Return whether all problems of the batch determine their derivatives in float32."""
-        noise = torch.randn(self.mass.shape, generator=torch.Generator().manual_seed(0)).to(self.mass)
+        random = torch.Generator("cpu").manual_seed(0)
+        noise = torch.randn(self.mass.shape, generator=random, device="cpu", dtype=torch.float64).to(self.mass)
         right = self._centred(torch.where(self.mass > 0, noise * self.mass.clamp(min=1e-30).rsqrt(), 0.0))
         result = self._conjugate_gradients(right, RESIDUAL_OF_ESTIMATE)
         energy = self._inner(result.solution, right)

@@ -118,7 +118,7 @@ def _numbers(problem: Problem, is_cold: bool) -> Tensor:
         if problem.marginal_penalty is not None:
             rho = problem.marginal_penalty.largest
             largest = largest.clamp(max=rho.squeeze(-1) if isinstance(rho, Tensor) else rho)
-        stages = ((largest / epsilon).log() / -torch.tensor(SCHEDULE.stage_factor).log()).floor().clamp(min=0)
+        stages = ((largest / epsilon).log() / -math.log(SCHEDULE.stage_factor)).floor().clamp(min=0)
         first = epsilon * SCHEDULE.stage_factor**-stages
     penalty = problem.marginal_penalty or BOTH_KEPT
     inverse = [

@@ -164,7 +164,7 @@ def _optimum(problem: Problem, cost: PointCost, *, warns: bool) -> Optimum:
         value=in_batch(a.new_tensor(plan.value)),
         gap=in_batch(a.new_tensor(gap)),
         payment=in_batch(a.new_tensor(settled.payment)),
-        iterations=in_batch(torch.tensor(plan.pivots)),
+        iterations=in_batch(torch.tensor(plan.pivots, device="cpu")),
         f=in_batch(f),
         g=in_batch(g),
         rows=in_batch(by_rows.points[cells.places]),
@@ -242,7 +242,11 @@ class _CloudProblem:
         )
         apart = np.maximum(0.0, np.maximum(low_x[:, None] - high_y, low_y - high_x[:, None]))
         apart[np.isinf(apart).any(-1)] = 0.0  # a block without points of one side has no mass
-        nearest = PointCost(torch.from_numpy(apart), torch.zeros(1, apart.shape[-1]).double(), metric=self.cost.metric)
+        nearest = PointCost(
+            torch.from_numpy(apart),
+            torch.zeros(1, apart.shape[-1], dtype=torch.float64, device="cpu"),
+            metric=self.cost.metric,
+        )
         slack = nearest.dense().squeeze(-1).numpy() - _largest(plan.f, blocks.rows, blocks.count)[:, None]
         least: np.ndarray = slack - _largest(plan.g, blocks.columns, blocks.count)
         is_proof = least[~np.eye(blocks.count, dtype=bool)].min(initial=0.0) >= 0
@@ -306,7 +310,7 @@ class _Distinct:
         from otloss.solvers.exact.clouds_numba import split_flows
 
         if len(self.members) == len(self.points):
-            return _Parts(self.members[ends], torch.arange(len(ends)), flows)
+            return _Parts(self.members[ends], torch.arange(len(ends), device="cpu"), flows)
         ends, sorting = ends.sort(stable=True)
         arrays = (self.groups, self.weights, ends, flows[sorting])
         members, parts, moved = split_flows(*(t.numpy() for t in arrays))
