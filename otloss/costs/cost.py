@@ -269,15 +269,8 @@ class Cost(ABC):
         epsilon: Float[Tensor, "*batch"],
     ) -> Float[Tensor, "*batch n"] | None:
         """Return sum_j P_ij C_ij for the plan of `plan_gradients`, where a kernel sums it; None elsewhere."""
-        costs = self._stream()
-        if costs is None:
-            return None
-        from otloss.costs import streams_triton as streams
-
-        width = epsilon.unsqueeze(-1)
-        prepared = streams.Epsilon.build(epsilon, self.device)
-        sums = streams.plan_sums(costs, "cost", f + width * log_p, g + width * log_q, prepared)
-        return sums.values.squeeze(-1).to(f.dtype)
+        sums = self._streamed_sums((f, g), (log_p, log_q), epsilon)
+        return None if sums is None else sums("cost").values.squeeze(-1).to(f.dtype)
 
     def plan_products(
         self,
@@ -289,19 +282,28 @@ class Cost(ABC):
         epsilon: Float[Tensor, "*batch"],
     ) -> Callable[[Tensor], PlanProducts]:
         """Return v (..., m, k) to its products with the plan of `plan_gradients`, without a graph or a whole matrix."""
-        costs = self._stream()
-        if costs is None:
+        sums = self._streamed_sums((f, g), (log_p, log_q), epsilon)
+        if sums is None:
             return lambda v: self._products_by_blocks((f, g), (log_p, log_q), epsilon, v)
-        from otloss.costs import streams_triton as streams
-
-        width, prepared = epsilon.unsqueeze(-1), streams.Epsilon.build(epsilon, self.device)
-        a, h = f + width * log_p, g + width * log_q
 
         def products(v: Tensor) -> PlanProducts:
-            sums = streams.plan_sums(costs, "product", a, h, prepared, v.detach())
-            return PlanProducts(sums.values.to(f.dtype), sums.of_rows.to(f.dtype))
+            found = sums("product", v.detach())
+            return PlanProducts(found.values.to(f.dtype), found.of_rows.to(f.dtype))
 
         return products
+
+    def _streamed_sums(
+        self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: Tensor
+    ) -> Callable[..., Any] | None:
+        """Return `streams_triton.plan_sums` for one plan, from a job and its vectors; None without kernels."""
+        costs = self._stream()
+        if costs is None:
+            return None
+        from otloss.costs import streams_triton as streams
+
+        (f, g), (log_p, log_q), width = potentials, log_weights, epsilon.unsqueeze(-1)
+        a, h, prepared = f + width * log_p, g + width * log_q, streams.Epsilon.build(epsilon, self.device)
+        return lambda job, v=None: streams.plan_sums(costs, job, a, h, prepared, v)
 
     @torch.no_grad()
     def _products_by_blocks(

@@ -139,6 +139,15 @@ def test_which_problems_of_a_gpu_are_searched_on_the_cpu() -> None:
     assert not search.is_faster_on_cpu(Problem(P, Q, costs.DenseCost(C), P.sum(-1), P.dtype))
 
 
+def second_derivative(weights: Tensor, q: Tensor) -> Tensor:
+    p = weights.clone().requires_grad_()
+    grid = costs.GridCost((32, 32), spacing=1 / 32)
+    value = otloss.sinkhorn(p, q, grid, epsilon=0.05, grad="implicit")
+    (first,) = torch.autograd.grad(value, p, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), p)
+    return second
+
+
 def far_clusters() -> tuple[Tensor, Tensor]:
     """Clouds that exact transport solves block by block."""
     x, y = (uniform(count, 2, seed=count) for count in (300, 280))
@@ -150,7 +159,7 @@ def far_clusters() -> tuple[Tensor, Tensor]:
     [
         (lambda x, y: otloss.cloud_loss(x, y, kind="emd"), far_clusters()),
         (lambda x, y: otloss.cloud_loss(x, y, blur=0.5), (clusters(1), clusters(2))),
-        (lambda *weights: second_derivative(*weights), histograms(2, 1024, seed=1).unbind()),
+        (second_derivative, histograms(2, 1024, seed=1).unbind()),
     ],
     ids=["exact blocks", "sums through a grid", "implicit derivatives of images"],
 )
@@ -161,12 +170,3 @@ def test_a_default_device_changes_nothing_of_large_problems(
     with torch.device("meta"):
         actual = value(*inputs)
     torch.testing.assert_close(actual, value(*inputs), rtol=1e-6, atol=0)
-
-
-def second_derivative(weights: Tensor, q: Tensor) -> Tensor:
-    p = weights.clone().requires_grad_()
-    grid = costs.GridCost((32, 32), spacing=1 / 32)
-    value = otloss.sinkhorn(p, q, grid, epsilon=0.05, grad="implicit")
-    (first,) = torch.autograd.grad(value, p, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), p)
-    return second

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from otloss import sinkhorn_divergence, solve
 from otloss.costs import Cost, DenseCost, PointCost
@@ -16,6 +15,7 @@ from otloss.solvers.entropic import implicit_products, sinkhorn_gpu
 from otloss.solvers.entropic.implicit_products import RoundTrip
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
+from tests.largest_tensor import LargestTensor
 
 pytest.importorskip("triton")
 N, M = 7, 9
@@ -126,19 +126,6 @@ def test_the_transpose_of_the_solution(penalty: Any, device: str) -> None:
     if penalty is None:
         apart = apart - apart[:, -1:]
     torch.testing.assert_close(apart, torch.zeros_like(u), atol=1e-5, rtol=0)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the largest number of entries of a tensor that torch makes."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for made in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(made, Tensor):
-                self.entries = max(self.entries, made.numel())
-        return result
 
 
 @pytest.mark.usefixtures("no_dense_equations")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from otloss import cloud_loss, nn, sinkhorn, solve
 from otloss.costs import Cost, DenseCost, PointCost
@@ -22,6 +21,7 @@ from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, pose
+from tests.largest_tensor import LargestTensor
 
 triton = pytest.importorskip("triton")
 N, M = 7, 9
@@ -155,19 +155,6 @@ def test_partial_problems_and_forbidden_pairs_against_float64(
     pairs = zip(results("triton", torch.float32), results("torch", torch.float32), exact, strict=True)
     for ours, naive, true in pairs:
         assert float((ours - true).abs().max()) <= 1.5 * float((naive - true).abs().max()) + 1e-5
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the largest number of entries of a tensor that torch makes."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for made in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(made, Tensor):
-                self.entries = max(self.entries, made.numel())
-        return result
 
 
 @pytest.mark.parametrize("penalty", [None, 0.5])
