@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +11,6 @@ from otloss.solvers.exact.results import OUTCOME, Results
 
 Arrays = tuple[np.ndarray, ...]
 SIMPLEX = "pivots of the network simplex, the error is a reduced cost below zero"
-# The assignments whose kernels are compiled, by the dtype of the costs and whether there is a start.
-_compiled: set[tuple[np.dtype, bool]] = set()
 
 
 def solve_batch(
@@ -35,7 +32,8 @@ def solve_batch(
     (count, n), m = p.shape, q.shape[1]
     start = np.empty((count, 0)) if start is None else start
     results = Results(*allocate_results(count, n, m))
-    problems = (p, q, matrices, owners)
+    # A kernel that is called by its address is compiled for contiguous arrays.
+    problems = tuple(map(np.ascontiguousarray, (p, q, matrices, owners)))
     if not _are_assignments(p, q):
         _run_simplex(start, problems, results, max_pivots=max_pivots)
         return results
@@ -57,28 +55,28 @@ def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
 
 
 def _run_assignment(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> None:
-    from otloss._numba.background import check_compiled
-    from otloss._numba.notices import compile_together
+    from otloss._numba.compile import addresses_of
     from otloss.solvers.exact.assignment_numba import assign_problems, scratch
+    from otloss.solvers.exact.simplex_numba import build_search_call
 
     count, n = problems[0].shape
+    dtype, counter = problems[2].dtype, np.zeros(3, np.int64)
     arguments = start, problems, tuple(results)  # numba takes longer to read a NamedTuple
+    simplex = _simplex(start, problems, results, max_pivots=max_pivots)
+    # The simplex may take over at any step of a loop over problems of one shape, so it is compiled with the first.
+    addresses_of(
+        (assign_problems, dtype, start.shape[1] > 0),
+        lambda _: (assign_problems, (counter, *arguments, scratch(1))),
+        lambda: (build_search_call(dtype), simplex.build_call((0, 0))),
+    )
     work = Work("shortest paths of an assignment", count * n * n)
-    kind = problems[2].dtype, start.shape[1] > 0
-    if kind not in _compiled:
-        counter = np.zeros(3, np.int64)
-        simplex = _simplex(start, problems, results, max_pivots=max_pivots)
-        calls = (
-            (assign_problems, (counter, *arguments, scratch(1))),
-            (simplex.kernel, (counter, *simplex.arguments, simplex.scratch(1, 1))),
-        )
-        check_compiled(*((kernel, values, partial(tuple, values)) for kernel, values in calls))
-        compile_together(*calls)
-        _compiled.add(kind)
     run_on_threads(assign_problems, count, arguments, lambda: (scratch(n),), work=work)
 
 
 def _run_simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> None:
+    from otloss._numba.compile import addresses_of
+    from otloss.solvers.exact.simplex_numba import build_search_call, scratch
+
     p, q, matrices, owners = problems
     f, g, cells, flows, outcome = results
     (count, n), m = p.shape, q.shape[1]
@@ -90,8 +88,15 @@ def _run_simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_p
         _run_simplex(start, (q, p, columns, owners), transposed, max_pivots=max_pivots)
         cells[:] = transposed_cells[:, ::-1]
         return
-    call = _simplex(start, problems, results, max_pivots=max_pivots)
-    run_on_threads(call.kernel, count, call.arguments, lambda: (call.scratch(n, m),), work=Work(SIMPLEX, count * n * m))
+    simplex = _simplex(start, problems, results, max_pivots=max_pivots)
+    dtype = matrices.dtype
+    addresses = addresses_of(
+        (simplex.kernel, dtype), lambda addresses: simplex.build_call(*addresses), lambda: (build_search_call(dtype),)
+    )
+    run_on_threads(
+        simplex.kernel, count, (*addresses, *simplex.arguments), lambda: (scratch(n, m, dtype),),
+        work=Work(SIMPLEX, count * n * m),
+    )  # fmt: skip
     empty = ~(p.any(1) & q.any(1))
     if empty.any():
         # Without mass f_i + g_j <= C_ij is the only condition: the derivative in p_i is the least cost of its row.
@@ -99,17 +104,23 @@ def _run_simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_p
         cells[empty], flows[empty], outcome[empty] = 0, 0.0, 0.0
 
 
-class _SimplexCall(NamedTuple):
-    """A kernel, its arguments, and the function of n and m that makes the memory of a thread."""
+class _Simplex(NamedTuple):
+    """A kernel, and its arguments between the address of the search and the memory of a thread."""
 
     kernel: Any
-    arguments: Arrays
-    scratch: Any
+    arguments: tuple[Any, ...]
+    dtype: np.dtype
+
+    def build_call(self, search_address: tuple[int, int]) -> tuple[Any, tuple[Any, ...]]:
+        """Return the kernel, and arguments that decide about all types."""
+        from otloss.solvers.exact.simplex_numba import scratch
+
+        return self.kernel, (np.zeros(3, np.int64), search_address, *self.arguments, scratch(1, 1, self.dtype))
 
 
-def _simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> _SimplexCall:
-    from otloss.solvers.exact.simplex_numba import scratch, solve_problems, solve_problems_from
+def _simplex(start: np.ndarray, problems: Arrays, results: Results, *, max_pivots: int) -> _Simplex:
+    from otloss.solvers.exact.simplex_numba import solve_problems, solve_problems_from
 
     shared: Any = (problems, max_pivots, tuple(results))
     kernel, arguments = (solve_problems_from, (start, *shared)) if start.shape[1] else (solve_problems, shared)
-    return _SimplexCall(kernel, arguments, lambda n, m: scratch(n, m, problems[2].dtype))
+    return _Simplex(kernel, arguments, problems[2].dtype)

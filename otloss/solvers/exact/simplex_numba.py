@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import bits_of_float64, compiled, inner, spliced
+from otloss._numba.compile import bits_of_float64, call_at, compiled, inner, spliced
 from otloss._numba.tasks import next_task
 from otloss.solvers.exact.results import OUTCOME
 from otloss.solvers.exact.tree_numba import (
@@ -323,9 +323,15 @@ def _write_flows(cost: Any, whole: Any, real: Any, tree: Any, n: int, m: int, ce
     return value
 
 
-@spliced
-def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: int, result: Any, memory: Any) -> None:
-    """Search from the tree, and write the result."""
+@compiled()
+def search_from_tree(
+    counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: int, result: Any, memory: Any
+) -> None:
+    """Search from the tree in `memory` on, and write the result of the problem.
+
+    The search is the larger part of what solves a problem. Kernels call it once a problem by its address, so it is
+    compiled once for all starts.
+    """
     f, g, cells, flows, outcome = result
     whole, real, tree, _ = memory
     rows, columns = whole[INTEGERS.rows], whole[INTEGERS.columns]
@@ -343,9 +349,24 @@ def _finish(counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: in
     outcome[OUTCOME.scale] = largest_size(cost, n, m) * _sum(a, n)
 
 
+def build_search_call(dtype: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return `search_from_tree`, and arguments for costs of this dtype."""
+    counter, cost, result = (
+        np.zeros(3, np.int64),
+        np.ones((1, 1), dtype),
+        tuple(a[0] for a in allocate_results(1, 1, 1)),
+    )
+    return search_from_tree, (counter, cost, cost, 1, 1, 1, result, scratch(1, 1, dtype))
+
+
 @compiled()
-def solve_problems(counter: Any, problems: Any, max_pivots: int, results: Any, memory: Any) -> None:
-    """Fill the results of the problems (see the module) in at most `max_pivots` pivots each."""
+def solve_problems(
+    counter: Any, search_address: Any, problems: Any, max_pivots: int, results: Any, memory: Any
+) -> None:
+    """Fill the results of the problems (see the module) in at most `max_pivots` pivots each.
+
+    `search_address` is the address of `search_from_tree`.
+    """
     p, q, matrices, owners = problems
     f, g, cells, flows, outcome = results
     whole, real, tree, block = memory
@@ -363,11 +384,14 @@ def solve_problems(counter: Any, problems: Any, max_pivots: int, results: Any, m
         for i in range(n):
             sequence[i] = i
         _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n - 1)
-        _finish(counter, matrix, cost, n, m, max_pivots, (f[k], g[k], cells[k], flows[k], outcome[k]), memory)
+        result = f[k], g[k], cells[k], flows[k], outcome[k]
+        call_at(search_address, (counter, matrix, cost, n, m, max_pivots, result, memory))
 
 
 @compiled()
-def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int, results: Any, memory: Any) -> None:
+def solve_problems_from(
+    counter: Any, search_address: Any, start: Any, problems: Any, max_pivots: int, results: Any, memory: Any
+) -> None:
     """Do the same from potentials `start` (B, m) of q's bins. It is a kernel of its own, since few calls need it."""
     p, q, matrices, owners = problems
     f, g, cells, flows, outcome = results
@@ -393,4 +417,5 @@ def solve_problems_from(counter: Any, start: Any, problems: Any, max_pivots: int
         for j in range(m):
             prices_q[j] = start[k, columns[j]]
         _ship(cost, whole, tree, prices_p, prices_q, n, m, sequence, n + m - 1)
-        _finish(counter, matrix, cost, n, m, max_pivots, (f[k], g[k], cells[k], flows[k], outcome[k]), memory)
+        result = f[k], g[k], cells[k], flows[k], outcome[k]
+        call_at(search_address, (counter, matrix, cost, n, m, max_pivots, result, memory))

@@ -10,17 +10,16 @@ plan is the target of the step. The kernel calls the kernel of the network simpl
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import address_of, call_at, compiled, inner
+from otloss._numba.compile import call_at, compiled, inner
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.exact.results import OUTCOME
 from otloss.solvers.exact.simplex_numba import allocate_results as allocate_exact_results
+from otloss.solvers.exact.simplex_numba import build_search_call, solve_problems
 from otloss.solvers.exact.simplex_numba import scratch as scratch_of_exact
-from otloss.solvers.exact.simplex_numba import solve_problems
 
 
 class Problems(NamedTuple):
@@ -67,11 +66,11 @@ def scratch(n: int, m: int) -> tuple[Scratch]:
     ),)  # fmt: skip
 
 
-@cache
-def address_of_solver() -> tuple[int, int]:
-    """Return where the kernel of the network simplex is in memory, after it is compiled or read from disk."""
+def build_solver_calls() -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """Return the kernel of the network simplex and the search that it calls, each with arguments."""
     work = scratch(1, 1)[0]
-    return address_of(solve_problems, work.counter, work.problem, MAX_PIVOTS, work.result, work.memory)
+    solver = solve_problems, (work.counter, (0, 0), work.problem, MAX_PIVOTS, work.result, work.memory)
+    return solver, build_search_call(np.float64)
 
 
 def allocate_results(problems: int) -> tuple[np.ndarray, np.ndarray]:
@@ -198,7 +197,7 @@ def _descend(
     """Descend from the plan among the matrices, which is overwritten; return the value, and whether it converged."""
     P, target, fixed, features, T, T_target, half = work.matrices
     C, D, (p, q, gradients, _), (_, _, cells, flows, outcome) = work.C, work.D, work.problem, work.result
-    gradient = gradients[0]
+    gradient, (solve, search) = gradients[0], solver
     _fixed(C, D, features, p[0], q[0], n, m, alpha, fixed)
     _product(C, D, P, n, m, half, T)
     value = _energy(features, fixed, P, T, n, m, alpha)
@@ -208,7 +207,7 @@ def _descend(
         iteration += 1
         _gradient(fixed, T, n, m, alpha, gradient)
         work.counter[0] = 0
-        call_at(solver, (work.counter, work.problem, MAX_PIVOTS, work.result, work.memory))
+        call_at(solve, (work.counter, search, work.problem, MAX_PIVOTS, work.result, work.memory))
         if outcome[0, OUTCOME.pivots] < 0:
             break
         for i in range(n):
@@ -235,7 +234,7 @@ def descend_problems(
 ) -> None:  # fmt: skip
     """Descend from plans (B, n, m), which are overwritten, in at most `max_iterations` steps each.
 
-    Fills `values` and `converged`. `solver` is `address_of_solver()`.
+    Fills `values` and `converged`. `solver` has the addresses of the kernels of `build_solver_calls`.
     """
     while True:
         k = next_task(counter)

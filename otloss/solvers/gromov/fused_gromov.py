@@ -27,6 +27,7 @@ import functools
 import warnings
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -212,10 +213,11 @@ def _descend_by_kernel(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same as `_descend` without an epsilon, on a CPU, by the numba kernel."""
+    from otloss._numba.compile import addresses_of
     from otloss.solvers.gromov.descent_numba import (
         Problems,
-        address_of_solver,
         allocate_results,
+        build_solver_calls,
         descend_problems,
         scratch,
     )
@@ -231,11 +233,15 @@ def _descend_by_kernel(
     values, converged = (torch.from_numpy(array) for array in allocate_results(count))
     problems = Problems(*matrices, *weights)
     arguments = (
-        address_of_solver(), problems, energy.alpha, max_iterations, tolerance, plans.numpy(), values.numpy(),
-        converged.numpy(),
+        problems, energy.alpha, max_iterations, tolerance, plans.numpy(), values.numpy(), converged.numpy(),
     )  # fmt: skip
+    solver = addresses_of(
+        descend_problems,
+        lambda addresses: (descend_problems, (np.zeros(3, np.int64), addresses, *arguments, *scratch(1, 1))),
+        build_solver_calls,
+    )
     work = Work("steps of Frank and Wolfe", count * n * m * (n + m))
-    run_on_threads(descend_problems, count, arguments, lambda: scratch(n, m), work=work)
+    run_on_threads(descend_problems, count, (solver, *arguments), lambda: scratch(n, m), work=work)
     return plans.reshape(*batch, n, m), values.reshape(batch), converged.reshape(batch)
 
 

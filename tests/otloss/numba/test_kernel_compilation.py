@@ -260,9 +260,7 @@ LARGER_KERNELS = {
     "newton_problems": 530,
     "unbalanced_problems": 430,
     "barycenter_problems": 400,
-    "solve_problems_from": 350,
     "sinkhorn_problems": 335,
-    "solve_problems": 320,
 }
 
 
