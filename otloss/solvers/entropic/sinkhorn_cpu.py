@@ -158,13 +158,12 @@ def run_kernel(
     from otloss._numba.compile import addresses_of
     from otloss.solvers.entropic.sinkhorn_numba import (
         KernelBudget,
-        empty_arrays,
         empty_results,
         sinkhorn_problems,
         symmetric_problems,
     )
-    from otloss.solvers.entropic.sinkhorn_results_numba import build_calls
-    from otloss.solvers.entropic.sinkhorn_unbalanced_numba import unbalanced_problems
+    from otloss.solvers.entropic.sinkhorn_shared_numba import build_calls, empty_arrays
+    from otloss.solvers.entropic.sinkhorn_unbalanced_numba import build_unbalanced_calls, unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
     results = empty_results(count, n, m, None if g is None else g.detach().numpy())
@@ -186,13 +185,13 @@ def run_kernel(
     )
     passes = min(last, max(PASSES, last // 50))  # a limit of iterations is rarely reached
     counter, arguments = np.zeros(3, np.int64), (problems, tuple(limits), results)
-    ends = addresses_of(
+    shared = addresses_of(
         (kernel, problems[0].dtype, matrices.dtype),
         lambda addresses: (kernel, (counter, addresses, *arguments, *empty_arrays(1, 1, matrices.dtype))),
-        lambda: build_calls(problems[0].dtype, matrices.dtype),
+        lambda: (build_calls if penalties is None else build_unbalanced_calls)(problems[0].dtype, matrices.dtype),
     )
     run_on_threads(
-        kernel, count, (ends, *arguments), lambda: empty_arrays(n, m, matrices.dtype),
+        kernel, count, (shared, *arguments), lambda: empty_arrays(n, m, matrices.dtype),
         work=Work("Sinkhorn iterations", count * n * m, budget.tolerance, passes=passes),
     )  # fmt: skip
     return KernelResults(*map(torch.from_numpy, results))

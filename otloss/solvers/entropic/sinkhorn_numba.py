@@ -5,19 +5,19 @@ Let M be the mass, and p and q shares of it. With the potentials f and g the pla
     P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon) = U_i G_ij V_j,    G_ij = exp((alpha_i + beta_j - C_ij) / epsilon)
 
 alpha and beta are the potentials absorbed into G so far; right after an absorption U = p and V = q. At a solution no
-entry of G is above 1 / max(p_i, q_j), so G does not overflow. Light bins have entries as large as those of others, so
-their potentials are as accurate.
+entry of G is above 1 / max(p_i, q_j), so G does not overflow. The entries of light bins are as large as the entries of
+heavy bins, so their potentials are as accurate.
 
     absorb      alpha = softmin(beta), and G from it. This is an exact update of f, with exponents in float64.
     iterate     U = p / (G V),  V = q / (G^T U), over-relaxed: see `sinkhorn_steps_numba`
 
-Epsilon falls in stages; each begins with the potentials of the last. Every problem of the batch stops by itself. The
-transport of p to itself (symmetric) takes the mean of f and softmin(f), which at least halves the error in each
+Epsilon falls in stages; each begins with the potentials of the one before. Every problem of the batch stops by itself.
+The transport of p to itself (symmetric) takes the mean of f and softmin(f), which at least halves the error in each
 iteration where the kernel is positive definite.
 
 The error is the sum of |P 1 - p| and |P^T 1 - q|. Light bins hardly count in it. So the iterations end with an exact
-update of g and then of f, and the reported error is that of the columns after them. Bins without mass, or with next to
-none, take no part; soft minima give their potentials at the end.
+update of g and then of f, and the reported error is the error of the columns after them. Bins without mass, or with
+next to none, take no part; soft minima give their potentials at the end.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import call_at, compiled, inner, largest, spliced
-from otloss._numba.sums import balance, mass_of
+from otloss._numba.compile import call_at, compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import (
     ERROR,
@@ -38,10 +37,9 @@ from otloss.solvers.entropic.interface import (
     POTENTIAL_RANGE,
     SCHEDULE,
 )
-from otloss.solvers.entropic.sinkhorn_results_numba import ENDS
+from otloss.solvers.entropic.sinkhorn_shared_numba import FACTS, SHARED, build_scratch
 from otloss.solvers.entropic.sinkhorn_steps_numba import (
     UPDATE_BOUNDS,
-    absorb,
     add_logs,
     column_error,
     column_sums,
@@ -66,7 +64,6 @@ class IterationBounds(NamedTuple):
         attempts: exact updates of both sides before the iterations, at most.
         largest_asymmetry: |softmin(f) - f| / epsilon, above which a symmetric problem updates the potentials and not
             the factors.
-        negligible_32, negligible_64: shares of the mass from which bins take part: 1 / share has to fit the kernel.
     """
 
     stage_iterations: int = 12
@@ -75,51 +72,9 @@ class IterationBounds(NamedTuple):
     smallest_column_sum: float = 1e-12
     attempts: int = 100
     largest_asymmetry: float = 20.0
-    negligible_32: float = 1e-20
-    negligible_64: float = 1e-150
 
 
 ITERATION_BOUNDS = IterationBounds()
-
-
-class Scratch(NamedTuple):
-    """The arrays that a thread works in. Vectors have the length of the longer side.
-
-    Attributes:
-        alpha, beta: the potentials absorbed so far, in float64 as all down to `absorbed`.
-        totals, shifted, scores: exponents.
-        phi, gamma, absorbed: potentials over epsilon of `sinkhorn_unbalanced_numba`.
-        p, q: shares of the mass, in the dtype of the costs as all down to `costs`.
-        u, v: factors.
-        row_sums, column_sums: of the plan or of G.
-        x, previous: two vectors of Lanczos' method.
-        kernel: the matrix G.
-        costs: of the bins that take part.
-        rows, columns: the places of the bins that take part.
-        counter: of the tasks.
-    """
-
-    alpha: Any
-    beta: Any
-    totals: Any
-    shifted: Any
-    scores: Any
-    phi: Any
-    gamma: Any
-    absorbed: Any
-    p: Any
-    q: Any
-    u: Any
-    v: Any
-    row_sums: Any
-    column_sums: Any
-    x: Any
-    previous: Any
-    kernel: Any
-    costs: Any
-    rows: Any
-    columns: Any
-    counter: Any
 
 
 class KernelBudget(NamedTuple):
@@ -139,28 +94,10 @@ class KernelBudget(NamedTuple):
     estimates_error: bool
 
 
-def empty_arrays(n: int, m: int, dtype: Any) -> tuple[tuple[np.ndarray, ...]]:
-    """Return the arrays that `build_scratch` divides among the fields of `Scratch`, for problems with n by m costs."""
-    longest = max(n, m)
-    wide, narrow = np.empty((8, longest)), np.empty((8, longest), dtype)
-    return ((wide, narrow, np.empty((2, n, m), dtype), np.empty((2, longest + 1), np.int64)),)
-
-
 def empty_results(count: int, n: int, m: int, g: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return f, g and the outcome for the kernels, from a start g (B, m) if there is one."""
     start = np.zeros((count, m)) if g is None else np.array(g, np.float64, order="C")
     return np.zeros((count, n)), start, np.full((count, 5), np.nan)
-
-
-@inner()
-def build_scratch(counter: Any, arrays: Any) -> Scratch:
-    wide, narrow, matrices, places = arrays
-    # The kernel makes the named tuple: numba takes ten times as long to pass one from Python.
-    return Scratch(
-        wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], wide[6], wide[7], narrow[0], narrow[1], narrow[2],
-        narrow[3], narrow[4], narrow[5], narrow[6], narrow[7], matrices[0], matrices[1], places[0], places[1],
-        counter,
-    )  # fmt: skip
 
 
 @inner()
@@ -169,32 +106,8 @@ def build_budget(values: Any) -> KernelBudget:
     return KernelBudget(tolerance, largest_change, max_iterations, patience, is_warm, estimates_error)
 
 
-@inner()
-def highest_cost(cost: Any) -> float:
-    """Return the largest cost; NaN if any is negative, NaN or infinite."""
-    top, wrong = cost[0, 0], 0
-    for i in range(cost.shape[0]):
-        row = cost[i]
-        for j in range(row.shape[0]):
-            wrong |= not row[j] >= 0
-        highest = largest(row, row.shape[0])
-        top = highest if highest > top else top
-    return np.float64(top) if wrong == 0 and top < np.inf else np.nan
-
-
-@inner()
-def gather_shares(weights: Any, mass: float, negligible: float, shares: Any, places: Any) -> int:
-    """Write the shares of the mass that are not negligible, and the places of their bins; return their number."""
-    count, inverse = 0, 1 / mass
-    for k in range(weights.shape[0]):
-        share = weights[k] * inverse
-        shares[count], places[count] = share, k
-        count += share > negligible
-    return count
-
-
 @spliced
-def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> float:
+def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float) -> float:
     """Absorb the factors into the potentials; while a column is lost, update g exactly and absorb again.
 
     Returns the error of the columns.
@@ -205,7 +118,7 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
     for j in range(m):
         work.v[j] = q[j]
     for attempt in range(ITERATION_BOUNDS.attempts):
-        absorb(cost, beta, scores, p, q, epsilon, alpha, work.totals, work.kernel, sums, n, m)
+        call_at(shared[SHARED.absorb], (cost, work, n, m, epsilon))
         is_lost = False
         for j in range(m):
             is_lost |= not (
@@ -254,8 +167,8 @@ def _update_exactly(work: Any, n: int, m: int) -> tuple[float, float]:
 
 @spliced
 def _iterate(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, tolerance: float, largest_change: float, max_iterations: int,
-    patience: float, is_last: bool,
+    shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, tolerance: float, largest_change: float,
+    max_iterations: int, patience: float, is_last: bool,
 ) -> tuple[float, int]:  # fmt: skip
     """Iterate until the error is within the tolerance; return it, and the number of iterations.
 
@@ -272,7 +185,7 @@ def _iterate(
         is_steep = False
         if must_absorb:
             must_absorb, since_absorption = False, 0
-            error = _absorb_factors(cost, work, n, m, epsilon)
+            error = _absorb_factors(shared, cost, work, n, m, epsilon)
         else:
             error, is_steep = _relaxed_updates(work, n, m, w)
             iterations += 1
@@ -307,16 +220,6 @@ def _iterate(
 
 
 @inner()
-def eigenvalue_of_plan(ends: Any, work: Any, n: int, m: int, outcome: Any) -> float:
-    """Return what `estimate_eigenvalue` writes, where `work.p` and `work.q` are the marginals of the plan."""
-    call_at(ends[ENDS.estimate], (
-        work.kernel, work.p, work.q, work.u, work.v, work.row_sums, work.column_sums, work.x, work.previous,
-        work.totals, work.scores, n, m, outcome,
-    ))  # fmt: skip
-    return outcome[LEAST_EIGENVALUE]
-
-
-@inner()
 def error_of_potential(residual: float, least: float, itemsize: int) -> float:
     """Return an estimate of the largest error of g / epsilon after exact updates.
 
@@ -330,60 +233,6 @@ def error_of_potential(residual: float, least: float, itemsize: int) -> float:
 
 
 @inner()
-def write_others(
-    ends: Any, cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, least: float,
-    potential: Any, epsilon: float, out: Any, work: Any,
-) -> None:  # fmt: skip
-    """Run `write_other_potentials`, if there are other bins."""
-    if count < out.shape[0]:
-        call_at(ends[ENDS.others], (
-            cost, is_transposed, places, count, weights, inverse, least, potential, epsilon, out, work.shifted,
-            work.scores,
-        ))  # fmt: skip
-
-
-@inner()
-def count_positive(weights: Any) -> int:
-    count = 0
-    for k in range(weights.shape[0]):
-        count += weights[k] > 0
-    return count
-
-
-@inner()
-def _write_potentials(
-    ends: Any, p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, mass: float, scales: Any,
-    negligible: float, f: Any, g: Any,
-) -> None:  # fmt: skip
-    rows, columns, inverse_p, inverse_q = work.rows, work.columns, scales[0] / mass, scales[1] / mass
-    for i in range(n):
-        f[rows[i]] = work.alpha[i]
-    for j in range(m):
-        g[columns[j]] = work.beta[j]
-    # `n < 0` and `n >= 0` for False and True: numba would compile `write_others` once for each literal.
-    write_others(ends, cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
-    write_others(ends, cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
-    if n < count_positive(p) and m < count_positive(q):
-        # Both sides have light bins. With potentials from heavy bins alone, they would exchange more mass than they
-        # hold.
-        write_others(ends, cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
-        write_others(ends, cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
-
-
-@inner()
-def gather_costs(cost: Any, work: Any, n: int, m: int) -> float:
-    """Write the costs of the bins that take part; return the largest."""
-    highest = 0.0
-    for i in range(n):
-        source, target = cost[work.rows[i]], work.costs[i]
-        for j in range(m):
-            c = np.float64(source[work.columns[j]])
-            target[j] = c
-            highest = c if c > highest else highest
-    return highest
-
-
-@inner()
 def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
     """Write the answer of a problem without mass."""
     for i in range(f.shape[0]):
@@ -394,9 +243,11 @@ def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
 
 
 @spliced
-def _run_stages(cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, limits: Any) -> tuple[float, int]:
+def _run_stages(
+    shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, limits: Any
+) -> tuple[float, int]:  # fmt: skip
     """Iterate at falling values of epsilon, from the potentials in beta; return the error and the iterations."""
-    beta = work.beta
+    beta, highest = work.beta, work.facts[FACTS.highest]
     iterations, width, error = 0, epsilon, np.inf
     while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon_over_cost * highest:
         width /= SCHEDULE.stage_factor
@@ -405,7 +256,7 @@ def _run_stages(cost: Any, work: Any, n: int, m: int, epsilon: float, highest: f
         remaining = limits.max_iterations - iterations
         is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
         error, count = _iterate(
-            cost, work, n, m, width, limits.tolerance if is_last else ITERATION_BOUNDS.stage_error,
+            shared, cost, work, n, m, width, limits.tolerance if is_last else ITERATION_BOUNDS.stage_error,
             limits.largest_change, remaining if is_cut else ITERATION_BOUNDS.stage_iterations,
             limits.patience if is_last else np.inf, is_last,
         )  # fmt: skip
@@ -424,31 +275,26 @@ def _run_stages(cost: Any, work: Any, n: int, m: int, epsilon: float, highest: f
 
 @spliced
 def _solve(
-    ends: Any, p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any
+    shared: Any, p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any
 ) -> None:  # fmt: skip
     """Solve one problem from the start in g; write f and g on all bins."""
-    negligible = ITERATION_BOUNDS.negligible_32 if cost.itemsize == 4 else ITERATION_BOUNDS.negligible_64
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
-    highest = highest_cost(cost)
-    scale_p, scale_q, mass = balance(p, q, 1.0)  # checked before
-    # Written so that NaN fails too.
-    if not (highest < np.inf and mass < np.inf):
+    call_at(shared[SHARED.gather], (p, q, cost, work))
+    facts, alpha, beta = work.facts, work.alpha, work.beta
+    # Written so that NaN fails too. The masses were compared before.
+    if not (facts[FACTS.highest] < np.inf and facts[FACTS.mass_p] < np.inf and facts[FACTS.mass_q] < np.inf):
         return
-    n = gather_shares(p, mass / scale_p, negligible, work.p, work.rows)
-    m = gather_shares(q, mass / scale_q, negligible, work.q, work.columns)
+    n, m = int(facts[FACTS.n]), int(facts[FACTS.m])
     if n == 0 or m == 0:
         _write_zeros(f, g, outcome)
         return
-    alpha, beta = work.alpha, work.beta
     for i in range(n):
         alpha[i] = 0
     for j in range(m):
         beta[j] = g[work.columns[j]]
-    block = cost
-    if n < cost.shape[0] or m < cost.shape[1]:
-        highest, block = gather_costs(cost, work, n, m), work.costs
-    error, iterations = _run_stages(block, work, n, m, epsilon, highest, limits)
-    _write_potentials(ends, p, q, cost, work, n, m, epsilon, mass, (scale_p, scale_q), negligible, f, g)
+    block = work.costs if n < cost.shape[0] or m < cost.shape[1] else cost
+    error, iterations = _run_stages(shared, block, work, n, m, epsilon, limits)
+    call_at(shared[SHARED.write], (shared, p, q, cost, work, n, m, epsilon, f, g))
     if limits.estimates_error:
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
@@ -456,17 +302,17 @@ def _solve(
         residual = 0.0
         for j in range(m):
             residual = max(residual, abs(np.float64(work.column_sums[j] * work.v[j] / work.q[j]) - 1))
-        least = eigenvalue_of_plan(ends, work, n, m, outcome)
-        outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, cost.itemsize)
+        call_at(shared[SHARED.estimate], (work, n, m, outcome))
+        outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, outcome[LEAST_EIGENVALUE], cost.itemsize)
         outcome[POTENTIAL_RANGE] = highest_g - lowest_g
     outcome[ERROR], outcome[ITERATIONS] = error, iterations
 
 
 @compiled()
-def sinkhorn_problems(counter: Any, ends: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
+def sinkhorn_problems(counter: Any, shared: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]) from g[k], which holds zeros unless limits say warm.
 
-    ends        addresses of `estimate_eigenvalue` and `write_other_potentials`
+    shared      the addresses of the kernels that `Shared` names
     problems    p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
                 owner (B,) and epsilon (B,)
     limits      the fields of `KernelBudget`
@@ -481,12 +327,13 @@ def sinkhorn_problems(counter: Any, ends: Any, problems: Any, limits: Any, resul
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(ends, p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], outcome[k], bounds, work)
+        _solve(shared, p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], outcome[k], bounds, work)
 
 
 @inner()
 def _iterate_symmetric(
-    cost: Any, work: Any, n: int, epsilon: float, tolerance: float, largest_change: float, max_iterations: int
+    shared: Any, cost: Any, work: Any, n: int, epsilon: float, tolerance: float, largest_change: float,
+    max_iterations: int,
 ) -> tuple[float, int]:  # fmt: skip
     """Iterate f <- (f + softmin(f)) / 2 until the error is within the tolerance; return it and the iterations.
 
@@ -497,7 +344,7 @@ def _iterate_symmetric(
     largest_factor = u.dtype.type(UPDATE_BOUNDS.largest_factor)
     iterations, is_exact, change = 0, False, 0.0
     while True:
-        absorb(cost, beta, work.scores, p, p, epsilon, alpha, work.totals, kernel, sums, n, n)
+        call_at(shared[SHARED.absorb], (cost, work, n, n, epsilon))
         for i in range(n):
             v[i] = p[i]
         error, asymmetry = column_error(p, sums, v, n), 0.0
@@ -532,29 +379,26 @@ def _iterate_symmetric(
 
 
 @compiled()
-def symmetric_problems(counter: Any, ends: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
+def symmetric_problems(counter: Any, shared: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
     """As `sinkhorn_problems`, of p with itself at symmetric costs and without stages of epsilon."""
     p, _, costs, owner, epsilon = problems
     f, g, outcome = results
-    negligible = ITERATION_BOUNDS.negligible_32 if costs.itemsize == 4 else ITERATION_BOUNDS.negligible_64
     work, bounds = build_scratch(counter, arrays), build_budget(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        cost, mass, start = costs[owner[k]], mass_of(p[k]), g[k]
+        cost, start = costs[owner[k]], g[k]
+        call_at(shared[SHARED.gather], (p[k], p[k], cost, work))
+        n, mass = int(work.facts[FACTS.n]), work.facts[FACTS.mass_p]
         outcome[k, ERROR], outcome[k, ITERATIONS] = 0, 0
         if mass == 0:
             _write_zeros(f[k], start, outcome[k])
             continue
-        n = gather_shares(p[k], mass, negligible, work.p, work.rows)
         for i in range(n):
-            work.columns[i], work.alpha[i], work.beta[i], work.q[i] = work.rows[i], 0, start[work.rows[i]], work.p[i]
-        block = cost
-        if n < cost.shape[0]:
-            gather_costs(cost, work, n, n)
-            block = work.costs
+            work.alpha[i], work.beta[i] = 0, start[work.rows[i]]
+        block = work.costs if n < cost.shape[0] else cost
         outcome[k, ERROR], outcome[k, ITERATIONS] = _iterate_symmetric(
-            block, work, n, epsilon[k], bounds.tolerance, bounds.largest_change, bounds.max_iterations
+            shared, block, work, n, epsilon[k], bounds.tolerance, bounds.largest_change, bounds.max_iterations
         )
-        _write_potentials(ends, p[k], p[k], cost, work, n, n, epsilon[k], mass, (1.0, 1.0), negligible, f[k], start)
+        call_at(shared[SHARED.write], (shared, p[k], p[k], cost, work, n, n, epsilon[k], f[k], start))

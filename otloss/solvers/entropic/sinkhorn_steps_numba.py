@@ -1,6 +1,6 @@
 """The updates of Sinkhorn in scaling form, on one problem; `sinkhorn_numba` has the notation and their order.
 
-    exact           U <- U r,    r = p / (U G V)            (and V likewise, by columns)
+    exact           U <- U r,    r = p / (U G V)            (and the same for V, by columns)
     over-relaxed    U <- U r^w,  that is f <- f + w (softmin(g) - f)
 
 In place of the power r^w stands (1 + w d) / (1 - w d) with d = (r - 1) / (r + 1): a division, which has the same value
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import exp, exp64, inner, largest, log64
+from otloss._numba.compile import exp64, inner, log64
 from otloss.solvers.entropic.interface import SCHEDULE
 
 
@@ -55,41 +55,6 @@ class UpdateBounds(NamedTuple):
 
 UPDATE_BOUNDS = UpdateBounds()
 FAST = {"reassoc", "contract", "nsz"}
-
-
-@inner(fastmath=FAST)
-def absorb(
-    cost: Any, beta: Any, scores: Any, p: Any, q: Any, epsilon: float, alpha: Any, totals: Any, kernel: Any, sums: Any,
-    n: int, m: int,
-) -> None:  # fmt: skip
-    """Write alpha = softmin(beta), the kernel G row by row, and its column sums G^T p.
-
-    `scores` (m) and `totals` (n) are scratch in float64.
-    """
-    number = kernel.dtype.type
-    inverse = 1.0 / epsilon
-    for j in range(m):
-        sums[j] = number(0)
-    for i in range(n):
-        row, ratio = cost[i], kernel[i]
-        for j in range(m):
-            scores[j] = (beta[j] - row[j]) * inverse
-        top = largest(scores, m)
-        for j in range(m):
-            ratio[j] = number(scores[j] - top)
-        total = number(0)
-        for j in range(m):
-            e = exp(ratio[j])
-            ratio[j] = e
-            total += e * q[j]
-        scale, weight = number(1) / total, p[i]
-        for j in range(m):
-            e = ratio[j] * scale
-            ratio[j] = e
-            sums[j] += e * weight
-        alpha[i], totals[i] = top, total
-    for i in range(n):
-        alpha[i] = -epsilon * (alpha[i] + log64(totals[i]))
 
 
 @inner(fastmath=FAST)

@@ -1,12 +1,13 @@
 """Unbalanced Sinkhorn for a batch of dense problems on a CPU; layout and scaling form as in `sinkhorn_numba`.
 
-Let M_p and M_q be the masses, p and q shares of them, r_p = epsilon / rho_p and k_p = 1 / (1 + r_p), r_q and k_q
-likewise; r = 0 and k = 1 on a side that is kept. The plan is P = U G V as in `sinkhorn_numba`. In place of the
-potentials f and g the kernel iterates
+Let M_p and M_q be the masses, p and q shares of them, r_p = epsilon / rho_p and k_p = 1 / (1 + r_p). The numbers r_q
+and k_q are defined in the same way; r = 0 and k = 1 on a side whose marginal is kept. The plan is P = U G V as in
+`sinkhorn_numba`. In place of the potentials f and g the kernel iterates
 
     phi = f / epsilon + log M_q,    gamma = g / epsilon + log M_p
 
-The rows of P should sum to t = p exp(log M_p + r_p log M_q - r_p phi), and the columns likewise.
+The rows of P should sum to t = p exp(log M_p + r_p log M_q - r_p phi). The columns have the same formula, with p and q
+exchanged and gamma in place of phi.
 
     update          phi <- phi + w k_p log(t / (U G V)): `sinkhorn_steps_numba.damped_update`
     shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / (r_p + r_q)
@@ -14,8 +15,8 @@ The rows of P should sum to t = p exp(log M_p + r_p log M_q - r_p phi), and the 
 No constant s increases the dual more than this shift does. Where factors underflow, the error is infinite and
 `entropic.sinkhorn`, the reference implementation, takes over.
 
-Bins too light for the factors join at the end, by exact updates of all bins. The error includes them. It is infinite,
-too, where these updates do not make it small.
+Bins too light for the factors join at the end, by exact updates of all bins. The error includes them. It is infinite
+too if these updates do not make it small.
 
 Source: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022.
 """
@@ -27,8 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import compiled, inner, spliced
-from otloss._numba.sums import mass_of
+from otloss._numba.compile import call_at, compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import (
     ERROR,
@@ -40,19 +40,13 @@ from otloss.solvers.entropic.interface import (
 )
 from otloss.solvers.entropic.sinkhorn_numba import (
     ITERATION_BOUNDS,
+    KernelBudget,
     build_budget,
-    build_scratch,
-    count_positive,
-    eigenvalue_of_plan,
     error_of_potential,
-    gather_costs,
-    gather_shares,
-    highest_cost,
     is_too_slow,
-    write_others,
 )
+from otloss.solvers.entropic.sinkhorn_shared_numba import FACTS, SHARED, build_calls, build_scratch, count_positive
 from otloss.solvers.entropic.sinkhorn_steps_numba import (
-    absorb,
     column_sums,
     damped_update,
     largest_size,
@@ -62,9 +56,12 @@ from otloss.solvers.entropic.sinkhorn_steps_numba import (
 )
 
 SMALLEST_FACTORS = (1e-35, 1e-300)  # in float32 and in float64
-ATTEMPTS = 4  # exact updates of both sides before the iterations, at most: Newton's method needs none
-JOINT_UPDATES = 20  # of light bins and all others, at most: the same
-LARGEST_EXPONENT = 80.0  # of the mass of a column over what it should be, in the error
+# At most so many exact updates of both sides come before the iterations, and at most so many of light bins and all
+# others after them. Newton's method takes over the problems that need more.
+ATTEMPTS = 4
+JOINT_UPDATES = 20
+# The error counts the mass of a column over its target as at most exp(LARGEST_EXPONENT).
+LARGEST_EXPONENT = 80.0
 
 
 class Side(NamedTuple):
@@ -83,7 +80,7 @@ class Sides(NamedTuple):
 
 
 @spliced
-def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any) -> bool:
+def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any) -> bool:
     """Absorb gamma and update phi exactly; while a column is lost, update gamma exactly and absorb it again.
 
     Returns whether the factors are normal numbers. `totals` then holds alpha / epsilon, and `shifted` and `absorbed`
@@ -98,7 +95,7 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
         for j in range(m):
             v[j], beta[j] = q[j], epsilon * gamma[j]
             work.absorbed[j] = gamma[j]
-        absorb(cost, beta, scores, p, q, epsilon, alpha, work.totals, work.kernel, sums, n, m)
+        call_at(shared[SHARED.absorb], (cost, work, n, m, epsilon))
         is_normal = True
         for i in range(n):
             work.totals[i] = alpha[i] / epsilon
@@ -176,8 +173,8 @@ def _update_exactly(work: Any, n: int, m: int, sides: Any, shift: float) -> tupl
 
 @spliced
 def _iterate(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float, largest_change: float,
-    max_iterations: int, patience: float, is_last: bool,
+    shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float,
+    largest_change: float, max_iterations: int, patience: float, is_last: bool,
 ) -> tuple[float, int, float]:  # fmt: skip
     """Iterate on phi and gamma until the error, relative to the mass of the plan, is within the tolerance.
 
@@ -193,7 +190,7 @@ def _iterate(
             for j in range(m):
                 gamma[j] -= shift
             must_absorb, since_absorption, shift = False, 0, 0.0
-            if not _absorb_factors(cost, work, n, m, epsilon, sides):
+            if not _absorb_factors(shared, cost, work, n, m, epsilon, sides):
                 final_error = np.inf
                 break
         error, step_of_shift, count_far = _damped_updates(work, n, m, sides, shift, w)
@@ -226,26 +223,106 @@ def _iterate(
     return final_error, iterations, residual
 
 
-@inner()
-def _write_potentials(
-    ends: Any, p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, masses: Any,
-    f: Any, g: Any,
+@spliced
+def _run_stages(
+    shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, penalties: Any, limits: Any
+) -> tuple[float, int, float, Any]:
+    """Iterate at falling values of epsilon, from the potentials in gamma.
+
+    Returns the error, the number of iterations, the largest relative error of a column, and the last `Sides`.
+    """
+    gamma, facts = work.gamma, work.facts
+    log_p, log_q, highest = math.log(facts[FACTS.mass_p]), math.log(facts[FACTS.mass_q]), facts[FACTS.highest]
+    iterations, width, error, residual = 0, epsilon, np.inf, np.inf
+    while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon_over_cost * highest:
+        width /= SCHEDULE.stage_factor
+    while True:
+        is_last = width <= epsilon
+        remaining = limits.max_iterations - iterations
+        is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
+        pull_p, pull_q = width / penalties[0], width / penalties[1]
+        sides = Sides(
+            Side(pull_p, 1 / (1 + pull_p), log_p + pull_p * log_q),
+            Side(pull_q, 1 / (1 + pull_q), log_q + pull_q * log_p),
+        )
+        for j in range(m):
+            gamma[j] = gamma[j] / width + log_p
+        error, count, residual = _iterate(
+            shared, cost, work, n, m, width, sides, limits.tolerance if is_last else ITERATION_BOUNDS.stage_error,
+            limits.largest_change, remaining if is_cut else ITERATION_BOUNDS.stage_iterations,
+            limits.patience if is_last else np.inf, is_last,
+        )  # fmt: skip
+        iterations += count
+        if is_last:
+            break
+        for j in range(m):
+            gamma[j] = width * (gamma[j] - log_p)
+        width = width * SCHEDULE.stage_factor if width * SCHEDULE.stage_factor > epsilon else epsilon
+    return error, iterations, residual, sides
+
+
+@spliced
+def _solve(
+    shared: Any, p: Any, q: Any, cost: Any, epsilon: float, penalties: Any, f: Any, g: Any, outcome: Any, limits: Any,
+    work: Any,
 ) -> None:  # fmt: skip
-    """Write f and g on all bins; bins without mass, and light rows, get the exact update from the others."""
-    for j in range(g.shape[0]):
-        g[j] = 0.0  # light columns: near the size of a right potential, from which `_join_light` begins
-    for i in range(n):
-        f[work.rows[i]] = epsilon * work.phi[i]
+    outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
+    call_at(shared[SHARED.gather], (p, q, cost, work))
+    facts, gamma = work.facts, work.gamma
+    mass_p, mass_q = facts[FACTS.mass_p], facts[FACTS.mass_q]
+    # Written so that NaN fails too. Sides without mass are left to the caller.
+    if not (facts[FACTS.highest] < np.inf and 0 < mass_p < np.inf and 0 < mass_q < np.inf):
+        return
+    n, m = int(facts[FACTS.n]), int(facts[FACTS.m])
     for j in range(m):
-        g[work.columns[j]] = epsilon * work.gamma[j]
-    _update_others(ends, cost, n < 0, work.rows, n, q, 1 / masses[1], g, epsilon, sides.rows, f, work)
-    _update_others(ends, cost, n >= 0, work.columns, m, p, 1 / masses[0], f, epsilon, sides.columns, g, work)
+        gamma[j] = g[work.columns[j]]  # times epsilon for now
+    block = work.costs if n < cost.shape[0] or m < cost.shape[1] else cost
+    error, iterations, residual, sides = _run_stages(shared, block, work, n, m, epsilon, penalties, limits)
+    outcome[ITERATIONS] = iterations
+    if error < np.inf:
+        call_at(shared[SHARED.write], (
+            shared, p, q, cost, work, n, m, epsilon, sides, limits, error, residual, f, g, outcome,
+        ))  # fmt: skip
+
+
+@compiled()
+def unbalanced_problems(counter: Any, shared: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
+    """As `sinkhorn_problems`, with the marginal penalties (B, 2), rho_p and rho_q, of which one may be infinite.
+
+    The error is infinite too where a side has no mass, factors underflow, or light bins count. Then `f` and `g` are not
+    written, or not completely.
+    """
+    p, q, costs, owner, epsilon, penalties = problems
+    f, g, outcome = results
+    work, bounds = build_scratch(counter, arrays), build_budget(limits)
+    while True:
+        k = next_task(counter)
+        if k >= p.shape[0]:
+            return
+        _solve(shared, p[k], q[k], costs[owner[k]], epsilon[k], penalties[k], f[k], g[k], outcome[k], bounds, work)
+
+
+@inner()
+def _update_others(
+    shared: Any, cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, mass: float, potential: Any,
+    epsilon: float, side: Any, out: Any, work: Any,
+) -> None:  # fmt: skip
+    """Update the potentials of one side exactly, but for the bins at the first `count` places."""
+    call_at(shared[SHARED.others], (
+        cost, is_transposed, places, count, weights, mass, 0.0, potential, epsilon, out, work,
+    ))  # fmt: skip
+    at = 0
+    for i in range(out.shape[0]):
+        if at < count and places[at] == i:
+            at += 1
+        else:
+            out[i] = side.damping * (out[i] + epsilon * side.constant)
 
 
 @inner()
 def _join_light(
-    ends: Any, p: Any, q: Any, cost: Any, work: Any, m: int, has_light_rows: bool, epsilon: float, sides: Any,
-    masses: Any, tolerance: float, largest_change: float, f: Any, g: Any,
+    shared: Any, p: Any, q: Any, cost: Any, work: Any, m: int, has_light_rows: bool, epsilon: float, sides: Any,
+    tolerance: float, largest_change: float, f: Any, g: Any,
 ) -> tuple[float, float]:  # fmt: skip
     """Update all bins exactly, light ones too; return the error of all columns and a bound of g's error over epsilon.
 
@@ -253,6 +330,7 @@ def _join_light(
     from each other keep less mass than it does. The bound is of the columns that light bins change (`is_changed`).
     """
     updated, is_changed, columns = work.beta, work.alpha, sides.columns
+    mass_p, mass_q = work.facts[FACTS.mass_p], work.facts[FACTS.mass_q]
     has_light_columns = m < count_positive(q)
     for j in range(g.shape[0]):
         is_changed[j] = 1.0 if has_light_rows and has_light_columns else 0.0
@@ -260,14 +338,14 @@ def _join_light(
         is_changed[work.columns[j]] = 0.0
     error, change = np.inf, np.inf
     for k in range(JOINT_UPDATES):
-        _update_others(ends, cost, m < 0, work.rows, 0, q, 1 / masses[1], g, epsilon, sides.rows, f, work)
+        _update_others(shared, cost, np.bool_(False), work.rows, 0, q, mass_q, g, epsilon, sides.rows, f, work)
         for j in range(g.shape[0]):
             updated[j] = g[j]
-        _update_others(ends, cost, m >= 0, work.columns, 0, p, 1 / masses[0], f, epsilon, columns, updated, work)
+        _update_others(shared, cost, np.bool_(True), work.columns, 0, p, mass_p, f, epsilon, columns, updated, work)
         difference, total, change = 0.0, 0.0, 0.0
         is_start = k == 0 and has_light_columns  # their potentials are arbitrary
         for j in range(g.shape[0]):
-            share = q[j] / masses[1]
+            share = q[j] / mass_q
             if share > 0:
                 step = (updated[j] - g[j]) / epsilon
                 target = math.exp(math.log(share) + columns.constant - columns.pull * g[j] / epsilon)
@@ -284,102 +362,6 @@ def _join_light(
             g[j] = updated[j]
     # Written so that NaN fails too. Two updates contract the error of g by k_p k_q.
     return error if error <= tolerance else np.inf, change / (1 - sides.rows.damping * columns.damping)
-
-
-@inner()
-def _update_others(
-    ends: Any, cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, potential: Any,
-    epsilon: float, side: Any, out: Any, work: Any,
-) -> None:  # fmt: skip
-    """Update the potentials of one side exactly, but for the bins at the first `count` places."""
-    # `count < 0` stands for the literal False: numba would compile `write_others` once for each literal.
-    write_others(ends, cost, is_transposed, places, count, weights, inverse, 0.0, potential, epsilon, out, work)
-    at = 0
-    for i in range(out.shape[0]):
-        if at < count and places[at] == i:
-            at += 1
-        else:
-            out[i] = side.damping * (out[i] + epsilon * side.constant)
-
-
-@spliced
-def _run_stages(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, masses: Any, penalties: Any, limits: Any
-) -> tuple[float, int, float, Any]:
-    """Iterate at falling values of epsilon, from the potentials in gamma.
-
-    Returns the error, the number of iterations, the largest relative error of a column, and the last `Sides`.
-    """
-    gamma, log_p, log_q = work.gamma, math.log(masses[0]), math.log(masses[1])
-    iterations, width, error, residual = 0, epsilon, np.inf, np.inf
-    while not limits.is_warm and width / SCHEDULE.stage_factor <= SCHEDULE.first_epsilon_over_cost * highest:
-        width /= SCHEDULE.stage_factor
-    while True:
-        is_last = width <= epsilon
-        remaining = limits.max_iterations - iterations
-        is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
-        pull_p, pull_q = width / penalties[0], width / penalties[1]
-        sides = Sides(
-            Side(pull_p, 1 / (1 + pull_p), log_p + pull_p * log_q),
-            Side(pull_q, 1 / (1 + pull_q), log_q + pull_q * log_p),
-        )
-        for j in range(m):
-            gamma[j] = gamma[j] / width + log_p
-        error, count, residual = _iterate(
-            cost, work, n, m, width, sides, limits.tolerance if is_last else ITERATION_BOUNDS.stage_error,
-            limits.largest_change, remaining if is_cut else ITERATION_BOUNDS.stage_iterations,
-            limits.patience if is_last else np.inf, is_last,
-        )  # fmt: skip
-        iterations += count
-        if is_last:
-            break
-        for j in range(m):
-            gamma[j] = width * (gamma[j] - log_p)
-        width = width * SCHEDULE.stage_factor if width * SCHEDULE.stage_factor > epsilon else epsilon
-    return error, iterations, residual, sides
-
-
-@spliced
-def _solve(
-    ends: Any, p: Any, q: Any, cost: Any, epsilon: float, penalties: Any, f: Any, g: Any, outcome: Any, limits: Any,
-    work: Any,
-) -> None:  # fmt: skip
-    negligible = ITERATION_BOUNDS.negligible_32 if cost.itemsize == 4 else ITERATION_BOUNDS.negligible_64
-    outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
-    highest = highest_cost(cost)
-    masses = (mass_of(p), mass_of(q))
-    # Written so that NaN fails too. Sides without mass are left to the caller.
-    if not (highest < np.inf and 0 < masses[0] < np.inf and 0 < masses[1] < np.inf):
-        return
-    n = gather_shares(p, masses[0], negligible, work.p, work.rows)
-    m = gather_shares(q, masses[1], negligible, work.q, work.columns)
-    gamma = work.gamma
-    for j in range(m):
-        gamma[j] = g[work.columns[j]]  # times epsilon for now
-    block = cost
-    if n < cost.shape[0] or m < cost.shape[1]:
-        highest, block = gather_costs(cost, work, n, m), work.costs
-    error, iterations, residual, sides = _run_stages(block, work, n, m, epsilon, highest, masses, penalties, limits)
-    outcome[ITERATIONS] = iterations
-    if not error < np.inf:
-        return
-    _write_potentials(ends, p, q, cost, work, n, m, epsilon, sides, masses, f, g)
-    uncertain = 0.0
-    if n < count_positive(p) or m < count_positive(q):
-        error, uncertain = _join_light(
-            ends, p, q, cost, work, m, n < count_positive(p), epsilon, sides, masses, max(limits.tolerance, error),
-            limits.largest_change, f, g,
-        )  # fmt: skip
-        if not error < np.inf:
-            return
-    _subtract(epsilon * math.log(masses[1]), f)
-    _subtract(epsilon * math.log(masses[0]), g)
-    outcome[ERROR] = error
-    if limits.estimates_error:
-        damping = sides.rows.damping * sides.columns.damping
-        _write_uncertainty(ends, work, n, m, epsilon, residual, damping, outcome)
-        outcome[POTENTIAL_RANGE] = _range(q, g)
-        outcome[POTENTIAL_ERROR] = max(outcome[POTENTIAL_ERROR], epsilon * uncertain)
 
 
 @inner()
@@ -400,7 +382,7 @@ def _range(weights: Any, potential: Any) -> float:
 
 @inner()
 def _write_uncertainty(
-    ends: Any, work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
+    shared: Any, work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
 ) -> None:  # fmt: skip
     """Write the error of g, and the least eigenvalue of the equations for g without their constant; damping is k_p k_q.
 
@@ -418,23 +400,54 @@ def _write_uncertainty(
         p[i] = work.row_sums[i] * u[i]
     for j in range(m):
         q[j] /= mass
-    least = 1 - damping * (1 - eigenvalue_of_plan(ends, work, n, m, outcome))
+    call_at(shared[SHARED.estimate], (work, n, m, outcome))
+    least = 1 - damping * (1 - outcome[LEAST_EIGENVALUE])
     outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, work.kernel.itemsize)
     outcome[LEAST_EIGENVALUE] = least
 
 
-@compiled()
-def unbalanced_problems(counter: Any, ends: Any, problems: Any, limits: Any, results: Any, arrays: Any) -> None:
-    """As `sinkhorn_problems`, with the marginal penalties (B, 2), rho_p and rho_q, of which one may be infinite.
+@compiled(by_address=True)
+def write_unbalanced_potentials(
+    shared: Any, p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, limits: Any,
+    error: float, residual: float, f: Any, g: Any, outcome: Any,
+) -> None:  # fmt: skip
+    """Write f and g on all bins, from phi and gamma of the bins that take part, and the outcome but for the iterations.
 
-    The error is infinite too where a side has no mass, factors underflow, or light bins count. Then `f` and `g` are not
-    written, or not completely.
+    Bins without mass, and light rows, get the exact update from the others.
     """
-    p, q, costs, owner, epsilon, penalties = problems
-    f, g, outcome = results
-    work, bounds = build_scratch(counter, arrays), build_budget(limits)
-    while True:
-        k = next_task(counter)
-        if k >= p.shape[0]:
+    mass_p, mass_q = work.facts[FACTS.mass_p], work.facts[FACTS.mass_q]
+    for j in range(g.shape[0]):
+        g[j] = 0.0  # light columns: near the size of a right potential, from which `_join_light` begins
+    for i in range(n):
+        f[work.rows[i]] = epsilon * work.phi[i]
+    for j in range(m):
+        g[work.columns[j]] = epsilon * work.gamma[j]
+    # np.bool_ is no literal: numba would compile `_update_others` once for each literal.
+    _update_others(shared, cost, np.bool_(False), work.rows, n, q, mass_q, g, epsilon, sides.rows, f, work)
+    _update_others(shared, cost, np.bool_(True), work.columns, m, p, mass_p, f, epsilon, sides.columns, g, work)
+    has_light_rows, uncertain = n < count_positive(p), 0.0
+    if has_light_rows or m < count_positive(q):
+        error, uncertain = _join_light(
+            shared, p, q, cost, work, m, has_light_rows, epsilon, sides, max(limits.tolerance, error),
+            limits.largest_change, f, g,
+        )  # fmt: skip
+        if not error < np.inf:
             return
-        _solve(ends, p[k], q[k], costs[owner[k]], epsilon[k], penalties[k], f[k], g[k], outcome[k], bounds, work)
+    _subtract(epsilon * math.log(mass_q), f)
+    _subtract(epsilon * math.log(mass_p), g)
+    outcome[ERROR] = error
+    if limits.estimates_error:
+        damping = sides.rows.damping * sides.columns.damping
+        _write_uncertainty(shared, work, n, m, epsilon, residual, damping, outcome)
+        outcome[POTENTIAL_RANGE] = _range(q, g)
+        outcome[POTENTIAL_ERROR] = max(outcome[POTENTIAL_ERROR], epsilon * uncertain)
+
+
+def build_unbalanced_calls(weights: Any, costs: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """Return what `build_calls` does, with the kernel that writes potentials of unbalanced problems."""
+    *calls, (_, arguments) = build_calls(weights, costs)
+    shared, masses, _, cost, work, *_, wide, _ = arguments
+    side, limits = Side(1.0, 1.0, 1.0), KernelBudget(1.0, 1.0, 1, 1.0, True, True)
+    return (*calls, (write_unbalanced_potentials, (
+        shared, masses, masses, cost, work, 1, 1, 1.0, Sides(side, side), limits, 1.0, 1.0, wide, wide, wide,
+    )))  # fmt: skip

@@ -6,13 +6,13 @@ Potentials g are lowered until each row i attains the minimum f_i = min_j C_ij -
 
 1. Each row in turn takes the column of its least reduced cost C_ij - g_j. The g of that column falls until the second
    least reduced cost of the row is the same. The row that held the column looks again.
-2. The remaining rows are assigned one after the other, along shortest paths in reduced costs.
+2. The rows without a column are assigned one after the other, along shortest paths in reduced costs.
 
 Source: R. Jonker, A. Volgenant, A shortest augmenting path algorithm for dense and sparse linear assignment problems,
 1987. With equal weights potentials are not unique: any feasible pair whose sum is the value is a subgradient.
 
 Paths grow long where the first step leaves many rows, as for clouds that lie apart, or costs that order all rows alike.
-The simplex is faster on large problems of this kind. They are left to it, most of them before the first path.
+The simplex is faster on large problems of this kind, so it takes them over, mostly before the first path.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class PathFloats(NamedTuple):
 
 
 class AssignmentLimits(NamedTuple):
-    """When a problem is given up, and left to the simplex.
+    """When the search for paths ends, and the simplex takes the problem over.
 
     Attributes:
-        turns: steps for each row in the first step. More help little, and by rounding two rows could displace each
-            other endlessly.
+        turns: steps for each row in the first step. More steps help little, and by rounding two rows could displace
+            each other endlessly.
         waiting_rows: rows that are left for paths. Between clouds that lie apart, where most rows are left, the simplex
             is faster from about 250 rows on.
         visits: columns for each row that paths visit, in problems with more than `waiting_rows` rows.
@@ -94,7 +94,7 @@ def find_column(values: Any, bits: Any, row_of: Any, count: int) -> int:
 
 @inner(fastmath=VECTOR)
 def write_reduced_costs(row: Any, price: Any, by: float, low: float, distance: Any, count: int) -> int:
-    """Write distance = max(row - price - by, low); return the bits of the min_difference."""
+    """Write distance = max(row - price - by, low); return the bits of the smallest distance."""
     key = bits_of_float64(np.inf)
     for j in range(count):
         reduced = row[j] - price[j] - by

@@ -323,7 +323,7 @@ def _write_flows(cost: Any, whole: Any, real: Any, tree: Any, n: int, m: int, ce
     return value
 
 
-@compiled()
+@compiled(by_address=True)
 def search_from_tree(
     counter: Any, matrix: Any, cost: Any, n: int, m: int, max_pivots: int, result: Any, memory: Any
 ) -> None:

@@ -242,7 +242,7 @@ def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced:
     while above != top:
         size[above] += end - begin
         above = parent[above]
-    # Potentials are defined up to a constant, so those of the smaller part change.
+    # Potentials are defined up to a constant, so only the potentials of the smaller part change.
     by = reduced if behind_row else -reduced
     if 2 * (end - begin) <= n + m:
         _shift_potentials(tree[PREORDER.order], potential, begin, end, by, n)

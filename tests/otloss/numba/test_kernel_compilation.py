@@ -258,9 +258,7 @@ def test_functions_that_count_references_take_arrays_only_from_those_that_count_
 LARGEST_KERNEL = 300
 LARGER_KERNELS = {
     "newton_problems": 530,
-    "unbalanced_problems": 430,
     "barycenter_problems": 400,
-    "sinkhorn_problems": 335,
 }
 
 
