@@ -199,6 +199,15 @@ def test_time_of_compilation_is_not_time_of_the_call(caplog: Any, monkeypatch: A
     assert told.startswith("solves_slowly runs for 11 s: iterations, error 0.1")
 
 
+def test_a_line_names_no_kernels_that_only_kernels_call(caplog: Any, monkeypatch: Any, folder: Path) -> None:
+    for function in (doubled, tripled):
+        monkeypatch.setattr(function, "__module__", "otloss.tests")
+    numbers = np.full(3, 1.5, np.float32)
+    compile_together((compiled(by_address=True)(tripled), (numbers,)), (compiled()(doubled), (numbers,)))
+    (line,) = caplog.messages
+    assert line.startswith("compiling the CPU kernel otloss.tests.doubled for float32 (in 2 parts), which takes")
+
+
 def test_kernels_that_are_compiled_together_have_one_line(caplog: Any, monkeypatch: Any, folder: Path) -> None:
     for function in (doubled, tripled):
         monkeypatch.setattr(function, "__module__", "otloss.tests")

@@ -135,6 +135,17 @@ def test_a_start_nearby_saves_pivots_and_changes_no_value(kind: str) -> None:
         solve_arrays(p, q, matrix, start=(before.f, before.g * torch.nan))
 
 
+def test_batches_may_lie_in_memory_in_any_order() -> None:
+    rng = np.random.default_rng(0)
+    p, q = (w / w.sum(-1, keepdims=True) for w in (rng.random((4, 6)), rng.random((4, 5))))
+    matrices, owners = rng.random((2, 6, 5)), np.array([0, 1, 1, 0])
+    expected = solve_batch(p, q, matrices, owners, start=None, max_pivots=1000)
+    moved = (np.asfortranarray(array) for array in (p, q, matrices))
+    actual = solve_batch(*moved, np.repeat(owners, 2)[::2], start=None, max_pivots=1000)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_solutions_that_are_not_optimal_raise() -> None:
     p = torch.tensor([0.5, 0.5], dtype=torch.float64) * 1e200
     with pytest.raises(RuntimeError, match=r"duality gap of .* in the problem.*rescale"):
