@@ -4,7 +4,7 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
 
 1. Sinkhorn's iteration: on a GPU by a Triton kernel, from clusters of large clouds, by the numba kernel for matrices,
    from blocks of large images, or in logarithms for any other problem. It ends early where its contraction says that
-   the tolerance is far. Newton's method takes its place between points that are many epsilons apart.
+   the tolerance is far. Newton's method takes its place where the points of each cloud are epsilons apart.
 2. With impl="triton", Newton's method by products with the plan, on the device.
 3. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
 4. Sinkhorn's iteration in float64, with no limit but the budget of the call: where Newton's method does not apply or

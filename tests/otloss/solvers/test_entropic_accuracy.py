@@ -236,6 +236,9 @@ def test_newton_comes_first_between_points_that_are_far_apart() -> None:
     assert is_first(y, 1e-5)
     assert not is_first(y, 0.1)
     assert not is_first(x + 1e-4, 1e-5)  # Sinkhorn's iteration starts near the solution
+    assert not is_first(y + 10, 0.1)  # far apart, with a plan as between x and y
+    x, y = x[:10].repeat(4, 1), y[:10].repeat(4, 1)
+    assert is_first(y, 1e-5)  # four points at each place
 
 
 def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.MonkeyPatch) -> None:
