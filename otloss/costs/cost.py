@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
 _LEAST_EXPONENT = -80.0
+_SMALL_PLAN = 2**13  # entries up to which torch takes less time than a call of the kernel of plans
 
 
 class CentroidBound(NamedTuple):
@@ -527,6 +528,11 @@ def scaled_plan_rows(
 ) -> Tensor:
     """Return these rows of the plans times `upstream`, summed over the problems that share a matrix."""
     own = rows.shape[:-2]
+    if rows.numel() <= _SMALL_PLAN and rows.device.type == "cpu":  # a call of the kernel takes longer
+        width = torch.as_tensor(epsilon, dtype=torch.float64, device="cpu")[..., None]
+        a, b = (h.double() / width + log_w for h, log_w in zip((f, g), log_weights, strict=True))
+        plan = (a.unsqueeze(-1) + b.unsqueeze(-2) - rows.detach() / width.unsqueeze(-1)).exp_()
+        return (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
     if may_run_on(rows, f) and broadcast_shape(f.shape[:-1], g.shape[:-1], upstream.shape, own) == own:
         from otloss.costs.plan_numba import scaled_plans
 
