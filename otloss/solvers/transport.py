@@ -158,7 +158,7 @@ class Transport:
     @property
     def certificate(self) -> Certificate:
         """Bounds of the exact transport cost, in float64 and without a graph."""
-        lower, upper = (self._bound(bound) for bound in self._solution.bounds)
+        lower, upper = (self._bound(bound).detach() for bound in self._solution.bounds)
         return Certificate(lower - self._rounding, upper + self._rounding)
 
     def plan(self) -> Float[Tensor, "*batch n m"]:

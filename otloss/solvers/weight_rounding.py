@@ -12,6 +12,9 @@ most u M log 4. So the value moves by at most
 
     4 u (p^T C q / M + epsilon M)
 
+That holds for costs of at least 0. A constant l < 0 that is added to all costs moves the value by l M, and M has the
+rounding u of the weights, so the bound grows by u |l| M.
+
 Bins of equal weights are all scaled alike, and without a balance none is scaled.
 """
 
@@ -33,30 +36,31 @@ def rounding_of_value(problem: Problem) -> Float[Tensor, "*batch"]:
     p, q = (w.detach().to(wide) for w in (problem.p, problem.q))
     if problem.marginal_penalty is not None or not problem.batch.numel():
         return p.new_zeros(problem.batch)
-    mass, cost = p.sum(-1), _plain(problem.cost)
+    mass, (cost, low) = p.sum(-1), _plain(problem.cost)
     largest = cost.largest().to(wide)
     if problem.mass is not None:  # what is left may be of any bins
         return 2 * problem.weight_rounding * problem.mass.detach() * largest
     product = _cost_of_product(cost, p, q) / mass.clamp(min=torch.finfo(wide).tiny) + problem.epsilon.detach() * mass
-    bound: Tensor = problem.weight_rounding / 2 * torch.minimum(largest * mass, 4 * product)
+    bound: Tensor = problem.weight_rounding / 2 * (torch.minimum(largest * mass, 4 * product) + low.abs() * mass)
     return bound.masked_fill(_is_uniform(p) & _is_uniform(q), 0.0)
 
 
-def _plain(cost: Cost) -> Cost:
-    """Return the cost without a graph, and with entries of at least 0.
+def _plain(cost: Cost) -> tuple[Cost, Float[Tensor, "*batch"]]:
+    """Return the cost without a graph, less its least entry l where that is below 0, and min(0, l).
 
     In place of +inf it has as much as a chain of other pairs that leads around such a pair may cost.
     """
     points = cost.as_points()
     if points is not None:
-        return points.without_graph()
+        return points.without_graph(), torch.zeros((), device=cost.device)
     if cost.has_plain_entries:
-        return cost
+        return cost, torch.zeros((), device=cost.device)
     matrix = cost.dense().detach()
     forbidden = matrix == torch.inf
-    matrix = matrix - matrix.amin((-2, -1), keepdim=True).clamp(max=0.0)
+    low = matrix.amin((-2, -1)).clamp(max=0.0)
+    matrix = matrix - low[..., None, None]
     largest = matrix.masked_fill(forbidden, 0.0).amax((-2, -1), keepdim=True)
-    return DenseCost.unchecked(torch.where(forbidden, min(cost.shape) * largest, matrix))
+    return DenseCost.unchecked(torch.where(forbidden, min(cost.shape) * largest, matrix)), low
 
 
 def _cost_of_product(cost: Cost, p: Tensor, q: Tensor) -> Tensor:

@@ -157,10 +157,11 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
     penalty = penalty.map(lambda rho: rho.to(result.f.dtype))
     uncertain, price = result.potential_error, of_batch(2 * penalty.of_constant)
     largest = price.amax().item() if isinstance(price, Tensor) else price
-    if largest * error.amax().item() <= NEGLIGIBLE_SHIFT * problem.epsilon.amin().item():  # NaN goes on
+    rounding = 4 * torch.finfo(problem.p.dtype).eps  # of the error, which may be measured as 0
+    if largest * (error.amax().item() + rounding) <= NEGLIGIBLE_SHIFT * problem.epsilon.amin().item():  # NaN goes on
         if uncertain is None:
             return result
-        uncertain = uncertain + price * (error + 4 * torch.finfo(error.dtype).eps)
+        uncertain = uncertain + price * (error + rounding)
         return dataclasses.replace(result, potential_error=uncertain)
     f, g = result.f, result.g
     epsilon = problem.epsilon.detach().to(f.dtype).unsqueeze(-1)

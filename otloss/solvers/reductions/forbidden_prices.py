@@ -6,26 +6,27 @@ plan avoids all pairs above a level, and these cost more than the price that `pl
 avoids them too, and +inf in their place changes nothing but the numbers of the search.
 
 This is tried where the search has failed: to find such a plan takes an exact solution, at a cost of 1 for each pair
-above the level and 0 for the others. What the rounding of the weights forces onto such pairs counts as nothing. The gap
-holds it, because it holds the rounding of the weights at the costs of the posed problem.
+above the level and 0 for the others. What the rounding of the weights forces onto such pairs counts as nothing, where
+it pays no more than the rounding of the weights at the costs of the posed problem, which the gap holds. A light bin
+that has to pay a price may hold less than the rounding of the whole mass, but it is meant to pay.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import needs_torch
 from otloss.costs.dense import posed_cost
-from otloss.solvers.exact.blocks import PRICE_LIMITS
+from otloss.solvers.exact.blocks import rounding_of_flows
 from otloss.solvers.exact.optimum import solve_arrays
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
+from otloss.solvers.weight_rounding import rounding_of_value
 
 MAX_ENTRIES = 2**22  # of all matrices
 LEAST_RATIO = 1e3  # of a price to the largest cost below it, as for exact problems
@@ -44,8 +45,10 @@ def without_prices(problem: Problem) -> Problem | None:
         wide = matrix.cpu().double().reshape(-1, n, m)
         p, q = (w.cpu().double().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
         q, widths = of_equal_mass(p, q), problem.epsilon.cpu().double().reshape(-1).tolist()
+        budgets = rounding_of_value(problem).cpu().reshape(-1).tolist()
         is_dear = torch.stack([
-            _dear_pairs(p[k], q[k], wide[k], widths[k], problem.weight_rounding) for k in range(len(p))
+            _dear_pairs(p[k], q[k], wide[k], epsilon=widths[k], budget=budgets[k], rounding=problem.weight_rounding)
+            for k in range(len(p))
         ])  # fmt: skip
     if not bool(is_dear.any()):
         return None
@@ -53,12 +56,20 @@ def without_prices(problem: Problem) -> Problem | None:
     return dataclasses.replace(problem, cost=posed_cost(forbidden), start=None)
 
 
-def _dear_pairs(p: Tensor, q: Tensor, cost: Tensor, epsilon: float, rounding: float) -> Bool[Tensor, "n m"]:
-    """Return the pairs above the lowest level at which some plan avoids them all; none where there is no such level."""
-    least = (PRICE_LIMITS.roundings * max(rounding, np.finfo(np.float64).eps)) * float(p.sum())
+def _dear_pairs(
+    p: Tensor, q: Tensor, cost: Tensor, *, epsilon: float, budget: float, rounding: float
+) -> Bool[Tensor, "n m"]:
+    """Return the pairs above the lowest level at which some plan avoids them all; none where there is no such level.
+
+    `budget` is what the rounding of the weights may pay.
+    """
+    smallest = rounding_of_flows(p.numpy(), q.numpy())
     for level in _levels(cost, epsilon):
         is_dear = cost > level
-        if float(solve_arrays(p, q, is_dear.double(), rounding=rounding).value) <= least:
+        optimum = solve_arrays(p, q, is_dear.double(), rounding=rounding)
+        flows = optimum.flows * is_dear[optimum.rows, optimum.columns]
+        forced = flows.masked_fill(flows <= smallest, 0.0)
+        if float((forced * cost[optimum.rows, optimum.columns].nan_to_num(posinf=0.0)).sum()) <= budget:
             return is_dear
     return torch.zeros_like(cost, dtype=torch.bool)
 

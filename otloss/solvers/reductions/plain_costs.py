@@ -185,7 +185,7 @@ class _PlainCosts(WayBack):
 
     def bound(self, bound: Tensor) -> Tensor:
         if (low := self.shift.low_of_plan) is None:
-            return bound + self.shift.of_value.detach() - self.forbidden_cost
+            return bound + self.shift.of_value - self.forbidden_cost
         assert self.plan_of_all is not None
         return bound + low * self.plan_of_all().sum((-2, -1)) - self.forbidden_cost
 

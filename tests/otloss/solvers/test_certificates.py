@@ -302,3 +302,62 @@ def test_islands_off_the_blocks_of_coarse_images_warn_too() -> None:
 
 def _of_mass_one(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return (p / p.sum()).reshape(-1).requires_grad_(), (q / q.sum()).reshape(-1)
+
+
+@pytest.mark.parametrize("penalty", [2e4, 1e8])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_marginal_error_of_zero_in_float32_does_not_settle_the_constant(penalty: float, kept: int) -> None:
+    """The masses differ by half a rounding of float32, which the penalty multiplies in the potentials."""
+    p = torch.tensor([0.23549841344356537, 0.2593940794467926, 0.35235193371772766, 0.15275558829307556])
+    cost, one = torch.tensor([[4.75], [5.0], [5.875], [2.625]]), torch.ones(1)
+    sides = (penalty, None) if kept else (None, penalty)
+    answer = otloss.solve(p, one, cost, epsilon=1.4375, marginal_penalty=sides)
+    rho = (penalty, math.inf) if kept else (math.inf, penalty)
+    g = answer.potentials[1].tolist()
+    f, g, _ = precise_potentials(p.tolist(), [1.0], cost.tolist(), 1.4375, rho, g)
+    for potential, right in zip(answer.potentials, (f, g), strict=True):
+        off = max(abs(float(a) - b) for a, b in zip(right, potential.tolist(), strict=True))
+        assert off <= float(answer.potential_error)
+
+
+def test_the_gap_counts_the_rounding_of_the_mass_at_costs_below_zero() -> None:
+    """The value of a plan with one row is a sum, and the masses differ by a rounding: 1 is as right as their mean."""
+    q = torch.tensor([0.00013943611702416092, 0.9998605847358704])
+    cost = torch.tensor([[-0.13799306750297546, -0.28177595138549805]])
+    shares = q.double() / q.double().sum()
+    optimum = float(cost[0].double() @ shares)
+    for epsilon in (None, 2.0**-8):
+        answer = otloss.solve(torch.ones(1), q, cost, epsilon=epsilon)
+        assert float(answer.dual_value) <= optimum <= float(answer.dual_value + answer.gap)
+
+
+@pytest.mark.parametrize("sides", [(0.75, None), (None, 0.75), None])
+def test_derivatives_of_the_linear_cost_hold_the_shift_of_costs_below_zero(
+    sides: tuple[float | None, float | None] | None,
+) -> None:
+    """The mass that is moved depends on the weights of the kept side, or is given: the shift counts by it."""
+    generator = torch.Generator().manual_seed(0)
+    p, q, cost = (torch.rand(k, generator=generator, dtype=torch.float64) for k in ((3,), (4,), (3, 4)))
+    part = torch.tensor(0.25, dtype=torch.float64)
+
+    def linear_cost(p: Tensor, q: Tensor, cost: Tensor, part: Tensor) -> Tensor:
+        moved = {"mass": part} if sides is None else {"marginal_penalty": sides}
+        answer = otloss.solve(p + 0.1, q + 0.1, cost - 0.7, epsilon=0.125, grad="implicit", tolerance=1e-13, **moved)
+        return answer.linear_cost + 0.0 * part
+
+    leaves = [t.requires_grad_() for t in (p, q, cost, part)]
+    assert torch.autograd.gradcheck(linear_cost, leaves, eps=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_light_bin_that_has_to_pay_a_price_is_no_rounding_beside_a_small_epsilon(dtype: torch.dtype) -> None:
+    """It holds less than the rounding of the whole mass, but half of the value: either the optimum or an error."""
+    p = torch.tensor([2.0**-30, 2.0**-29, 1.0], dtype=dtype)
+    q = torch.tensor([0.0625, 0.9375], dtype=dtype)
+    cost = torch.tensor([[487.0, 113.0], [2.0**39, 2.0**39], [233.0, 1027.0]], dtype=dtype)
+    exact = float(otloss.emd(p, q, cost))
+    try:
+        answer = otloss.solve(p, q, cost, epsilon=14.0)
+    except otloss.SmallEpsilonError:
+        return
+    assert float(answer.value) >= exact * (1 - 1e-5)
