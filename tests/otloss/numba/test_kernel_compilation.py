@@ -257,7 +257,6 @@ def test_functions_that_count_references_take_arrays_only_from_those_that_count_
 # The time of a compilation grows with the lines that numba sees. These kernels may be larger, but should not grow.
 LARGEST_KERNEL = 300
 LARGER_KERNELS = {
-    "newton_problems": 530,
     "unbalanced_problems": 430,
     "barycenter_problems": 400,
     "solve_problems_from": 350,
