@@ -163,7 +163,10 @@ def _call_by_address(result: Any, arguments: Any) -> Callable[..., Any]:
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         pointer, number = unpack_tuple(builder, values[0])
         with if_unlikely(builder, builder.icmp_signed("!=", number, number.type(_number_of(result, kinds)))):
-            text = f"a kernel is called by its address with arguments of the types {kinds}, but is compiled for others"
+            text = (
+                f"a kernel is called by its address with arguments of the types {kinds} and a result of the type "
+                f"{result}, but is compiled for others"
+            )
             context.call_conv.return_user_exc(builder, TypeError, (text,))
         function = context.call_conv.get_function_type(result, kinds).as_pointer()
         kernel = builder.inttoptr(pointer, function)

@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from filelock import FileLock
 from numba.core.event import trigger_event
+from numba.core.runtime import _nrt_python, rtsys
 
 from otloss._numba import cache as _cache
-from otloss._numba.compile import address_of, call_at, compiled
+from otloss._numba.compile import address_of, call_at, compiled, result_at
 from otloss._numba.notices import compile_together
 from tests.otloss.numba.test_kernel_threads import lines_at
 
@@ -309,3 +310,42 @@ def test_a_call_by_address_with_arguments_of_other_types_raises(folder: Path) ->
     with pytest.raises(TypeError, match="with arguments of the types"):
         call(address_of(write, numbers, 1), numbers, 3.0)
     assert numbers[0] == 2.0
+
+
+@contextmanager
+def counting_allocations() -> Iterator[Callable[[], Any]]:
+    """Give a function that returns the numbers of arrays that kernels have allocated and freed."""
+    was_on = _nrt_python.memsys_stats_enabled()
+    _nrt_python.memsys_enable_stats()
+    try:
+        yield rtsys.get_allocation_stats
+    finally:
+        if not was_on:
+            _nrt_python.memsys_disable_stats()
+
+
+def test_a_result_of_a_call_by_address_is_freed_once(folder: Path) -> None:
+    @compiled(allocates=True, no_cpython_wrapper=True)
+    def first_numbers(count: int) -> np.ndarray:
+        out = np.empty(count)
+        for k in range(count):
+            out[k] = k
+        return out
+
+    @compiled(allocates=True)
+    def add_results(address: tuple[int, int], example: np.ndarray) -> float:
+        total, numbers = 0.0, example
+        for count in range(1, 100):
+            numbers = result_at(address, (count,), numbers)
+            total += numbers.sum()
+        return total
+
+    address = address_of(first_numbers, 1)
+    with counting_allocations() as count:
+        before = count()
+        for _ in range(3):
+            assert add_results(address, np.ones(1)) == sum(k * (99 - k) for k in range(99))
+        after = count()
+    assert after.alloc - before.alloc == after.free - before.free > 0
+    with pytest.raises(TypeError, match="with arguments of the types"):
+        add_results(address, np.ones(1, np.float32))
