@@ -60,16 +60,19 @@ _EXP64 = _Exp(
 _LOG_SERIES = tuple(1 / k for k in range(19, 1, -2))
 
 
-def compiled(*, allocates: bool = False, **options: Any) -> Callable[[Any], Any]:
+def compiled(*, allocates: bool = False, by_address: bool = False, **options: Any) -> Callable[[Any], Any]:
     """`numba.njit` with the options of this library: compiled at the first call for each dtype, and kept on disk.
 
     Floating-point sums are reordered only where `fastmath=` asks for it. NaN and infinity always keep their meaning.
     Only a kernel that `allocates` arrays counts references to them. Counts in an inner loop took a fifth of the time of
     Sinkhorn's iterations, and a quarter of the kernel's code.
+
+    A kernel that other kernels call `by_address` (see `call_at`) has no wrapper for Python, so a call from Python
+    crashes. Wrappers read each argument, and took a fifth of the time of such kernels, which have many arguments.
     """
     chosen: dict[str, Any] = {
         "fastmath": {"contract", "nsz"}, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True,
-        "pipeline_class": KernelCompiler, "_nrt": allocates, **options,
+        "no_cpython_wrapper": by_address, "pipeline_class": KernelCompiler, "_nrt": allocates, **options,
     }  # fmt: skip
 
     def decorate(function: Any) -> Any:

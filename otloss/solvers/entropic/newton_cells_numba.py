@@ -374,7 +374,7 @@ def update_far_columns(pairs: Any, rows: Any, columns: Any, epsilon: float) -> i
     return count
 
 
-@compiled(allocates=True, no_cpython_wrapper=True)
+@compiled(allocates=True, by_address=True)
 def begin_round(
     pairs: Any, rows: Any, columns: Any, epsilon: float, smallest_share: float, previous: Any, may_update: bool
 ) -> Cells:  # fmt: skip

@@ -331,7 +331,7 @@ def build_conjugate_gradients(precondition: Any) -> Any:
 solve_equations = build_conjugate_gradients(precondition)
 
 
-@compiled(allocates=True, no_cpython_wrapper=True)
+@compiled(allocates=True, by_address=True)
 def find_step(
     counter: Any, cells: Any, rows: Any, columns: Any, order: Any, epsilon: float, error: float, x: Any
 ) -> None:  # fmt: skip

@@ -177,6 +177,19 @@ def test_a_kernel_is_compiled_where_another_process_has_hung(
         assert compilations() == 1
 
 
+def test_kernels_that_another_process_compiles_come_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, order = np.ones(3, np.float32), list[Any]()
+    kernels = [compiled()(function) for function in (doubled, tripled)]
+    for kernel in kernels:
+        compile_together((kernel, (numbers,)))
+    (path,) = (path for path in folder.rglob("*.nbc") if "doubled" in path.name)
+    for kernel in (other := [compiled()(function) for function in (doubled, tripled)]):
+        monkeypatch.setattr(kernel, "compile", lambda signature, kernel=kernel: order.append(kernel))
+    with FileLock(path.with_suffix(".lock")):
+        compile_together(*((kernel, (numbers,)) for kernel in other))
+    assert order == other[::-1]
+
+
 def test_a_copy_of_the_sources_reads_what_is_kept(folder: Path, compilations: Callable[[], int]) -> None:
     """Whose files have other times, as after another installation of the same version."""
     assert compilations() == 2
@@ -325,7 +338,7 @@ def counting_allocations() -> Iterator[Callable[[], Any]]:
 
 
 def test_a_result_of_a_call_by_address_is_freed_once(folder: Path) -> None:
-    @compiled(allocates=True, no_cpython_wrapper=True)
+    @compiled(allocates=True, by_address=True)
     def first_numbers(count: int) -> np.ndarray:
         out = np.empty(count)
         for k in range(count):
