@@ -14,8 +14,8 @@ function of b the dual has the gradient t - c, and its negative Hessian is
                 solution.
     round       `begin_round` updates f exactly over all pairs. This gives the error, and the cells that hold more than
                 a small share of their row or column. `steps_on_cells` runs on these cells.
-    step        `find_step` solves H x = t - c. `search_along` moves b by x, or by a part of x where the dual falls
-                along the rest.
+    step        `find_step` solves H x = t - c. `search_along` moves b by x, or by a part of x where the dual would fall
+                beyond it.
 
     newton_cells_numba      the plan over all pairs and on the cells; which arrays belong together after which function
     newton_step_numba       the equations of a step
@@ -84,12 +84,12 @@ class NewtonProblems(NamedTuple):
 
 
 class NewtonLimits(NamedTuple):
-    """Where the search of a problem, or of a stage, ends: in both respects within the first two, or at the last.
+    """The search of a problem or of a stage ends within the first two limits, or after the last one.
 
     Attributes:
-        tolerance: of the error.
-        largest_change: of b by an exact update, or infinity.
-        max_steps: of all rounds.
+        tolerance: the largest error.
+        largest_change: the largest change of b by an exact update, or infinity.
+        max_steps: the largest number of steps of all rounds together.
     """
 
     tolerance: float

@@ -36,9 +36,10 @@ from otloss.solvers.entropic.newton_numbers import NEWTON
 
 
 class Edges(NamedTuple):
-    """Edges between columns, as lists: the list of column j begins at heads[j] and holds what is eliminated after j.
+    """Edges between columns, as linked lists. The list of column j begins at heads[j].
 
-    The last list holds the free places.
+    An edge is in the list of the column that is eliminated first; `columns` names the other one. The last list holds
+    the free places.
     """
 
     heads: Any
@@ -134,7 +135,10 @@ def thin_out(shares: Any, work: Any, phase: float) -> int:
 
 @inner()
 def first_at_most(values: Any, start: int, stop: int, bound: float) -> int:
-    """Return the first place from `start` on whose value is at most the bound; the values fall, the last one does."""
+    """Return the first place from `start` on whose value is at most the bound.
+
+    The values fall, and the last one is at most the bound.
+    """
     low, high = start, stop - 1
     while low < high:
         middle = (low + high) // 2
