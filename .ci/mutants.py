@@ -53,7 +53,10 @@ MODULES = {
     ],
     "otloss/metrics/forecasts.py": ["tests/otloss/metrics"],
     # These tests run the kernel as plain Python: a mutant compiles nothing.
-    "otloss/solvers/entropic/newton_numba.py": ["tests/otloss/solvers/test_newton_kernel.py"],
+    **{
+        f"otloss/solvers/entropic/newton{part}_numba.py": ["tests/otloss/solvers/test_newton_kernel.py"]
+        for part in ("", "_cells", "_step")
+    },
 }
 KILLED, SURVIVED, BROKEN = 1, 0, 2
 COMPARISONS = {

@@ -49,13 +49,19 @@ class KernelCache(FunctionCache):
         context.refresh()
         return self._cache_file.has(self._index_key(signature, context.codegen()))
 
+    def is_locked(self, signature: tuple[Any, ...], context: Any) -> bool:
+        """Whether a process compiles the kernel, or was killed while it did."""
+        return self._lock_path(signature, context).exists()
+
+    def _lock_path(self, signature: tuple[Any, ...], context: Any) -> Path:
+        return self._cache_file.path(self._index_key(signature, context.codegen())).with_suffix(".lock")
+
     def load_overload(self, signature: Any, context: Any) -> Any:
         """Read a kernel. Where there is none, wait for the process that compiles it, or keep others from doing so."""
         kernel = super().load_overload(signature, context)
         if kernel is not None:
             return kernel
-        path = self._cache_file.path(self._index_key(signature, context.codegen())).with_suffix(".lock")
-        lock = self._locks.setdefault(signature, FileLock(path, thread_local=False))
+        lock = self._locks.setdefault(signature, FileLock(self._lock_path(signature, context), thread_local=False))
         with suppress(OSError, NotImplementedError):  # a folder or a file system without locks, or the time is over
             lock.acquire(timeout=LONGEST)
         kernel = super().load_overload(signature, context)

@@ -112,7 +112,7 @@ def address_of(kernel: Any, *arguments: Any) -> tuple[int, int]:
     kernel.compile(signature)
     code = kernel.overloads[signature]
     pointer = int(code.library.get_pointer_to_function(code.fndesc.llvm_func_name))
-    return pointer, _number_of(signature)
+    return pointer, _number_of(code.signature.return_type, signature)
 
 
 _addresses: dict[Any, tuple[tuple[int, int], ...]] = {}
@@ -135,9 +135,9 @@ def addresses_of(key: Any, caller: Callable[[Any], Any], called: Callable[[], An
     return _addresses[key]
 
 
-def _number_of(signature: tuple[Any, ...]) -> int:
+def _number_of(result: Any, arguments: tuple[Any, ...]) -> int:
     """Return the same number in each process for the same types."""
-    return crc32(repr(tuple(map(str, signature))).encode())
+    return crc32(repr(tuple(map(str, (result, *arguments)))).encode())
 
 
 @intrinsic
@@ -147,23 +147,40 @@ def call_at(typing_context: Any, address: Any, arguments: Any) -> Any:
     A kernel that is called so is compiled and kept once, and not again as a part of each caller. Arguments of other
     types raise TypeError.
     """
+    return types.none(address, arguments), _call_by_address(types.none, arguments)
+
+
+@intrinsic
+def result_at(typing_context: Any, address: Any, arguments: Any, example: Any) -> Any:
+    """Call a kernel as `call_at` does, and return its result, which has the type of `example`.
+
+    A kernel that returns arrays counts references to them, and so must its caller.
+    """
+    return example(address, arguments, example), _call_by_address(example, arguments)
+
+
+def _call_by_address(result: Any, arguments: Any) -> Callable[..., Any]:
+    """Return what generates the code of such a call."""
     kinds = tuple(map(types.unliteral, arguments))
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         pointer, number = unpack_tuple(builder, values[0])
-        with if_unlikely(builder, builder.icmp_signed("!=", number, number.type(_number_of(kinds)))):
-            text = f"a kernel is called by its address with arguments of the types {kinds}, but is compiled for others"
+        with if_unlikely(builder, builder.icmp_signed("!=", number, number.type(_number_of(result, kinds)))):
+            text = (
+                f"a kernel is called by its address with arguments of the types {kinds} and a result of the type "
+                f"{result}, but is compiled for others"
+            )
             context.call_conv.return_user_exc(builder, TypeError, (text,))
-        function = context.call_conv.get_function_type(types.none, kinds).as_pointer()
+        function = context.call_conv.get_function_type(result, kinds).as_pointer()
         kernel = builder.inttoptr(pointer, function)
-        status, _ = context.call_conv.call_function(
-            builder, kernel, types.none, kinds, unpack_tuple(builder, values[1])
+        status, returned = context.call_conv.call_function(
+            builder, kernel, result, kinds, unpack_tuple(builder, values[1])
         )
         with if_unlikely(builder, status.is_error):  # an index beyond an array, where these are checked
             context.call_conv.return_status_propagate(builder, status)
-        return context.get_dummy_value()
+        return returned if result != types.none else context.get_dummy_value()
 
-    return types.none(address, arguments), codegen
+    return codegen
 
 
 def _reinterpreted(source: Any, target: Any) -> Any:

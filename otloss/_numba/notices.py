@@ -91,8 +91,10 @@ def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
     if len(missing) > 1:
         announce(missing)
         _listener.announced.update(missing)
-    for kernel, signature in compilations:
+    while compilations:  # of processes that need the same kernels each compiles others
+        kernel, signature = next((one for one in compilations if not _is_compiled_elsewhere(*one)), compilations[0])
         kernel.compile(signature)
+        compilations.remove((kernel, signature))
 
 
 def is_compiled(kernel: Any, signature: tuple[Any, ...]) -> bool:
@@ -100,6 +102,13 @@ def is_compiled(kernel: Any, signature: tuple[Any, ...]) -> bool:
     if signature in kernel.overloads:
         return True
     return isinstance(kernel._cache, KernelCache) and kernel._cache.is_kept(signature, kernel.targetctx)
+
+
+def _is_compiled_elsewhere(kernel: Any, signature: tuple[Any, ...]) -> bool:
+    """Whether another process seems to compile a kernel that is not in memory."""
+    if signature in kernel.overloads or not isinstance(kernel._cache, KernelCache):
+        return False
+    return kernel._cache.is_locked(signature, kernel.targetctx)
 
 
 def announce(compilations: Sequence[tuple[Any, Any]], *, elsewhere: bool = False) -> None:

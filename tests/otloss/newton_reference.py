@@ -1,6 +1,6 @@
 """The reference implementation of `newton_numba`: Newton's method on the dual, with dense matrices in float64.
 
-The notation is that of the kernel: b = g / epsilon, s_p = epsilon / rho_p, k_p = 1 / (1 + s_p), and for all i and j
+The notation is the kernel's: b = g / epsilon, s_p = epsilon / rho_p, k_p = 1 / (1 + s_p), and for all i and j
 
     f_i = -epsilon k_p log sum_j q_j exp(b_j - C_ij / epsilon)      the exact update from g
     S_ij = q_j exp(b_j - C_ij / epsilon) / sum_l q_l exp(b_l - C_il / epsilon)

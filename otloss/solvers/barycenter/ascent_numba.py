@@ -25,19 +25,15 @@ import numpy as np
 from otloss._numba.compile import compiled, inner
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
-from otloss.solvers.entropic.newton_numba import (
-    NEWTON,
-    Cells,
+from otloss.solvers.entropic.newton_cells_numba import Cells, Side, column_error, evaluate
+from otloss.solvers.entropic.newton_numba import derivative_along, search_along
+from otloss.solvers.entropic.newton_numbers import NEWTON
+from otloss.solvers.entropic.newton_step_numba import (
     Factor,
-    Side,
     build_conjugate_gradients,
-    column_error,
-    derivative_along,
     elimination_order,
-    evaluate,
     factorise,
     precondition,
-    search_along,
 )
 
 

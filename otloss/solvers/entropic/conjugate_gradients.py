@@ -1,7 +1,7 @@
 """Conjugate gradients for batches of equations A b = c that are known by products, on any device.
 
-A is self-adjoint and positive in an inner product that belongs to each problem. Those of `newton_numba` are for one
-plan, whose cells they need for their preconditioner.
+A is self-adjoint and positive in an inner product that belongs to each problem. `newton_step_numba` has conjugate
+gradients for one plan, whose cells give the preconditioner.
 """
 
 from __future__ import annotations

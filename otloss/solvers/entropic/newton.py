@@ -30,7 +30,7 @@ from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.problem import Problem
 
 if TYPE_CHECKING:
-    from otloss.solvers.entropic.newton_numba import Pairs
+    from otloss.solvers.entropic.newton_cells_numba import Pairs
 
 MAX_STEPS = 1000
 
@@ -148,11 +148,11 @@ def _order(problem: Problem) -> _Order:
 def _pairs(problem: Problem, order: _Order) -> Pairs:
     """Return the costs for the kernel; `matrix` has a first axis of matrices."""
     from otloss.costs.softmin_numba import as_columns
-    from otloss.solvers.entropic.newton_numba import Pairs
+    from otloss.solvers.entropic.newton_cells_numba import Pairs
 
     cost, points = problem.cost, problem.cost.as_points()
     if points is None:
-        matrices = cost.dense().reshape(-1, *cost.shape).numpy()
+        matrices = cost.dense().reshape(-1, *cost.shape).contiguous().numpy()
         return Pairs(matrices, np.empty((0, 0)), np.empty((0, 0)), metric=0)
     x, y = points.x[order.rows].contiguous().numpy(), as_columns(points.y[order.columns].numpy(), scratch=1)
     return Pairs(np.empty((1, 0, 0)), x, y, METRICS[str(points.metric)])
@@ -160,7 +160,15 @@ def _pairs(problem: Problem, order: _Order) -> Pairs:
 
 def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, budget: Budget) -> SearchResult:
     """Call the kernel, from g with this error and the cells (problems, 2, cells) of the exact plans."""
-    from otloss.solvers.entropic.newton_numba import build_results, newton_problems
+    from otloss._numba.compile import addresses_of
+    from otloss.solvers.entropic.newton_numba import (
+        NewtonKernels,
+        NewtonLimits,
+        NewtonProblems,
+        build_calls,
+        build_results,
+        newton_problems,
+    )
 
     penalty, (n, m) = problem.marginal_penalty, problem.cost.shape
     p, q = problem.p, problem.q
@@ -170,16 +178,22 @@ def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None
     cells = np.empty((count, 2, 0), np.int64)
     if plans is not None:
         cells = np.stack([torch.argsort(order[side])[plans[:, side]].numpy() for side in range(2)], 1)
-    costs = _pairs(problem, order)
-    results = build_results(n, g[:, order.columns].numpy())
-    problems = (
-        p[:, order.rows].contiguous().numpy(), q[:, order.columns].contiguous().numpy(), tuple(costs),
-        np.arange(count) % len(costs.matrix), problem.epsilon.contiguous().numpy(),
-        penalties_of(problem), error.isfinite().numpy(), cells,
+    pairs = _pairs(problem, order)
+    problems = NewtonProblems(
+        p=p[:, order.rows].contiguous().numpy(), q=q[:, order.columns].contiguous().numpy(), pairs=pairs,
+        owner=np.arange(count) % len(pairs.matrix), epsilon=problem.epsilon.contiguous().numpy(),
+        penalties=penalties_of(problem), has_start=error.isfinite().numpy(), plans=np.ascontiguousarray(cells),
     )  # fmt: skip
-    limits = (budget.tolerance, budget.largest_change, min(budget.max_iterations, MAX_STEPS))
+    limits = NewtonLimits(budget.tolerance, budget.largest_change, min(budget.max_iterations, MAX_STEPS))
+    results = build_results(n, g[:, order.columns].contiguous().numpy())
+    arguments = problems, limits, results
+    kernels = addresses_of(
+        newton_problems,
+        lambda addresses: (newton_problems, (np.zeros(3, np.int64), NewtonKernels(*addresses), *arguments)),
+        build_calls,
+    )
     work = Work("Newton's method", count * n * m, budget.tolerance)
-    run_on_threads(newton_problems, count, (problems, limits, tuple(results)), work=work)
+    run_on_threads(newton_problems, count, (NewtonKernels(*kernels), *arguments), work=work)
     f, g = (torch.from_numpy(potential) for potential in (results.f, results.g))
     f, g = (torch.empty_like(t).index_copy_(1, places, t) for t, places in zip((f, g), order, strict=True))
     outcome = torch.from_numpy(results.outcome)

@@ -12,7 +12,7 @@ Far from the solution the equations of parts that exchange nothing are singular,
 that is not near begins at a large epsilon, where all parts exchange mass, and lowers it; potentials of a larger epsilon
 are a few epsilons off.
 
-The products are those of `Cost.plan_products`: streamed kernels in float32, or blocks of rows in torch. In float32 the
+`Cost.plan_products` makes the products: streamed kernels in float32, or blocks of rows in torch. In float32 the
 error of the marginals falls to about the rounding of potentials over epsilon. Where that is above the tolerance, a few
 more steps follow in float64, on the same device. A search whose error no longer falls ends with the error that it has.
 

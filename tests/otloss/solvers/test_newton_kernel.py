@@ -11,10 +11,12 @@ from otloss.costs.softmin_numba import as_columns
 from tests.otloss.newton_reference import DenseDual, solve_in_stages
 from tests.otloss.uncompiled_kernels import import_uncompiled
 
-newton, ascent = import_uncompiled(
-    "otloss.solvers.entropic.newton_numba", "otloss.solvers.barycenter.ascent_numba"
+sparse, equations, newton, ascent = import_uncompiled(
+    "otloss.solvers.entropic.newton_cells_numba", "otloss.solvers.entropic.newton_step_numba",
+    "otloss.solvers.entropic.newton_numba", "otloss.solvers.barycenter.ascent_numba",
 )  # fmt: skip
 COUNTER = np.zeros(8, np.int64)
+KERNELS = newton.NewtonKernels(*(kernel for kernel, _ in newton.build_calls()))
 NO_POINTS = np.empty((0, 0)), np.empty((0, 0)), 0
 
 
@@ -45,14 +47,14 @@ class State:
     def __init__(self, dual: DenseDual, b: np.ndarray | None = None) -> None:
         self.dual, (n, m) = dual, dual.cost.shape
         self.b = np.random.default_rng(3).normal(size=m) if b is None else b
-        self.rows = newton.build_side(dual.p, np.full(n, np.nan), dual.rho_p)
-        self.columns = newton.build_side(dual.q, self.b * dual.epsilon, dual.rho_q)
+        self.rows = sparse.build_side(dual.p, np.full(n, np.nan), dual.rho_p)
+        self.columns = sparse.build_side(dual.q, self.b * dual.epsilon, dual.rho_q)
         self.epsilon = dual.epsilon
-        self.pairs = newton.Pairs(dual.cost, *NO_POINTS)
-        self.none = newton.Cells(np.zeros(n + 1, np.int64), np.empty(0, np.int32), np.empty(0), np.empty(0))
+        self.pairs = sparse.Pairs(dual.cost, *NO_POINTS)
+        self.none = sparse.Cells(np.zeros(n + 1, np.int64), np.empty(0, np.int32), np.empty(0), np.empty(0))
 
     def select(self, cut: float, previous: Any = None) -> Any:
-        return newton.select_cells(
+        return sparse.select_cells(
             self.pairs, self.rows, self.columns, self.epsilon, cut, self.none if previous is None else previous
         )  # fmt: skip
 
@@ -61,7 +63,7 @@ class State:
         (n, m), draw = self.dual.cost.shape, np.random.default_rng(4)
         columns = np.concatenate([draw.permutation(m) for _ in range(n)]).astype(np.int32)
         costs = self.dual.cost[np.repeat(np.arange(n), m), columns]
-        return newton.Cells(np.arange(0, n * m + 1, m), columns, costs, np.full(n * m, np.nan))
+        return sparse.Cells(np.arange(0, n * m + 1, m), columns, costs, np.full(n * m, np.nan))
 
     @property
     def current(self) -> np.ndarray:
@@ -119,7 +121,7 @@ def test_selected_cells(state: State) -> None:
     close(state.rows.potential, plan.f)
     close(state.rows.mass, plan.r)
     close(state.columns.mass, plan.c)
-    close(newton.column_error(state.columns), plan.error)
+    close(sparse.column_error(state.columns), plan.error)
 
 
 @pytest.mark.parametrize("metric", [0, 1, 2])
@@ -130,7 +132,7 @@ def test_selected_cells_between_points(metric: int) -> None:
     squares = np.square(difference).sum(-1)
     cost = (squares, np.sqrt(squares), np.abs(difference).sum(-1))[metric]
     matrix, points = (State(DenseDual(p / p.sum(), q / q.sum(), cost, 0.1, 0.9, 1.8)) for _ in range(2))
-    points.pairs = newton.Pairs(np.empty((0, 0)), x, as_columns(y, scratch=1), metric)
+    points.pairs = sparse.Pairs(np.empty((0, 0)), x, as_columns(y, scratch=1), metric)
     previous = matrix.select(0.3)
     selected = [side.select(0.02, previous) for side in (matrix, points)]
     assert (as_mask(selected[0], cost.shape) == as_mask(selected[1], cost.shape)).all()
@@ -149,7 +151,7 @@ def test_evaluate(state: State) -> None:
     cells = state.select(0.05)
     dual = state.dual.on_cells(as_mask(cells, state.dual.cost.shape) | (state.dual.p == 0)[:, None])
     plan, alive = dual.plan(state.b), state.dual.p > 0
-    close(newton.evaluate(cells, state.rows, state.columns, state.epsilon), plan.error)
+    close(sparse.evaluate(cells, state.rows, state.columns, state.epsilon), plan.error)
     close(cells.shares, plan.shares[places(cells), cells.columns])
     close(state.rows.potential[alive], plan.f[alive])
     close(state.rows.mass, plan.r)
@@ -158,12 +160,12 @@ def test_evaluate(state: State) -> None:
 
 def test_update_of_columns(state: State) -> None:
     cells, q = state.all_cells(), state.dual.q
-    newton.evaluate(cells, state.rows, state.columns, state.epsilon)
+    sparse.evaluate(cells, state.rows, state.columns, state.epsilon)
     expected = state.dual.update(state.b)
     kept = state.dual.plan(state.b).t > 0
-    largest = newton.largest_change(state.columns, state.epsilon)
+    largest = sparse.largest_change(state.columns, state.epsilon)
     close(largest, np.abs(expected - state.b)[kept].max())
-    newton.update_columns(state.columns, state.epsilon)
+    sparse.update_columns(state.columns, state.epsilon)
     close(state.current[q > 0], expected[q > 0])
     close(state.current[q == 0], state.b[q == 0])
 
@@ -173,24 +175,24 @@ def test_far_columns_are_updated_exactly(state: State) -> None:
     state.columns.potential[far] -= 900 * state.dual.epsilon
     start = state.current
     state.select(0.1)
-    assert newton.update_far_columns(state.pairs, state.rows, state.columns, state.epsilon) == 1
+    assert sparse.update_far_columns(state.pairs, state.rows, state.columns, state.epsilon) == 1
     close(state.current, state.dual.update(start, np.arange(m) == far))
     state.select(0.1)
     close(state.columns.mass[far], state.dual.plan(state.current).c[far])
-    assert newton.update_far_columns(state.pairs, state.rows, state.columns, state.epsilon) == 0
+    assert sparse.update_far_columns(state.pairs, state.rows, state.columns, state.epsilon) == 0
 
 
 def test_outdated_masses_are_noticed() -> None:
     state = State(problem("balanced"))
     cells, x = state.all_cells(), np.zeros(7)
-    newton.evaluate(cells, state.rows, state.columns, state.epsilon)
-    newton.update_columns(state.columns, state.epsilon)
-    order = newton.elimination_order(cells, 7)
+    sparse.evaluate(cells, state.rows, state.columns, state.epsilon)
+    sparse.update_columns(state.columns, state.epsilon)
+    order = equations.elimination_order(cells, 7)
     with pytest.raises(AssertionError):
-        newton.find_step(COUNTER, cells, state.rows, state.columns, order, state.epsilon, 0.1, x)
+        equations.find_step(COUNTER, cells, state.rows, state.columns, order, state.epsilon, 0.1, x)
     selected = state.select(0.1)
     with pytest.raises(AssertionError):  # these cells have no shares yet
-        newton.find_step(COUNTER, selected, state.rows, state.columns, order, state.epsilon, 0.1, x)
+        equations.find_step(COUNTER, selected, state.rows, state.columns, order, state.epsilon, 0.1, x)
 
 
 # ---- the factor ------------------------------------------------------------------------------------------------------
@@ -211,12 +213,13 @@ def plan_of(kind: str, n: int, m: int) -> np.ndarray:
 def inverse_of_factor(plan: np.ndarray, damping: float, excess: np.ndarray) -> np.ndarray:
     mass, columns = plan.sum(1), [np.flatnonzero(row) for row in plan]
     shares = np.concatenate([row[row > 0] / row.sum() for row in plan])
-    cells = newton.Cells(np.cumsum([0, *map(len, columns)]), np.concatenate(columns).astype(np.int32), shares, shares)
-    rows, m = newton.Side(mass, mass, mass, mass, np.inf), len(excess)
-    factor = newton.factorise(cells, rows, damping, excess.copy(), newton.elimination_order(cells, m))
+    starts = np.cumsum([0, *map(len, columns)])
+    cells = sparse.Cells(starts, np.concatenate(columns).astype(np.int32), shares, shares)
+    rows, m = sparse.Side(mass, mass, mass, mass, np.inf), len(excess)
+    factor = equations.factorise(cells, rows, damping, excess.copy(), equations.elimination_order(cells, m))
     inverse = np.empty((m, m))
     for j in range(m):
-        newton.precondition(factor, np.eye(m)[j], inverse[j])
+        equations.precondition(factor, np.eye(m)[j], inverse[j])
     return inverse
 
 
@@ -251,11 +254,11 @@ def test_the_factor_of_a_chain_is_exact(damping: float) -> None:
 def test_trees_have_the_laplacian_of_all_edges_as_their_mean() -> None:
     shares, scale, count = np.array([0.3, 0.05, 0.25, 0.4]), 1.7, 4000
     columns, ranks = np.array([5, 2, 0, 3], np.int32), np.array([3, 0, 5, 1, 2, 4])
-    total, phase, work = np.zeros((6, 6)), 0.5, newton.build_thinning(6)
+    total, phase, work = np.zeros((6, 6)), 0.5, equations.build_thinning(6)
     for _ in range(count):
-        edges = newton.Edges(np.full(7, -1), np.arange(-1, 9), np.empty(10, np.int32), np.empty(10))
+        edges = equations.Edges(np.full(7, -1), np.arange(-1, 9), np.empty(10, np.int32), np.empty(10))
         edges.heads[6] = 9
-        phase = newton.add_tree(edges, ranks, columns, shares, scale, work, phase)
+        phase = equations.add_tree(edges, ranks, columns, shares, scale, work, phase)
         assert 0 <= phase < 1
         for j in range(6):
             e = edges.heads[j]
@@ -270,13 +273,13 @@ def test_trees_have_the_laplacian_of_all_edges_as_their_mean() -> None:
 
 
 def test_edges_are_taken_once_and_freed() -> None:
-    edges = newton.Edges(np.full(5, -1), np.arange(-1, 5), np.empty(6, np.int32), np.empty(6))
+    edges = equations.Edges(np.full(5, -1), np.arange(-1, 5), np.empty(6, np.int32), np.empty(6))
     edges.heads[4] = 5
-    work, ranks, columns = newton.build_thinning(4), np.arange(4), np.array([0, 3], np.int32)
+    work, ranks, columns = equations.build_thinning(4), np.arange(4), np.array([0, 3], np.int32)
     for weight in (1.0, 2.0, 4.0):
-        newton.add_tree(edges, ranks, columns, np.array([1.0, weight]), 1.0, work, 0.5)
+        equations.add_tree(edges, ranks, columns, np.array([1.0, weight]), 1.0, work, 0.5)
     seen, near, weights = np.full(4, -1), np.empty(4, np.int64), np.empty(4)
-    assert newton.remove_neighbours(edges, 0, seen, near, weights) == 1
+    assert equations.remove_neighbours(edges, 0, seen, near, weights) == 1
     assert (near[0], weights[0]) == (3, 7.0)
     assert (seen == -1).all()
     free, e = 0, edges.heads[4]
@@ -289,8 +292,8 @@ def test_few_shares_stand_for_many() -> None:
     """The sum of each octave is kept, and no share where there are few."""
     shares = np.concatenate([np.full(50, 0.01), np.full(3, 0.1), np.full(40, 1e-6), [1e-30]])
     shares /= shares.sum()
-    work = newton.build_thinning(len(shares))
-    count = newton.thin_out(shares, work, 0.5)
+    work = equations.build_thinning(len(shares))
+    count = equations.thin_out(shares, work, 0.5)
     kept, kept_places = work.kept[:count], work.places[:count]
     assert len(set(kept_places)) == count == 1 + 4 + 4 + 3
     close(kept.sum(), 1)
@@ -301,15 +304,15 @@ def test_few_shares_stand_for_many() -> None:
 
 @pytest.mark.parametrize(("share", "number"), [(1.0, 63), (0.6, 63), (0.5, 63), (0.4999, 62), (0.25, 62), (0.0, 0)])
 def test_octaves(share: float, number: int) -> None:
-    assert newton.octave(share) == (number if share != 0.25 else 62)
-    assert newton.octave(2.0**-40) == 63 - 39
-    assert newton.octave(2.0**-90) == 0
+    assert equations.octave(share) == (number if share != 0.25 else 62)
+    assert equations.octave(2.0**-40) == 63 - 39
+    assert equations.octave(2.0**-90) == 0
 
 
 def test_shares_are_sorted_with_their_places() -> None:
     shares = np.array([0.3, 0.1, 0.3, 0.05, 0.25])
-    work = newton.build_thinning(5)
-    newton.sort_shares(shares, work)
+    work = equations.build_thinning(5)
+    equations.sort_shares(shares, work)
     close(work.kept, np.sort(shares))
     close(shares[work.places], work.kept)
     assert sorted(work.places) == list(range(5))
@@ -320,7 +323,7 @@ def test_first_value_at_most_a_bound() -> None:
     for start in range(5):
         for bound in (0.0, 1.0, 2.0, 5.0, 7.0, 10.0):
             expected = next(b for b in range(start, 5) if values[b] <= bound)
-            assert newton.first_at_most(values, start, 5, bound) == expected
+            assert equations.first_at_most(values, start, 5, bound) == expected
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -328,10 +331,10 @@ def test_first_value_at_most_a_bound() -> None:
 
 def test_products_and_derivative(state: State) -> None:
     cells, (damping, ratio) = state.all_cells(), state.dual.ratios
-    newton.evaluate(cells, state.rows, state.columns, state.epsilon)
+    sparse.evaluate(cells, state.rows, state.columns, state.epsilon)
     plan, x = state.dual.plan(state.b), np.random.default_rng(6).normal(size=len(state.b))
     out = np.empty_like(x)
-    newton.apply_curvature(cells, state.rows, plan.c + ratio * plan.t, damping, x, out)
+    equations.apply_curvature(cells, state.rows, plan.c + ratio * plan.t, damping, x, out)
     close(out, state.dual.curvature(state.b) @ x)
     close(newton.derivative_along(state.columns, x), (plan.t - plan.c) @ x)
 
@@ -352,14 +355,14 @@ def preconditioned(matrix: np.ndarray, right: np.ndarray, share: float) -> tuple
 @pytest.mark.parametrize("share", [0.3, 1e-2, 1e-22])
 def test_conjugate_gradients(state: State, share: float) -> None:
     cells, (damping, ratio) = state.all_cells(), state.dual.ratios
-    newton.evaluate(cells, state.rows, state.columns, state.epsilon)
+    sparse.evaluate(cells, state.rows, state.columns, state.epsilon)
     plan, m = state.dual.plan(state.b), len(state.b)
     ridge = 1e-3 * np.maximum(plan.t, 1e-3)
     matrix, right, x = state.dual.curvature(state.b) + np.diag(ridge), plan.t - plan.c, np.empty(m)
     diagonal, none = plan.c + ratio * plan.t + ridge, np.zeros(m + 1, np.int64)
-    factor = newton.Factor(np.arange(m), np.diag(matrix), none, cells.columns[:0], cells.shares[:0])
+    factor = equations.Factor(np.arange(m), np.diag(matrix), none, cells.columns[:0], cells.shares[:0])
     residual = right.copy()
-    newton.solve_equations(
+    equations.solve_equations(
         COUNTER, cells, state.rows, diagonal, damping, factor, residual, share, 0.1, x
     )  # fmt: skip
     expected, energies = preconditioned(matrix, right, share)
@@ -370,10 +373,10 @@ def test_conjugate_gradients(state: State, share: float) -> None:
 
 def test_a_step_solves_the_equations(state: State) -> None:
     cells, m = state.all_cells(), len(state.b)
-    error, x = newton.evaluate(cells, state.rows, state.columns, state.epsilon), np.empty(m)
-    order = newton.elimination_order(cells, m)
+    error, x = sparse.evaluate(cells, state.rows, state.columns, state.epsilon), np.empty(m)
+    order = equations.elimination_order(cells, m)
     for told, bound in ((error, 0.5), (1e-6, 1e-2)):
-        newton.find_step(COUNTER, cells, state.rows, state.columns, order, state.epsilon, told, x)
+        equations.find_step(COUNTER, cells, state.rows, state.columns, order, state.epsilon, told, x)
         ridge = newton.NEWTON.ridge * told + newton.NEWTON.smallest_ridge
         expected, plan = state.dual.step(state.b, ridge), state.dual.plan(state.b)
         matrix = state.dual.curvature(state.b) + ridge * np.diag(plan.t)
@@ -385,7 +388,7 @@ def test_a_step_solves_the_equations(state: State) -> None:
 def test_a_search_shortens_steps_that_are_too_long(state: State, length: float) -> None:
     """A step is shortened only where ten times the length that is taken is too long."""
     cells, plan = state.all_cells(), state.dual.plan(state.b)
-    newton.evaluate(cells, state.rows, state.columns, state.epsilon)
+    sparse.evaluate(cells, state.rows, state.columns, state.epsilon)
     x = length * state.dual.step(state.b, 1e-3)
     first = (plan.t - plan.c) @ x
     newton.search_along(cells, state.rows, state.columns, state.epsilon, x, first)
@@ -406,10 +409,12 @@ def test_steps_on_cells_end_at_the_goal(state: State) -> None:
     cells, tolerance = state.all_cells(), 1e-9
     start = state.dual.plan(state.b).error
     for limit in (0, 1, 60):
-        steps = newton.steps_on_cells(COUNTER, cells, state.rows, state.columns, state.epsilon, tolerance, limit)
+        steps = newton.steps_on_cells(
+            COUNTER, KERNELS, cells, state.rows, state.columns, state.epsilon, tolerance, limit
+        )  # fmt: skip
         assert steps <= limit
         assert np.isnan(state.columns.mass).all()  # g has been updated since
-    assert newton.evaluate(cells, state.rows, state.columns, state.epsilon) <= 1e-2 * start
+    assert sparse.evaluate(cells, state.rows, state.columns, state.epsilon) <= 1e-2 * start
     close(state.columns.mass, state.dual.plan(state.current).c)
 
 
@@ -417,7 +422,7 @@ def test_steps_on_cells_end_at_the_goal(state: State) -> None:
 
 
 def test_cells_of_an_exact_plan() -> None:
-    support = newton.build_support(np.array([[2, 0, 2, 3, 0], [1, 4, 0, 2, 3]]), 5)
+    support = sparse.build_support(np.array([[2, 0, 2, 3, 0], [1, 4, 0, 2, 3]]), 5)
     assert list(support.starts) == [0, 2, 2, 4, 5, 5]
     assert list(support.columns) == [4, 3, 1, 0, 2]
 
@@ -431,11 +436,15 @@ def same_potentials(dual: DenseDual, f: np.ndarray, g: np.ndarray, atol: float) 
     close(f, plan.f - shift, rtol=0, atol=atol)
 
 
+def stage(state: State, limits: Any) -> Any:
+    return newton.solve_stage(
+        COUNTER, KERNELS, state.pairs, state.rows, state.columns, state.epsilon, limits, state.none
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("allowed_change", [math.inf, 1e-7])
 def test_a_stage(state: State, allowed_change: float) -> None:
-    error, steps = newton.solve_stage(
-        COUNTER, state.pairs, state.rows, state.columns, state.epsilon, 1e-9, allowed_change, 100, state.none
-    )
+    error, steps = stage(state, newton.NewtonLimits(1e-9, allowed_change, 100))
     plan = state.dual.plan(state.current)
     assert error <= 1e-9
     assert 1 <= steps < 30
@@ -447,18 +456,12 @@ def test_a_stage(state: State, allowed_change: float) -> None:
         same_potentials(state.dual, state.rows.potential, state.columns.potential, 1e-4)
 
 
-def stage(state: State, max_steps: int) -> tuple[float, int]:
-    return newton.solve_stage(
-        COUNTER, state.pairs, state.rows, state.columns, state.epsilon, 1e-9, math.inf, max_steps, state.none
-    )  # fmt: skip
-
-
 def test_a_stage_ends_at_its_limits() -> None:
     state = State(problem("parts"))
-    error, steps = stage(state, 0)
+    error, steps = stage(state, newton.NewtonLimits(1e-9, math.inf, 0))
     assert steps == 0
     close(error, state.dual.plan(state.b).error)
-    error, steps = stage(state, 1)
+    error, steps = stage(state, newton.NewtonLimits(1e-9, math.inf, 1))
     assert steps == 1
     assert error > 1e-9
     close(error, state.dual.plan(state.current).error)
@@ -481,12 +484,14 @@ def test_problems(kind: str) -> None:
     dual = problem(kind)
     for has_start, g, cells in calls(kind):
         results = newton.build_results(len(dual.p), np.repeat(g, 2, 0))
-        problems = (
-            np.stack([dual.p, dual.p]), np.stack([dual.q, dual.q]), (np.stack([7 + dual.cost, dual.cost]), *NO_POINTS),
-            np.array([1, 0]), np.array([dual.epsilon, 2 * dual.epsilon]),
-            np.array([[dual.rho_p, dual.rho_q]] * 2), np.array([has_start] * 2), np.repeat(cells, 2, 0),
+        problems = newton.NewtonProblems(
+            p=np.stack([dual.p, dual.p]), q=np.stack([dual.q, dual.q]),
+            pairs=sparse.Pairs(np.stack([7 + dual.cost, dual.cost]), *NO_POINTS), owner=np.array([1, 0]),
+            epsilon=np.array([dual.epsilon, 2 * dual.epsilon]), penalties=np.array([[dual.rho_p, dual.rho_q]] * 2),
+            has_start=np.array([has_start] * 2), plans=np.repeat(cells, 2, 0),
         )  # fmt: skip
-        newton.newton_problems(np.zeros(8, np.int64), problems, (1e-10, 1e-7, 100), results)
+        limits = newton.NewtonLimits(1e-10, 1e-7, 100)
+        newton.newton_problems(np.zeros(8, np.int64), KERNELS, problems, limits, results)
         f, g, outcome = results
         same_potentials(dual, f[0], g[0], 1e-4)
         other = DenseDual(dual.p, dual.q, 7 + dual.cost, 2 * dual.epsilon, dual.rho_p, dual.rho_q)
@@ -504,10 +509,10 @@ def test_conjugate_gradients_of_several_histograms() -> None:
     draw, count, n = np.random.default_rng(8), 3, 5
     weights, cost, p = np.array([0.2, 0.5, 0.3]), draw.random((4, n)), draw.random((count, 4)) + 0.1
     p /= p.sum(1, keepdims=True)
-    rows = newton.Side((p * weights[:, None]).ravel(), *np.zeros((3, count * 4)), np.inf)
+    rows = sparse.Side((p * weights[:, None]).ravel(), *np.zeros((3, count * 4)), np.inf)
     size = count * n
     potential = 0.05 * draw.normal(size=size)
-    columns = newton.Side(np.full(size, 1 / n), np.zeros(size), potential, np.zeros(size), np.inf)
+    columns = sparse.Side(np.full(size, 1 / n), np.zeros(size), potential, np.zeros(size), np.inf)
     cells, x = ascent.all_cells(cost, count), np.empty(size)
     error = ascent.find_targets(cells, rows, columns, weights, 0.1)
     blocks = [DenseDual(weights[k] * p[k], np.ones(n), cost, 0.1) for k in range(count)]
