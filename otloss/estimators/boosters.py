@@ -251,7 +251,7 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
     """Settings by the library's own names with each name turned into its first one, so that ours give way to them.
 
     Raises:
-        TypeError: if they are no dict of names.
+        TypeError: if they are no dict of names, or constraints go by names of columns.
         ValueError: if a name is one that the estimator sets itself, names a setting twice, or is unknown to LightGBM
             (XGBoost warns of those), or if they ask for other rounds than gradient boosting.
     """
@@ -267,6 +267,11 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
             raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")
         if first in checked:
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
+        if first == "monotone_constraints" and isinstance(value, dict):
+            raise TypeError(
+                f"booster_params holds {name}={value!r}, expected -1, 0 or 1 for each column of X in its order: trees "
+                "get arrays, without names of columns. Pass [signs.get(column, 0) for column in X.columns]."
+            )
         if library == "xgboost" and first == "monotone_constraints" and isinstance(value, list | np.ndarray):
             value = tuple(int(sign) for sign in value)  # as LightGBM takes them; XGBoost reads a list as names
         checked[first] = value

@@ -409,6 +409,42 @@ def test_weights_of_rows_and_classes() -> None:
     np.testing.assert_allclose(named.predict_distribution(X), by_rows.predict_proba(X), rtol=1e-6)
 
 
+test_weights_that_cannot_be_are_named = raising(
+    (np.ones(90) * 1j, TypeError, "sample_weight is of dtype complex128, expected real numbers"),
+    (np.array(["a"] * 90), TypeError, "sample_weight is of dtype <U1, expected real numbers"),
+    ({0: 1.0}, TypeError, "sample_weight cannot be read: .* estimators have class_weight="),
+    ("balanced", TypeError, "sample_weight is 'balanced', expected real numbers"),
+    (-np.ones(90), r"sample_weight\[0\] is -1.0, expected finite weights >= 0"),
+    call=lambda weight: OrdinalClassifier().fit(X, RANK, weight),
+)
+
+
+def test_scores_check_weights_as_fits_do() -> None:
+    model = OrdinalClassifier().fit(X, RANK)
+    for weight in (-np.ones(90), np.ones(90) * 1j, np.zeros(90)):
+        with pytest.raises((TypeError, ValueError), match="sample_weight"):
+            model.score(X, RANK, weight)
+    assert model.score(X, RANK, np.ones(90)) == model.score(X, RANK)
+
+
+@BOTH
+def test_integers_that_are_objects_are_labels(index: int) -> None:
+    pandas = pytest.importorskip("pandas")
+    expected = both()[index].fit(X, RANK)
+    for y in (RANK.astype(object), pandas.Series(RANK, dtype=object)):
+        model = both()[index].fit(X, y)
+        np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
+        assert model.score(X, y) == expected.score(X, RANK)
+
+
+def test_tables_whose_index_lacks_a_label_are_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    costs = pandas.DataFrame(1.0 - np.eye(3), index=NAMES, columns=NAMES)
+    for given in ({"cost": costs}, {"cost": costs.set_axis([0, 1, 5])}, {"values": pandas.Series([0, 1, 2], NAMES)}):
+        with pytest.raises(ValueError, match=r"has the index .*, expected all of \[0, 1, 2\], and it lacks [02]"):
+            OrdinalClassifier(**given).fit(X, RANK)
+
+
 NAMED = {"categories": NAMES}
 DIGITS = ["1", "2", "3", "4", "5"]
 test_bad_settings_and_labels_are_named = raising(
