@@ -231,6 +231,12 @@ _CALLS = (
           "alpha=0, standardize=False)"),
     _Call("dlordinal", "EMDLoss", "otloss.ordinal_loss(logits, target)"),
     _Call("dlordinal", "CLM", "otloss.nn.CumulativeLinkHead"),
+    _Call("dlordinal", "amae", "otloss.metrics.macro_mae"),
+    _Call("dlordinal", "mmae", "otloss.metrics.maximum_mae"),
+    _Call("dlordinal", "accuracy_off1", "otloss.metrics.off_by_one_accuracy"),
+    _Call("skordinal", "average_mean_absolute_error", "otloss.metrics.macro_mae"),
+    _Call("skordinal", "maximum_mean_absolute_error", "otloss.metrics.maximum_mae"),
+    _Call("skordinal", "accuracy_off1_score", "otloss.metrics.off_by_one_accuracy"),
 )  # fmt: skip
 # Names of submodules that are looked for in the package itself.
 _OF_SUBMODULES = {
@@ -269,8 +275,9 @@ def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:
     if name in _LATER:
         advice = f"; write import {module}.{name} first"
     for submodule in _LATER:
-        if f"{module}.{submodule}." in advice:
-            advice += f", after import {module}.{submodule}"
+        # What needs a submodule that is not the one at hand, nor loaded with it.
+        if f"otloss.{submodule}." in advice and module == "otloss":
+            advice += f", after import otloss.{submodule}"
     if not advice and not name.startswith("_"):
         words = [other for other in own if sorted(other.split("_")) == sorted(name.split("_"))]
         if near := words or difflib.get_close_matches(name, own, n=1, cutoff=0.75):

@@ -24,6 +24,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from sklearn.utils.multiclass import type_of_target
 
 from otloss import metrics
+from otloss.boosting import start_scores, xgboost_objective
 from otloss.estimators import (
     CumulativeLinkClassifier,
     EncodedLabelsWarning,
@@ -419,6 +420,21 @@ test_weights_that_cannot_be_are_named = raising(
 )
 
 
+def test_imaginary_parts_are_never_dropped() -> None:
+    X, y, w = np.zeros((3, 1)), np.arange(3), np.arange(3) + 1j
+    for call in (
+        lambda: OrdinalClassifier(values=w).fit(X, y),
+        lambda: OrdinalClassifier(cost=np.ones((3, 3)) * 1j).fit(X, y),
+        lambda: start_scores(y, 3, sample_weight=w),
+        lambda: xgboost_objective(3, class_weight=w),
+        lambda: metrics.ordinal_mae(y, y, sample_weight=w),
+        lambda: metrics.pit_histogram(w, np.ones((3, 2))),
+        lambda: metrics.pit_histogram(y, np.ones((3, 2)) * 1j),
+    ):
+        with pytest.raises(TypeError, match="complex"):
+            call()
+
+
 def test_scores_check_weights_as_fits_do() -> None:
     model = OrdinalClassifier().fit(X, RANK)
     for weight in (-np.ones(90), np.ones(90) * 1j, np.zeros(90)):
@@ -440,9 +456,9 @@ def test_integers_that_are_objects_are_labels(index: int) -> None:
 def test_tables_whose_index_lacks_a_label_are_named() -> None:
     pandas = pytest.importorskip("pandas")
     costs = pandas.DataFrame(1.0 - np.eye(3), index=NAMES, columns=NAMES)
-    for given in ({"cost": costs}, {"cost": costs.set_axis([0, 1, 5])}, {"values": pandas.Series([0, 1, 2], NAMES)}):
+    for settings in ({"cost": costs}, {"cost": costs.set_axis([0, 1, 5])}, {"values": pandas.Series([0, 1, 2], NAMES)}):
         with pytest.raises(ValueError, match=r"has the index .*, expected all of \[0, 1, 2\], and it lacks [02]"):
-            OrdinalClassifier(**given).fit(X, RANK)
+            OrdinalClassifier(**settings).fit(X, RANK)
 
 
 NAMED = {"categories": NAMES}
