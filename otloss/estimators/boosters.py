@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -458,6 +459,25 @@ class _StopByLast:
             raise EarlyStopException(best, env.evaluation_result_list)
 
 
+@contextmanager
+def _failed_checks_are_named() -> Iterator[None]:
+    """Say what to do about data of which LightGBM reports the line of its source that failed."""
+    from lightgbm.basic import LightGBMError
+
+    fixes = {
+        "num_features()": "LightGBM finds no column to split: numbers below 1e-35 in size are 0 to it. Multiply such "
+        "features by a power of ten, leave feature_pre_filter out, or lower min_data_in_leaf.",
+        "(num_data)": "bagging_fraction leaves LightGBM no row in a round; raise it (subsample), or add rows.",
+    }
+    try:
+        yield
+    except LightGBMError as error:
+        for check, fix in fixes.items():
+            if "Check failed" in str(error) and check in str(error):
+                raise ValueError(fix) from error
+        raise
+
+
 def _train_lightgbm(
     settings: TreeSettings, rows: Part, watched: dict[str, Part], start: np.ndarray
 ) -> tuple[Any, int, History]:
@@ -497,13 +517,14 @@ def _train_lightgbm(
     callbacks: list[Callable[[Any], None]] = [lightgbm.record_evaluation(history)]
     if settings.patience is not None:
         callbacks.append(_StopByLast(history, settings.patience))
-    booster = lightgbm.train(
-        parameters | {"objective": _gradients_by_blocks(rows, start, objective)},
-        training,
-        num_boost_round=settings.rounds,
-        valid_sets=[data(part, training) for part in watched.values()],
-        valid_names=list(watched),
-        feval=lambda scores, data: metric(scores + start, data),
-        callbacks=callbacks,
-    )
+    with _failed_checks_are_named():
+        booster = lightgbm.train(
+            parameters | {"objective": _gradients_by_blocks(rows, start, objective)},
+            training,
+            num_boost_round=settings.rounds,
+            valid_sets=[data(part, training) for part in watched.values()],
+            valid_names=list(watched),
+            feval=lambda scores, data: metric(scores + start, data),
+            callbacks=callbacks,
+        )
     return booster, booster.current_iteration(), _plain(history)  # It ends by itself if nothing can be split.

@@ -280,6 +280,14 @@ def test_features_beyond_float32_are_named_where_trees_are_in_float32() -> None:
             boosted("xgboost").fit(X, Y).predict(far)
 
 
+test_data_that_lightgbm_cannot_split_is_named = raising(
+    (X * 1e-36, {}, "numbers below 1e-35 in size are 0 to it. Multiply such features"),
+    (X, {"feature_pre_filter": True, "min_data_in_leaf": 150}, "leave feature_pre_filter out, or lower min_data"),
+    (X, {"subsample": 1e-3}, "bagging_fraction leaves LightGBM no row in a round; raise it"),
+    call=lambda X, given: boosted("lightgbm", booster_params=given).fit(X, Y),
+)
+
+
 def test_one_part_to_evaluate_needs_no_list_and_a_library_that_is_not_there_is_named(
     without: Callable[[str], None],
 ) -> None:
