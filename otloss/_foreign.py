@@ -123,6 +123,41 @@ _BOOSTER_KEYWORDS = {
         for name in _TREE_SETTINGS.split()
     },
 }
+_OWN_TRAINING = "train with otloss.boosting.xgboost_objective or lightgbm_objective for that"
+# Those of a fit that has eval_set.
+_FIT_KEYWORDS = {
+    **dict.fromkeys(
+        ("early_stopping_rounds", "stopping_rounds"),
+        _Keyword("XGBoost and LightGBM", None, "set n_iter_no_change=... and early_stopping=True of the estimator"),
+    ),
+    **dict.fromkeys(
+        ("sample_weight_eval_set", "eval_sample_weight", "eval_sample_weights"),
+        _Keyword("XGBoost and LightGBM", None, "give eval_set=[(X, y, sample_weight), ...]"),
+    ),
+    "eval_metric": _Keyword(
+        "XGBoost and LightGBM", None, "leave it out: it is the loss, by power, cost and values of the estimator"
+    ),
+    **dict.fromkeys(("verbose", "eval_names"), _Keyword("XGBoost and LightGBM", None, _LEAVE_OUT)),
+    **dict.fromkeys(
+        ("class_weight", "eval_class_weight"),
+        _Keyword("LightGBM", None, "set class_weight=... of the estimator"),
+    ),
+    "categorical_feature": _Keyword("LightGBM", None, "give a DataFrame with columns of dtype category"),
+    "feature_name": _Keyword("LightGBM", None, "give a DataFrame with these columns"),
+    **dict.fromkeys(
+        (
+            "callbacks",
+            "xgb_model",
+            "init_model",
+            "base_margin",
+            "base_margin_eval_set",
+            "init_score",
+            "eval_init_score",
+            "feature_weights",
+        ),
+        _Keyword("XGBoost and LightGBM", None, _OWN_TRAINING),
+    ),
+}
 _CALLS = (
     _Call("POT", "emd2 emd2_lazy", "otloss.emd(p, q, cost)"),
     _Call("POT", "sinkhorn2", "otloss.solve(p, q, cost, epsilon=reg).linear_cost"),
@@ -196,6 +231,12 @@ _CALLS = (
           "alpha=0, standardize=False)"),
     _Call("dlordinal", "EMDLoss", "otloss.ordinal_loss(logits, target)"),
     _Call("dlordinal", "CLM", "otloss.nn.CumulativeLinkHead"),
+    _Call("dlordinal", "amae", "otloss.metrics.macro_mae"),
+    _Call("dlordinal", "mmae", "otloss.metrics.maximum_mae"),
+    _Call("dlordinal", "accuracy_off1", "otloss.metrics.off_by_one_accuracy"),
+    _Call("skordinal", "average_mean_absolute_error", "otloss.metrics.macro_mae"),
+    _Call("skordinal", "maximum_mean_absolute_error", "otloss.metrics.maximum_mae"),
+    _Call("skordinal", "accuracy_off1_score", "otloss.metrics.off_by_one_accuracy"),
 )  # fmt: skip
 # Names of submodules that are looked for in the package itself.
 _OF_SUBMODULES = {
@@ -234,8 +275,9 @@ def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:
     if name in _LATER:
         advice = f"; write import {module}.{name} first"
     for submodule in _LATER:
-        if f"{module}.{submodule}." in advice:
-            advice += f", after import {module}.{submodule}"
+        # What needs a submodule that is not the one at hand, nor loaded with it.
+        if f"otloss.{submodule}." in advice and module == "otloss":
+            advice += f", after import otloss.{submodule}"
     if not advice and not name.startswith("_"):
         words = [other for other in own if sorted(other.split("_")) == sorted(name.split("_"))]
         if near := words or difflib.get_close_matches(name, own, n=1, cutoff=0.75):
@@ -258,7 +300,7 @@ def check_call(function: str, own: Mapping[str, Any], args: tuple[Any, ...], set
 
 def check_keywords(function: str, keywords: Iterable[str], own: Mapping[str, Any]) -> None:
     """Raise TypeError for a keyword of another package that is not among the function's own, or nearly one of those."""
-    table = _BOOSTER_KEYWORDS if "booster_params" in own else _KEYWORDS
+    table = _BOOSTER_KEYWORDS if "booster_params" in own else _FIT_KEYWORDS if "eval_set" in own else _KEYWORDS
     for name in keywords:
         if name in own:
             continue

@@ -97,8 +97,10 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 
 def as_floats(name: str, values: Any, *, fix: str) -> Floats:
-    """Return a float64 copy of numbers; raise TypeError for text, and for tensors with a graph."""
+    """Return a float64 copy of numbers; raise TypeError for text, complex numbers, and tensors with a graph."""
     try:
+        if np.iscomplexobj(values):  # numpy would drop the imaginary parts
+            raise TypeError("complex numbers have no order")
         return np.array(values, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError comes from tensors with a graph
         raise TypeError(f"{name} cannot be read: {error}; expected numbers; {fix}") from error

@@ -25,7 +25,7 @@ from otloss.estimators.label_order import EncodedLabelsWarning, LabelOrder, labe
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
 from otloss.metrics.arrays import read_weights
 from otloss.metrics.distribution import Distribution
-from otloss.metrics.rank_labels import categories_of
+from otloss.metrics.rank_labels import categories_of, plain_labels
 
 CALIBRATIONS = {"temperature": Temperature, "ordinal": OrdinalRecalibration}
 ENOUGH_TO_HOLD_OUT = 50  # With at least so many rows early_stopping="auto" keeps some for validation.
@@ -66,6 +66,10 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return the accuracy of `predict` on features X (n, d) with labels y (n,), by weight."""
         predicted, labels = self.predict(X), np.asarray(y)
+        if labels.dtype.kind == "O" and labels.ndim == 1:  # of which scikit-learn takes text alone
+            y = labels = plain_labels("y", y)
+        if sample_weight is not None:
+            sample_weight = read_weights(sample_weight, len(labels))
         # scikit-learn treats labels with fractions as values of a regression.
         if labels.dtype.kind == predicted.dtype.kind == "f" and np.isfinite(labels).all():
             codes = np.unique(np.concatenate([labels, predicted]), return_inverse=True)[1]

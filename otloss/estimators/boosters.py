@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -251,7 +252,7 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
     """Settings by the library's own names with each name turned into its first one, so that ours give way to them.
 
     Raises:
-        TypeError: if they are no dict of names.
+        TypeError: if they are no dict of names, or constraints go by names of columns.
         ValueError: if a name is one that the estimator sets itself, names a setting twice, or is unknown to LightGBM
             (XGBoost warns of those), or if they ask for other rounds than gradient boosting.
     """
@@ -267,6 +268,11 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
             raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")
         if first in checked:
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
+        if first == "monotone_constraints" and isinstance(value, dict):
+            raise TypeError(
+                f"booster_params holds {name}={value!r}, expected -1, 0 or 1 for each column of X in its order: trees "
+                "get arrays, without names of columns. Pass [signs.get(column, 0) for column in X.columns]."
+            )
         if library == "xgboost" and first == "monotone_constraints" and isinstance(value, list | np.ndarray):
             value = tuple(int(sign) for sign in value)  # as LightGBM takes them; XGBoost reads a list as names
         checked[first] = value
@@ -453,6 +459,25 @@ class _StopByLast:
             raise EarlyStopException(best, env.evaluation_result_list)
 
 
+@contextmanager
+def _failed_checks_are_named() -> Iterator[None]:
+    """Say what to do about data of which LightGBM reports the line of its source that failed."""
+    from lightgbm.basic import LightGBMError
+
+    fixes = {
+        "num_features()": "LightGBM finds no column to split: numbers below 1e-35 in size are 0 to it. Multiply such "
+        "features by a power of ten, leave feature_pre_filter out, or lower min_data_in_leaf.",
+        "(num_data)": "bagging_fraction leaves LightGBM no row in a round; raise it (subsample), or add rows.",
+    }
+    try:
+        yield
+    except LightGBMError as error:
+        for check, fix in fixes.items():
+            if "Check failed" in str(error) and check in str(error):
+                raise ValueError(fix) from error
+        raise
+
+
 def _train_lightgbm(
     settings: TreeSettings, rows: Part, watched: dict[str, Part], start: np.ndarray
 ) -> tuple[Any, int, History]:
@@ -492,13 +517,14 @@ def _train_lightgbm(
     callbacks: list[Callable[[Any], None]] = [lightgbm.record_evaluation(history)]
     if settings.patience is not None:
         callbacks.append(_StopByLast(history, settings.patience))
-    booster = lightgbm.train(
-        parameters | {"objective": _gradients_by_blocks(rows, start, objective)},
-        training,
-        num_boost_round=settings.rounds,
-        valid_sets=[data(part, training) for part in watched.values()],
-        valid_names=list(watched),
-        feval=lambda scores, data: metric(scores + start, data),
-        callbacks=callbacks,
-    )
+    with _failed_checks_are_named():
+        booster = lightgbm.train(
+            parameters | {"objective": _gradients_by_blocks(rows, start, objective)},
+            training,
+            num_boost_round=settings.rounds,
+            valid_sets=[data(part, training) for part in watched.values()],
+            valid_names=list(watched),
+            feval=lambda scores, data: metric(scores + start, data),
+            callbacks=callbacks,
+        )
     return booster, booster.current_iteration(), _plain(history)  # It ends by itself if nothing can be split.

@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -135,7 +136,15 @@ class OrdinalBoostingClassifier(OrdinalBase):
     )
 
     def fit(
-        self, X: Any, y: Any, sample_weight: Any = None, *, eval_set: Any = None, eval_X: Any = None, eval_y: Any = None
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any = None,
+        *,
+        eval_set: Any = None,
+        eval_X: Any = None,
+        eval_y: Any = None,
+        **foreign: Any,
     ) -> OrdinalBoostingClassifier:
         """Fit to features X (n, d), NaN where missing, labels y (n,), and weights (n,) if given; return self.
 
@@ -149,6 +158,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
                 pipeline passes it on as it is.
             eval_X, eval_y: features and labels, or tuples of as many, in place of `eval_set`, as LightGBM names them.
                 A pipeline with `transform_input=["eval_X"]` transforms `eval_X` as it does X.
+            foreign: none; options that only the `fit` of a library has raise TypeError, with what to write here.
 
         Raises:
             ImportError: if the library of `booster` is not installed.
@@ -159,6 +169,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
             ConvergenceWarning: if `n_estimators` rounds ended training before early stopping did.
             UserWarning: if no tree splits, so that the class frequencies are predicted, or labels have fractions.
         """
+        _check_foreign_options(foreign)
         self._check_in_memory(X)
         with unchanged_on_error(self):
             eval_set = joined_evaluation(eval_set, eval_X, eval_y)
@@ -208,8 +219,24 @@ class OrdinalBoostingClassifier(OrdinalBase):
         require_library(self.booster)
         for name in ("n_estimators", "max_depth", "n_iter_no_change"):
             check_count(name, getattr(self, name))
+        if self.n_jobs is not None and (isinstance(self.n_jobs, bool) or not isinstance(self.n_jobs, Integral)):
+            raise TypeError(f"n_jobs is {self.n_jobs!r}, expected a whole number of threads, or None.")
+        if self.n_jobs == 0:
+            raise ValueError("n_jobs is 0, expected None, a number of threads of at least 1, or -1 for all cores.")
         check_real("learning_rate", self.learning_rate, least=0.0, above=True)
         checked_parameters(self.booster, self.booster_params or {})
+
+    def _laid_out(self, X: Any) -> np.ndarray:
+        X = super()._laid_out(X)
+        if self.booster == "xgboost" and X.size:
+            largest, limit = max(np.fmax.reduce(X, axis=None), -np.fmin.reduce(X, axis=None)), np.finfo(np.float32).max
+            if largest > limit:
+                raise ValueError(
+                    f"X holds numbers up to {largest:g} in size, expected at most {limit:.2g} with "
+                    'booster="xgboost", which trains in float32. Look for marks of missing values such as 1e300, '
+                    "divide the feature by a power of ten, or take its logarithm."
+                )
+        return X
 
     def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[Any, np.ndarray, np.ndarray]:
         X, positions, weights = super()._weighted_rows(X, y, sample_weight)
@@ -296,6 +323,16 @@ class OrdinalBoostingClassifier(OrdinalBase):
     def _logits(self, X: np.ndarray) -> np.ndarray:
         assert self._trees is not None
         return self._trees.scores(X)
+
+
+def _check_foreign_options(foreign: dict[str, Any]) -> None:
+    """Raise TypeError for an option of `fit` that it does not have; a decorator would add a frame to all warnings."""
+    if foreign:
+        name = "OrdinalBoostingClassifier.fit"
+        check_keywords(name, foreign, inspect.signature(OrdinalBoostingClassifier.fit).parameters)
+        raise TypeError(
+            f"{name} has no option {next(iter(foreign))!r}, expected sample_weight, eval_set, eval_X, eval_y."
+        )
 
 
 def joined_evaluation(eval_set: Any, eval_X: Any, eval_y: Any) -> Any:

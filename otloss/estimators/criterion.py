@@ -19,6 +19,7 @@ import numpy as np
 from otloss._checks import check_number
 from otloss._ordered_classes import check_terms, class_costs, class_values
 from otloss.estimators.label_order import LabelOrder
+from otloss.metrics.rank_labels import shown
 
 _FIX = "Name all classes with categories=; without it, every integer between whole labels is one."
 
@@ -64,10 +65,10 @@ def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
         raise ValueError("values and cost are both given, expected one: a cost matrix holds all distances already.")
     check_terms(settings.power, settings.transport, settings.cross_entropy)
     number = len(order.categories)
-    values = class_values("values", _in_rank_order(settings.values, order), number)
+    values = class_values("values", _in_rank_order("values", settings.values, order), number)
     cost, span = None, values[-1] - values[0]
     if settings.cost is not None:
-        every_cost = class_costs("cost", _in_rank_order(settings.cost, order), number, fix=_FIX)
+        every_cost = class_costs("cost", _in_rank_order("cost", settings.cost, order), number, fix=_FIX)
         cost, span = np.ascontiguousarray(every_cost[np.ix_(order.ranks, order.ranks)]), every_cost.max()
     unit = float(span) / max((number if order.is_explicit else len(order.classes)) - 1, 1)
     return Criterion(
@@ -80,17 +81,26 @@ def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
     )
 
 
-def _in_rank_order(table: Any, order: LabelOrder) -> Any:
-    """Return a pandas Series or DataFrame with the rows and columns in rank order, NaN for categories that it lacks.
+def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
+    """Return a pandas Series or DataFrame with the rows and columns in rank order.
 
     An index 0, 1, 2, ..., as pandas gives by itself, counts ranks; anything but pandas is returned as it is.
+
+    Raises:
+        ValueError: if an index lacks a category.
     """
     if not hasattr(table, "reindex"):
         return table
     names = order.names.tolist()
     for axis, index in enumerate(table.axes):
-        if set(names) <= set(index) or list(index) != list(range(len(index))):
+        lacking = [label for label in names if label not in index]
+        if not lacking:
             table = table.reindex(names, axis=axis)
+        elif list(index) != list(range(len(index))):
+            raise ValueError(
+                f"{name} has the index {list(index)!r}, expected all of {shown(order.names)}, and it lacks "
+                f"{lacking[0]!r}. {_FIX} An array goes by rank."
+            )
     return table.to_numpy()
 
 

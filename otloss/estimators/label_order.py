@@ -90,9 +90,10 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
     Raises:
         ValueError, TypeError: if a label is missing (NaN, None) or unknown, or if categories repeat or have no order.
     """
-    present = np.unique(plain_labels("y", y))
+    labels = plain_labels("y", y)
+    present = np.unique(labels)
     if categories is None:
-        _check_are_classes(y, present)
+        _check_are_classes(labels, present)
     if present.dtype.kind == "f" and not is_whole(present).all():
         _warn_of_fractions(present)
     if categories is None:

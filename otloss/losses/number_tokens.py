@@ -29,7 +29,7 @@ from torch import Tensor
 from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor, needs_torch
 from otloss._public import public
 from otloss.losses.number_line import NumberLine, number_line
-from otloss.losses.rows import Positions, check_positions, position_weights
+from otloss.losses.rows import Positions, check_ignore_index, check_positions, position_weights
 
 OVER = ("vocabulary", "numbers")
 # Logits in one piece of work: within the caches of a processor, but enough to keep an accelerator busy.
@@ -104,6 +104,7 @@ def number_token_loss(
         tensor([1.9712, 3.8162])
     """
     check_reduction(reduction)
+    check_ignore_index(ignore_index)
     if over not in OVER:
         raise ValueError(f"over is {over!r}, expected one of {', '.join(map(repr, OVER))}.")
     if over == "numbers" and text is not None:

@@ -152,8 +152,7 @@ def _kept(target: Tensor, ignore_index: int | None, soft: bool) -> Bool[Tensor, 
     """Return which positions are not ignored, or None where none is."""
     if ignore_index is None:
         return None
-    if not isinstance(ignore_index, Integral):
-        raise TypeError(f"ignore_index is {ignore_index!r}, expected an int, as the positions in target.")
+    check_ignore_index(ignore_index)
     if soft:
         raise ValueError(
             f"ignore_index={ignore_index} is given with soft labels, expected class positions; leave positions with "
@@ -264,6 +263,12 @@ def _is_soft(target: Tensor, logits: Tensor) -> bool:
             "histogram_loss."
         )
     return soft
+
+
+def check_ignore_index(ignore_index: Any) -> None:
+    """Raise TypeError unless it is None or an integer, such as labels are."""
+    if ignore_index is not None and not isinstance(ignore_index, Integral):
+        raise TypeError(f"ignore_index is {ignore_index!r}, expected an int, as the labels are, or None.")
 
 
 def check_positions(name: str, target: Tensor, classes: int, ignore_index: int | None) -> None:

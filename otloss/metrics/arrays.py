@@ -10,7 +10,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_not_masked
-from otloss._ordered_classes import class_values
+from otloss._ordered_classes import as_floats, class_values
 
 
 def read_probabilities(name: str, proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
@@ -42,9 +42,11 @@ def read_weights(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarra
     if sample_weight is None:
         return np.ones(count)
     weight = as_array(sample_weight)
-    if weight.dtype.kind in "US":
-        raise TypeError(f"sample_weight is {sample_weight!r}, expected numbers; estimators have class_weight=.")
-    weight = weight.astype(float)
+    if weight.dtype.kind not in "biufO":
+        given = repr(sample_weight) if weight.ndim == 0 else f"of dtype {weight.dtype}"
+        raise TypeError(f"sample_weight is {given}, expected real numbers; estimators have class_weight=.")
+    fix = "pass one real number for each example; estimators have class_weight=."
+    weight = as_floats("sample_weight", weight, fix=fix)
     if weight.shape != (count,):
         raise ValueError(f"sample_weight has shape {weight.shape}, expected ({count},): one for each example.")
     bad = ~(np.isfinite(weight) & (weight >= 0))

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_count
+from otloss._ordered_classes import as_floats
 from otloss.metrics.arrays import as_array, read_shares
 
 
@@ -47,12 +48,13 @@ def pit_histogram(
 
 def read_ensemble(ensemble: ArrayLike, y: ArrayLike | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return finite members (n, m) and observations (n,) in float64; NaN where no observations are given."""
-    members = as_array(ensemble).astype(float)
+    fix = "pass an array of dtype float."
+    members = as_floats("ensemble", as_array(ensemble), fix=fix)
     if members.ndim != 2 or 0 in members.shape:
         raise ValueError(
             f"ensemble has shape {members.shape}, expected (n, m): a row for each forecast, a column for each member."
         )
-    true = np.full(len(members), np.nan) if y is None else as_array(y).astype(float)
+    true = np.full(len(members), np.nan) if y is None else as_floats("y", as_array(y), fix=fix)
     if true.shape != (len(members),):
         raise ValueError(f"y has shape {true.shape} and ensemble {members.shape}, expected ({len(members)},) for y.")
     for name, array in (("ensemble", members), ("y", true)):

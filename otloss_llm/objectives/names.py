@@ -82,12 +82,15 @@ def parse_objective(text: str) -> Objective:
     (`cost="mixed"`), and what follows is EMO's (`emo+number:0.5`).
 
     Raises:
+        TypeError: if it is no text.
         ValueError: unknown name or parameter.
 
     Example:
         >>> parse_objective("mixce:0.7")
         MixCE(gamma=0.7)
     """
+    if not isinstance(text, str):
+        raise TypeError(f"objective is {text!r}, expected a name, one of {EXPECTED}.")
     lower = text.strip().lower()
     name, *terms = (part.partition(":") for part in re.split(rf"\+(?={'|'.join(TERMS)})", lower))
     near = _nearest(lower)

@@ -68,7 +68,8 @@ NAMES = {
     "NTLoss": "number_token_loss", "ContinuousRankedProbabilityScore": "losses.crps", "warmup": "did you mean warm_up",
     "linear_sum_assignment": r"otloss.match\(-cost\)", "CloudLoss": "use otloss.nn.CloudLoss", "": "",
     "CoralLayer": "otloss.nn.CumulativeLinkHead",
-    "LogisticAT": "all_threshold", "OrderedModel": "otloss.estimators.CumulativeLinkClassifier",
+    "LogisticAT": "all_threshold", "amae": "otloss.metrics.macro_mae", "CLM": "otloss.nn.CumulativeLinkHead",
+    "OrderedModel": "otloss.estimators.CumulativeLinkClassifier",
 }  # fmt: skip
 
 
@@ -81,6 +82,19 @@ def test_a_foreign_name_names_ours(module: Any, name: str) -> None:
         getattr(module, name)
     with pytest.raises(ImportError, match=f"^cannot import name '{name}x_y_z'"):
         exec(f"from {module.__name__} import {name}x_y_z")
+
+
+@pytest.mark.parametrize("home", ["boosting", "costs", "estimators", "losses", "metrics", "nn", "plotting"])
+def test_submodules_name_ours_too(home: str) -> None:
+    pytest.importorskip("sklearn")
+    module = importlib.import_module(f"otloss.{home}")
+    for name, ours in NAMES.items():
+        if name not in ("warmup", *module.__all__):
+            with pytest.raises(AttributeError, match=f"'otloss.{home}' has no attribute '{name}'.*{ours}"):
+                getattr(module, name)
+    nearly = module.__all__[0][:-1]
+    with pytest.raises(AttributeError, match=f"'otloss.{home}' has no attribute '{nearly}'; did you mean"):
+        getattr(module, nearly)
 
 
 def test_what_foreign_names_name_exists() -> None:
@@ -227,5 +241,5 @@ def test_masked_entries_do_not_count_as_numbers() -> None:
         with pytest.raises(ValueError, match=r"masked entries, expected numbers; drop them"):
             call()
     assert metrics.ordinal_mae(np.ma.masked_equal(labels, 7), labels) == 0
-    with pytest.raises(TypeError, match=r"sample_weight is 'balanced', expected numbers; .*class_weight="):
+    with pytest.raises(TypeError, match=r"sample_weight is 'balanced', expected real numbers; .*class_weight="):
         metrics.ordinal_mae(labels, labels, sample_weight="balanced")

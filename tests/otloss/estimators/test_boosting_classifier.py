@@ -242,13 +242,49 @@ test_evaluation_sets_that_cannot_be_are_named = raising(
     ({"eval_X": X}, "got eval_X, expected eval_set, or both"),
     ({"eval_X": (X, X), "eval_y": Y}, "expected tuples of as many"),
     ({"eval_X": (X, X), "eval_y": (Y,)}, "expected tuples of as many"),
+    ({"early_stopping_rounds": 5}, TypeError, "set n_iter_no_change=... and early_stopping=True of the estimator"),
+    ({"sample_weight_eval_set": [Y]}, TypeError, r"give eval_set=\[\(X, y, sample_weight\), ...\]"),
+    ({"init_score": Y}, TypeError, "train with otloss.boosting.xgboost_objective or lightgbm_objective"),
+    ({"eval_sets": [(X, Y)]}, TypeError, "did you mean eval_set="),
+    ({"rounds": 3}, TypeError, "no option 'rounds', expected sample_weight, eval_set"),
     call=lambda given: boosted("lightgbm").fit(X, Y, **given),
 )
 test_settings_that_cannot_be_are_named = raising(
     ("lightgbm", {"num_trees": 7}, "holds 'num_trees', which follows from the estimator's arguments"),
     ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
+    ("xgboost", {"monotone_constraints": {"a": 1}}, TypeError, "expected -1, 0 or 1 for each column of X"),
+    ("lightgbm", {"mc": {"a": 1}}, TypeError, r"mc=\{'a': 1\}, expected -1, 0 or 1 for each column of X"),
     call=lambda library, given: boosted(library, booster_params=given, early_stopping="auto").fit(X, Y),
+)
+
+
+test_numbers_of_threads_that_cannot_be_are_named = raising(
+    ("all", TypeError, "n_jobs is 'all', expected a whole number"),
+    (1.5, TypeError, "n_jobs is 1.5, expected a whole number"),
+    (0, "n_jobs is 0, expected None, a number of threads of at least 1, or -1"),
+    call=lambda given: boosted("lightgbm", n_jobs=given).fit(X, Y),
+)
+
+
+def test_features_beyond_float32_are_named_where_trees_are_in_float32() -> None:
+    for sign in (1e40, -1e40):
+        far = np.where(X > 0.5, sign, np.where(X < -1, np.nan, X))
+        assert np.isfinite(boosted("lightgbm").fit(far, Y).predict_proba(far)).all()
+        message = r"X holds numbers up to 1e\+40 in size, expected at most 3.4e\+38"
+        with pytest.raises(ValueError, match=message):
+            boosted("xgboost").fit(far, Y)
+        with pytest.raises(ValueError, match=message):
+            boosted("xgboost").fit(X, Y, eval_set=(far, Y))
+        with pytest.raises(ValueError, match=message):
+            boosted("xgboost").fit(X, Y).predict(far)
+
+
+test_data_that_lightgbm_cannot_split_is_named = raising(
+    (X * 1e-36, {}, "numbers below 1e-35 in size are 0 to it. Multiply such features"),
+    (X, {"feature_pre_filter": True, "min_data_in_leaf": 150}, "leave feature_pre_filter out, or lower min_data"),
+    (X, {"subsample": 1e-3}, "bagging_fraction leaves LightGBM no row in a round; raise it"),
+    call=lambda X, given: boosted("lightgbm", booster_params=given).fit(X, Y),
 )
 
 

@@ -24,6 +24,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from sklearn.utils.multiclass import type_of_target
 
 from otloss import metrics
+from otloss.boosting import start_scores, xgboost_objective
 from otloss.estimators import (
     CumulativeLinkClassifier,
     EncodedLabelsWarning,
@@ -407,6 +408,57 @@ def test_weights_of_rows_and_classes() -> None:
     named = OrdinalClassifier(categories=NAMES, class_weight={"low": 0.5, "high": 4.0}).fit(X, np.array(NAMES)[y])
     by_rows = OrdinalClassifier().fit(X, y, np.array([0.5, 1, 4.0])[y])
     np.testing.assert_allclose(named.predict_distribution(X), by_rows.predict_proba(X), rtol=1e-6)
+
+
+test_weights_that_cannot_be_are_named = raising(
+    (np.ones(90) * 1j, TypeError, "sample_weight is of dtype complex128, expected real numbers"),
+    (np.array(["a"] * 90), TypeError, "sample_weight is of dtype <U1, expected real numbers"),
+    ({0: 1.0}, TypeError, "sample_weight cannot be read: .* estimators have class_weight="),
+    ("balanced", TypeError, "sample_weight is 'balanced', expected real numbers"),
+    (-np.ones(90), r"sample_weight\[0\] is -1.0, expected finite weights >= 0"),
+    call=lambda weight: OrdinalClassifier().fit(X, RANK, weight),
+)
+
+
+def test_imaginary_parts_are_never_dropped() -> None:
+    X, y, w = np.zeros((3, 1)), np.arange(3), np.arange(3) + 1j
+    for call in (
+        lambda: OrdinalClassifier(values=w).fit(X, y),
+        lambda: OrdinalClassifier(cost=np.ones((3, 3)) * 1j).fit(X, y),
+        lambda: start_scores(y, 3, sample_weight=w),
+        lambda: xgboost_objective(3, class_weight=w),
+        lambda: metrics.ordinal_mae(y, y, sample_weight=w),
+        lambda: metrics.pit_histogram(w, np.ones((3, 2))),
+        lambda: metrics.pit_histogram(y, np.ones((3, 2)) * 1j),
+    ):
+        with pytest.raises(TypeError, match="complex"):
+            call()
+
+
+def test_scores_check_weights_as_fits_do() -> None:
+    model = OrdinalClassifier().fit(X, RANK)
+    for weight in (-np.ones(90), np.ones(90) * 1j, np.zeros(90)):
+        with pytest.raises((TypeError, ValueError), match="sample_weight"):
+            model.score(X, RANK, weight)
+    assert model.score(X, RANK, np.ones(90)) == model.score(X, RANK)
+
+
+@BOTH
+def test_integers_that_are_objects_are_labels(index: int) -> None:
+    pandas = pytest.importorskip("pandas")
+    expected = both()[index].fit(X, RANK)
+    for y in (RANK.astype(object), pandas.Series(RANK, dtype=object)):
+        model = both()[index].fit(X, y)
+        np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
+        assert model.score(X, y) == expected.score(X, RANK)
+
+
+def test_tables_whose_index_lacks_a_label_are_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    costs = pandas.DataFrame(1.0 - np.eye(3), index=NAMES, columns=NAMES)
+    for settings in ({"cost": costs}, {"cost": costs.set_axis([0, 1, 5])}, {"values": pandas.Series([0, 1, 2], NAMES)}):
+        with pytest.raises(ValueError, match=r"has the index .*, expected all of \[0, 1, 2\], and it lacks [02]"):
+            OrdinalClassifier(**settings).fit(X, RANK)
 
 
 NAMED = {"categories": NAMES}

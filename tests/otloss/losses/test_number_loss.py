@@ -240,6 +240,8 @@ test_bad_input = raising(
     ({"logits": Z5[:, :4]}, r"values have 5 entries, logits shape \(2, 4\).*pad the values with NaN"),
     ({"labels": Y5.float()}, TypeError, r"labels have dtype torch.float32, expected token ids.*labels.long\(\)"),
     ({"labels": torch.tensor([0, 5])}, r"1 values out of range, the first at \(1,\): 5; expected 0 to 4 or"),
+    ({"ignore_index": "pad"}, TypeError, "ignore_index is 'pad', expected an int"),
+    ({"ignore_index": 1.5}, TypeError, "ignore_index is 1.5, expected an int"),
     ({"labels": Y5 - 100, "ignore_index": None}, r"the first at \(0,\): -100; expected 0 to 4"),
     ({"values": -V5 / 0}, "values hold -inf at token 0, expected finite values, or NaN"),
     ({"values": V5.clone().requires_grad_()}, r"values require a gradient.*pass values.detach\(\)"),

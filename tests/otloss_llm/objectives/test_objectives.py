@@ -120,6 +120,7 @@ test_invalid_names_raise = raising(
     ("number_token:inf", "weight is inf"), ("power:0", "k is 0.0"), ("eaft:1", "expected one of"),
     ("gem:0", "beta is 0.0"), ("mle+smoothing", "'' is not a number, expected one behind '[+]smoothing:'"),
     ("gem:x", "as in gem:0.5"), ("emo:0.5+number:0.3", "reads a transport cost already"),
+    (None, TypeError, "objective is None, expected a name, one of mle"),
     call=parse_objective,
 )  # fmt: skip
 Z, LABEL = torch.zeros(1, 3), torch.tensor([1])
