@@ -28,6 +28,7 @@ from torch import Tensor
 
 from otloss._checks import needs_torch
 from otloss.costs import Cost, GridCost
+from otloss.solvers.barycenter.equations import find_error, linearise
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
 
 Array = Any  # of numpy for small problems on a CPU, whose calls take a third of the time of torch's, or a tensor
@@ -61,7 +62,7 @@ def iterate(
                 step, begin = LogStep.build(problem, xp), logs
                 continue
             iterations, logs, log_a = iterations + cycle.count, cycle.logs[..., -1, :, :], cycle.log_a
-            error, begin = find_error(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
+            error, begin = judge_cycle(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
             errors.append(error)
             is_open = ~(errors.current <= tolerance)
             is_judged = len(errors.all) > judged_after
@@ -72,7 +73,10 @@ def iterate(
     )
     log_d = logs[..., count, :] if problem.debiased else start.log_d
     tau = torch.full_like(log_a[..., :1], NUMBERS.gradient_tau)
-    return BarycenterResult(Potentials(logs[..., :count, :], log_d, log_a), error, iterations, tau)
+    last = Potentials(logs[..., :count, :], log_d, log_a)
+    if problem.suits_newton:  # The changes of iterations miss what is very slow.
+        error = find_error(linearise(problem, problem.cost.dense(), last))
+    return BarycenterResult(last, error, iterations, tau)
 
 
 def from_tensor(xp: Any, t: Tensor) -> Array:
@@ -129,7 +133,7 @@ class CycleErrors:
         return bool((is_open & (NUMBERS.cycle * logarithms > patience)).any())
 
 
-def find_error(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debiased: bool) -> tuple[Array, Array]:
+def judge_cycle(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debiased: bool) -> tuple[Array, Array]:
     """Return the error (...) after a cycle, and the logarithms from which the next one starts.
 
     The error is the last change over one minus the contraction, and at least the distance to the extrapolation.
