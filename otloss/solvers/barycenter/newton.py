@@ -77,7 +77,7 @@ def settle(
     """Take Newton steps at one tau until they change nothing, or rounding stops them."""
     smallest = change = torch.full_like(tau[..., 0], torch.inf)
     small_steps, iterations = torch.zeros_like(smallest), 0
-    for iterations in range(1, steps + 1):  
+    for iterations in range(1, steps + 1):
         step = find_newton_step(equations, tau)
         potentials, share = move(potentials, equations, step)
         change, is_whole = (step.by_a.abs() * equations.shares).sum(-1), share == 1

@@ -267,7 +267,6 @@ def test_functions_that_count_references_take_arrays_only_from_those_that_count_
 LARGEST_KERNEL = 300
 LARGER_KERNELS = {
     "newton_problems": 530,
-    "barycenter_problems": 400,
 }
 
 
