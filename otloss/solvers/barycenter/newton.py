@@ -81,9 +81,10 @@ def settle(
         step = find_newton_step(equations, tau)
         potentials, share = move(potentials, equations, step)
         change, is_whole = (step.by_a.abs() * equations.shares).sum(-1), share == 1
+        change = torch.where(share > 0, change, torch.inf)
         stalls = is_whole & (change < NUMBERS.small_change) & (change >= smallest / 2)
         small_steps, smallest = torch.where(stalls, small_steps + 1, 0.0), torch.minimum(smallest, change)
-        is_done = is_whole & (change <= max(tolerance / 100, NUMBERS.least_change))
+        is_done = is_whole & (change <= max(tolerance / 100, NUMBERS.least_change)) | (share == 0)
         if iterations > NUMBERS.steps_to_fall:
             is_done = is_done | (change > NUMBERS.divergence * smallest)
         if bool((is_done | (small_steps >= NUMBERS.stalled_steps)).all()):
@@ -97,7 +98,10 @@ def settle(
 
 
 def move(potentials: Potentials, equations: Equations, step: NewtonStep) -> tuple[Potentials, Float[Tensor, "*batch"]]:
-    """Return the potentials after the step, or a share of it that changes no bin too much, and the share."""
+    """Return the potentials after the step, or a share of it that changes no bin too much, and the share.
+
+    Singular equations may have a step that is not finite: its share is 0.
+    """
     depth = equations.log_a - equations.log_a.amax(-1, keepdim=True)
     # Mass that comes back to an empty bin may do so in one step, and it may leave in one.
     reach = step.by_a.abs() / (-25 - depth).clamp(min=NUMBERS.longest_step)
@@ -105,4 +109,7 @@ def move(potentials: Potentials, equations: Equations, step: NewtonStep) -> tupl
     share = 1 / reach.amax(-1, keepdim=True).clamp(min=1.0)
     log_d = potentials.log_d + share * step.by_d
     log_d = torch.maximum(log_d, log_d.amax(-1, keepdim=True) - NUMBERS.empty_bin)
-    return Potentials(potentials.log_u + share.unsqueeze(-1) * step.by_u, log_d, equations.log_a), share[..., 0]
+    moved = Potentials(potentials.log_u + share.unsqueeze(-1) * step.by_u, log_d, equations.log_a)
+    are_finite = moved.are_finite
+    moved = potentials.replace(are_finite, moved.choose(are_finite))
+    return moved, torch.where(are_finite, share[..., 0], 0.0)

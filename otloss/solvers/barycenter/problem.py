@@ -88,8 +88,9 @@ class Potentials:
     log_a: Float[Tensor, "*batch n"]
 
     @property
-    def is_finite(self) -> bool:
-        return all(bool(t.isfinite().all()) for t in (self.log_u, self.log_d, self.log_a))
+    def are_finite(self) -> Bool[Tensor, "*batch"]:
+        finite_u = self.log_u.isfinite().flatten(-2).all(-1)
+        return finite_u & self.log_d.isfinite().all(-1) & self.log_a.isfinite().all(-1)
 
     def choose(self, choice: Bool[Tensor, "*batch"]) -> Potentials:
         return Potentials(self.log_u[choice], self.log_d[choice], self.log_a[choice])
