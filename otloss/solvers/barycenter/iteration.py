@@ -43,9 +43,9 @@ def iterate(
     patience: float = math.inf,
     judged_after: int = 0,
 ) -> BarycenterResult:
-    """Iterate until the error of all problems is small, or one of them has more than `patience` iterations left.
+    """Iterate until the error of all problems is small, or one of them needs more than `patience` further iterations.
 
-    That is judged after `judged_after` cycles.
+    The latter is judged after `judged_after` cycles. The error of the result is by the equations where these are small.
     """
     step = choose_step(problem)
     xp, count = step.xp, problem.p.shape[-2]
@@ -112,7 +112,7 @@ class CycleErrors:
     """
 
     xp: Any
-    current: Array  # (...), an estimate of what is left of the error
+    current: Array  # (...), an estimate of the error
     is_irregular: bool
     latest: Array = UNKNOWN  # the estimate of the last cycle alone
     ratio: Array = 0.0  # of the errors of two cycles, over the later half of the cycles
@@ -128,7 +128,7 @@ class CycleErrors:
         self.current = self.latest.clip(min=previous) if self.is_irregular else self.latest
 
     def is_slow(self, is_open: Array, tolerance: float, patience: float) -> bool:
-        """Return whether one of the open problems has more than `patience` iterations left."""
+        """Return whether one of the open problems needs more than `patience` further iterations."""
         logarithms = self.xp.log(tolerance / self.current) / self.xp.log(self.ratio + 0 * self.current)
         return bool((is_open & (NUMBERS.cycle * logarithms > patience)).any())
 
@@ -207,7 +207,7 @@ def weigh_rows(problem: BarycenterProblem, xp: Any) -> Array:
 
 @dataclass(frozen=True)
 class LogStep:
-    """Iterations of logarithms, of torch."""
+    """Iterations in logarithms, by torch."""
 
     xp: Any
     weights: Array
@@ -243,7 +243,7 @@ class LogStep:
 
 @dataclass(frozen=True)
 class ProductStep:
-    """Iterations of u, d and a themselves; d and a have the axis of one histogram."""
+    """Iterations of u, d and a themselves; d and a have an axis of length one for the histograms."""
 
     xp: Any
     weights: Array

@@ -104,8 +104,8 @@ def move(potentials: Potentials, equations: Equations, step: NewtonStep) -> tupl
     """
     depth = equations.log_a - equations.log_a.amax(-1, keepdim=True)
     # Mass that comes back to an empty bin may do so in one step, and it may leave in one.
-    reach = step.by_a.abs() / (-25 - depth).clamp(min=NUMBERS.longest_step)
-    reach = reach.masked_fill((step.by_a < 0) & (depth < -25), 0.0)
+    reach = step.by_a.abs() / (NUMBERS.empty_log - depth).clamp(min=NUMBERS.longest_step)
+    reach = reach.masked_fill((step.by_a < 0) & (depth < NUMBERS.empty_log), 0.0)
     share = 1 / reach.amax(-1, keepdim=True).clamp(min=1.0)
     log_d = potentials.log_d + share * step.by_d
     log_d = torch.maximum(log_d, log_d.amax(-1, keepdim=True) - NUMBERS.empty_bin)
