@@ -213,7 +213,7 @@ def find_joint_step(
 ) -> None:  # fmt: skip
     """Write the step of all potentials over epsilon, with sum_k w_k x_k = 0.
 
-    `barycenter_problems` calls it by its address: two kernels compile in less time than one of both.
+    `barycenter_problems` calls it by its address, so that no kernel is large: the time of a compilation grows with it.
     """
     size = x.shape[0]
     diagonal, residual, excess = np.empty(size), np.empty(size), np.empty(size)

