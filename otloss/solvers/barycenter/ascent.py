@@ -49,6 +49,7 @@ def run_kernel(
     from otloss.solvers.barycenter.ascent_numba import (
         AscentLimits,
         AscentProblems,
+        address_of_step,
         allocate_results,
         barycenter_problems,
     )
@@ -59,5 +60,6 @@ def run_kernel(
     problems = AscentProblems(rows, shares, matrix, epsilon)
     limits = AscentLimits(tolerance, max_iterations)
     work = Work("Newton's method on the dual of a barycenter", count * k * n * m, tolerance)
-    run_on_threads(barycenter_problems, count, (problems, limits, results), work=work)
+    arguments = problems, limits, results
+    run_on_threads(barycenter_problems, count, (address_of_step(*arguments), *arguments), work=work)
     return [torch.from_numpy(t) for t in results]

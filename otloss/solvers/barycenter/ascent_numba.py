@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import compiled, inner
+from otloss._numba.compile import addresses_of, call_at, compiled, inner
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
 from otloss.solvers.entropic.newton_cells_numba import Cells, Side, column_error, evaluate
@@ -203,11 +203,14 @@ def remove_mean(weights: Any, x: Any) -> None:
 solve_joint_equations = build_conjugate_gradients(precondition_jointly)
 
 
-@inner(allocates=True)
+@compiled(allocates=True)
 def find_joint_step(
     counter: Any, cells: Any, rows: Any, columns: Any, weights: Any, error: float, x: Any
 ) -> None:  # fmt: skip
-    """Write the step of all potentials over epsilon, with sum_k w_k x_k = 0."""
+    """Write the step of all potentials over epsilon, with sum_k w_k x_k = 0.
+
+    `barycenter_problems` calls it by its address, so that no kernel is large: the time of a compilation grows with it.
+    """
     size = x.shape[0]
     diagonal, residual, excess = np.empty(size), np.empty(size), np.empty(size)
     for j in range(size):
@@ -239,8 +242,8 @@ def find_targets(cells: Any, rows: Any, columns: Any, weights: Any, epsilon: flo
 
 @inner(allocates=True)
 def steps_on_cells(
-    counter: Any, searched: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
-    max_steps: int, updates: int, log_a: Any,
+    counter: Any, joint_step: Any, searched: Any, cells: Any, rows: Any, columns: Any, weights: Any, epsilon: float,
+    tolerance: float, max_steps: int, updates: int, log_a: Any,
 ) -> int:  # fmt: skip
     """Run Newton's method on the cells, with searches over the cells `searched`; return the number of steps."""
     x, moved, steps = np.empty(columns.mass.shape[0]), 0.0, 0
@@ -251,7 +254,7 @@ def steps_on_cells(
         error = find_targets(cells, rows, columns, weights, epsilon)
         if error <= tolerance or is_stopped(counter, error, np.nan):
             return steps
-        find_joint_step(counter, cells, rows, columns, weights, error, x)
+        call_at(joint_step, (counter, cells, rows, columns, weights, error, x))
         derivative = derivative_along(columns, x)
         if not derivative > 0:
             return steps
@@ -264,8 +267,8 @@ def steps_on_cells(
 
 @inner(allocates=True)
 def solve_stage(
-    counter: Any, all_pairs: Any, rows: Any, columns: Any, weights: Any, epsilon: float, tolerance: float,
-    max_steps: int, log_a: Any,
+    counter: Any, joint_step: Any, all_pairs: Any, rows: Any, columns: Any, weights: Any, epsilon: float,
+    tolerance: float, max_steps: int, log_a: Any,
 ) -> tuple[float, int]:  # fmt: skip
     """Run rounds at one epsilon, then an update; return the error before it and the number of steps.
 
@@ -291,15 +294,18 @@ def solve_stage(
         if is_careful:
             searched, limit, updates = all_pairs, 1, 0
         done = steps_on_cells(
-            counter, searched, cells, rows, columns, weights, epsilon, goal, limit, updates, log_a
+            counter, joint_step, searched, cells, rows, columns, weights, epsilon, goal, limit, updates, log_a
         )  # fmt: skip
         steps += max(1, done)
         is_careful = False
 
 
 @compiled(allocates=True)
-def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) -> None:
-    """Solve each of the `AscentProblems` within the `AscentLimits` from potentials of zeros, to the `AscentResults`."""
+def barycenter_problems(counter: Any, joint_step: Any, problems: Any, limits: Any, results: Any) -> None:
+    """Solve each of the `AscentProblems` within the `AscentLimits` from potentials of zeros, to the `AscentResults`.
+
+    `joint_step` is the address of `find_joint_step`.
+    """
     p, matrix, epsilon, max_steps = problems.p, problems.costs, problems.epsilon, limits.max_steps
     log_u, log_a = results.log_u, results.log_a
     count, m, n = p.shape[1], p.shape[2], matrix.shape[1]
@@ -327,7 +333,16 @@ def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) 
                     columns.potential[j] += (latest[j] - previous[j]) / ASCENT.stage_factor
             stage_tolerance = ASCENT.tolerance_of_stage if stage > 0 else limits.tolerance
             error, done = solve_stage(
-                counter, all_pairs, rows, columns, weights, width, stage_tolerance, max_steps - steps, log_a[b]
+                counter,
+                joint_step,
+                all_pairs,
+                rows,
+                columns,
+                weights,
+                width,
+                stage_tolerance,
+                max_steps - steps,
+                log_a[b],
             )
             steps += done
             previous[:] = latest
@@ -336,3 +351,16 @@ def barycenter_problems(counter: Any, problems: Any, limits: Any, results: Any) 
             for j in range(n):
                 log_u[b, k, j] = columns.potential[k * n + j] / epsilon
         results.outcome[b, ERROR], results.outcome[b, ITERATIONS] = error, steps
+
+
+def address_of_step(problems: AscentProblems, limits: AscentLimits, results: AscentResults) -> tuple[int, int]:
+    """Return the address of `find_joint_step`, which is compiled together with `barycenter_problems`."""
+    counter, vector = np.zeros(3, np.int64), np.zeros(1)
+    cells = Cells(np.zeros(2, np.int64), np.zeros(1, np.int32), vector, vector)
+    side = Side(vector, vector, vector, vector, np.inf)
+    (address,) = addresses_of(
+        barycenter_problems,
+        lambda addresses: (barycenter_problems, (counter, *addresses, problems, limits, results)),
+        lambda: ((find_joint_step, (counter, cells, side, side, vector, 1.0, vector)),),
+    )
+    return address

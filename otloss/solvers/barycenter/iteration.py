@@ -28,6 +28,7 @@ from torch import Tensor
 
 from otloss._checks import needs_torch
 from otloss.costs import Cost, GridCost
+from otloss.solvers.barycenter.equations import find_error, linearise
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
 
 Array = Any  # of numpy for small problems on a CPU, whose calls take a third of the time of torch's, or a tensor
@@ -42,9 +43,9 @@ def iterate(
     patience: float = math.inf,
     judged_after: int = 0,
 ) -> BarycenterResult:
-    """Iterate until the error of all problems is small, or one of them has more than `patience` iterations left.
+    """Iterate until the error of all problems is small, or one of them needs more than `patience` further iterations.
 
-    That is judged after `judged_after` cycles.
+    The latter is judged after `judged_after` cycles. The error of the result is by the equations where these are small.
     """
     step = choose_step(problem)
     xp, count = step.xp, problem.p.shape[-2]
@@ -61,7 +62,7 @@ def iterate(
                 step, begin = LogStep.build(problem, xp), logs
                 continue
             iterations, logs, log_a = iterations + cycle.count, cycle.logs[..., -1, :, :], cycle.log_a
-            error, begin = find_error(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
+            error, begin = judge_cycle(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
             errors.append(error)
             is_open = ~(errors.current <= tolerance)
             is_judged = len(errors.all) > judged_after
@@ -72,7 +73,10 @@ def iterate(
     )
     log_d = logs[..., count, :] if problem.debiased else start.log_d
     tau = torch.full_like(log_a[..., :1], NUMBERS.gradient_tau)
-    return BarycenterResult(Potentials(logs[..., :count, :], log_d, log_a), error, iterations, tau)
+    last = Potentials(logs[..., :count, :], log_d, log_a)
+    if problem.suits_newton:  # The changes of iterations miss what is very slow.
+        error = find_error(linearise(problem, problem.cost.dense(), last))
+    return BarycenterResult(last, error, iterations, tau)
 
 
 def from_tensor(xp: Any, t: Tensor) -> Array:
@@ -108,7 +112,7 @@ class CycleErrors:
     """
 
     xp: Any
-    current: Array  # (...), an estimate of what is left of the error
+    current: Array  # (...), an estimate of the error
     is_irregular: bool
     latest: Array = UNKNOWN  # the estimate of the last cycle alone
     ratio: Array = 0.0  # of the errors of two cycles, over the later half of the cycles
@@ -124,12 +128,12 @@ class CycleErrors:
         self.current = self.latest.clip(min=previous) if self.is_irregular else self.latest
 
     def is_slow(self, is_open: Array, tolerance: float, patience: float) -> bool:
-        """Return whether one of the open problems has more than `patience` iterations left."""
+        """Return whether one of the open problems needs more than `patience` further iterations."""
         logarithms = self.xp.log(tolerance / self.current) / self.xp.log(self.ratio + 0 * self.current)
         return bool((is_open & (NUMBERS.cycle * logarithms > patience)).any())
 
 
-def find_error(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debiased: bool) -> tuple[Array, Array]:
+def judge_cycle(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debiased: bool) -> tuple[Array, Array]:
     """Return the error (...) after a cycle, and the logarithms from which the next one starts.
 
     The error is the last change over one minus the contraction, and at least the distance to the extrapolation.
@@ -203,7 +207,7 @@ def weigh_rows(problem: BarycenterProblem, xp: Any) -> Array:
 
 @dataclass(frozen=True)
 class LogStep:
-    """Iterations of logarithms, of torch."""
+    """Iterations in logarithms, by torch."""
 
     xp: Any
     weights: Array
@@ -239,7 +243,7 @@ class LogStep:
 
 @dataclass(frozen=True)
 class ProductStep:
-    """Iterations of u, d and a themselves; d and a have the axis of one histogram."""
+    """Iterations of u, d and a themselves; d and a have an axis of length one for the histograms."""
 
     xp: Any
     weights: Array

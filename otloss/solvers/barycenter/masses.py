@@ -26,15 +26,33 @@ from torch import Tensor
 
 from otloss.solvers.solve import emd
 
-TOLERANCE = 1e-10  # of the linear programme, for costs and masses near 1: the smallest that HiGHS takes
-NO_GAP = 1e-9  # Smaller gaps are its rounding.
-SMALL_VALUE = 1e-3  # of the unit of the costs: smaller ones lose digits to the tolerance
-SMALLEST_UNIT = 1e-5  # of the next programme over the last one: the value may be rounding
-UNITS = 4  # programmes at most in smaller and smaller units
-ROUNDING = 2e-15  # of the gap, over the value of the best single point: masses are off by their rounding
-# Entries in each row and column of the plans that count as likely: 3 need more programmes, 12 longer ones.
-ENTRIES = 6
-NO_MASS = 1e-9  # the share of the mass below which a point has none: rounding of the linear programme
+
+@dataclass(frozen=True)
+class Programme:
+    """The thresholds of the linear programme.
+
+    Attributes:
+        tolerance: for costs and masses near 1: the smallest that HiGHS takes.
+        no_gap: smaller gaps are the rounding of the programme.
+        small_value: in the unit of the costs: smaller values lose digits to the tolerance.
+        smallest_unit: of the next programme over the last one: the value may be rounding.
+        units: the largest number of programmes in smaller and smaller units.
+        rounding: of the gap, over the value of the best single point: masses are off by their rounding.
+        entries: in each row and column of the plans that count as likely: 3 need more programmes, 12 longer ones.
+        no_mass: the share of the mass below which a point has none: rounding of the programme.
+    """
+
+    tolerance: float = 1e-10
+    no_gap: float = 1e-9
+    small_value: float = 1e-3
+    smallest_unit: float = 1e-5
+    units: int = 4
+    rounding: float = 2e-15
+    entries: int = 6
+    no_mass: float = 1e-9
+
+
+PROGRAMME = Programme()
 
 
 class Masses(NamedTuple):
@@ -89,7 +107,7 @@ def _value_and_gap(a: Tensor, g: Tensor, costs: Tensor, clouds: Tensor, weights:
     lowest = reduced.masked_fill(clouds.unsqueeze(-2) == 0, torch.inf).amin(-1).sum(-2).amin(-1)
     bound = (g * clouds).sum((-2, -1)) + clouds[..., 0, :].sum(-1) * lowest
     gap, single = value - bound, (weighted * clouds.unsqueeze(-2)).sum((-3, -1)).amin(-1)
-    return value, torch.where(gap <= ROUNDING * single, 0.0, gap)
+    return value, torch.where(gap <= PROGRAMME.rounding * single, 0.0, gap)
 
 
 def _double(tensor: Tensor) -> np.ndarray:
@@ -127,9 +145,9 @@ def _solve_in_units(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) ->
     finite = np.where(np.isfinite(costs), costs, 0.0)
     unit = (finite * clouds[:, None]).sum((0, 2)).min() or finite.mean() or 1.0  # the value of the best single point
     best = _generate_columns(costs / unit, clouds, guess / unit)
-    for _ in range(UNITS - 1):
-        ratio = max(best.value, SMALLEST_UNIT)
-        if not best.value < SMALL_VALUE or unit * ratio < np.finfo(np.float64).tiny:
+    for _ in range(PROGRAMME.units - 1):
+        ratio = max(best.value, PROGRAMME.smallest_unit)
+        if not best.value < PROGRAMME.small_value or unit * ratio < np.finfo(np.float64).tiny:
             break
         again = _generate_columns(costs / (unit * ratio), clouds, best.potentials / ratio)
         if np.isnan(again.value):
@@ -150,21 +168,21 @@ def _generate_columns(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) 
         reduced = costs - g[:, None]
         gap = float(result.fun - (g * clouds).sum() - reduced.min(2).sum(0).min())
         more = ~entries & ((reduced < f) | _likely_entries(costs, g))  # Likely ones halve the number of programmes.
-        if gap <= NO_GAP or not more.any():
+        if gap <= PROGRAMME.no_gap or not more.any():
             break
         entries |= more
-    a = np.where(result.x[-s:] > NO_MASS, result.x[-s:], 0.0)
+    a = np.where(result.x[-s:] > PROGRAMME.no_mass, result.x[-s:], 0.0)
     return _Best(a / a.sum(), g, float(result.fun))
 
 
 def _likely_entries(costs: np.ndarray, potentials: np.ndarray) -> np.ndarray:
-    """Return the entries of the plans (k, s, n) that potentials make likely, and those of a point that can take all."""
+    """Return the entries of the plans (k, s, n) that potentials make likely, with all of the best single point."""
     entries = np.zeros(costs.shape, dtype=bool)
     entries[:, np.where(np.isfinite(costs), costs, 0.0).sum((0, 2)).argmin()] = True
     reduced = costs - potentials[:, None]
     reduced = reduced - reduced.min(2, keepdims=True)
     for axis in (1, 2):
-        count = min(ENTRIES, costs.shape[axis])
+        count = min(PROGRAMME.entries, costs.shape[axis])
         entries |= reduced <= np.partition(reduced, count - 1, axis).take([count - 1], axis)
     return entries & np.isfinite(costs)
 
@@ -184,5 +202,8 @@ def _solve(costs: np.ndarray, clouds: np.ndarray, entries: np.ndarray) -> Any:
         A_eq=csc_array((factors, (rows, columns)), shape=(k * (s + n), count + s)),
         b_eq=np.concatenate([np.zeros(k * s), clouds.ravel()]),
         method="highs-ds",
-        options={"primal_feasibility_tolerance": TOLERANCE, "dual_feasibility_tolerance": TOLERANCE},
+        options={
+            "primal_feasibility_tolerance": PROGRAMME.tolerance,
+            "dual_feasibility_tolerance": PROGRAMME.tolerance,
+        },
     )

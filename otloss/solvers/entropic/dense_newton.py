@@ -115,10 +115,15 @@ def shortened(
 
     Source: F. Bach, Self-concordant analysis for logistic regression, 2010.
     """
-    spread = spread_of(step, is_balanced=is_balanced)
     at_start, at_end = (gradient * step).sum(-1), (gradient_after(step) * step).sum(-1)
-    share = torch.where(at_end.abs() <= 0.5 * at_start, 1.0, torch.log1p(spread) / spread)
+    share = torch.where(at_end.abs() <= 0.5 * at_start, 1.0, safe_share(step, is_balanced=is_balanced))
     return share.unsqueeze(-1) * step
+
+
+def safe_share(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:
+    """Return the share of a step that always increases the dual; see `shortened`."""
+    spread = spread_of(step, is_balanced=is_balanced)
+    return torch.log1p(spread) / spread
 
 
 def spread_of(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:

@@ -12,7 +12,7 @@ the row in falling order, r its width, u = (s - min s) / r and m = n - 1, in the
     sort     r P((n, ..., 1) / (m epsilon), s / r)    pools entries farther apart than r / (m epsilon)
     top k    P(u / epsilon, (1, ..., 1, 0, ..., 0))   = min(max(u / epsilon - theta, 0), 1)
 
-The width is the range; of ranks and top k it is at most three times the range by the middle of the row (`trim`).
+The width is the range; for ranks and top k it is at most three times the range of the row's middle (`trim`).
 Neighbours are r / m apart on average where it is the range.
 
 Source: M. Blondel, O. Teboul, Q. Berthet, J. Djolonga, Fast Differentiable Sorting and Ranking, ICML 2020.
@@ -71,7 +71,10 @@ def _projected(x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bo
 
 
 class _Project(torch.autograd.Function):
-    """P(scale u / epsilon, w) in the order of x; if it sorts, r P(w / epsilon, s / r) in falling order. On the CPU."""
+    """The projection P(scale u / epsilon, w) in the order of x, or of sorts r P(w / epsilon, s / r) in falling order.
+
+    It runs on the CPU.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bool) -> Tensor:

@@ -9,7 +9,7 @@ u = (x - min x) / width, so that nothing depends on the offset and scale of x,
     sort, rank    places t_j = (j - 1) / (n - 1) for j = 1, ..., n, of weight 1/n, and S = n P:
                   S_ij = exp(2 u_i t_j / epsilon + a_i + b_j)       rows and columns sum to one
                   soft_sort(x) = S^T x,   soft_rank(x) = S (1, ..., n)
-    top k         places 0 and 1, of weights (n - k)/n and k/n: what is sent to 1 is
+    top k         places 0 and 1, of weights (n - k)/n and k/n; the mass sent to 1 is
                   mask_i = 1 / (1 + exp(theta - 2 u_i / epsilon))    theta such that they sum to k
 
 The width is the range of the row, max x - min x, but at most three times (n - 1) / (n - 1 - 2 t) the range without the
@@ -41,6 +41,7 @@ from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_positive
 from otloss._public import public
+from otloss.solvers.entropic.dense_newton import safe_share
 from otloss.solvers.ranking.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k, trim
 
 
@@ -230,7 +231,7 @@ def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Flo
     if k in (0, x.shape[-1]):
         return 0 * u + (torch.inf if k else -torch.inf)  # It is the same for every x, and part of the graph.
     beside = u.detach().topk(k + 1, dim=-1).values[..., k - 1 :].mean(-1, keepdim=True)
-    # The mask does not depend on what is taken off all of u; with the threshold near 0 no digits are lost there.
+    # A constant subtracted from all of u does not change the mask; with the threshold near 0 it loses no digits.
     scores = 2 * (u - beside) / epsilon
     threshold: Tensor = _Threshold.apply(scores, k)
     return scores - threshold
@@ -281,7 +282,7 @@ def _in_units_of_width(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _without_wide_gaps(u: Tensor, widest: float) -> Tensor:
-    """u with gaps between neighbours of at most `widest`, and their derivatives 0 beyond."""
+    """Return u with gaps between neighbours of at most `widest`; wider ones have the derivative 0."""
     order = u.detach().argsort(-1)
     gaps = u.gather(-1, order).diff(dim=-1)
     if not bool((gaps > widest).any()):
@@ -306,7 +307,7 @@ def _plan(u: Tensor, epsilon: float) -> Float[Tensor, "*batch n n"]:
 
 
 class _Balanced(torch.autograd.Function):
-    """exp(scores + a_i + b_j) with rows and columns that sum to one."""
+    """The matrix exp(scores + a_i + b_j) whose rows and columns sum to one."""
 
     @staticmethod
     def forward(scores: Tensor, start: Tensor, tolerance: float) -> Tensor:
@@ -339,8 +340,8 @@ def _plan_change(plan: Tensor, change: Tensor) -> Tensor:
 def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
     """Apply Newton's method to b; a keeps the rows' sums at one throughout.
 
-    The columns' errors are the gradient of the dual objective, whose third derivative is at most the spread of a step
-    times the second. So a step shortened to log(1 + spread) / spread always increases it.
+    The columns' errors are the gradient of the dual. Its Hessian by `entropic.dual`, for masses and penalties of any
+    kind, takes 1.2 to 1.6 times as long; the step is shortened as there.
     """
     shifted = torch.empty_like(scores)  # Allocating new memory would take as long as the sum.
     for _ in range(LIMITS.newton_steps):
@@ -351,8 +352,7 @@ def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
         if not bool(unfinished.any()):
             return plan
         step = torch.linalg.solve(_exchange(plan), lack.unsqueeze(-1)).squeeze(-1)
-        spread = (step.amax(-1, keepdim=True) - step.amin(-1, keepdim=True)).clamp(min=torch.finfo(b.dtype).tiny)
-        b = torch.where(unfinished, b + torch.log1p(spread) / spread * step, b)
+        b = torch.where(unfinished, b + safe_share(step, is_balanced=True).unsqueeze(-1) * step, b)
     raise RuntimeError(
         f"{int(unfinished.sum())} rows were not sorted to the tolerance in {LIMITS.newton_steps} steps of Newton's "
         f"method, the worst with an error of {float(error.max()):.3g}, expected {tolerance:.3g}; raise epsilon."
@@ -360,14 +360,14 @@ def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
 
 
 def _exchange(plan: Tensor) -> Tensor:
-    """diag(S^T 1) - S^T S, what columns exchange through rows, made regular: it leaves a constant in b undecided."""
+    """Return diag(S^T 1) - S^T S, what columns exchange through rows, made regular: it leaves a constant undecided."""
     exchange = (plan.mT @ plan).neg_().add_(1 / plan.shape[-1])
     exchange.diagonal(dim1=-2, dim2=-1).add_(plan.sum(-2) + LIMITS.ridge)
     return exchange
 
 
 class _Threshold(torch.autograd.Function):
-    """theta (..., 1) with sum_i sigmoid(scores_i - theta) = k."""
+    """The threshold theta (..., 1) with sum_i sigmoid(scores_i - theta) = k."""
 
     @staticmethod
     def forward(scores: Tensor, k: int) -> Tensor:
@@ -396,7 +396,7 @@ def _threshold_weights(scores: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _find_threshold(scores: Tensor, k: int) -> Tensor:
-    """Newton's method from 0, between the k-th largest score and the next; bisection where it leaves the bracket."""
+    """Return theta by Newton's method from 0, the middle of two scores; a bisection where it leaves the bracket."""
     n, enough = scores.shape[-1], 4 * torch.finfo(scores.dtype).eps
     # Beyond log n from these two scores the shares add to more, or less, than k whatever the others are.
     high, low = scores.topk(k + 1, dim=-1).values[..., k - 1 :].split(1, -1)

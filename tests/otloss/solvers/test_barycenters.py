@@ -193,6 +193,21 @@ def test_the_error_of_debiased_barycenters_is_no_smaller_than_the_true_one() -> 
         assert (problem.give_mass(result.potentials.log_a) - p[1]).abs().sum() <= result.error
 
 
+@pytest.mark.filterwarnings("ignore:the barycenter did not converge")
+@pytest.mark.parametrize("seed", [44, 62, 239, 326, 341])
+def test_debiased_barycenters_at_singular_equations_are_finite(seed: int) -> None:
+    """exp(-C / epsilon) of these costs is not positive definite, and steps of Newton's method are not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    n = 1 + seed % 5
+    rows, columns, p, chance = (
+        torch.rand(*shape, generator=generator, dtype=torch.float64) for shape in ((n, 1), (n,), (2, n), (2, n))
+    )
+    cost, p = (rows - columns).square(), p * (chance > 0.2) + 1e-12
+    p, epsilon = p / p.sum(-1, keepdim=True), (0.3, 0.03, 1e-3)[seed % 3]
+    actual = barycenter(p, cost + cost.mT, epsilon=epsilon, debiased=True, max_iterations=2000)
+    torch.testing.assert_close(actual.sum(), torch.ones_like(actual[0]))
+
+
 def test_debiased_barycenters_of_grids_are_right_or_warn() -> None:
     """Equal histograms have themselves as barycenter. Many bins; a blur that hides details, and one that does not."""
     side = 18
