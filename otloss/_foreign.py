@@ -97,7 +97,7 @@ _TREE_SETTINGS = (
     "min_split_gain monotone_constraints num_leaves reg_alpha reg_lambda scale_pos_weight subsample "
     "subsample_freq tree_method verbosity"
 )
-# Those of functions and classes that have booster_params.
+# Keywords of functions and classes that have booster_params.
 _BOOSTER_KEYWORDS = {
     **dict.fromkeys(
         ("early_stopping_rounds", "early_stopping_round", "stopping_rounds"),
@@ -124,7 +124,7 @@ _BOOSTER_KEYWORDS = {
     },
 }
 _OWN_TRAINING = "train with otloss.boosting.xgboost_objective or lightgbm_objective for that"
-# Those of a fit that has eval_set.
+# Keywords of a fit that has eval_set.
 _FIT_KEYWORDS = {
     **dict.fromkeys(
         ("early_stopping_rounds", "stopping_rounds"),

@@ -37,8 +37,8 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
 
     Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. All of them take 80 to
     140 CPU seconds, by the machine, in as many processes as torch uses threads, at most 8; a bar shows how far they
-    are, and what is there already is read. `python -m otloss.warm_up` does it for an image of a container. Those of
-    exact transport between large clouds, and of barycenters where iterations are slow, are left to their first call.
+    are, and what is there already is read. `python -m otloss.warm_up` does it for an image of a container. The
+    kernels of exact transport between large clouds and of barycenters with slow iterations wait for their first call.
 
     What is compiled is kept on disk beside the package, or in the user's cache folder where that cannot be written to.
     The environment variable NUMBA_CACHE_DIR, set before Python starts, chooses another folder. numba reads kernels only

@@ -42,7 +42,7 @@ class _Compilation:
 
 
 class _Switch:
-    """Whether other processes compile at all. Those of `warm_up` and of the tests compile for themselves."""
+    """Whether other processes compile at all. Processes of `warm_up` and of the tests compile for themselves."""
 
     is_on = True
 

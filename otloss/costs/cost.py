@@ -346,7 +346,7 @@ class Cost(ABC):
         return self
 
     def streamed(self) -> Cost | None:
-        """Return the same cost, whose soft minima and sums with plans are those of Triton kernels in float32.
+        """Return the same cost, which computes soft minima and sums with plans by Triton kernels in float32.
 
         None if there are no kernels for it. In float64, and where a graph is made, it computes as before.
         """

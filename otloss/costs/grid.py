@@ -4,7 +4,7 @@ Cell i = (i_1, ..., i_d) lies at (spacing_1 i_1, ..., spacing_d i_d), and the co
 
     C_ij = sum_k c_k(i_k, j_k),    c_k(a, b) = (spacing_k |a - b|)^power
 
-so products need the marginals of a vector only, and soft minima (hard ones likewise) are taken along one axis after
+so products need the marginals of a vector only, and soft and hard minima are taken along one axis after
 the other, since exp(-C / eps) is a product (J. Solomon et al., Convolutional Wasserstein Distances, 2015):
 
     (C v)_i = sum_k sum_b c_k(i_k, b) v^(k)_b            v^(k) the sums of v over all axes but k

@@ -2,7 +2,7 @@
 
     sqeuclidean   |x_i - y_j|^2            no factor 1/2
     euclidean     |x_i - y_j|              gradient 0 where two points coincide
-    l1            sum_k |x_ik - y_jk|      likewise, per coordinate
+    l1            sum_k |x_ik - y_jk|      gradient 0 where two coordinates coincide
     cosine        1 - cos(x_i, y_j)        a point at the origin costs 1, and 0 to itself
 
 Distances are right to a few roundings also far from the origin and between near points (`costs.distances`). With c

@@ -75,7 +75,7 @@ class Tiles(NamedTuple):
         least_wide: columns from which four warps share a tile. One warp needs no shared memory.
         least_programs: where the rows give fewer programs, each reads part of the columns. 132 multiprocessors hold
             several.
-        interpreted: for the interpreter, whose time is that of the operations on tiles.
+        interpreted: for the interpreter, whose time grows with the number of operations on tiles.
         dots: rows, columns and axes of a matrix product, its warps, and how many loads are ahead, from Hopper on. Of
             up to 64 columns of sums they take 236 registers.
         dots_before: the same for older devices: 241 registers.

@@ -141,7 +141,7 @@ class Part:
         return self.target
 
     def get_weight(self) -> np.ndarray:
-        """Return the weights, likewise."""
+        """Return the weights, as objectives and metrics ask a DMatrix for them."""
         return self.weight
 
     def merged(self) -> Part:

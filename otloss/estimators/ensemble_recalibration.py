@@ -45,7 +45,7 @@ class EnsembleRecalibration(BaseEstimator):
 
     Attributes:
         offset_, factor_: of the mean of an ensemble; 0 and 1 where nothing is better.
-        scale_, added_: of the spread s, and added to it, both >= 0; likewise 1 and 0.
+        scale_, added_: of the spread s, and added to it, both >= 0; 1 and 0 where nothing is better.
 
     Example:
         >>> ensemble, y = [[1.0, 3.0], [2.0, 4.0], [5.0, 7.0]], [12.0, 13.0, 16.0]  # ten too low, and too wide

@@ -146,7 +146,7 @@ class OrdinalRecalibration(BaseEstimator):
 
     Attributes:
         offset_: (K - 1,), a_k; 0 where no map is better than the identity.
-        slope_: (K - 1,), b_k, above 0; likewise 1.
+        slope_: (K - 1,), b_k, above 0; 1 where no map is better than the identity.
         smallest_: the least probability of the fit; new ones below are taken for half of it.
 
     Example:

@@ -72,7 +72,7 @@ def cloud_loss(
             broadcast; a list is one axis, and two lists are taken in pairs.
         y: (..., m, d) points, or a list of clouds.
         a: (..., n) weights >= 0 of x, or a list of (n_k,) for a list of clouds; 1 / n each by default.
-        b: (..., m) weights of y likewise, with the mass of a up to rounding.
+        b: (..., m) weights >= 0 of y, or a list, with the mass of a up to rounding; 1 / m each by default.
         kind: "divergence", the debiased entropic cost, as `sinkhorn_divergence`; "emd", exact, as `emd`; "sliced", as
             `sliced_wasserstein`.
         metric: "sqeuclidean", |x - y|^2 without a factor 1/2, so that "emd" and "sliced" give W_2^2 and not W_2;
@@ -86,7 +86,7 @@ def cloud_loss(
             also with blur.
         tolerance, impl: of the divergence, as for `sinkhorn`.
         projections: of "sliced", 128 by default, as for `sliced_wasserstein`; so is `generator`.
-        mask_x: (..., n), True where a place of x holds a point; what is elsewhere is not read. mask_y: likewise.
+        mask_x: (..., n), True where a place of x holds a point; what is elsewhere is not read. mask_y: (..., m), for y.
         empty: "error" raises if a cloud has no point; "zero" gives 0 for such a pair, without a gradient.
 
     Returns:

@@ -172,7 +172,7 @@ def document_search(query: Any, corpus: Any, embedding: Float[Tensor, "vocabular
     Args:
         query: (V,) or (..., V) counts or weights of words, a tensor or a scipy sparse matrix (as `CountVectorizer` of
             scikit-learn returns). Each document is divided by its sum.
-        corpus: (N, V), likewise. A document without words is never found.
+        corpus: (N, V) counts or weights of words, as `query`. A document without words is never found.
         embedding: (V, d), the vector of each word.
         k: from 1 to the number of documents with words.
 

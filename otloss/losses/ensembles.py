@@ -5,7 +5,7 @@ With members x_i of weights w_i (sum 1), F their distribution function and y the
     CRPS = integral of (F(t) - 1[y <= t])^2 dt = sum_i w_i |x_i - y| - S,     S = 1/2 sum_ij w_i w_j |x_i - x_j|
 
 a proper score: the power-2 distance of distribution functions (`otloss.cdf_distance`) between F and a point at y. It is
-computed from the gaps of the sorted members, in O(m log m) and without cancellation of large numbers; S likewise, as
+computed from the gaps of the sorted members, in O(m log m) and without cancellation of large numbers; so is S =
 sum_k F_k (1 - F_k) gap_k.
 
 "fair" replaces S by S / (1 - sum_i w_i^2), an unbiased estimate for the distribution that the members are drawn from:

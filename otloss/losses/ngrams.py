@@ -48,7 +48,7 @@ def ngram_distance(
         n: words in an n-gram, at least 1. The distance is blind to the order of the words for n = 1.
         mask_x: (..., length), True at words and False at padding, whatever x holds there; all words by default. An
             n-gram takes part if all its words do.
-        mask_y: (..., other) likewise.
+        mask_y: (..., other), the same for y.
         order_weight: what an n-gram costs that moves from one end of the text to the other, at least 0.
         metric: the cost between words: "cosine", "euclidean", "sqeuclidean" or "l1", as for `otloss.costs.PointCost`.
 

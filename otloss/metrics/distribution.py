@@ -84,7 +84,7 @@ class Distribution(np.ndarray):
         self.labels = None
 
     def partition(self, *args: Any, **kwargs: Any) -> None:
-        """Sort in part, likewise."""
+        """Sort each row or column in part, in place: its columns no longer follow the labels."""
         super().partition(*args, **kwargs)
         self.labels = None
 

@@ -68,9 +68,9 @@ class Transport:
 
     Attributes:
         value: (...), the optimum, differentiable like `emd` or `sinkhorn`.
-        potentials: (f, g), (..., n) and (..., m): the derivatives of the value in p and q, up to a constant. Those of
-            exact transport obey f + g <= C everywhere: where bins of p and of q hold no mass their two one-sided
-            derivatives may not, and g is less there.
+        potentials: (f, g), (..., n) and (..., m): the derivatives of the value in p and q, up to a constant.
+            Potentials of exact transport obey f + g <= C everywhere: where bins of p and of q hold no mass their two
+            one-sided derivatives may not, and g is less there.
         marginal_error: (...), sum of the errors of both marginals relative to the mass.
         converged: (...), whether that is within the tolerance.
         iterations: (...), of Sinkhorn, or pivots of the simplex.
@@ -144,9 +144,9 @@ class Transport:
 
     @property
     def gap(self) -> Float[Tensor, "*batch"]:
-        """(...), at least 0: the objective of a plan that keeps the marginals, minus `dual_value`; likewise.
+        """(...), at least 0: the objective of a plan that keeps the marginals, minus `dual_value`; float64, no graph.
 
-        The true optimum lies between `dual_value` and `dual_value + gap`, also that for weights without the rounding of
+        The true optimum lies between `dual_value` and `dual_value + gap`, also for weights without the rounding of
         their dtype: twice what it may change is a part of the gap, but with `marginal_penalty`, where it is not
         counted. A number as epsilon counts as its rounding to the dtype of the cost.
         """

@@ -79,7 +79,7 @@ def cloud_barycenter(
         masses: (..., k, n) >= 0, of one mass for all clouds, or a list of (n_k,) for a list; equal ones by default.
         weights: (..., k) of the clouds, >= 0 with sum 1 (divided by it, up to rounding); 1 / k each by default.
         start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`. Its
-            leading axes and those of the other arguments broadcast: several starts are one call.
+            leading axes broadcast with the leading axes of the other arguments: several starts are one call.
         optimize: "points", of equal masses; "masses", of the points of `start`; or "both", with a value that is at most
             the one of "points" and of "masses". For epsilon=None: a linear programme of at most s sum_k n_k unknowns in
             each iteration finds the masses.

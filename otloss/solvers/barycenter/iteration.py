@@ -107,8 +107,8 @@ class Cycle:
 class CycleErrors:
     """The errors of the last cycles.
 
-    Those of debiased barycenters are irregular, as an extrapolation may come back near the iterate by chance: there the
-    error is the larger one of two cycles in a row.
+    Errors of debiased barycenters are irregular, as an extrapolation may come back near the iterate by chance: there
+    the error is the larger one of two cycles in a row.
     """
 
     xp: Any

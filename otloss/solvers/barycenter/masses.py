@@ -11,7 +11,7 @@ of the programme are the derivatives of the least value in b_k. The potentials o
 plans have fewer entries than masses at random, and for fixed a the value then has a kink. Few entries of the plans are
 not 0: the programme starts with those that a guess of the potentials makes likely, and adds others until the bound
 over all entries equals its value. The tolerances of its solver are absolute. Where one cost is much larger than the
-value, the programme is therefore solved again in the unit of its value, and the gap is that of `emd` to the bound.
+value, the programme is therefore solved again in the unit of its value. The gap is the value of `emd` minus the bound.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Numbers:
     # and after still more where Newton's method has failed.
     debiased_judged_after: int = 20
     hard_judged_after: int = 150
-    # Arrays of numpy take a third to half of the time of tensors up to these entries of the histograms and of a factor
-    # of exp(-C / epsilon); matrices of 784 x 784 take nearly twice the time.
+    # Arrays of numpy take a third to half of the time of tensors up to these entries of the histograms and of one
+    # factor of exp(-C / epsilon); matrices of 784 x 784 take nearly twice the time.
     numpy_entries: int = 2**14
     numpy_kernel: int = 2**18
     largest_matrix: int = 2**24  # entries of exp(-C / epsilon) that are held

@@ -2,8 +2,8 @@
 potentials are.
 
 Let b = g / epsilon, let f be the exact update from g, and let S be the plan with rows scaled to one. The rows of the
-plan sum to a = p exp(-f / rho_p), and its columns should sum to t = q exp(-g / rho_q). With r_p = epsilon / rho_p, r_q
-likewise and k_p = 1 / (1 + r_p), the dual has in b
+plan sum to a = p exp(-f / rho_p), and its columns should sum to t = q exp(-g / rho_q). With r_p = epsilon / rho_p,
+r_q = epsilon / rho_q and k_p = 1 / (1 + r_p), the dual has in b
 
     the gradient            t - S^T a
     the negative Hessian    H = diag(S^T a + r_q t) - k_p S^T diag(a) S

@@ -49,7 +49,7 @@ LARGEST_EXPONENT = 80.0  # of a pair with a bin without mass
 
 
 class WithGraph(NamedTuple):
-    """The dual value and the potentials, with first and second derivatives; their values are those of a search."""
+    """The dual value and the potentials, with first and second derivatives; the search has found their values."""
 
     value: Float[Tensor, "*batch"]
     f: Float[Tensor, "*batch n"]

@@ -51,7 +51,7 @@ LANCZOS = Lanczos()
 def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
     """Return the result with the error of g and its range, also where the search has not estimated them.
 
-    That of symmetric problems stays unknown: their slow modes move f and g apart, and both are one potential there.
+    The error of symmetric problems stays unknown: their slow modes move f and g apart, and both are one potential.
     """
     error, range_of_g = result.potential_error, result.potential_range
     is_known = error is not None and range_of_g is not None and not bool(error.isnan().any())

@@ -1,7 +1,7 @@
 """Whole small problems on a GPU: Sinkhorn's iteration in the log domain, one program for each problem of a batch.
 
 All iterations run in one launch, and each problem ends by its own error. The formulas, stages of epsilon and
-over-relaxation are those of `sinkhorn`, the reference implementation. Arithmetic is float32, in logarithms to base 2:
+over-relaxation equal the ones of `sinkhorn`, the reference implementation. Arithmetic is float32, in base-2 logarithms:
 
     updated_i = -k E log2 sum_j 2^(h_j - C_ij / E),    h_j = g_j / E + log2 q_j,    E = epsilon log 2
 
@@ -110,7 +110,7 @@ def _streams(points: PointCost) -> bool:
 
 
 def _numbers(problem: Problem, is_cold: bool) -> Tensor:
-    """Return epsilon, that of the first stage, 1 / rho_p and 1 / rho_q of each problem, in columns."""
+    """Return epsilon, the epsilon of the first stage, 1 / rho_p and 1 / rho_q of each problem, in columns."""
     epsilon = problem.epsilon.detach().float()
     first = epsilon
     if is_cold and not problem.is_symmetric:
