@@ -36,7 +36,7 @@ def token_values(
 
 
 def logit_statistics(logits: Float[Tensor, "tokens vocab"], objective: Sum) -> dict[str, Tensor]:
-    """Those of entropy, logsumexp, mean_logit and tempered_logsumexp that the objective reads."""
+    """Return those statistics among entropy, logsumexp, mean_logit and tempered_logsumexp that the objective reads."""
     read, T = objective.reads, objective.temperature or 1.0
     made = {
         "entropy": _entropy, "logsumexp": lambda z: z.logsumexp(-1), "mean_logit": lambda z: z.mean(-1),

@@ -2,7 +2,8 @@
 
 Notation: process r sweeps over its own columns and finds top_r, others_r, ... (`RowSums`; a label elsewhere is -1).
 
-    top = max_r top_r        s_r = exp(top_r - top)        others = sum_r s_r others_r        others_cost likewise
+    top = max_r top_r        s_r = exp(top_r - top)
+    others = sum_r s_r others_r        others_cost = sum_r s_r others_cost_r
 
 One collective a chunk carries at most six numbers per token and process, whatever the size of the vocabulary; the mean
 logit takes another, of one number. Every process computes the same merged numbers from the same gathered ones, bit for
