@@ -135,7 +135,7 @@ def test_numbers(tmp_path: Path) -> None:
 
 
 def test_number_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every arm has a row for each decoding; measures are those of the library's distributions over numbers."""
+    """Every arm has a row for each decoding; measures follow from the library's distributions over numbers."""
     from benchmarks import number_regression as regression
 
     tiny = regression.Case("tiny", regression.synthetic(40), 2, 2)

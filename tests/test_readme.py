@@ -64,7 +64,7 @@ def run(code: str, name: str, names: dict[str, Any]) -> None:
 
 
 def run_page(page: Path) -> None:
-    """Blocks of a page in order, as parts of one program; those of the readme one by one."""
+    """Blocks of a page in order, as parts of one program; the blocks of the readme one by one."""
     alone, names = page == ROOT / "README.md", dict[str, Any]()
     for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), start=1):
         names = {"__name__": "page"} if alone or number == 1 else names
@@ -136,7 +136,7 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn", "emo": "EMOLoss", "ot": "POT", "otlo
 
 
 def installed_by(*requirements: str) -> set[str]:
-    """The distributions that requirements name, those of the extras among them."""
+    """The distributions that requirements name, with the distributions of the extras."""
     names = set()
     for requirement in requirements:
         name, extras = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()  # type: ignore[union-attr]

@@ -58,7 +58,7 @@ def finite_differences(case: Case, name: str) -> Tensor:
     moved = torch.stack([point + h * d for d, pair in zip(directions, offsets, strict=True) for h in pair])
     if name in case.one_by_one:
         actual = torch.stack([loss(case.exact({**case.inputs, name: one})) for one in moved])
-    else:  # all at once, on an axis before that of the problems
+    else:  # all at once, on an axis before the axis of the problems
         moved = moved if point.shape[0] == len(UPSTREAM) else moved.unsqueeze(1)
         actual = loss(case.exact({**case.inputs, name: moved}))
     base = loss(case.exact(case.inputs))

@@ -76,7 +76,7 @@ class DenseDual:
         return np.diag(plan.c + s_q * plan.t) - (plan.shares.T * plan.r) @ plan.shares / (1 + s_p)
 
     def update(self, b: np.ndarray, columns: np.ndarray | None = None) -> np.ndarray:
-        """Return b after an exact update from f, in all columns or in those of a mask."""
+        """Return b after an exact update from f, in all columns or in the columns of a mask."""
         s_q, f = self.epsilon / self.rho_q, self.plan(b).f
         with np.errstate(divide="ignore"):
             scores = (f[:, None] - self.cost) / self.epsilon + np.log(self.p)[:, None]

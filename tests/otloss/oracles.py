@@ -47,7 +47,7 @@ def as_double(array: np.ndarray, *, grad: bool = False) -> Tensor:
 
 
 def check_questions(cost: Cost, dense: Tensor) -> None:
-    """All that a cost answers is that of its matrix."""
+    """All that a cost returns equals the same number from its matrix."""
     n, m = dense.shape
     assert cost.shape == (n, m)
     torch.testing.assert_close(cost.dense(), dense)

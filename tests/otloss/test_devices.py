@@ -97,7 +97,7 @@ def test_what_does_not_converge_says_so() -> None:
 
 @pytest.mark.parametrize("narrow", [True, False])
 def test_a_problem_moves_whole(monkeypatch: pytest.MonkeyPatch, narrow: bool) -> None:
-    """Start, penalty and one epsilon for each problem are those of the problem before; and so are dtype and graph."""
+    """Start, penalty and one epsilon for each problem equal the ones before the move; and so do dtype and graph."""
     p, q, c, x, y = (t if narrow else t.double() for t in (P, Q, C, X, Y))
     cases: list[tuple[Cost, dict[str, object]]] = [
         (costs.DenseCost(c.clone().requires_grad_()), {"epsilon": torch.tensor([0.1, 1e-3, 0.01])}),

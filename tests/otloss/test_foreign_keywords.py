@@ -113,7 +113,7 @@ def test_what_foreign_names_name_exists() -> None:
 
 
 def test_what_foreign_names_name_gives_their_numbers() -> None:
-    """Those of POT whose value or plan is promised to be the same; test_coming_from.py has more."""
+    """Keywords of POT whose value or plan is promised to be the same; test_coming_from.py has more."""
     ot = pytest.importorskip("ot")
     scope: dict[str, Any] = {"otloss": otloss, "reg": 0.3, "reg_m": 0.5, "m": 0.6}
     cost = torch.rand(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -58,7 +58,7 @@ class Problem:
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
     def to(self, where: torch.dtype | str) -> "Problem":
-        """On another device, or in another dtype, which is not that of labels."""
+        """On another device, or in another dtype, which labels do not follow."""
         names = ["hidden", "weight", "embedding"] + ([] if self.bias is None else ["bias"])
         names += ["labels"] if isinstance(where, str) else []
         return replace(self, **{name: getattr(self, name).to(where) for name in names})

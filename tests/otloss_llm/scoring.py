@@ -12,7 +12,7 @@ IMPLEMENTATIONS = ["logits", "reference", "chunked"]
 
 
 def fused(leaves: list[Tensor], given: Problem, **settings: Any) -> TokenLoss:
-    """The token loss of a head; with impl="logits" that of its logits, by `token_loss`."""
+    """The token loss of a head; with impl="logits" the loss of its logits, by `token_loss`."""
     hidden, weight, bias = (*leaves, None)[:3]
     settings = {"chunk_size": 7} | settings
     if "cost" not in settings:

@@ -76,7 +76,7 @@ def test_divergence_is_named(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_folder_without_results_counts_as_new(tmp_path: Path) -> None:
     open_run(tmp_path, {"a": 1})
     (tmp_path / "results.json.partial-123").write_text("{", encoding="utf-8")  # killed while writing
-    (tmp_path / "checkpoint-5").mkdir()  # likewise
+    (tmp_path / "checkpoint-5").mkdir()  # killed after its first checkpoint
     assert open_run(tmp_path, {"a": 2}) is None
     assert read(tmp_path / "run.json") == {"a": 2}
     write_json(tmp_path / "results.json", {"steps": 7})

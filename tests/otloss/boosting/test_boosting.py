@@ -211,7 +211,7 @@ TWO = np.zeros((2, 3))
 
 
 def on_bad_rows(labels: Any, scores: Any, weights: Any) -> None:
-    """By numpy and, from 32 rows on, by the kernel; objective and metric raise the same error, that of the metric."""
+    """By numpy and, from 32 rows on, by the kernel; objective and metric raise the error of the metric."""
     many = None if weights is None else [*weights, *[1.0] * (20 * len(labels) - 2)]
     metric = lightgbm_metric(3, interface="sklearn")
     for given in ((labels, scores, weights), (list(labels) * 20, np.tile(scores, (20, 1)), many)):

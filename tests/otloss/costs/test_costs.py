@@ -41,7 +41,7 @@ def test_every_question_agrees_with_the_matrix(cost: Cost) -> None:
 
 
 class Half(PointCost):
-    """Costs that are not those of the metric."""
+    """Costs that differ from the costs of the metric."""
 
     def rows(self, index: Tensor) -> Tensor:
         return super().rows(index) / 2
@@ -51,7 +51,7 @@ def test_what_solvers_ask() -> None:
     matrix = torch.rand(4, 4, dtype=torch.float64).fill_diagonal_(0.0)
     x = torch.rand(4, 2, dtype=torch.float64)
     points, line, grid = PointCost(x, 2 * x), LineCost(x[:, 0]), GridCost((2, 2)).to(torch.float64)
-    # Each structure is that of one class, whose methods know it, and never that of a subclass.
+    # Each structure belongs to one class, whose methods know it, and not to its subclasses.
     for cost in (points, line, grid, DenseCost(matrix), CosineCost(x), PointCost(x, metric=torch.cdist), Half(x)):
         assert [known is cost for known in (cost.as_points(), cost.as_line(), cost.as_grid())] == [
             cost is other for other in (points, line, grid)

@@ -48,7 +48,7 @@ def test_images_are_quick_and_never_dense() -> None:
         # Between cells far apart in units of epsilon the soft minimum is the hard one.
         assert (cost.softmin(v, 1e-9) - cost.softmin(v, 0.0)).abs().max() < 1e-6
         assert (cost.softmin(torch.zeros(65536), 0.0) == 0).all()
-    assert ran.largest <= 256 * 65536, "for each cell those of one axis"
+    assert ran.largest <= 256 * 65536, "each cell has the costs of one axis"
 
 
 # One product for all axes, or one for each.

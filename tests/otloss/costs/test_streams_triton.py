@@ -80,7 +80,7 @@ MINIMA_ONLY = ["euclidean 300", "l1 64", "cosine 1"]
 
 
 def assert_near(got: Tensor, exact: Tensor, dense: Tensor, size: float | Tensor) -> None:
-    """Assert an error of at most 1.5 times that of the dense float32 computation, plus 4 roundings of this size."""
+    """Assert an error of at most 1.5 times the error of dense float32 sums, plus 4 roundings of this size."""
     got, dense = got.double().cpu(), dense.double().cpu()
     assert torch.equal(got.isinf(), exact.isinf())
     error, allowed = (torch.where(exact.isinf(), 0.0, t - exact).abs() for t in (got, dense))

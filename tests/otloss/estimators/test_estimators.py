@@ -92,7 +92,7 @@ def cannot_pass(estimator: Any) -> dict[str, str]:
         reasons |= {f"check_sample_weight_equivalence_on_{data}_data": drawn for data in ("dense", "sparse")}
     if estimator.decode != "argmax":  # the median of the default has fewer errors of several ranks
         reasons["check_classifiers_train"] = "predict is not the most probable class"
-        if estimator.calibration == "ordinal":  # in one of 30 rows; it asserts that of decision_function
+        if estimator.calibration == "ordinal":  # in one of 30 rows; it asserts the values of decision_function
             reasons["check_classifiers_classes"] = reasons["check_classifiers_train"]
     return reasons
 

@@ -1,6 +1,6 @@
 """Linear cumulative models against statsmodels and mord, their standard errors, warm starts, decision functions.
 
-The numbers are those of `OrderedModel` of statsmodels 0.15.0 (thresholds by the delta method) and of mord 0.7.
+The numbers come from `OrderedModel` of statsmodels 0.15.0 (thresholds by the delta method) and from mord 0.7.
 """
 
 from typing import Any

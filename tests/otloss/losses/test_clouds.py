@@ -76,7 +76,7 @@ def dense_divergence(x: Tensor, y: Tensor, epsilon: float) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clouds_on_a_line_by_the_way_of_large_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newton's method between points; at a small blur the value is that of sorted points."""
+    """Newton's method between points; at a small blur the value is the cost of sorted points."""
     monkeypatch.setattr("otloss.costs.order.ORDERING", Ordering(min_pairs=0))
     monkeypatch.setattr("otloss.solvers.entropic.ladder.PATIENCE", 2)
     for n, m in ((1, 3), (2, 1), (30, 40)):

@@ -133,7 +133,7 @@ def test_any_small_problem(data: st.DataObject) -> None:
 
 @every_setting
 def test_second_derivatives(options: dict[str, Any]) -> None:
-    """The first ones, made by hand, are those of torch in `test_any_small_problem`."""
+    """The first gradients, made by hand, equal the gradients by torch in `test_any_small_problem`."""
     weight, leaf = normal(3, 4, seed=3).abs().requires_grad_(), Z.clone().requires_grad_()
 
     def value(z: Tensor, w: Tensor) -> Tensor:

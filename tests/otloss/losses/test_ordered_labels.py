@@ -65,7 +65,7 @@ TARGETS = torch.tensor([2, 0, 4, 3])
 
 
 def test_all_thresholds_are_coral() -> None:
-    """The numbers are those of coral_loss in coral-pytorch 1.4.0, where P(y > k) = sigmoid(score + bias_k)."""
+    """The numbers come from coral_loss in coral-pytorch 1.4.0, where P(y > k) = sigmoid(score + bias_k)."""
     logits = cumulative_log_probabilities(SCORES + BIASES[0], (-BIASES).diff().log())
     expected = torch.tensor([1.4041514742325547, 1.2806212274677309, 0.4669104131964259, 1.9033523144441646]).double()
     torch.testing.assert_close(threshold_loss(logits, TARGETS, reduction="none"), expected)

@@ -155,7 +155,7 @@ def test_the_optimum_is_that_of_the_dense_solver(monkeypatch: pytest.MonkeyPatch
 
 
 class Half(PointCost):
-    """Costs that are not those of the metric."""
+    """Costs that differ from the costs of the metric."""
 
     def row_block(self, start: int, stop: int) -> Tensor:
         return super().row_block(start, stop) / 2

@@ -54,7 +54,7 @@ OTHERS: dict[str, Distance] = {
     "divergence": entropic(otloss.sinkhorn_divergence),
     "linear cost": entropic(lambda *a, **k: otloss.solve(*a, grad="implicit", **k).linear_cost),
 }
-# Their positions are those of all problems.
+# All problems share their positions.
 SHARED: dict[str, Distance] = {
     "tree": lambda p, q, x: otloss.wasserstein_tree(p, q, PARENT, x.abs()),
     "circle, equal steps": lambda p, q, x: otloss.wasserstein_circular(p, q) * x.abs().sum(),
@@ -120,7 +120,7 @@ def test_empty_and_strided_batches(name: str) -> None:
 @every_distance
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_narrow_dtypes(name: str, dtype: torch.dtype) -> None:
-    """The value has the dtype of the inputs, and the error is that of rounding masses and value once."""
+    """The value has the dtype of the inputs, and the error is at most one rounding of masses and value."""
     p, q, x = problem(dtype, mass=1.0)
     p.requires_grad_()
     value = DISTANCES[name](p, q, x)

@@ -182,7 +182,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_symmetric", [False, True])
 def test_the_host_looks_rarely_and_finds_the_same(is_symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Potentials and iterations are those of a look after each iteration; 200 iterations take some ten looks."""
+    """Potentials and iterations equal the ones with a look after each iteration; 200 iterations take some ten looks."""
     monkeypatch.setattr(Cost, "softmin_at", lambda self, width: lambda h: _softmin(self.dense(), h, width))
     monkeypatch.setattr(PointCost, "softmin_at", Cost.softmin_at)
     p, q, x, y = clusters(batch=3)

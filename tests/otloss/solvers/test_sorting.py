@@ -49,7 +49,7 @@ def plan_by_roots(x: np.ndarray, epsilon: float, places: np.ndarray, share: np.n
 
 
 def by_plan(name: str, x: np.ndarray, epsilon: float) -> np.ndarray:
-    """The operator by its plan, whose places for sorting are those of ranks, and for the top two."""
+    """The operator by its plan, whose places for sorting are the places for ranks, and for the top two."""
     n, k = x.size, (x.size + 2) // 3
     if name == "top":
         return n * plan_by_roots(x, epsilon, np.array([0.0, 1.0]), np.array([n - k, k]) / n)[:, 1]

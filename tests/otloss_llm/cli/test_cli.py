@@ -254,7 +254,7 @@ TORN = {"": 0, "trainer_state.json": 0, "model.safetensors": 100, "optimizer.pt"
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     cli: Cli, tiny: Tiny, sums: Path, runs: tuple[Path, Path], tmp_path: Path, torn: str
 ) -> None:
-    """With EMO, whose cost is that of the start model though the weights are a checkpoint's."""
+    """With EMO, whose cost belongs to the start model though the weights are a checkpoint's."""
     uninterrupted, broken = runs[0], Path(shutil.copytree(runs[1], tmp_path / "broken"))
     if torn:  # killed while it was written: cut off
         os.truncate(broken / "checkpoint-4" / torn, TORN[torn])

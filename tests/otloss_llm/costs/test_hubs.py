@@ -1,4 +1,4 @@
-"""Hubs of an embedding: planted ones are found, orthogonal rows have none, and the share is that of all draws."""
+"""Hubs of an embedding: planted ones are found, orthogonal rows have none, and the share is a share of all draws."""
 
 import itertools
 

@@ -94,7 +94,7 @@ def assert_same_everywhere(*tensors: Tensor | None) -> None:
 def assert_as_in_one_process(
     given: Problem, sizes: tuple[int, ...], own_cost: ShardedEmbeddingCost | None = None, **settings: Any
 ) -> None:
-    """Loss, nll, D and gradients; `own_cost` is that of the shared call, if another."""
+    """Loss, nll, D and gradients; `own_cost` is the cost of the shared call, if another."""
     whole, parts = given.leaves(), leaves_of(given, sizes)
     one = scored(whole, given, **settings)
     backward(one.loss)
@@ -180,7 +180,7 @@ def check_log_probabilities() -> None:
 
 
 def check_sharded_costs() -> None:
-    """Bit for bit those of the whole embedding."""
+    """The rows equal the rows of the whole embedding bit for bit."""
     for dtype in (torch.float64, torch.float32):
         given = problem(dtype=dtype)
         given.embedding[21:] = given.embedding[:20] * 3  # duplicate tokens of different processes

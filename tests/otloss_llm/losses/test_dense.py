@@ -27,7 +27,7 @@ def make(seed: int, batch: tuple[int, ...] = (6,), vocab: int = 7) -> tuple[Tens
 
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_a_one_hot_target_gives_the_token_loss(bound: str) -> None:
-    """With an asymmetric cost, too: rows are those of the label, and D is the exact transport cost."""
+    """With an asymmetric cost, too: the label chooses the rows, and D is the exact transport cost."""
     labels = torch.tensor([0, 1, 6, 3, 3, 2])
     target = torch.nn.functional.one_hot(labels, 7).double()
     logits, _, embedding_cost = make(0)
@@ -155,7 +155,7 @@ def test_confident_one_hot_targets_keep_float32_accuracy(bound: str) -> None:
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_at_the_target_there_is_no_noise_for_the_ratio(bound: str, dtype: torch.dtype) -> None:
-    """A student that equals its teacher up to rounding: D is 0, its ratio 0, and the gradient that of nll alone."""
+    """A student that equals its teacher up to rounding: D is 0, its ratio 0, and nll alone has a gradient."""
     z = torch.randn(4, 200, generator=torch.Generator().manual_seed(1)).requires_grad_()
     target = z.detach().softmax(-1).to(dtype)
     out = dense_token_loss(

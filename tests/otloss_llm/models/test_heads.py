@@ -1,4 +1,4 @@
-"""Fused losses inside models of transformers: the loss and every gradient equal those of the model's own logits."""
+"""Fused losses inside models of transformers: the loss and every gradient equal the ones by the model's own logits."""
 
 import copy
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_compiled_models_are_scored_again_at_every_call() -> None:
-    """The hook and the head are swapped for each call: a compiled graph must not keep those of an earlier one."""
+    """The hook and the head are swapped for each call: a compiled graph must not keep the ones of an earlier call."""
     model = tiny_model("llama").eval()
     compiled = torch.compile(model, backend="aot_eager")
     for seed in range(3):

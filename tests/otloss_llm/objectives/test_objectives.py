@@ -97,7 +97,7 @@ class Both(Sum):
 
 
 def test_an_objective_is_a_sum_of_terms() -> None:
-    """Whose weights, statistics and cost are those of the name; the trainer asks for its term of numbers."""
+    """Its weights, statistics and cost follow from the name; the trainer asks for its term of numbers."""
     total = Sum.of(parse_objective("gem:0.7+z_loss:0.01+number:0.3+smoothing:0.1"))
     reads = ("nll", "cost", "logsumexp", "mean_logit", "tempered_logsumexp")
     assert (total.reads, total.cost_kind, total.temperature) == (reads, "number", 0.7)

@@ -89,7 +89,7 @@ def flattened_nll(made: Any) -> list[float]:
     made.data_collator = transformers.DataCollatorWithFlattening()
     measured = [made.evaluate()["eval_nll"]]
     made.data_collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    made._signature_columns = ["input_ids", "labels", "seq_lengths"]  # as those of SFTTrainer
+    made._signature_columns = ["input_ids", "labels", "seq_lengths"]  # as SFTTrainer has them
     for size in (made.args.per_device_eval_batch_size, 1):
         made.args.per_device_eval_batch_size = size
         measured.append(made.evaluate(packed)["eval_nll"])

@@ -66,7 +66,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
         "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
         "first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 2,
     },
-    # of experts that are balanced
+    # These have experts that are balanced.
     "Mixtral": _EXPERTS | _LOCAL, "GptOss": _EXPERTS | _LOCAL | {"head_dim": 8},
     "Qwen3Moe": _EXPERTS | _NAMED | {"moe_intermediate_size": 8, "head_dim": 8},
     "JetMoe": _EXPERTS | _LOCAL | {"kv_channels": 8, "aux_loss_coef": 0.1},
@@ -287,7 +287,7 @@ def objective_trainer(path: Path, model: Any, objective: str = "mle", **settings
 
 
 def compare_with_own_loss(path: Path, model: Any, batch: Batch) -> None:
-    """Loss and all gradients in training mode are those of the model's own loss."""
+    """Loss and all gradients in training mode equal the ones of the model's own loss."""
     run = objective_trainer(path, model, cost=None)
     model.train()
     found: list[tuple[float, dict[str, Tensor]]] = []

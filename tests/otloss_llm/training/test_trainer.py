@@ -412,7 +412,7 @@ def test_repeated_examples_are_left_out() -> None:
 
 
 def test_a_metric_that_no_evaluation_has_raises_before_the_first_step(tmp_path: Path) -> None:
-    """A loss of experts without experts, entropy without TRL's metrics, a cost that there is none of."""
+    """A loss of experts without experts, entropy without TRL's metrics, a cost that does not exist."""
     settings: dict[str, Any] = {"objective": "mle", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
     for name in ("eval_aux_loss", "entropy", "transport_cost"):
         run = trainer(tmp_path, tiny_model("llama"), cost=None, metric_for_best_model=name, **settings)
