@@ -69,7 +69,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def resize(window: Any, width: int, height: int) -> None:
-    # The window of a desktop has a least width; that of a device does not.
+    # The window of a desktop has a least width; the window of a device has none.
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
@@ -88,7 +88,7 @@ def wide_tables(window: Any, address: str, site: Path) -> list[str]:
 
 
 def pages_of(site: Path) -> list[str]:
-    """Return the names of the pages, and a few of those of the reference."""
+    """Return the names of the pages, and a few pages of the reference."""
     names = (page.relative_to(site).with_suffix("").as_posix() for page in sorted(site.rglob("*.html")))
     own = [name for name in names if not name.startswith(("_", "reference/generated/"))]
     return own + [f"reference/generated/{name}" for name in REFERENCE]

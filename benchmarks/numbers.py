@@ -3,7 +3,7 @@
 Labels are GPT-2 tokens of GSM8K, in blocks of 256; about one label in six is a number. The added time is the difference
 between two contestants of the same round:
 
-    ours      (number_token - MLE) through `linear_token_loss`; likewise emo+number and EMO
+    ours      (number_token - MLE) and (emo+number - EMO) through `linear_token_loss`
     ntloss    (F.cross_entropy + 0.3 NTLoss) - F.cross_entropy, from dense logits, with its defaults
     logits    (F.cross_entropy + 0.3 number_token_loss) - F.cross_entropy, from dense logits
 

@@ -663,7 +663,7 @@ def token_loss_table() -> str:
     for name in names:
         cells = []
         for case, memory in cases:
-            # That of torch has its best chunk in this case, which is a part of its name.
+            # The name of torch's function contains its best chunk in this case.
             own = f"{name} c=" if name.startswith("F.") else name
             timed = [
                 r for r in rows_of("results") if (r["benchmark"], r["case"]) == ("token_loss", case)
