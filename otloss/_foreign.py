@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class _Keyword(NamedTuple):
-    """Whose keyword it is, the option here that has its place (None: there is none), and what to do then."""
+    """The library of a keyword, the option here that takes its place (None: no option does), and what to do then."""
 
     library: str
     ours: str | None
@@ -16,7 +16,7 @@ class _Keyword(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Whose names they are, the names, and what to call here, with what differs."""
+    """The library of the names, the names, and what to call here, with what differs."""
 
     library: str
     names: str

@@ -76,7 +76,7 @@ class _ShorterCompiler(Compiler):
 
 
 class KernelCompiler(_ShorterCompiler):
-    """The same, with copies of code that share variables, and signatures that are looked up once."""
+    """The parent class, with copies of code that share variables, and signatures that are looked up once."""
 
     def compile_extra(self, function: Any) -> Any:
         with _shared_variables(), _kept_signatures():
@@ -84,7 +84,7 @@ class KernelCompiler(_ShorterCompiler):
 
 
 class _NoEnvironments:
-    """In place of the object that writes environments into machine code."""
+    """Replaces the object that writes environments into machine code."""
 
     def set_env(self, name: str, environment: Any) -> None:
         """Do nothing."""
@@ -105,7 +105,7 @@ class _LinkedCode(JITCodeLibrary):
 
 
 class LinkedCompiler(_ShorterCompiler):
-    """The same with `_LinkedCode` as what it makes. Kernels call it while they are compiled."""
+    """The parent class, but it makes `_LinkedCode`. Kernels call it while they are compiled."""
 
     def define_pipelines(self) -> Any:
         self.state.library = _LinkedCode(self.state.targetctx.codegen(), self.state.func_id.func_qualname)

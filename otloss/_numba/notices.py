@@ -91,7 +91,7 @@ def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
     if len(missing) > 1:
         announce(missing)
         _listener.announced.update(missing)
-    while compilations:  # of processes that need the same kernels each compiles others
+    while compilations:  # each of the processes that need the same kernels compiles others
         kernel, signature = next((one for one in compilations if not _is_compiled_elsewhere(*one)), compilations[0])
         kernel.compile(signature)
         compilations.remove((kernel, signature))

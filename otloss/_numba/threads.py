@@ -206,7 +206,7 @@ def _in_region(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list
 
 
 def _in_pool(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
-    """On Python's threads, where torch's OpenMP is another one than GNU's."""
+    """Run on Python's threads, where torch's OpenMP is another one than GNU's."""
     global _pool
     if _pool is None:
         _pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="otloss")

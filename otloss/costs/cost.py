@@ -121,7 +121,7 @@ class Cost(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the costs live."""
+        """The device of the costs."""
         return self._data.device
 
     @property

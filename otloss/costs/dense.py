@@ -163,7 +163,7 @@ class DenseCost(Cost):
         return bool((matrix - matrix.mT).abs().amax() <= allowed and self.diagonal().detach().abs().amax() <= allowed)
 
     def _with(self, matrix: Tensor) -> DenseCost:
-        """The same cost with its valid entries in another tensor."""
+        """Return the same cost with its valid entries in another tensor."""
         cost = copy.copy(self)
         cost.matrix = matrix
         return cost

@@ -35,7 +35,7 @@ _DTYPES_OF_SEARCH: dict[torch.dtype, Tries] = _DTYPES | {torch.float64: ((torch.
 
 @dataclass(frozen=True)
 class Products:
-    """From which sizes on a product of matrices is the faster way on a CPU.
+    """The sizes from which a product of matrices is the faster way on a CPU.
 
     Attributes:
         min_axes, min_coordinates, min_multiplications: dimensions, coordinates of the smaller cloud, and
@@ -193,5 +193,5 @@ def _from_near(squares: Tensor, near: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _from_differences(x: Tensor, y: Tensor, order: float) -> Tensor:
-    # By default torch takes the product for larger clouds, in the dtype of the points also for near ones.
+    # By default torch takes the product for larger clouds: in the dtype of the points, also for near points.
     return torch.cdist(x, y, p=order, compute_mode="donot_use_mm_for_euclid_dist")

@@ -19,7 +19,7 @@ Orders = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Ordering:
-    """For which clouds soft minima are faster in an order in which neighbours follow each other.
+    """The clouds whose soft minima are faster in an order in which neighbours follow each other.
 
     Attributes:
         max_axes: in more dimensions the points of a block lie far apart.

@@ -113,7 +113,7 @@ class PointCost(Cost):
         # Clouds and their orders for the kernels, shared with what is made of this cost. An order stays a permutation
         # where a cloud is changed in place, so it can be out of date, but not wrong.
         self._orders: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
-        self._matrices: _Matrices | None = None  # of `with_matrix`
+        self._matrices: _Matrices | None = None  # which `with_matrix` made
         self._is_transposed = False
 
     @property
@@ -407,7 +407,7 @@ class PointCost(Cost):
         return distances(self.x, self.y, squared=self.metric == "sqeuclidean", for_search=True)
 
     def without_graph(self) -> PointCost:
-        """The same cost of points that have no graph."""
+        """Return the same cost of points that have no graph."""
         x = self.x.detach()
         return self.between(x, x if self.y is self.x else self.y.detach(), self.metric)
 
@@ -537,7 +537,7 @@ def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
 
 
 def _plain_distances(apart: Tensor, metric: str) -> Tensor:
-    """The same with derivatives of every kind, from an array of n m d."""
+    """Return the distances with derivatives of every kind, from an array of n m d."""
     if metric == "sqeuclidean":
         return apart.square().sum(-1)
     return apart.abs().sum(-1) if metric == "l1" else torch.linalg.vector_norm(apart, dim=-1)

@@ -53,7 +53,7 @@ try:
 except ImportError:  # no wheels for this system
     triton = tl = None
 
-MAX_AXES = 8  # of points whose coordinates stay in registers: 16 rows of 8 axes take 128 of 255
+MAX_AXES = 8  # points of more axes do not fit the registers: 16 rows of 8 axes take 128 of 255
 LOG2_E = 1 / math.log(2)
 
 

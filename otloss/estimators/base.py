@@ -66,7 +66,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return the accuracy of `predict` on features X (n, d) with labels y (n,), by weight."""
         predicted, labels = self.predict(X), np.asarray(y)
-        if labels.dtype.kind == "O" and labels.ndim == 1:  # of which scikit-learn takes text alone
+        if labels.dtype.kind == "O" and labels.ndim == 1:  # among objects scikit-learn takes text alone
             y = labels = plain_labels("y", y)
         if sample_weight is not None:
             sample_weight = read_weights(sample_weight, len(labels))

@@ -396,7 +396,7 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
         "min_sum_hessian_in_leaf": 0.1,
         "min_data_in_leaf": 1,
         "min_data_in_bin": 1,
-        # By its own settings few categories split: curvatures are small, and it counts merged rows.
+        # With its own settings few categories split: curvatures are small, and it counts merged rows.
         "min_data_per_group": 1,
         "cat_smooth": 1.0,
         "cat_l2": 1.0,
@@ -431,7 +431,7 @@ def _gradients_by_blocks(rows: Part, start: np.ndarray, objective: Any) -> Calla
     """
 
     def gradients(scores: np.ndarray, data: Any) -> tuple[np.ndarray, np.ndarray]:
-        del data  # of these rows
+        del data  # a matrix of the same rows
         answers = np.empty_like(scores, np.float32), np.empty_like(scores, np.float32)
         for first in range(0, len(scores), _FILLED):
             block = slice(first, first + _FILLED)

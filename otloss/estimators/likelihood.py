@@ -37,7 +37,7 @@ from otloss.estimators.training import OrdinalNetwork
 from otloss.losses import cumulative_log_probabilities
 
 _SMALLEST_CURVATURE = 1e-10  # relative to the largest; below, the likelihood is constant along some direction
-_LEAST_SLACK = 1e-5  # of the directions of entries up to 1; the program keeps its constraints to 1e-7
+_LEAST_SLACK = 1e-5  # directions have entries up to 1, and the program keeps its constraints to 1e-7
 _FEW_ROWS = 2000  # for which the linear program takes some milliseconds
 _LARGEST_DECREMENT = 1e-2  # twice the log-likelihood that a Newton step may still gain
 

@@ -195,7 +195,7 @@ class GeometrySettings:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Those that take part in the promotion, for settings that are valid."""
+        """Return the dtypes that take part in the promotion, for settings that are valid."""
         return [given.dtype for given in (self.x, self.cost) if given is not None]
 
 

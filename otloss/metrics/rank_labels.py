@@ -186,7 +186,7 @@ def _as_column(values: Any) -> Any:
         return values
     if hasattr(values, "iloc"):
         return values.iloc[:, 0]
-    return values.to_series() if hasattr(values, "to_series") else values  # of polars
+    return values.to_series() if hasattr(values, "to_series") else values  # polars has to_series
 
 
 def _common_categories(targets: dict[str, Any]) -> Any:

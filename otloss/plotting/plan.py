@@ -15,7 +15,7 @@ from otloss.solvers.solve import Transport
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MARGINAL = 0.16  # of the width and the height of the axes
+_MARGINAL = 0.16  # a share of the width and the height of the axes
 
 
 def plot_transport_plan(

@@ -120,7 +120,7 @@ class _Envelope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, solution: ExactSolution | EntropicSolution, no_second: str, *inputs: Tensor) -> Tensor:
         ctx.solution, ctx.no_second, ctx.count = solution, no_second, len(inputs)
-        # Those without a gradient too: torch then notices where one of them was changed in place in between.
+        # Tensors without a gradient too: torch then notices where one of them was changed in place in between.
         ctx.save_for_backward(*inputs, *solution.problem.cost.tensors())
         return solution.value.clone()
 

@@ -19,7 +19,7 @@ from otloss.costs.dense import posed_cost
 # often normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast
 # to float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
-_LOST_SHARE = 1e-4  # of most differences of a gradient: no more may be lost to rounding by a constant
+_LOST_SHARE = 1e-4  # the rounding of a constant may lose no larger share of most differences of a gradient
 _LIGHT = 1e-5  # a share of the mean weight: a bin that is no lighter pays so much for a price that the value is a price
 MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed the mass of a side
 

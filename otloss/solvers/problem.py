@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def dtype_of_sums(self) -> torch.dtype:
-        """Where a reduction makes sums: float64 if the device has it, but for impl="triton", which is float32."""
+        """Return the dtype in which a reduction makes sums: float64 if the device has it, float32 for impl="triton"."""
         return self.cost.dtype if self.impl == "triton" or not has_float64(self.p.device) else torch.float64
 
     @cached_property

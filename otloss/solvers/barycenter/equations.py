@@ -30,10 +30,10 @@ class Equations(NamedTuple):
     """The linear equations of a step at tau = 0; log_a and right have a graph in p, the weights and the cost matrix."""
 
     log_a: Float[Tensor, "*batch n"]
-    shares: Float[Tensor, "*batch n"]  # of the bins in the mass of a
+    shares: Float[Tensor, "*batch n"]  # each bin's share of the mass of a
     system: Float[Tensor, "*batch n n"]  # the derivative of the gradient in log a
     right: Float[Tensor, "*batch n"]
-    lack: Float[Tensor, "*batch"]  # of mass, as a share
+    lack: Float[Tensor, "*batch"]  # the missing share of the mass
     rows: Rows
     off: Float[Tensor, "*batch k n"]  # log(u_k K v_k) - log a
     d_by_a: Float[Tensor, "*batch n n"] | None  # the derivative of log d in log a, where there is a d
@@ -120,7 +120,7 @@ def find_error(equations: Equations) -> Float[Tensor, "*batch"]:
 
 def find_rows(problem: BarycenterProblem, matrix: Tensor, at: Potentials, shares: Tensor) -> Rows:
     p, log_k, change = problem.p, -matrix.detach() / problem.epsilon, attach_graph(problem, matrix)
-    log_v = -torch.logsumexp(log_k.mT + at.log_u.unsqueeze(-2), -1)  # of p = 1: empty bins have derivatives too
+    log_v = -torch.logsumexp(log_k.mT + at.log_u.unsqueeze(-2), -1)  # as for p = 1: empty bins have derivatives too
     scaled = at.log_u.unsqueeze(-1) + log_v.unsqueeze(-2) + log_k
     log_rows = torch.logsumexp(scaled + p.detach().log().unsqueeze(-2), -1)
     ratio, plan = (scaled + change).exp(), (scaled - log_rows.unsqueeze(-1) + change).exp()

@@ -31,7 +31,7 @@ from otloss.costs import Cost, GridCost
 from otloss.solvers.barycenter.equations import find_error, linearise
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
 
-Array = Any  # of numpy for small problems on a CPU, whose calls take a third of the time of torch's, or a tensor
+Array = Any  # a tensor, or an array of numpy for small problems on a CPU: its calls take a third of the time
 
 
 def iterate(
@@ -115,7 +115,7 @@ class CycleErrors:
     current: Array  # (...), an estimate of the error
     is_irregular: bool
     latest: Array = UNKNOWN  # the estimate of the last cycle alone
-    ratio: Array = 0.0  # of the errors of two cycles, over the later half of the cycles
+    ratio: Array = 0.0  # the errors of two cycles divided, over the later half of the cycles
     all: list[Array] = field(default_factory=list)
 
     def append(self, error: Array) -> None:
@@ -141,7 +141,7 @@ def judge_cycle(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debi
     last, a = cycle.logs[..., -1, :, :], xp.exp(cycle.log_a)[..., None, :]
     if cycle.count == 1:
         return xp.full_like(a[..., 0, 0], UNKNOWN), last
-    masses = weights * (a / a.sum(-1)[..., None])  # of the rows
+    masses = weights * (a / a.sum(-1)[..., None])  # the marginal of the rows
     changes = cycle.logs[..., 1:, :, :] - cycle.logs[..., :-1, :, :]
     before, after = ((masses * abs(changes[..., place, :, :])).sum(-1).sum(-1) for place in (-2, -1))
     contraction = xp.nan_to_num(after / before).clip(max=NUMBERS.largest_contraction)

@@ -117,7 +117,7 @@ def _double(tensor: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Best:
-    """For clouds of sum 1: masses (s,) of sum 1, g (k, n), and the value by the linear programme."""
+    """The solution for clouds of sum 1: masses (s,) of sum 1, g (k, n), and the value by the linear programme."""
 
     masses: np.ndarray
     potentials: np.ndarray

@@ -31,7 +31,7 @@ def continue_in_tau(
         steps = min(NUMBERS.steps, max_iterations - iterations)
         settled = settle(problem, matrix, potentials, equations, tau, tolerance, steps)
         potentials, equations, iterations = settled.potentials, settled.equations, iterations + settled.iterations
-        # Of errors that are not known, the one at the smallest tau that converged is the best guess.
+        # Where errors are not known, the one at the smallest tau that converged is the best guess.
         is_guess = (best.error >= UNKNOWN) & (settled.change < NUMBERS.small_change)
         is_better = (settled.error < best.error) | is_guess
         best = best.replace(is_better, BarycenterResult(potentials, settled.error, 0, tau).choose(is_better))
@@ -48,7 +48,7 @@ def continue_in_tau(
 
 @dataclass(frozen=True)
 class Settled:
-    """Where Newton's method ends at one tau.
+    """The state in which Newton's method ends at one tau.
 
     Attributes:
         potentials: the last ones.

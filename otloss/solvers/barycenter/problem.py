@@ -22,7 +22,7 @@ class Numbers:
     cycle: int = 10  # iterations between two extrapolations; 5 take twice the iterations, 20 are too long for easy ones
     largest_extrapolation: float = 2.0  # The logarithm of a bin moves by no more, or a bin may lose its mass for good.
     ridge: float = 1e-12  # It keeps the equations of an extrapolation regular; its coefficients are small numbers.
-    largest_contraction: float = 0.999  # of one iteration or cycle: what it adds to an error is measured no better
+    largest_contraction: float = 0.999  # the factor of one iteration or cycle; an error is measured no better
     window: int = 3  # cycles over which ratios are measured at least
     patience: int = 500  # Newton's method follows where more iterations are left than what one of its runs costs.
     # Extrapolations make the errors of debiased barycenters irregular, so that their fall is judged after more cycles,
@@ -36,13 +36,13 @@ class Numbers:
     largest_matrix: int = 2**24  # entries of exp(-C / epsilon) that are held
     least_exponent: float = -690.0  # exp of it is near the least normal number; products with smaller ones are slow.
     # Newton's method on the dual, for plain barycenters (`ascent`)
-    ascent_entries: int = 2**24  # of the plans of one problem; each takes 20 bytes on each thread
+    ascent_entries: int = 2**24  # plans of one problem; each entry takes 20 bytes on each thread
     ascent_steps: int = 1000  # Hard clouds take up to a hundred.
     # Errors of barycenters over errors of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
     ascent_factor: float = 2.0
     # Newton's method at falling tau, for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.
-    newton_entries: int = 2**22  # of the plans of all problems together, which a step holds several times
+    newton_entries: int = 2**22  # plans of all problems together, which a step holds several times
     steps: int = 60  # at each tau, at most
     # After so many steps, steps that converge change at most ten times as much as the smallest one.
     steps_to_fall: int = 15
@@ -52,9 +52,9 @@ class Numbers:
     least_tau: float = 5e-15  # Rounding hides the equations below.
     # The step that tells the error is linear. Beside exact arithmetic 2 % of 510 errors are too small, by at most 2.9,
     # and without the margin half of them by a few per cent.
-    rounding: float = 1e-12  # of the gradient, which is a difference of logarithms up to 1,000
+    rounding: float = 1e-12  # the gradient is a difference of logarithms up to 1,000
     error_margin: float = 1.5
-    longest_step: float = 2.0  # of the logarithm of a bin with mass; steps twice as long diverge for some problems
+    longest_step: float = 2.0  # in the logarithm of a bin with mass; steps twice as long diverge for some problems
     empty_log: float = (
         -25.0
     )  # the logarithm of a bin over the largest one below which its mass counts as none in a step
@@ -64,8 +64,8 @@ class Numbers:
     fruitless_falls: int = 2  # falls of tau without a smaller error
     empty_bin: float = 80.0  # log of the largest d over the least one that is told from 0
     # Derivatives (`gradient`)
-    gradient_entries: int = 2**26  # of the plans of all problems together, which the gradient holds
-    largest_condition: float = 1e15  # of the equations; beyond, some derivatives are wrong by more than a thousandth
+    gradient_entries: int = 2**26  # plans of all problems together, which the gradient holds
+    largest_condition: float = 1e15  # beyond it, some derivatives are wrong by more than a thousandth
     gradient_tau: float = 1e-8  # where the barycenter is not by Newton's method
     no_mass: float = 1e-12  # the share of the mass below which a bin counts as empty
     judged_mass: float = 1e-30  # Potentials of bins with less are cut off; the gradient there tells nothing.
@@ -151,7 +151,7 @@ class BarycenterProblem:
     weights: Float[Tensor, "*batch k"]
     epsilon: float
     debiased: bool
-    dtype: torch.dtype  # of the barycenter
+    dtype: torch.dtype  # the dtype of the barycenter
 
     @property
     def mass(self) -> Float[Tensor, "*batch"]:

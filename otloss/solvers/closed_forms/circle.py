@@ -42,8 +42,8 @@ from otloss._public import public
 from otloss.solvers.closed_forms.line import both_or_uniform, check_exponent, checked_positions, finite_in, power_of
 from otloss.solvers.histograms import histogram_pair
 
-BISECTIONS = 60  # of the shift in float64, to its last digit
-ROUNDINGS = 8.0  # of a level, within which it may be another one
+BISECTIONS = 60  # they find the shift in float64 to its last digit
+ROUNDINGS = 8.0  # two levels that differ by no more of them may be the same
 
 
 @public

@@ -35,8 +35,8 @@ from otloss.solvers.problem import Problem
 
 LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
 ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
-NEGLIGIBLE_SHIFT = 1e-3  # of epsilon: the marginal error allows a shift of itself times the marginal penalty
-NO_SHARE = 1e-100  # of a row: products of smaller shares are subnormal, on which processors are slow
+NEGLIGIBLE_SHIFT = 1e-3  # relative to epsilon: the marginal error allows a shift of itself times the marginal penalty
+NO_SHARE = 1e-100  # counts as 0 in a row: products of smaller shares are subnormal, on which processors are slow
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
     penalty = penalty.map(lambda rho: rho.to(result.f.dtype))
     uncertain, price = result.potential_error, of_batch(2 * penalty.of_constant)
     largest = price.amax().item() if isinstance(price, Tensor) else price
-    rounding = 4 * torch.finfo(problem.p.dtype).eps  # of the error, which may be measured as 0
+    rounding = 4 * torch.finfo(problem.p.dtype).eps  # an error below its rounding may be measured as 0
     if largest * (error.amax().item() + rounding) <= NEGLIGIBLE_SHIFT * problem.epsilon.amin().item():  # NaN goes on
         if uncertain is None:
             return result

@@ -44,8 +44,8 @@ from otloss.solvers.problem import Problem
 
 STEPS = 2  # each gives the derivatives of one more order
 RESIDUAL, MAX_PRODUCTS = 1e-6, 1000  # where conjugate gradients end
-RESIDUAL_OF_ESTIMATE = 1e-3  # of a random right-hand side, which has every mode
-LARGEST_EXPONENT = 80.0  # of a pair with a bin without mass
+RESIDUAL_OF_ESTIMATE = 1e-3  # for a random right-hand side, which has every mode
+LARGEST_EXPONENT = 80.0  # for a pair with a bin without mass
 
 
 class WithGraph(NamedTuple):

@@ -82,7 +82,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Where a search for the potentials ended, per problem and without a graph.
+    """The end of a search for the potentials, per problem and without a graph.
 
     Attributes:
         f: (..., n), g: (..., m), finite on all bins; f is an exact update from g. NaN where the error is not finite.

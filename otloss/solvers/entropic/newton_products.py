@@ -66,7 +66,7 @@ class Steps(NamedTuple):
 
 
 STEPS = Steps()
-LARGEST_LOGARITHM = 40.0  # of t / c, for exponentials that are finite in float32 also when they are multiplied
+LARGEST_LOGARITHM = 40.0  # in t / c: exponentials stay finite in float32 also when they are multiplied
 
 
 class NewtonByProducts(Method):

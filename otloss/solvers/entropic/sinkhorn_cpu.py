@@ -32,7 +32,7 @@ from otloss.solvers.problem import Problem
 
 @dataclass(frozen=True)
 class MatrixLimits:
-    """Where the kernels are faster than soft minima in torch.
+    """The sizes at which the kernels are faster than soft minima in torch.
 
     Attributes:
         largest_matrix: entries of one matrix. Above, the kernel on one thread takes longer than soft minima on all.

@@ -33,7 +33,7 @@ from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
 
 SIZES = Path(__file__).parent / "gpu_sizes.csv"
-LARGEST_SIDE = 1024  # of a problem that one program solves; the module docstring has the reason
+LARGEST_SIDE = 1024  # one program solves problems up to it; the module docstring has the reason
 
 
 class MeasuredSize(NamedTuple):

@@ -169,7 +169,7 @@ class ExactSolution:
 
     @property
     def _cells(self) -> Int[Tensor, "*batch cells"]:
-        """Where the cells of the plan are in the flattened matrices, one of each problem or shared."""
+        """Return where the cells of the plan are in the flattened matrices, one of each problem or shared."""
         (n, m), own = self.problem.cost.shape, self.problem.cost.batch_shape
         owners = torch.from_numpy(owners_of(own, self.problem.batch))
         return owners.unsqueeze(-1) * (n * m) + self.optimum.rows * m + self.optimum.columns

@@ -28,8 +28,8 @@ from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.weight_rounding import rounding_of_value
 
-MAX_ENTRIES = 2**22  # of all matrices
-LEAST_RATIO = 1e3  # of a price to the largest cost below it, as for exact problems
+MAX_ENTRIES = 2**22  # all matrices together
+LEAST_RATIO = 1e3  # a price over the largest cost below it, as for exact problems
 
 
 def without_prices(problem: Problem) -> Problem | None:

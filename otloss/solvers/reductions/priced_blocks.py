@@ -27,9 +27,9 @@ from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.reductions.way_back import WayBack
 
-SMALL_EPSILON = 1e-4  # of a price; less, whether a cost or the largest one, takes no digits that count
+SMALL_EPSILON = 1e-4  # relative to a price; less, whether a cost or the largest one, takes no digits that count
 NEGLIGIBLE_COST = 1e-3  # epsilons for the mass, which blocks that differ by more than rounding may pay
-MAX_ENTRIES = 2**24  # of all matrices that are computed here: 128 MiB in float64; with more, the gap tells
+MAX_ENTRIES = 2**24  # all matrices that are computed here: 128 MiB in float64; with more, the gap tells
 STEPS = 10  # from a bin to all others, in clouds that are one block
 
 
