@@ -140,6 +140,6 @@ def _batches(rows: Any, count: int, size: int) -> Iterator[list[dict[str, list[i
 
 
 def _start(row: dict[str, list[int]]) -> int:
-    """Where the completion begins: the first label, or half of a row that has labels from its beginning."""
+    """Return where the completion begins: the first label, or half of a row that has labels from its beginning."""
     first = next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)
     return first or max(1, len(row["input_ids"]) // 2)

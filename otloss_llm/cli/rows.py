@@ -99,7 +99,7 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
 
 @contextmanager
 def naming_rows(*splits: Any, args: Any) -> Iterator[None]:
-    """Where an error comes from an invalid row, raise ValueError that names the row.
+    """Raise ValueError that names the row where an error comes from an invalid row.
 
     A null, a template that raises, and an empty list of messages make errors of many kinds in TRL and datasets.
     """

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 LABELS, DRAWS, LEAST_DRAWS = 4, 512, 64
-RARE = 0.1  # of the mean count: a token that occurs less often is seldom trained
+RARE = 0.1  # relative to the mean count: a token that occurs less often is seldom trained
 WORK = 2**33  # multiplications, a third of a second on one core of a CPU
 
 
@@ -42,7 +42,7 @@ def hub_share(unit: Float[Tensor, "V d"], counts: Float[Tensor, " V"]) -> float 
     if draws < LEAST_DRAWS or not counts.any():
         return None
     rare = (counts < RARE * counts.mean()).to(unit.device)
-    # By the inverse of the cumulative shares: torch.multinomial takes 2^24 tokens at most.
+    # Draws by the inverse of the cumulative shares: torch.multinomial takes 2^24 tokens at most.
     points = torch.rand(draws * LABELS, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64)
     shares = counts.cpu().cumsum(0) / counts.sum().cpu()
     labels = torch.searchsorted(shares, points, right=True).clamp(max=len(unit) - 1).view(draws, LABELS).to(unit.device)

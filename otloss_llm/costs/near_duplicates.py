@@ -105,7 +105,7 @@ def likely_neighbours(z: Float[Tensor, "V s"], criteria: list[tuple[float, int]]
 
 
 def _neighbours_in(order: Int[Tensor, " V"], z: Float[Tensor, "V s"], half_square: float) -> Int[Tensor, "V kept"]:
-    """For each row the nearest ones of its stretch of the order, of the one before and of the one after."""
+    """Return for each row the nearest rows in its stretch of the order and in the two stretches beside it."""
     count = len(order)
     width, before = (count, 0) if count <= _WHOLE else (_WIDTH, _WIDTH)
     around = torch.cat([order[count - before :], order, order[: before + -count % width]])

@@ -143,7 +143,7 @@ class NumberCost(ValuesCost):
         return self._with_values(self.values.masked_fill(self.is_number, 0.0))
 
     def _with_values(self, values: Float[Tensor, " vocab"]) -> Self:
-        """The same price of text."""
+        """Return the cost of other values, with the same price of text."""
         made = type(self)(values, text=self.text, **self.settings)
         made.tokens = self.tokens
         return made

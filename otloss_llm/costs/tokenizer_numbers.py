@@ -31,7 +31,7 @@ _BESIDE = re.compile(
 )
 _COMMA, _EXPONENT, _PUNCTUATION, _OTHER = "thousands comma", "exponent", "punctuation beside a number", "other"
 _UNREADABLE = "\ufffd"  # stands for bytes that are not a whole character
-_ASKED = ("get_vocab", "decode", "batch_decode")  # of a tokenizer, beside `all_special_ids`
+_ASKED = ("get_vocab", "decode", "batch_decode")  # methods of a tokenizer, beside `all_special_ids`
 
 
 def read_number(text: str) -> float | None:

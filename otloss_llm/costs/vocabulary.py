@@ -89,12 +89,12 @@ class VocabularyCost(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of the costs: float32 or float64."""
+        """The dtype of the costs: float32 or float64."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the costs are."""
+        """The device of the costs."""
 
     @property
     def requires_grad(self) -> bool:

@@ -54,7 +54,7 @@ class Tokens:
 
     @classmethod
     def of(cls, sums: RowSums, mean_logit: Tensor | None = None, tempered: Tensor | None = None) -> Tokens:
-        """From the sums over a whole row; the label's entry stays apart, so nll and D keep their digits as q_y -> 1."""
+        """Use the sums over a whole row; the label's entry stays apart, so nll and D keep their digits as q_y -> 1."""
         x_y = sums.z_y - sums.top
         e_y = x_y.exp()
         total = sums.others + e_y
@@ -199,7 +199,7 @@ def chunked_pass(
     return value, statistics
 
 
-Derivatives = Callable[[Int[Tensor, " chunk"]], Statistics]  # of the tokens at these positions
+Derivatives = Callable[[Int[Tensor, " chunk"]], Statistics]  # the derivatives of the tokens at these positions
 
 
 def _made(read: tuple[str, ...], config: TokenLossConfig) -> list[str]:

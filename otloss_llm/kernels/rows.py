@@ -63,7 +63,7 @@ class GradientCoefficients(NamedTuple):
     h: Float[Tensor, " rows"] | None = None
 
     def relative_to(self, own_top: Float[Tensor, " rows"], top: Float[Tensor, " rows"]) -> GradientCoefficients:
-        """For a sweep over some of the columns, whose e are relative to their own largest logit."""
+        """Return the numbers for a sweep over some of the columns, whose e are relative to their own largest logit."""
         share = (own_top - top).exp()
         a, b, transport, at_label, h = self
         if h is not None:

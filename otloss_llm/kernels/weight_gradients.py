@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLAB_ROWS = 8192  # of the head, whose product is made at a time where it cannot be added in float32 at once
+SLAB_ROWS = 8192  # so many rows of the head at a time where their product cannot be added in float32 at once
 
 
 @dataclass

@@ -401,7 +401,7 @@ def _labelled(hidden: Tensor, valid: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def _linear_token_loss(call: _Call, shard: VocabShard | None) -> TokenLoss:
-    """With the whole head here, by the reference or the chunked kernel; or with the rows of this process (a shard)."""
+    """Compute the loss with the whole head, by the reference or the chunked kernel, or with this process's rows."""
     weight, bias = call.weight, call.bias
     h, y, valid, config = _Scored.from_call(call, shard)
     weights = valid_weights(call.token_weight, call.labels, valid)

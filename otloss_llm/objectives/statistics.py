@@ -197,7 +197,7 @@ class Sum(ABC):
         return sum(term.weight for term in self.terms_of(kind))
 
     def scaled(self, factor: float, kind: type = object) -> Sum:
-        """The same with the terms of this class, or all of them, multiplied by a factor."""
+        """Return the sum with the terms of this class, or all of them, multiplied by a factor."""
         terms = (
             replace(term, weight=term.weight * factor) if isinstance(term.function, kind) else term
             for term in self.terms
@@ -205,7 +205,7 @@ class Sum(ABC):
         return _Terms(tuple(terms), self)
 
     def without(self, kind: type) -> Sum:
-        """The same without the terms of this class."""
+        """Return the sum without the terms of this class."""
         return _Terms(tuple(term for term in self.terms if not isinstance(term.function, kind)), self)
 
     def value(self, statistics: Statistics) -> Tensor:

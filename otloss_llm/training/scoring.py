@@ -87,7 +87,7 @@ class Scoring:
         return _scored(result, outputs, targets, sums)._replace(output=outputs.get("output"))
 
     def from_logits(self, model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Scored:
-        """From the model's own logits, which are part of its output."""
+        """Compute the loss from the model's own logits, which are part of its output."""
         outputs = model(**inputs)
         if not isinstance(outputs, dict):  # return_dict=False
             outputs = CausalLMOutput(logits=outputs[0])

@@ -290,7 +290,7 @@ class ObjectiveMixin:
         return total.scaled(float(tokens) / max(1.0, float(numbers)), NumberDistance)
 
     def _counts(self, targets: Targets) -> Tensor:
-        """Of predicted tokens, and of number positions (of all positions where no term needs them)."""
+        """Return the counts of predicted tokens and of number positions (of all positions where no term needs them)."""
         numbers = targets.valid
         if self._total.terms_of(NumberDistance):
             numbers = cost_positions(self._cost_on(targets.labels.device), targets.labels, numbers)
