@@ -23,7 +23,7 @@ from benchmarks.measure import SMALL_SIZES, Limit, Settings, heading, keep, say,
 
 NAME, ROUNDS = "first_calls", 1
 LIMIT, WARM_LIMIT = 8.0, 0.4  # seconds
-LIMITS = {"emd": 3.0, "sinkhorn": 4.0, "cloud_loss, 32 x 512 x 3": 6.0}  # of a call
+LIMITS = {"emd": 3.0, "sinkhorn": 4.0, "cloud_loss, 32 x 512 x 3": 6.0}  # seconds of a call
 ROOT = Path(__file__).parents[1]
 STEPS = 200
 IMPORT = re.compile(r"^(?:from|import) (\w+).*$", re.MULTILINE)

@@ -139,7 +139,7 @@ def judge(what: str, errors: Sequence[float], limits: Sequence[float]) -> None:
 
 
 def seconds_of(run: Callable[[], Any], device: str) -> float:
-    """On a GPU the time between two events, so that the host's work in the meantime does not count."""
+    """Return the time of a call: on a GPU between two events, so that the work of the host does not count."""
     if device == "cpu":
         started = time.perf_counter()
         run()

@@ -59,7 +59,7 @@ REFERENCE_ROWS = 1000
 # No contestant gets a row of more pairs: it would not fit the memory, or take minutes.
 MOST_PAIRS = {TORCH: 2e8, CPU: 3e9, TENSORIZED: 4e8, OTT: 4e8, ONLINE: 2e10, FLASH: 2e10, FLASH_FLOAT32: 2e10,
               TRITON: 2e12}  # fmt: skip
-SECONDS = 450.0  # of a run; what is not measured by then is left to the next one
+SECONDS = 450.0  # a run takes no longer; what is not measured by then is left to the next one
 LIMIT = 45.0  # seconds of one contestant, with its compilation
 LONG = 2.0  # seconds of a call that is not repeated
 

@@ -71,7 +71,7 @@ def make_problem(vocab: int, width: int, labels: Tensor, *, sharpness: float) ->
 
 
 def gradient_errors(problem: Problem, names: Sequence[str], *, precision: str = "highest") -> dict[str, GradientError]:
-    """Of each contestant in float32, with matrix products of the given precision."""
+    """Return the errors of each contestant in float32, with matrix products of the given precision."""
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (problem.hidden, problem.weight))
     in_double = Problem(hidden, weight, problem.labels)
     exact_gradients: dict[Callable[[Problem], Tensor], tuple[Tensor, Tensor]] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 import otloss
 from otloss.costs import PointCost
 
-PENALTY = 0.5  # of marginals that differ
+PENALTY = 0.5  # the penalty of marginals that differ
 Inputs = dict[str, Tensor]
 Value = Callable[[Inputs], Tensor]
 

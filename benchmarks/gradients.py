@@ -139,7 +139,7 @@ def main(settings: Settings) -> None:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     parts = [f"Made by `python -m benchmarks gradients` with {versions}.\n"]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peers that do not converge; their gradients show it
+        warnings.simplefilter("ignore")  # some peers do not converge; their gradients show it
         for family in FAMILIES[:1] if settings.small else FAMILIES:
             with contextlib.redirect_stdout(io.StringIO()):  # POT prints some of its warnings
                 results = table(family)

@@ -92,7 +92,7 @@ def step_of(cell: Cell, clouds: Hard) -> Callable[[], Answer]:
 
 
 def potentials_of(cell: Cell, clouds: Hard) -> tuple[Tensor, Tensor] | None:
-    """Of the transport from x to y alone, which no contestant returns with the divergence."""
+    """Return the potentials of the transport from x to y alone, which no contestant returns with the divergence."""
     blur = cell.blur * clouds.unit
     if cell.name == OURS:
         import otloss
@@ -139,7 +139,7 @@ def _ours(clouds: Hard, blur: float, penalty: float | None) -> Answer:
 
 
 def _barycenter(clouds: Hard, blur: float) -> Answer:
-    """Of histograms on the first cloud; they have no gradient here."""
+    """Return the barycenter of histograms on the first cloud; they have no gradient here."""
     import otloss
 
     points = clouds.x[0]
@@ -256,7 +256,7 @@ def error_of_marginals(cell: Cell) -> dict[str, Any]:
 
 
 def work(pipe: Connection) -> None:
-    """In a process of its own: a small cell of every contestant first, which compiles, then those that are asked."""
+    """Measure in a process of its own: first a small cell of every contestant, which compiles, then what is asked for."""
     torch.set_num_threads(1)
     while True:
         measure, cell = pipe.recv()
@@ -325,7 +325,7 @@ def parsed(arguments: Sequence[str], *, small: bool) -> argparse.Namespace:
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """In an order in which what is compared is measured one after the other."""
+    """Return the cells in an order in which what is compared is measured one after the other."""
     every = [
         Cell(work, kind, size, blur, name)
         for work in options.works

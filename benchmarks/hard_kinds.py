@@ -21,13 +21,13 @@ KINDS = (
     "uniform", "clusters", "narrow", "heavy", "heavier", "outlier", "colours", "moons", "axes", "weights",
 )  # fmt: skip
 SIZES = ("16x256", "500", "2000", "6000", "20000")
-MANY_AXES = ("gaussian", "low rank", "distant clusters", "sphere", "words", "states")  # of size POINTSdAXES
-GIVEN_AXES = {"words": "d25", "states": "d64"}  # of data
+MANY_AXES = ("gaussian", "low rank", "distant clusters", "sphere", "words", "states")  # these have sizes POINTSdAXES
+GIVEN_AXES = {"words": "d25", "states": "d64"}  # the axes of the data
 DATA = {"words": "words/glove_twitter_25d.npz", "states": "models/stories260K"}  # in $OTLOSS_DATA
 MANY_AXES_SIZES = ("2000d25", "2000d64", "2000d512")
 BLURS = (0.5, 0.05, 0.01)
 CENTRES, WIDTH, NARROW = 8, 0.3, 0.05
-ORDERS = 12  # of magnitude, of the weights
+ORDERS = 12  # orders of magnitude among the weights
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _two_scales(generator: Generator, n: int, axes: int) -> tuple[Tensor, Tensor
 
 
 def data_of(kind: str) -> Path | None:
-    """Where the points of a kind come from, None where the data are not here."""
+    """Return the path of the points of a kind, None where the data are not here."""
     path = Path(os.environ.get("OTLOSS_DATA", "")) / DATA[kind]
     return path if path.exists() else None
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-Row = dict[str, str]  # of a CSV file
+Row = dict[str, str]  # a row of a CSV file
 
 FOLDER = Path(__file__).parent
 MIB = 2**20

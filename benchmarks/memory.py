@@ -59,7 +59,7 @@ def _extra(name: str, problem: Problem) -> int:
 
 
 def _worker() -> None:
-    """In its own process: reads the task from standard input and prints bytes by contestant, both JSON."""
+    """Read the task from standard input and print bytes by contestant, both JSON; runs in its own process."""
     task = json.loads(sys.stdin.read())
     torch.set_num_threads(task["threads"])
     problem = Problem.random(task["vocab"], task["width"], torch.tensor(task["labels"]))

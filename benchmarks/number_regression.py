@@ -39,7 +39,7 @@ from otloss_llm import NumberCost, parse_objective, token_loss
 
 NAME = "number_regression"
 NUMBERS = 100  # the tokens "0" to "99"
-FLOOR_SD = 5.0  # of the noise of the synthetic targets, whose mean absolute error is 4.0
+FLOOR_SD = 5.0  # the noise of the synthetic targets, whose mean absolute error is 4.0
 WEIGHT, MSE_UNIT = 0.3, 9.0
 ARMS = ("mle", "number_token", "number_token/shuffled", "number_token/equal", "number_token:1",
         "number_token:1/shuffled", "number_token:1/equal", "NTL-MSE", "regression head", "constant")  # fmt: skip

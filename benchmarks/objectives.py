@@ -60,7 +60,7 @@ SEEDS, TEMPERATURES = (0, 1, 2), (1.2, 1.0, 0.9, 0.8, 0.65)
 MORE_TEMPERATURES = {"gem:0.7": (0.5,), "mle+smoothing:0.1": (0.5,), "power:0.5": (1.5,), "dft": (2.0, 1.5)}
 LEARNING_RATE, RATES = 1e-3, (1.0, 0.3, 3.0)
 BEYOND, BEYOND_ARMS = {0.3: 0.1, 3.0: 10.0}, ("mle", "emo", "emo/random")  # the rate after the best of RATES
-TEXTS = 128  # of the source, for the recall and for validation, and of each student at each temperature
+TEXTS = 128  # from the source, for the recall and for validation, and from each student at each temperature
 SECONDS = {"whole": 20, "short": 15, "source step": 0.12}  # of one core, on the machine of the CSV
 FIELDS = (
     "experiment", "arm", "rate", "seed", "validation",

@@ -59,7 +59,7 @@ EXPERIMENTS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the models: layers of the source and of its students, which share the width."""
+    """The sizes of the models: layers of the source and of its students, which share the width."""
 
     vocabulary: int = 8192
     width: int = 512

@@ -28,7 +28,7 @@ HEAD = """# Tables of the reports
 
 `python -m benchmarks.reports` writes them; the pages of docs/reports say what they mean.
 """
-SEEDS = 3  # of a cell that is complete
+SEEDS = 3  # a complete cell has so many
 LEVEL = 0.8  # arms are compared at the recall that likelihood has at this temperature
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ROUNDS, SMALL_ROUNDS = 3, 1
 WIDTH = 256
 MOST_BYTES = 8 * 2**30  # dense cross-entropy is skipped above this
-CHUNK = 512  # of F.linear_cross_entropy: near its best at most sizes
+CHUNK = 512  # for F.linear_cross_entropy: near its best at most sizes
 FIELDS = ("date", "axis", "tokens", "vocab", "width", "u", "labels", "name", "seconds", "mebibytes", "note", "rounds",
           "hardware", "torch")  # fmt: skip
 CSV, PNG = "scaling.csv", "scaling.png"

@@ -61,7 +61,7 @@ def _geomloss(backend: str) -> Callable[[Clouds], float]:
 
 
 def _ours(clouds: Clouds) -> float:
-    """With the gradients of the points."""
+    """Return the value; the time includes the gradients of the points."""
     x = clouds.x.clone().requires_grad_()
     value = otloss.emd(clouds.p, clouds.q, PointCost(x, clouds.y))
     value.backward()

@@ -58,8 +58,8 @@ CLOSER_GAP = 1e-5  # shows what two more digits cost a first-order method
 PATIENCE = 100.0  # the time that a peer may take to reach the gap, in units of ours
 CLOUD_PATIENCE = 10.0
 CLOUD_REPEATED = 3.0  # a peer that takes longer than this, in units of our time, is timed by one run
-EPSILONS = {0.1: 4.0, 0.01: 40.0, 0.001: 100.0}  # of the cost range, and how many times faster we are to be
-PENALTY = 1.0  # of the cost range, of unbalanced problems
+EPSILONS = {0.1: 4.0, 0.01: 40.0, 0.001: 100.0}  # relative to the cost range, and how many times faster we are to be
+PENALTY = 1.0  # relative to the cost range, for unbalanced problems
 SAME_VALUE = 1e-4  # relative, between float32 contestants without a setting
 
 

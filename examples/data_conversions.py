@@ -52,7 +52,7 @@ def _json(content: dict[str, Any], *, sort: bool = True) -> bytes:
 
 
 def _weights(model: bytes) -> bytes:
-    """In the safetensors format."""
+    """Return the weights in the safetensors format."""
     from safetensors.numpy import save
 
     width, hidden, layers, heads, key_heads, vocabulary, _ = struct.unpack_from("<7i", model)

@@ -48,7 +48,7 @@ def source_files(package: str) -> list[Path]:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Of the module, its classes and functions, in the order of the source."""
+    """Return the docstrings of the module, its classes and functions, in the order of the source."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about string escapes in other people's code
         try:

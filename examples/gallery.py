@@ -25,7 +25,7 @@ from data import OTHER
 from gallery_page import keep_figure, pages
 
 HERE = Path(__file__).parent
-OPTIONS = ('"--output"', '"--quick"')  # of examples, in their source
+OPTIONS = ('"--output"', '"--quick"')  # examples have them in their source
 
 
 @dataclass(frozen=True)

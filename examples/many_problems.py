@@ -33,7 +33,7 @@ from otloss.costs import GridCost
 
 BINS, WORDS, NEAREST = 64, 5000, 10
 COST = GridCost((8, 8))
-Function = Callable[[np.ndarray], np.ndarray]  # of the pairs of a partition
+Function = Callable[[np.ndarray], np.ndarray]  # a function of the pairs of a partition
 
 
 def draw_pairs(count: int, seed: int) -> np.ndarray:

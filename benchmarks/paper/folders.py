@@ -170,6 +170,6 @@ def incomplete_checkpoints(folder: Path) -> list[Path]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """By step."""
+    """Return the checkpoints by step."""
     numbered = ((path.name.rpartition("-")[2], path) for path in folder.glob("checkpoint-*") if path.is_dir())
     return [path for _, path in sorted((int(step), path) for step, path in numbered if step.isdigit())]

@@ -47,7 +47,7 @@ class Data:
     validation: PackedBlocks | None = None
 
     def fingerprints(self) -> dict[str, str | None]:
-        """Of each part, for the settings of a run folder."""
+        """Return the fingerprint of each part, for the settings of a run folder."""
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
         return {f"{name}_blocks": None if part is None else part.fingerprint for name, part in parts.items()}
 
@@ -61,7 +61,7 @@ class QuestionData:
     validation: AnsweredQuestions | None = None
 
     def fingerprints(self) -> dict[str, str | None]:
-        """Of each part, for the settings of a run folder."""
+        """Return the fingerprint of each part, for the settings of a run folder."""
         asked = json.dumps([asdict(question) for question in self.test])
         return {
             "train_questions": self.train.fingerprint,

@@ -51,7 +51,7 @@ _DECISIVE_ARGUMENTS = (
     "adam_epsilon", "max_grad_norm", "optim", "optim_args", "seed", "data_seed", "bf16", "fp16", "neftune_noise_alpha",
     "train_sampling_strategy", "dataloader_drop_last", "world_size", "load_best_model_at_end",
 )  # fmt: skip
-# Those that also change them if the best checkpoint is loaded at the end.
+# Options that also change them if the best checkpoint is loaded at the end.
 _CHOICE_OF_CHECKPOINT = (
     "eval_strategy", "eval_steps", "save_strategy", "save_steps", "metric_for_best_model", "greater_is_better",
 )  # fmt: skip
@@ -178,7 +178,7 @@ def _train(trainer: ObjectiveTrainer, checkpoint: str | None) -> None:
         trainer.is_in_train = False
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
-    except ValueError as error:  # of a kernel that found NaN
+    except ValueError as error:  # a kernel has found NaN
         _check_finite(trainer, error)
         raise
     _check_finite(trainer)

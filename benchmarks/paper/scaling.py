@@ -66,7 +66,7 @@ def run_scaling(
 
 
 def _check(models: Sequence[str], fractions: Sequence[float], tokenizer: Any) -> None:
-    names = [Path(model).name for model in models]  # of the folders
+    names = [Path(model).name for model in models]  # names of folders
     for name, values in (("model_sizes", names), ("data_fractions", fractions)):
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{name} is {list(values)}, expected at least one, each once.")

@@ -105,7 +105,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
 def _summary(kl: Tensor, entropy: Tensor, counts: Tensor) -> TokenDivergence:
     n, tokens = len(kl), counts.sum()
     mean, mean_entropy = kl.sum() / tokens, entropy.sum() / tokens
-    spread = (kl - mean * counts).square().sum().sqrt() / tokens  # of a ratio of means
+    spread = (kl - mean * counts).square().sum().sqrt() / tokens  # the standard error of a ratio of means
     error = float(spread) * math.sqrt(n / (n - 1)) if n > 1 else math.nan
     return TokenDivergence(
         float(mean), error, float(mean + mean_entropy), float(mean_entropy), int(tokens), n
