@@ -256,7 +256,7 @@ def error_of_marginals(cell: Cell) -> dict[str, Any]:
 
 
 def work(pipe: Connection) -> None:
-    """Measure in a process of its own: first a small cell of every contestant, which compiles, then what is asked for."""
+    """Measure in a process of its own: first a small cell of every contestant, which compiles, then each cell sent."""
     torch.set_num_threads(1)
     while True:
         measure, cell = pipe.recv()

@@ -53,13 +53,13 @@ def per_example(
 
 
 def _tensors(arguments: dict[str, Any], axes: dict[str, int | tuple[int, int]]) -> dict[Place, Tensor]:
-    found: dict[Place, Any] = {}
+    arguments_of_places: dict[Place, Any] = {}
     for name, value in arguments.items():
         if isinstance(axes.get(name), tuple) and isinstance(value, tuple | list):
-            found |= {(name, index): part for index, part in enumerate(value[:2])}
+            arguments_of_places |= {(name, index): part for index, part in enumerate(value[:2])}
         elif name in axes:
-            found[name, None] = value
-    return {place: t for place, t in found.items() if isinstance(t, Tensor)}
+            arguments_of_places[name, None] = value
+    return {place: t for place, t in arguments_of_places.items() if isinstance(t, Tensor)}
 
 
 def _is_below(
@@ -78,15 +78,15 @@ def _call_below(
     tensors: dict[Place, Tensor],
     axes: dict[str, int | tuple[int, int]],
 ) -> Any:
-    taken = {name for name, _ in tensors}
+    names = {name for name, _ in tensors}
     for name, value in arguments.items():
-        if name not in taken and isinstance(value, tuple | list) and any(isinstance(t, Tensor) for t in value):
+        if name not in names and isinstance(value, tuple | list) and any(isinstance(t, Tensor) for t in value):
             raise NotImplementedError(
                 f"{function.__name__} does not take a list as {name} inside transforms of torch.func; pass one padded "
                 "tensor with weights of 0, or pass the batch itself in one call, without them."
             )
         parts = value.parameters() if hasattr(value, "parameters") else [value]
-        if name not in taken and any(isinstance(t, Tensor) and requires_gradient(t) for t in parts):
+        if name not in names and any(isinstance(t, Tensor) and requires_gradient(t) for t in parts):
             raise NotImplementedError(
                 f"{function.__name__} gives no gradient of {name} inside transforms of torch.func; pass the batch "
                 "itself in one call, and differentiate by torch.autograd.grad."

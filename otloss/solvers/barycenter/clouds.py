@@ -120,13 +120,13 @@ def cloud_barycenter(
     problem = _posed(clouds, masses, weights, epsilon, start)
     x = _first_points(problem, start, generator)
     with torch.no_grad():
-        found = _search(problem.detached(), x.detach(), optimize, tolerance, max_iterations)
-    if not bool(found.converged.all()):
-        message = _explain(found, optimize, max_iterations)
+        solution = _search(problem.detached(), x.detach(), optimize, tolerance, max_iterations)
+    if not bool(solution.converged.all()):
+        message = _explain(solution, optimize, max_iterations)
         warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
     dtype = problem.dtype
-    value = finite_in(dtype, problem.value_of_best(found), 2)
-    return CloudBarycenter(found.x.to(dtype), found.a.to(dtype), value, found.iterations, found.converged)
+    value = finite_in(dtype, problem.value_of_best(solution), 2)
+    return CloudBarycenter(solution.x.to(dtype), solution.a.to(dtype), value, solution.iterations, solution.converged)
 
 
 @dataclass(frozen=True)
@@ -166,15 +166,15 @@ class _Clouds:
             return (self.weights * emd(a, self.masses, cost)).sum(-1)
         return (self.weights * sinkhorn_divergence(a, self.masses, cost, epsilon=self.epsilon)).sum(-1)
 
-    def value_of_best(self, found: _Found) -> Tensor:
+    def value_of_best(self, solution: _Solution) -> Tensor:
         """Return the value, whose derivatives in the masses of the clouds are the potentials that are not NaN."""
-        value, g = self.value(found.x, found.a), found.potentials
+        value, g = self.value(solution.x, solution.a), solution.potentials
         if not bool((~g.isnan()).any()) or not is_differentiated(self.masses):
             return value
         fixed = self.detached()
         with torch.enable_grad():
             masses = fixed.masses.clone().requires_grad_()
-            (own,) = torch.autograd.grad(replace(fixed, masses=masses).value(found.x, found.a).sum(), masses)
+            (own,) = torch.autograd.grad(replace(fixed, masses=masses).value(solution.x, solution.a).sum(), masses)
         change = torch.where(g.isnan(), 0.0, g - centre_of(g, masses) - own).detach()
         return value + (change * (self.masses - self.masses.detach())).sum((-2, -1))
 
@@ -196,7 +196,7 @@ class _Clouds:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Solution:
     """Points (..., s, d) and masses (..., s), the iterations, and whether both converged, per problem.
 
     The potentials (..., k, n) of `find_masses` are NaN where the masses are not the best ones.
@@ -209,10 +209,10 @@ class _Found:
     converged: Tensor
 
 
-def _explain(found: _Found, optimize: str, max_iterations: int) -> str:
-    open_ones = ~found.converged
+def _explain(solution: _Solution, optimize: str, max_iterations: int) -> str:
+    open_ones = ~solution.converged
     count = f"{int(open_ones.sum())} of {open_ones.numel()} barycenters of clouds did not converge"
-    if optimize != "masses" and bool((found.iterations[open_ones] >= max_iterations).any()):
+    if optimize != "masses" and bool((solution.iterations[open_ones] >= max_iterations).any()):
         fix = "raise max_iterations or the tolerance, or give a start that is nearer."
         return f"{count} in {max_iterations} iterations; {fix}"
     return (
@@ -221,13 +221,13 @@ def _explain(found: _Found, optimize: str, max_iterations: int) -> str:
     )
 
 
-def _search(problem: _Clouds, start: Tensor, optimize: str, tolerance: float, max_iterations: int) -> _Found:
+def _search(problem: _Clouds, start: Tensor, optimize: str, tolerance: float, max_iterations: int) -> _Solution:
     """Optimise both from the start, or from the points that equal masses lead to: where the best masses cost less."""
     everywhere = torch.ones(problem.weights.shape[:-1], dtype=torch.bool, device=start.device)
     if optimize == "masses":
         best = problem.best_masses(start, everywhere)
         converged = best.gap <= tolerance * best.value
-        return _Found(start, best.masses, best.potentials, everywhere.long(), converged)
+        return _Solution(start, best.masses, best.potentials, everywhere.long(), converged)
     equal = _move(problem, start, tolerance, max_iterations)
     if optimize == "points":
         return equal
@@ -244,7 +244,7 @@ def _choose(is_first: Tensor, first: Masses, second: Masses) -> Masses:
     return Masses(*(torch.where(*each) for each in zip(conditions, first, second, strict=True)))
 
 
-def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Found:
+def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Solution:
     """Move points of equal masses until they stand."""
     a, iterations = problem.equal_masses(x), problem.weights.new_zeros(problem.weights.shape[:-1], dtype=torch.int64)
     active = iterations == 0
@@ -254,12 +254,12 @@ def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) ->
         active = active & (step > tolerance)
         if not bool(active.any()):
             break
-    return _Found(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
+    return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
 
 
 def _move_with_masses(
     problem: _Clouds, x: Tensor, best: Masses, iterations: Tensor, *, tolerance: float, max_iterations: int
-) -> _Found:
+) -> _Solution:
     """Move the points and give them their best masses in turns, until they stand."""
     converged = torch.zeros_like(iterations, dtype=torch.bool)
     active = iterations < max_iterations
@@ -271,7 +271,7 @@ def _move_with_masses(
         active = active & ~stands
         best = _choose(active, problem.best_masses(x, active, guess=best.potentials), best)
         active = active & (iterations < max_iterations)
-    return _Found(x, best.masses, best.potentials, iterations, converged)
+    return _Solution(x, best.masses, best.potentials, iterations, converged)
 
 
 def _step(problem: _Clouds, x: Tensor, a: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,7 +381,9 @@ def _first_points(problem: _Clouds, start: int | Tensor, generator: torch.Genera
     shares = shares.reshape(-1, shares.shape[-1])
     device = shares.device if generator is None else generator.device
     # Two points at one place stay together.
-    again = bool(((shares > 0).sum(-1) < start).any())
-    index = torch.multinomial(shares.to(device), start, replacement=again, generator=generator).to(shares.device)
+    with_replacement = bool(((shares > 0).sum(-1) < start).any())
+    index = torch.multinomial(shares.to(device), start, replacement=with_replacement, generator=generator).to(
+        shares.device
+    )
     index = index.reshape(*batch, start, 1).expand(*batch, start, d)
     return problem.clouds.flatten(-3, -2).gather(-2, index)

@@ -143,9 +143,9 @@ def judge_cycle(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debi
         return xp.full_like(a[..., 0, 0], UNKNOWN), last
     masses = weights * (a / a.sum(-1)[..., None])  # the marginal of the rows
     changes = cycle.logs[..., 1:, :, :] - cycle.logs[..., :-1, :, :]
-    before, after = ((masses * abs(changes[..., place, :, :])).sum(-1).sum(-1) for place in (-2, -1))
-    contraction = xp.nan_to_num(after / before).clip(max=NUMBERS.largest_contraction)
-    error = after / (1 - contraction)
+    previous_change, last_change = ((masses * abs(changes[..., place, :, :])).sum(-1).sum(-1) for place in (-2, -1))
+    contraction = xp.nan_to_num(last_change / previous_change).clip(max=NUMBERS.largest_contraction)
+    error = last_change / (1 - contraction)
     # An extrapolation costs as much as a cycle of few bins, and may spare one. It also shows the slow changes of
     # debiased barycenters that hide in fast ones.
     if not debiased and not (error * contraction**NUMBERS.cycle > tolerance).any():

@@ -149,10 +149,10 @@ def _solve_in_units(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) ->
         ratio = max(best.value, PROGRAMME.smallest_unit)
         if not best.value < PROGRAMME.small_value or unit * ratio < np.finfo(np.float64).tiny:
             break
-        again = _generate_columns(costs / (unit * ratio), clouds, best.potentials / ratio)
-        if np.isnan(again.value):
+        rescaled = _generate_columns(costs / (unit * ratio), clouds, best.potentials / ratio)
+        if np.isnan(rescaled.value):
             break
-        best, unit = again, unit * ratio
+        best, unit = rescaled, unit * ratio
     return best, unit
 
 
@@ -167,10 +167,10 @@ def _generate_columns(costs: np.ndarray, clouds: np.ndarray, guess: np.ndarray) 
         f, g = result.eqlin.marginals[: k * s].reshape(k, s, 1), result.eqlin.marginals[k * s :].reshape(k, n)
         reduced = costs - g[:, None]
         gap = float(result.fun - (g * clouds).sum() - reduced.min(2).sum(0).min())
-        more = ~entries & ((reduced < f) | _likely_entries(costs, g))  # Likely ones halve the number of programmes.
-        if gap <= PROGRAMME.no_gap or not more.any():
+        missing = ~entries & ((reduced < f) | _likely_entries(costs, g))  # Likely ones halve the number of programmes.
+        if gap <= PROGRAMME.no_gap or not missing.any():
             break
-        entries |= more
+        entries |= missing
     a = np.where(result.x[-s:] > PROGRAMME.no_mass, result.x[-s:], 0.0)
     return _Best(a / a.sum(), g, float(result.fun))
 

@@ -29,17 +29,17 @@ def continue_in_tau(
     iterations, fruitless = 0, torch.zeros_like(best.error)
     while iterations < max_iterations and float(tau.max()) >= NUMBERS.least_tau:
         steps = min(NUMBERS.steps, max_iterations - iterations)
-        settled = settle(problem, matrix, potentials, equations, tau, tolerance, steps)
-        potentials, equations, iterations = settled.potentials, settled.equations, iterations + settled.iterations
+        end = solve_at(problem, matrix, potentials, equations, tau, tolerance, steps)
+        potentials, equations, iterations = end.potentials, end.equations, iterations + end.iterations
         # Where errors are not known, the one at the smallest tau that converged is the best guess.
-        is_guess = (best.error >= UNKNOWN) & (settled.change < NUMBERS.small_change)
-        is_better = (settled.error < best.error) | is_guess
-        best = best.replace(is_better, BarycenterResult(potentials, settled.error, 0, tau).choose(is_better))
+        is_guess = (best.error >= UNKNOWN) & (end.change < NUMBERS.small_change)
+        is_better = (end.error < best.error) | is_guess
+        best = best.replace(is_better, BarycenterResult(potentials, end.error, 0, tau).choose(is_better))
         fruitless = torch.where(is_better, 0.0, fruitless + 1)
         is_last = (best.error < NUMBERS.small_change) & (fruitless >= NUMBERS.fruitless_falls)
         # Where rounding makes a tau diverge, smaller ones do too; changes by rounding grow as tau falls.
-        is_last = is_last | ~(settled.change < NUMBERS.small_change) & ~settled.is_stalled
-        is_last = is_last | settled.is_stalled & (NUMBERS.fall_of_tau * settled.change >= best.error)
+        is_last = is_last | ~(end.change < NUMBERS.small_change) & ~end.is_stalled
+        is_last = is_last | end.is_stalled & (NUMBERS.fall_of_tau * end.change >= best.error)
         if bool((is_last | (best.error <= tolerance)).all()):
             break
         tau = tau / NUMBERS.fall_of_tau
@@ -47,7 +47,7 @@ def continue_in_tau(
 
 
 @dataclass(frozen=True)
-class Settled:
+class NewtonEnd:
     """The state in which Newton's method ends at one tau.
 
     Attributes:
@@ -70,10 +70,10 @@ class Settled:
         return (find_error(self.equations) + self.change).clamp(max=UNKNOWN)
 
 
-def settle(
+def solve_at(
     problem: BarycenterProblem, matrix: Tensor, potentials: Potentials, equations: Equations, tau: Tensor,
     tolerance: float, steps: int,
-) -> Settled:  # fmt: skip
+) -> NewtonEnd:  # fmt: skip
     """Take Newton steps at one tau until they change nothing, or rounding stops them."""
     smallest = change = torch.full_like(tau[..., 0], torch.inf)
     small_steps, iterations = torch.zeros_like(smallest), 0
@@ -94,7 +94,7 @@ def settle(
     # An iteration brings the log u of empty bins, which drift from step to step, back to the equations.
     potentials = LogStep.build(problem).update(potentials)
     equations = linearise(problem, matrix, potentials)
-    return Settled(potentials, equations, change, small_steps >= NUMBERS.stalled_steps, iterations)
+    return NewtonEnd(potentials, equations, change, small_steps >= NUMBERS.stalled_steps, iterations)
 
 
 def move(potentials: Potentials, equations: Equations, step: NewtonStep) -> tuple[Potentials, Float[Tensor, "*batch"]]:

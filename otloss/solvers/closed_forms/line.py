@@ -102,7 +102,7 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
     x_sorted, order = x.sort(dim=-1, stable=True)
     # The last bin has no gap behind it; a gap of 0 there is cheaper than slicing the histograms.
     gaps = x_sorted.diff(dim=-1, append=x_sorted[..., -1:])
-    weights_p, weights_q = _take(pair.p, order), _take(pair.q, order)
+    weights_p, weights_q = _in_order(pair.p, order), _in_order(pair.q, order)
     if power == 1:
         apart = _absolute_cdf_difference(weights_p, weights_q)
     else:
@@ -206,7 +206,7 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
     y = x if y is None else checked_positions("y", y, pair.q)
     x_sorted, order_x = x.sort(dim=-1, stable=True)
     y_sorted, order_y = y.sort(dim=-1, stable=True)
-    value = _quantile_cost(_take(pair.p, order_x), _take(pair.q, order_y), x_sorted, y_sorted, order)
+    value = _quantile_cost(_in_order(pair.p, order_x), _in_order(pair.q, order_y), x_sorted, y_sorted, order)
     return value.to(pair.dtype)
 
 
@@ -365,7 +365,7 @@ def power_of(difference: Tensor, power: float) -> Tensor:
     return difference.abs() ** power
 
 
-def _take(weights: Tensor, order: Int[Tensor, "*batch n"]) -> Tensor:
+def _in_order(weights: Tensor, order: Int[Tensor, "*batch n"]) -> Tensor:
     if order.dim() == 1:
         return weights.index_select(-1, order)
     batch = broadcast_shape(weights.shape[:-1], order.shape[:-1])

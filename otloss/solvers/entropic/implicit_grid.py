@@ -137,10 +137,10 @@ class _Equations:
             lambda v: self._centred(v - self.transposed(self.p * self.times(self.q * v))), self._inner
         )
         looks = Looks(is_queued=right.device.type != "cpu")
-        found = conjugate_gradients(equations, start, precision, max_products=MAX_PRODUCTS, looks=looks, check=check)
-        if not bool(found.is_solved.all()):
+        result = conjugate_gradients(equations, start, precision, max_products=MAX_PRODUCTS, looks=looks, check=check)
+        if not bool(result.is_solved.all()):
             raise no_implicit_answer()
-        return found.solution
+        return result.solution
 
     def _centred(self, b: Tensor) -> Tensor:
         return b - self._inner(torch.ones_like(b), b)

@@ -79,8 +79,8 @@ class NewtonByProducts(Method):
         """Search from near potentials, else in stages of epsilon, and then in float64; see `interface.Method`."""
         result = _search(problem, SearchResult.at_start(problem) if previous is None else previous, budget)
         if problem.cost.dtype == torch.float32 and has_float64(problem.p.device) and not _is_solved(result, budget):
-            again = _search(in_float64(problem), result, budget)
-            result = dataclasses.replace(again, iterations=result.iterations + again.iterations)
+            precise = _search(in_float64(problem), result, budget)
+            result = dataclasses.replace(precise, iterations=result.iterations + precise.iterations)
         return with_estimates(problem, result) if budget.is_accurate else result
 
 
@@ -96,18 +96,18 @@ def _search(problem: Problem, previous: SearchResult, budget: Budget) -> SearchR
     if previous.error.numel() and not bool(is_near.all()):
         staged = _run_stages(updates, budget)
         g, steps = torch.where(is_near.unsqueeze(-1), g, staged.g), torch.where(is_near, 0, staged.steps)
-    found = _run_steps(updates, g, budget.tolerance, min(STEPS.max_steps, budget.max_iterations))
-    return exact_updates(updates, updates.f_from(found.g), found.g, steps + found.steps)
+    end = _run_steps(updates, g, budget.tolerance, min(STEPS.max_steps, budget.max_iterations))
+    return exact_updates(updates, updates.f_from(end.g), end.g, steps + end.steps)
 
 
-class _Found(NamedTuple):
+class _NewtonEnd(NamedTuple):
     """The g with the smallest error, and the steps that each problem took."""
 
     g: Float[Tensor, "*batch m"]
     steps: Int[Tensor, "*batch"]
 
 
-def _run_stages(updates: Updates, budget: Budget) -> _Found:
+def _run_stages(updates: Updates, budget: Budget) -> _NewtonEnd:
     """Return potentials for the problem's own epsilon, from falling larger ones."""
     problem = updates.problem
     g, steps = torch.zeros_like(updates.log_q), torch.zeros_like(problem.epsilon, dtype=torch.int64)
@@ -115,14 +115,14 @@ def _run_stages(updates: Updates, budget: Budget) -> _Found:
         stage = updates.at(epsilon)
         for _ in range(STEPS.stage_iterations):
             g = stage.g_from(stage.f_from(g))
-        found = _run_steps(stage, g, STEPS.stage_error, min(STEPS.max_steps, budget.max_iterations))
-        g, steps = found.g, steps + found.steps
+        end = _run_steps(stage, g, STEPS.stage_error, min(STEPS.max_steps, budget.max_iterations))
+        g, steps = end.g, steps + end.steps
     for _ in range(STEPS.stage_iterations):
         g = updates.g_from(updates.f_from(g))
-    return _Found(g, steps)
+    return _NewtonEnd(g, steps)
 
 
-def _run_steps(updates: Updates, g: Tensor, tolerance: float, max_steps: int) -> _Found:
+def _run_steps(updates: Updates, g: Tensor, tolerance: float, max_steps: int) -> _NewtonEnd:
     """Take Newton's steps from g until the error of the columns is within the tolerance, or does not fall further."""
     best_g, steps = g, torch.zeros(g.shape[:-1], dtype=torch.int64, device=g.device)
     best = torch.full_like(g[..., 0], torch.inf)
@@ -138,7 +138,7 @@ def _run_steps(updates: Updates, g: Tensor, tolerance: float, max_steps: int) ->
             break
         g = g + point.step(is_active) * updates.epsilon
         steps = steps + is_active
-    return _Found(best_g, steps)
+    return _NewtonEnd(best_g, steps)
 
 
 @dataclass(frozen=True)

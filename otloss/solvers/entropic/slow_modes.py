@@ -59,10 +59,12 @@ def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
         return result
     with torch.no_grad():
         estimate = _estimate(build_updates(in_float64(problem)), result.g)
-    known = estimate if error is None else torch.where(error.isnan(), estimate, error)
+    largest_error = estimate if error is None else torch.where(error.isnan(), estimate, error)
     is_empty = problem.q.detach() == 0
     highest, lowest = (result.g.masked_fill(is_empty, sign * torch.inf) for sign in (-1, 1))
-    return dataclasses.replace(result, potential_error=known, potential_range=highest.amax(-1) - lowest.amin(-1))
+    return dataclasses.replace(
+        result, potential_error=largest_error, potential_range=highest.amax(-1) - lowest.amin(-1)
+    )
 
 
 def _estimate(updates: Updates, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
@@ -70,8 +72,8 @@ def _estimate(updates: Updates, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "
     g = g.to(updates.log_q)
     f = updates.f_from(g)
     received = updates.g_from(f)
-    off = ((g - received) / updates.epsilon).clamp(max=80.0).expm1().abs()
-    residual = off.masked_fill(updates.log_q == -torch.inf, 0.0).amax(-1) + ROUNDING
+    differences = ((g - received) / updates.epsilon).clamp(max=80.0).expm1().abs()
+    residual = differences.masked_fill(updates.log_q == -torch.inf, 0.0).amax(-1) + ROUNDING
     error = residual / _least_eigenvalue(updates, f, g, received)
     return torch.where(error <= SCHEDULE.largest_estimate, error, torch.inf) * updates.epsilon.squeeze(-1)
 

@@ -40,9 +40,11 @@ def solve_batch(
     _run_assignment(start, problems, results, max_pivots=max_pivots)
     stopped = np.flatnonzero(results.outcome[:, OUTCOME.pivots] < 0)
     if stopped.size:
-        again = Results(*(array[stopped] for array in results))
-        _run_simplex(start[stopped], (p[stopped], q[stopped], matrices, owners[stopped]), again, max_pivots=max_pivots)
-        for array, part in zip(results, again, strict=True):
+        by_simplex = Results(*(array[stopped] for array in results))
+        _run_simplex(
+            start[stopped], (p[stopped], q[stopped], matrices, owners[stopped]), by_simplex, max_pivots=max_pivots
+        )
+        for array, part in zip(results, by_simplex, strict=True):
             array[stopped] = part
     return results
 

@@ -38,7 +38,7 @@ from otloss.costs.order import BLOCK, METRICS, ROWS, grouped, order_of, tasks
 from otloss.solvers.exact.batch import SIMPLEX
 from otloss.solvers.exact.blocks import Blocks, blocks_of_cells
 from otloss.solvers.exact.optimum import Optimum, solve_arrays
-from otloss.solvers.exact.prices import Plan, settle
+from otloss.solvers.exact.prices import Plan, balance_blocks
 from otloss.solvers.exact.results import check_outcome
 from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.problem import Problem
@@ -145,8 +145,8 @@ def _optimum(problem: Problem, cost: PointCost, *, warns: bool) -> Optimum:
         f = among.softmin(g, 0.0)
     basis = _Basis.solve(among, a, b, f, g)
     priced = _CloudProblem(among, a.numpy(), basis)
-    settled = settle(priced, b.numpy(), priced.plan(basis), rounding=problem.weight_rounding, warns=warns)
-    plan, b = settled.plan, torch.from_numpy(settled.q)
+    balanced = balance_blocks(priced, b.numpy(), priced.plan(basis), rounding=problem.weight_rounding, warns=warns)
+    plan, b = balanced.plan, torch.from_numpy(balanced.q)
     by_rows = points_x.split(torch.from_numpy(plan.cells[0]), torch.from_numpy(plan.flows))
     cells = points_y.split(torch.from_numpy(plan.cells[1])[by_rows.places], by_rows.flows)
     g = torch.full_like(q, -torch.inf).index_copy_(0, points_y.members, torch.from_numpy(plan.g)[points_y.groups])
@@ -163,14 +163,14 @@ def _optimum(problem: Problem, cost: PointCost, *, warns: bool) -> Optimum:
     return Optimum(
         value=in_batch(a.new_tensor(plan.value)),
         gap=in_batch(a.new_tensor(gap)),
-        payment=in_batch(a.new_tensor(settled.payment)),
+        payment=in_batch(a.new_tensor(balanced.payment)),
         iterations=in_batch(torch.tensor(plan.pivots, device="cpu")),
         f=in_batch(f),
         g=in_batch(g),
         rows=in_batch(by_rows.points[cells.places]),
         columns=in_batch(cells.points),
         flows=in_batch(cells.flows),
-        largest_potential=in_batch(a.new_tensor(settled.largest_potential)),
+        largest_potential=in_batch(a.new_tensor(balanced.largest_potential)),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from otloss.solvers.exact.batch import solve_batch
 from otloss.solvers.exact.blocks import PRICE_LIMITS, Blocks, blocks_of_matrix, largest_payment, rounding_of_flows
-from otloss.solvers.exact.prices import Plan, settle
+from otloss.solvers.exact.prices import Plan, balance_blocks
 from otloss.solvers.exact.results import MAX_PIVOTS, OUTCOME, Results, check_outcome
 
 
@@ -38,10 +38,10 @@ def settle_prices(
     for k in candidates[scale[candidates] >= PRICE_LIMITS.price_ratio * sure * masses]:
         problem = _MatrixProblem(weights[0][k], matrices[owners[k]])
         plan = _plan(results, k)
-        settled = settle(problem, weights[1][k], plan, rounding=rounding, warns=warns)
-        largest[k], payments[k] = settled.largest_potential, settled.payment
-        if settled.plan is not plan:
-            _fill(results, k, problem, settled.plan, settled.q)
+        balanced = balance_blocks(problem, weights[1][k], plan, rounding=rounding, warns=warns)
+        largest[k], payments[k] = balanced.largest_potential, balanced.payment
+        if balanced.plan is not plan:
+            _fill(results, k, problem, balanced.plan, balanced.q)
     return largest, payments
 
 

@@ -74,7 +74,7 @@ class PricedProblem(Protocol):
         """Return lower bounds (count, count) of C_ij - f_i - g_j between blocks, where p and q hold mass."""
 
 
-class Settled(NamedTuple):
+class BalancedPlan(NamedTuple):
     """The plan of a problem whose blocks are balanced.
 
     Attributes:
@@ -89,15 +89,15 @@ class Settled(NamedTuple):
     largest_potential: float
 
 
-def settle(problem: PricedProblem, q: np.ndarray, plan: Plan, *, rounding: float, warns: bool) -> Settled:
+def balance_blocks(problem: PricedProblem, q: np.ndarray, plan: Plan, *, rounding: float, warns: bool) -> BalancedPlan:
     """Return the plan, or a new one where costs are prices.
 
     The second time the masses of both sides agree in each block where rounding explains their difference.
     """
     p = problem.p
     if not problem.highest * float(p.sum()) > PRICE_LIMITS.price_ratio * plan.value:
-        return Settled(plan, q, 0.0, plan.largest_potential)
-    unchanged = Settled(plan, q, problem.highest * rounding_of_flows(p, q), plan.largest_potential)
+        return BalancedPlan(plan, q, 0.0, plan.largest_potential)
+    unchanged = BalancedPlan(plan, q, problem.highest * rounding_of_flows(p, q), plan.largest_potential)
     level = _level(problem, q, plan, rounding)
     if level is None:
         return unchanged
@@ -119,7 +119,7 @@ def settle(problem: PricedProblem, q: np.ndarray, plan: Plan, *, rounding: float
         slack = problem.slack(new, balanced, joined)
         if not joined.shift(p, balanced, new.f, new.g, slack):  # chains of clusters have other potentials alone
             return unchanged
-    return Settled(new, balanced, payment, largest)
+    return BalancedPlan(new, balanced, payment, largest)
 
 
 class _Level(NamedTuple):
