@@ -29,6 +29,7 @@ from otloss.estimators.boosters import (
     train_trees,
 )
 from otloss.estimators.criterion import check_real
+from otloss.estimators.features import warn_of_tiny_columns
 
 _C = TypeVar("_C")
 _CONSTANT = (
@@ -36,6 +37,7 @@ _CONSTANT = (
     "small beside the limits and penalties of the trees. Raise transport and cross_entropy or the weights, or lower "
     "min_child_weight, gamma and lambda in booster_params."
 )
+SMALLEST_NUMBERS = {"xgboost": 1e-38, "lightgbm": 1e-35}  # the limits of float32, and of zero as LightGBM has it
 # What trains on a cluster, by booster.
 _ON_DASK = {
     "xgboost": "xgboost.dask.train(obj=otloss.boosting.xgboost_objective(K))",
@@ -273,6 +275,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         patience = self.n_iter_no_change if stops else None
         trees = train_trees(self.booster, replace(settings, patience=patience), training, watched)
         self.evals_result_ = trees.history
+        warn_of_tiny_columns(X, SMALLEST_NUMBERS[self.booster], stacklevel=4)
         if trees.booster is not None and not trees.gains(X.shape[1]).any():
             warnings.warn(_CONSTANT, stacklevel=4)
         if not trees.settled:

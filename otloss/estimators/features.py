@@ -7,6 +7,7 @@ Centred rows are dense, so sparse rows are kept as they came, and mean m and dev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from scipy.sparse import issparse
 from sklearn.preprocessing import StandardScaler
 
 LARGEST_FEATURE = 1e100  # Its square is still a finite float.
+SMALLEST_FEATURE = 1e-150  # Its square is still a normal float, from which a deviation follows.
 
 
 @contextmanager
@@ -46,6 +48,21 @@ def _first_text(X: Any) -> tuple[Any, str] | None:
             except TypeError:  # another kind of object
                 continue
     return None
+
+
+def warn_of_tiny_columns(X: Any, smallest: float, *, stacklevel: int) -> None:
+    """Warn of columns of X (n, d), dense or sparse, that hold no number as large as `smallest`, but not zeros alone."""
+    if issparse(X):
+        sizes = abs(X).max(axis=0).toarray().ravel()
+    else:  # reductions by column, because X may be too large to copy; NaN marks missing values
+        sizes = np.maximum(np.fmax.reduce(X, axis=0), -np.fmin.reduce(X, axis=0))
+    tiny = np.flatnonzero((sizes > 0) & (sizes < smallest))
+    if len(tiny):
+        warnings.warn(
+            f"column {tiny[0]} of X holds numbers up to {sizes[tiny[0]]:g} in size ({len(tiny)} such columns): the "
+            f"model takes numbers below {smallest:g} for zeros. Multiply such features by a power of ten.",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def fitted_scaler(X: Any, weights: np.ndarray, *, with_std: bool) -> StandardScaler:

@@ -17,8 +17,10 @@ from otloss._ordered_classes import check_choice
 from otloss.boosting.start import class_shares
 from otloss.estimators.base import OrdinalBase, unchanged_on_error
 from otloss.estimators.criterion import check_real
-from otloss.estimators.features import fitted_scaler, standardised
+from otloss.estimators.features import SMALLEST_FEATURE, fitted_scaler, standardised, warn_of_tiny_columns
 from otloss.estimators.training import OrdinalNetwork, PenalisedLoss, Rows, restarted, train_lbfgs
+
+LEAST_SHARE_OF_PENALTY = 1e-6  # Coefficients are of this size where the weights sum to so small a part of alpha.
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -40,6 +42,7 @@ class ModelBase(OrdinalBase):
 
         Warns:
             ConvergenceWarning: if `max_iter` ended training.
+            UserWarning: if a feature, or all weights beside `alpha`, are too small to learn from.
         """
         with unchanged_on_error(self), torch.inference_mode(False), torch.enable_grad():
             self._start = None
@@ -61,6 +64,7 @@ class ModelBase(OrdinalBase):
         self.n_iter_ = 1
         if len(self.classes_) == 1:
             return
+        self._warn_of_lost_rows(X, weights)
         rows = Rows.of(standardised(X, self._scaler), positions, weights)
         self._network = self._new_network(rows, random)
         if not self._optimise(rows, random):
@@ -68,6 +72,18 @@ class ModelBase(OrdinalBase):
                 f"{type(self).__name__} did not converge in max_iter={self.max_iter} iterations; raise {self._remedy}.",
                 ConvergenceWarning,
                 stacklevel=4,
+            )
+
+    def _warn_of_lost_rows(self, X: Any, weights: np.ndarray) -> None:
+        """Warn where the features, or the weights beside the penalty, are too small for the model to learn from."""
+        if self.standardize:
+            warn_of_tiny_columns(X, SMALLEST_FEATURE, stacklevel=5)
+        mass = float(weights.sum())
+        if mass < LEAST_SHARE_OF_PENALTY * self.alpha:
+            warnings.warn(
+                f"the weights of the rows sum to {mass:g}, which is so small beside alpha={self.alpha:g} that "
+                f"{type(self).__name__} learns nothing from the features; multiply sample_weight, or lower alpha.",
+                stacklevel=5,
             )
 
     def _new_network(self, rows: Rows, random: np.random.RandomState) -> OrdinalNetwork:

@@ -169,6 +169,14 @@ def test_trees_without_a_split_are_warned_of(library: str) -> None:
 
 
 @LIBRARIES
+def test_features_that_the_library_takes_for_zeros_are_warned_of(library: str) -> None:
+    rows = X.astype(float) * np.append(1e-50, np.ones(X.shape[1] - 1))
+    with pytest.warns(UserWarning, match=r"column 0 of X holds numbers up to .*e-50 in size \(1 such") as caught:
+        boosted(library, n_estimators=3, early_stopping=False).fit(rows, Y)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@LIBRARIES
 def test_features_are_copied_by_blocks_only(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """tracemalloc counts arrays of numpy, and the rows of which LightGBM makes bins, whose number is a setting."""
     for size in ("_FILLED", "_COMPARED"):

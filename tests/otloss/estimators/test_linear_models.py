@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes
 
-from otloss.estimators import CumulativeLinkClassifier, OrdinalClassifier
+from otloss.estimators import CumulativeLinkClassifier, OrdinalClassifier, OrdinalNetworkClassifier
 from otloss.estimators.likelihood import separates
 from tests.errors import raising
 from tests.samples import sampled
@@ -159,3 +160,22 @@ def test_calibration_of_scikit_learn_is_the_same_for_every_decision(grades: int)
         first, *others = (model.fit(X, labels).predict_proba(X) for model in calibrated)
         for other in others:
             np.testing.assert_array_equal(other, first)
+
+
+@pytest.mark.parametrize("model", [OrdinalClassifier(), CumulativeLinkClassifier(), OrdinalNetworkClassifier()])
+@pytest.mark.parametrize("layout", [np.asarray, csr_matrix])
+def test_features_whose_deviation_underflows_are_warned_of(model: Any, layout: Any) -> None:
+    with pytest.warns(UserWarning, match=r"column 1 of X holds numbers up to 1.*e-200 in size \(1 such") as caught:
+        model.fit(layout(X * [1, 1e-200, 0]), y)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_small_features_are_not_lost() -> None:
+    expected = OrdinalClassifier().fit(X, y).predict_proba(X)
+    np.testing.assert_allclose(OrdinalClassifier().fit(X * 1e-140, y).predict_proba(X * 1e-140), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", [OrdinalClassifier(), CumulativeLinkClassifier(), OrdinalNetworkClassifier()])
+def test_weights_that_vanish_beside_the_penalty_are_warned_of(model: Any) -> None:
+    with pytest.warns(UserWarning, match=r"the weights of the rows sum to 4.*e-38, .* beside alpha=0.3"):
+        model.fit(X, y, sample_weight=np.full(len(X), 1e-40))
