@@ -102,5 +102,5 @@ def as_floats(name: str, values: Any, *, fix: str) -> Floats:
         if np.iscomplexobj(values):  # numpy would drop the imaginary parts
             raise TypeError("complex numbers have no order")
         return np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError comes from tensors with a graph
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: tensors with a graph
         raise TypeError(f"{name} cannot be read: {error}; expected numbers; {fix}") from error

@@ -256,6 +256,7 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
         ValueError: if a name is one that the estimator sets itself, names a setting twice, or is unknown to LightGBM
             (XGBoost warns of those), or if they ask for other rounds than gradient boosting.
     """
+    parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
         raise TypeError(f"booster_params is {parameters!r}, expected a dict of {library}'s settings.")
     first_names = _lightgbm_names() if library == "lightgbm" else XGBOOST_FIRST_NAMES

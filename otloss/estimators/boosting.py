@@ -226,7 +226,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         if self.n_jobs == 0:
             raise ValueError("n_jobs is 0, expected None, a number of threads of at least 1, or -1 for all cores.")
         check_real("learning_rate", self.learning_rate, least=0.0, above=True)
-        checked_parameters(self.booster, self.booster_params or {})
+        checked_parameters(self.booster, self.booster_params)
 
     def _laid_out(self, X: Any) -> np.ndarray:
         X = super()._laid_out(X)
@@ -320,7 +320,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
                 "transport": criterion.transport,
                 "cross_entropy": criterion.cross_entropy,
             },
-            extra=checked_parameters(self.booster, self.booster_params or {}),
+            extra=checked_parameters(self.booster, self.booster_params),
         )
 
     def _logits(self, X: np.ndarray) -> np.ndarray:

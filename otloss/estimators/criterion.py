@@ -23,6 +23,8 @@ from otloss.metrics.rank_labels import shown
 
 _FIX = "Name all classes with categories=; without it, every integer between whole labels is one."
 
+LARGEST = float(np.finfo(float).max)  # Whole numbers of Python may lie beyond.
+
 
 @dataclass(frozen=True)
 class Criterion:
@@ -107,7 +109,7 @@ def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
 def check_real(name: str, value: Any, *, least: float, above: bool = False, most: float = np.inf) -> float:
     """Return `value` if it is a finite number from `least` (or above it) up to `most`, else raise."""
     number = check_number(name, value)
-    if not (least < number if above else least <= number) or not number <= most or not np.isfinite(number):
+    if not (least < number if above else least <= number) or not abs(number) <= min(most, LARGEST):
         top = "" if most == np.inf else f" and at most {most:g}"
         raise ValueError(f"{name} is {value}, expected a finite number {'above' if above else '>='} {least:g}{top}.")
     return number

@@ -45,6 +45,7 @@ class ModelBase(OrdinalBase):
             UserWarning: if a feature, or all weights beside `alpha`, are too small to learn from.
         """
         with unchanged_on_error(self), torch.inference_mode(False), torch.enable_grad():
+            check_choice("warm_start", self.warm_start, (True, False))
             self._start = None
             if self.warm_start and "_network" in vars(self):
                 self._start = self._network, self._scaler, self._order.by_position
@@ -55,7 +56,6 @@ class ModelBase(OrdinalBase):
     def _check_settings(self) -> None:
         super()._check_settings()
         check_choice("standardize", self.standardize, (True, False))
-        check_choice("warm_start", self.warm_start, (True, False))
         check_real("alpha", self.alpha, least=0.0)
         check_count("max_iter", self.max_iter)
 

@@ -267,6 +267,11 @@ test_settings_that_cannot_be_are_named = raising(
 )
 
 
+test_booster_params_that_are_no_dict_are_named = raising(
+    (np.ones(3), TypeError, "booster_params is array.*, expected a dict of xgboost's settings"),
+    ([], TypeError, r"booster_params is \[\], expected a dict of xgboost's settings"),
+    call=lambda given: OrdinalBoostingClassifier(booster_params=given).fit(X, Y),
+)
 test_numbers_of_threads_that_cannot_be_are_named = raising(
     ("all", TypeError, "n_jobs is 'all', expected a whole number"),
     (1.5, TypeError, "n_jobs is 1.5, expected a whole number"),
