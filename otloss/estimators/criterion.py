@@ -11,6 +11,7 @@ train as 0, 1, 2 do.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,6 @@ from otloss.estimators.label_order import LabelOrder
 from otloss.metrics.rank_labels import shown
 
 _FIX = "Name all classes with categories=; without it, every integer between whole labels is one."
-
-LARGEST = float(np.finfo(float).max)  # Whole numbers of Python may lie beyond.
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,14 @@ def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
 def check_real(name: str, value: Any, *, least: float, above: bool = False, most: float = np.inf) -> float:
     """Return `value` if it is a finite number from `least` (or above it) up to `most`, else raise."""
     number = check_number(name, value)
-    if not (least < number if above else least <= number) or not abs(number) <= min(most, LARGEST):
+    if not (least < number if above else least <= number) or not number <= most or not _is_finite(number):
         top = "" if most == np.inf else f" and at most {most:g}"
         raise ValueError(f"{name} is {value}, expected a finite number {'above' if above else '>='} {least:g}{top}.")
     return number
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number beyond floats
+        return False

@@ -461,6 +461,11 @@ def test_tables_whose_index_lacks_a_label_are_named() -> None:
             OrdinalClassifier(**settings).fit(X, RANK)
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_settings_may_be_numbers_of_numpy(kind: type) -> None:
+    OrdinalClassifier(alpha=kind(0.5), tol=kind(1e-3), validation_fraction=kind(0.25)).fit(X, RANK)
+
+
 NAMED = {"categories": NAMES}
 DIGITS = ["1", "2", "3", "4", "5"]
 test_bad_settings_and_labels_are_named = raising(
