@@ -2,7 +2,7 @@
 
 `torch.linalg` factors the matrices of a batch on a CPU in parallel. With torch 2.13, MKL and two threads, the factors
 of two or more matrices of 150 rows are wrong, or the call does not return. Single matrices are right, and so are the
-ones with at most 128 rows. Inside `torch.vmap` the batch is not visible here.
+ones with at most 128 rows.
 """
 
 from __future__ import annotations
