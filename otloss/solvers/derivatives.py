@@ -48,6 +48,7 @@ from otloss.solvers.entropic.implicit_products import with_graph as with_product
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
 from otloss.solvers.entropic.updates import damping_of
 from otloss.solvers.exact.solution import ExactSolution
+from otloss.solvers.linear_systems import solve as solve_systems
 from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, is_kept
 from otloss.solvers.problem import Problem
 
@@ -313,7 +314,7 @@ class _Equations:
         has_mass, identity = self.q.detach() > 0, torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
         among = torch.where(has_mass.unsqueeze(-1), system, identity)
         try:
-            solution: Tensor = torch.linalg.solve(among, torch.where(has_mass, right, 0.0).unsqueeze(-1)).squeeze(-1)
+            solution = solve_systems(among, torch.where(has_mass, right, 0.0).unsqueeze(-1)).squeeze(-1)
         except torch.linalg.LinAlgError:
             raise no_implicit_answer() from None
         if not bool(torch.isfinite(solution).all()):

@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, Potentials
+from otloss.solvers.linear_systems import invert, solve_ex
 
 
 class Equations(NamedTuple):
@@ -72,7 +73,7 @@ def linearise(problem: BarycenterProblem, matrix: Tensor, at: Potentials) -> Equ
     by_row = eye - rows.remainder
     fixed = problem.weights.detach()[..., None, None]
     if problem.debiased:
-        remainder_of_d = among @ torch.linalg.inv_ex(eye + among).inverse
+        remainder_of_d = among @ invert(eye + among)
         d_by_a = eye - remainder_of_d
         system = remainder_of_d - (fixed * rows.remainder).sum(-3)
     else:
@@ -127,7 +128,7 @@ def find_rows(problem: BarycenterProblem, matrix: Tensor, at: Potentials, shares
     sums = log_rows + (plan @ (p / ratio.sum(-2)).unsqueeze(-1)).squeeze(-1).log()
     moved = ((plan.detach() * p.detach().unsqueeze(-2)) @ ratio.detach().mT).neg_().add_(shares[..., None, None, :])
     matrix = moved + torch.eye(moved.shape[-1], dtype=moved.dtype, device=moved.device)
-    inverse = torch.linalg.inv_ex(matrix).inverse
+    inverse = invert(matrix)
     return Rows(sums, matrix, inverse, moved @ inverse)
 
 
@@ -148,4 +149,4 @@ def solve_with_mass(system: Tensor, shares: Tensor, right: Tensor, lack: Tensor)
     """Return the x, and drop the constant, of system x + constant = right and shares x = lack."""
     system = torch.cat([system, torch.ones_like(system[..., :1])], -1)
     system = torch.cat([system, torch.nn.functional.pad(shares, (0, 1)).unsqueeze(-2)], -2)
-    return torch.linalg.solve_ex(system, torch.cat([right, lack.unsqueeze(-1)], -1)).result[..., :-1]
+    return solve_ex(system, torch.cat([right, lack.unsqueeze(-1)], -1))[0][..., :-1]

@@ -19,6 +19,7 @@ from otloss.solvers.entropic.dual import ROUNDING, Dual, build_dual, is_dense_fa
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
 from otloss.solvers.entropic.selection import is_selectable, scatter, select
 from otloss.solvers.entropic.updates import build_updates
+from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
 
 
@@ -77,7 +78,7 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     steps = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
     for _ in range(min(DENSE_NEWTON.max_steps, budget.max_iterations)):
         gradient, curvature = dual.derivatives(b, ridge=DENSE_NEWTON.ridge)
-        step, failed = torch.linalg.solve_ex(curvature, gradient)
+        step, failed = solve_ex(curvature, gradient)
         spread = spread_of(step, is_balanced=dual.is_balanced)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         error = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from otloss.solvers.entropic.interface import SCHEDULE, SearchResult
 from otloss.solvers.entropic.updates import Updates, build_updates, damping_of, log_mass_ratio
+from otloss.solvers.linear_systems import factor, solve_factored
 from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
 
@@ -182,7 +183,7 @@ def _constants(target: Tensor) -> Tensor:
 
 def _least_eigenvalue(matrix: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch"]:
     """Return the least eigenvalue of symmetric matrices with eigenvalues of at least 0; 0 if they are singular."""
-    factors, pivots, failed = torch.linalg.lu_factor_ex(matrix)
+    factors, pivots, failed = factor(matrix)
     # A start with a pattern is orthogonal to some eigenvectors of uniform weights.
     # Random numbers of torch are an error inside torch.vmap.
     start = torch.from_numpy(np.random.default_rng(0).random(matrix.shape[-1]) - 0.5)
@@ -190,6 +191,6 @@ def _least_eigenvalue(matrix: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*ba
     least = torch.ones_like(matrix[..., 0, 0])
     for _ in range(INVERSE_ITERATIONS):
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-        x = torch.linalg.lu_solve(factors, pivots, x)
+        x = solve_factored(factors, pivots, x)
         least = 1 / torch.linalg.vector_norm(x, dim=(-2, -1))
     return least.masked_fill((failed != 0) | ~least.isfinite(), 0.0)

@@ -42,6 +42,7 @@ from torch import Tensor
 from otloss._checks import check_finite, check_floating, check_positive
 from otloss._public import public
 from otloss.solvers.entropic.dense_newton import safe_share
+from otloss.solvers.linear_systems import solve
 from otloss.solvers.ranking.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k, trim
 
 
@@ -332,7 +333,7 @@ def _plan_change(plan: Tensor, change: Tensor) -> Tensor:
     """Return dS for a change dZ of the scores, a linear map that is its own transpose: so it is the gradient too."""
     weighted = plan * change
     by_rows, by_columns = weighted.sum(-1, keepdim=True), weighted.sum(-2).unsqueeze(-1)
-    b = torch.linalg.solve(_exchange(plan), by_columns - plan.mT @ by_rows)
+    b = solve(_exchange(plan), by_columns - plan.mT @ by_rows)
     a = by_rows - plan @ b
     return plan * (change - a - b.mT)
 
@@ -351,7 +352,7 @@ def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
         unfinished = error > tolerance
         if not bool(unfinished.any()):
             return plan
-        step = torch.linalg.solve(_exchange(plan), lack.unsqueeze(-1)).squeeze(-1)
+        step = solve(_exchange(plan), lack.unsqueeze(-1)).squeeze(-1)
         b = torch.where(unfinished, b + safe_share(step, is_balanced=True).unsqueeze(-1) * step, b)
     raise RuntimeError(
         f"{int(unfinished.sum())} rows were not sorted to the tolerance in {LIMITS.newton_steps} steps of Newton's "
