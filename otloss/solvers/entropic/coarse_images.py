@@ -52,7 +52,9 @@ class CoarseImages(Method):
 
     def applies(self, problem: Problem) -> bool:
         cost = problem.cost.as_grid()
-        if cost is None or problem.marginal_penalty is not None or not may_run_on(problem.p):
+        if cost is None or problem.marginal_penalty is not None or problem.impl == "torch":
+            return False
+        if not may_run_on(problem.p):
             return False
         return problem.start is None and len(cost.cells) in _INTERPOLATION and cost.shape[0] > COARSENING.smallest
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from otloss.solvers.entropic.dual import ROUNDING, Dual, build_dual, is_dense_fast
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
-from otloss.solvers.entropic.selection import is_selectable, scatter, select
+from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
@@ -55,7 +55,7 @@ def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Bud
     allowed = budget.largest_change * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
     is_inaccurate = ~(error <= allowed) | (eigenvalue < DENSE_NEWTON.resolved_eigenvalue)
     is_inaccurate = is_inaccurate & (result.error <= budget.tolerance)
-    if not bool(is_inaccurate.any()) or not (is_dense_fast(problem) and is_selectable(problem)):
+    if not bool(is_inaccurate.any()) or not (is_dense_fast(problem) and suits_newton(problem)):
         return result
     max_iterations = budget.max_iterations - int(result.iterations.amax())
     if max_iterations < 1:

@@ -60,6 +60,8 @@ UNMEASURED = 1e30  # the error of a start of an unbalanced problem: any error th
 class Budget:
     """When a search ends. It counts iterations and not seconds: results must not depend on how busy a machine is.
 
+    The exception is a first call: iterations that are done while a kernel is compiled (`meanwhile`) count too.
+
     Attributes:
         tolerance: the error of the marginals to reach.
         max_iterations: the largest number of iterations.

@@ -10,6 +10,8 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
 4. Sinkhorn's iteration in float64, with no limit but the budget of the call: where Newton's method does not apply or
    fails.
 
+A new method is a class in a file of its own, its import here, and its place in a rung.
+
 Potentials that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are
 improved after the ladder, by `dense_newton`.
 """
@@ -42,7 +44,7 @@ PATIENCE = 250  # Newton's method with its exact start takes less time than so m
 def search(problem: Problem, budget: Budget) -> SearchResult:
     """Return for each problem the best potentials that the methods have found.
 
-    The budget is for all methods together. All but the last have `PATIENCE` only.
+    The budget is for all methods together. All but the last one that applies have `PATIENCE` only.
     """
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
     methods = [method for method in rungs if method is not None]

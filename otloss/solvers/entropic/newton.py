@@ -21,7 +21,7 @@ from otloss.costs import PointCost
 from otloss.costs.order import METRICS, order_of
 from otloss.solvers.entropic.dual import with_estimates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
-from otloss.solvers.entropic.selection import is_selectable, scatter, select
+from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
 from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.entropic.warnings import check_not_too_small
@@ -63,7 +63,7 @@ class SparseNewton(Method):
     """The method for slow problems: between points, or on matrices that fit the memory; in float64 on the CPU."""
 
     def applies(self, problem: Problem) -> bool:
-        return not problem.is_symmetric and is_selectable(problem)
+        return not problem.is_symmetric and suits_newton(problem)
 
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Solve the problems that `previous` has not solved; see `interface.Method`."""

@@ -26,8 +26,8 @@ def is_between_large_clouds(problem: Problem) -> bool:
     return can_leave_out(cost.x, cost.y) and may_run_on(cost.x, cost.y)
 
 
-def is_selectable(problem: Problem) -> bool:
-    """Return whether problems can be solved in float64 on the CPU, with matrices that fit the memory or without any.
+def suits_newton(problem: Problem) -> bool:
+    """Return whether Newton's method can run in float64 on the CPU, with matrices that fit the memory or without any.
 
     Between the cells of large images, products along the axes are faster than a matrix.
     """

@@ -188,7 +188,7 @@ def _run_symmetric(updates: Updates, g: Tensor, budget: Budget) -> SearchResult:
     looks = Looks(is_queued=is_queued(updates.problem))
     is_active = torch.ones(g.shape[:-1], dtype=torch.bool, device=g.device)
     iterations = torch.zeros_like(is_active, dtype=torch.int64)
-    for count in range(1, budget.max_iterations + 1):
+    for count in range(1, int(min(budget.max_iterations, budget.patience)) + 1):
         updated = updates.f_from(g)
         error, change = updates.error_of_rows(g, updated), updates.largest_change(g, updated, updates.log_p)
         report("Sinkhorn iterations", error, tolerance=budget.tolerance)

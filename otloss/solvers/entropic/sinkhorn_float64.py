@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64
-from otloss.solvers.entropic.selection import is_selectable
+from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import iterate
 from otloss.solvers.problem import Problem
@@ -20,7 +20,7 @@ class SinkhornInFloat64(Method):
 
     def applies(self, problem: Problem) -> bool:
         is_unbalanced = problem.marginal_penalty is not None  # factors may underflow
-        others_apply = problem.impl == "triton" or is_selectable(problem)
+        others_apply = problem.impl == "triton" or SparseNewton().applies(problem)
         return problem.cost.dtype == torch.float32 or is_unbalanced or others_apply
 
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
