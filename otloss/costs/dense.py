@@ -201,7 +201,7 @@ class SignedCost(DenseCost):
 
 
 def posed_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
-    """As `as_cost`, but a matrix may have negative entries and +inf: it becomes a `SignedCost` then."""
+    """Return the cost of `as_cost`, or a `SignedCost` for a matrix with negative entries or +inf."""
     if not isinstance(cost, Tensor) or not cost.numel() or cost.dim() < 2:
         return as_cost(cost)
     if not has_plain_entries(cost):

@@ -185,7 +185,7 @@ class PointCost(Cost):
     def softmin(
         self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor, *, left_out: float = 0.0
     ) -> Float[Tensor, "*batch n"]:
-        """As `Cost.softmin`; where pairs of large clouds are left out, up to this share of a row's sum may be."""
+        """Return `Cost.softmin`, where large clouds may leave out pairs of at most `left_out` of a row's sum."""
         check_floating("potential", potential)
         if (costs := self._stream()) is not None and not makes_graph(potential, self.x, self.y):
             from otloss.costs import streams_triton as streams
@@ -274,7 +274,7 @@ class PointCost(Cost):
         self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor,
         upstream: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """As `plan_gradients`, where the kernels of `streams_triton` run."""
+        """Return the gradients of `plan_gradients` by the kernels of `streams_triton`."""
         from otloss.costs import streams_triton as streams
 
         prepared = streams.Epsilon.build(epsilon, self.device)
@@ -293,7 +293,7 @@ class PointCost(Cost):
         self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor,
         upstream: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """As `plan_gradients`; with forces F_ij = upstream P_ij dC_ij / d(x_i - y_j) over x_i - y_j."""
+        """Return the gradients by forces F_ij = upstream P_ij dC_ij / d(x_i - y_j) over x_i - y_j."""
         (f, g), (log_p, log_q) = potentials, log_weights
         totals = {id(t): torch.zeros_like(t, requires_grad=False) for t in self.parameters()}
         batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
@@ -369,7 +369,7 @@ class PointCost(Cost):
         return self.metric in ("sqeuclidean", "euclidean") and suit_products(self.x, self.y)
 
     def with_matrix(self) -> PointCost:
-        """As `Cost.with_matrix`, where distances are products of matrices (`costs.distances`) and fit the memory."""
+        """Return a cost that keeps its matrix where distances are products (`costs.distances`) and fit the memory."""
         if self._may_stream():
             return self
         entries = self.batch_shape.numel() * self.shape[0] * self.shape[1]

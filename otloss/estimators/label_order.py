@@ -129,7 +129,7 @@ def _may_be_indices(present: Labels, names: Labels) -> bool:
 
 
 def _check_are_classes(y: np.ndarray, present: Labels) -> None:
-    """As scikit-learn's check, but numbers with a fraction are classes too where they repeat, twice on average."""
+    """Make scikit-learn's check; numbers with a fraction are classes too where they repeat, twice on average."""
     if present.dtype.kind != "f" or not np.isfinite(present).all() or is_whole(present).all():
         check_classification_targets(y)
     elif 2 * len(present) > len(y):

@@ -80,7 +80,7 @@ def crps(
         below = torch.arange(1, members, dtype=arithmetic, device=x.device) / members  # F in each gap
     else:
         below = share.cumsum(-1)[..., :-1]
-    left, right = torch.minimum(x, y).diff(dim=-1), torch.maximum(x, y).diff(dim=-1)  # of the observation
+    left, right = torch.minimum(x, y).diff(dim=-1), torch.maximum(x, y).diff(dim=-1)  # sides of y
     value = (left * below.square() + right * (1 - below).square()).sum(-1)
     value = value + (y[..., 0] - x[..., -1]).clamp(min=0) + (x[..., 0] - y[..., 0]).clamp(min=0)
     if fair:

@@ -343,7 +343,7 @@ def _without_error_below_zero(problem: Problem, value: Tensor, terms: list[Trans
 
 
 def _pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings: Settings) -> Problem:
-    """As `pose`; raises ValueError if impl="triton" cannot run on the tensors."""
+    """Return the problem of `pose`; raise ValueError if impl="triton" cannot run on the tensors."""
     problem = pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings)
     if problem.impl == "triton":  # before a reduction needs float64, where torch takes over
         check_usable(problem)

@@ -29,7 +29,7 @@ class CommandTrainer(ObjectiveMixin, SFTTrainer):
     """`SFTTrainer` with an objective; rows longer than `max_length` are dropped with a count, and not cut."""
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *others: Any) -> Any:
-        """As TRL's. Packing that splits rows between blocks loses nothing, so that it is left to TRL."""
+        """Drop rows that are too long, and let TRL prepare the rest. Packing that splits rows loses none."""
         splits = packing and args.packing_strategy != "bfd"
         if args.max_length is not None and not splits:
             uncut = copy.copy(args)  # not by `replace`: with DeepSpeed the newest arguments must live on

@@ -123,7 +123,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         return cosine_costs(unit[index], unit, index, out=out, rounding=rounding)
 
     def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> LabelRows:
-        """As `VocabularyCost.for_labels`; rows may be made in 16 bits unless the head is spread over processes."""
+        """Return the rows of the labels, which may be made in 16 bits unless the head is spread over processes."""
         if shard is None:
             dtypes = (self.dtype, torch.bfloat16, torch.float16)
             return LabelRows(

@@ -184,7 +184,7 @@ class NumberCost(ValuesCost):
         return valid & self.line.is_number(labels.where(valid, 0))
 
     def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> FewColumns | LabelRows:
-        """As `VocabularyCost.for_labels`: the number tokens are the few columns; with a shard dense rows."""
+        """Return the columns of the number tokens, or dense rows with a shard."""
         if shard is not None:
             own = slice(shard.start, shard.stop)
             return LabelRows(lambda index, out: self.rows(index)[:, own], own.stop - own.start, self.device, self.dtype)
@@ -261,7 +261,7 @@ class MixedCost(Cost, VocabularyCost):
         return self.for_labels(index).rows(index, None)
 
     def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> LabelRows:
-        """As `VocabularyCost.for_labels`: the rows of the other cost, written over between numbers."""
+        """Return the rows of the other cost, with the costs between numbers in their places."""
         other = as_vocabulary_cost(self.other).for_labels(labels, shard)
         assert isinstance(other, LabelRows)
         line, start = self.numbers.line, 0 if shard is None else shard.start

@@ -53,7 +53,7 @@ class RatingCost(ValuesCost):
         return valid & ~self.values[labels.where(valid, 0)].isnan()
 
     def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> FewColumns | LabelRows:
-        """As `VocabularyCost.for_labels`: the ratings are the few columns; with a shard dense rows."""
+        """Return the columns of the ratings, or dense rows with a shard."""
         if shard is not None:
             own = slice(shard.start, shard.stop)
             return LabelRows(lambda index, out: self.rows(index)[:, own], own.stop - own.start, self.device, self.dtype)

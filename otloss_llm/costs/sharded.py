@@ -123,7 +123,7 @@ class ShardedEmbeddingCost(VocabularyCost):
         return pairs
 
     def rounding_now(self) -> float:
-        """As in `EmbeddingCost`, over the rows of all processes."""
+        """Return the rounding of `EmbeddingCost.rounding_now`, over the rows of all processes."""
         return self._rounding_of_bfloat16 if products_are_of_bfloat16(self.unit) else self._rounding
 
     @property
@@ -146,7 +146,7 @@ class ShardedEmbeddingCost(VocabularyCost):
         return moved
 
     def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> LabelRows:
-        """As `VocabularyCost.for_labels`: one collective exchanges the unit rows of the labels.
+        """Return the rows of the labels, whose unit rows one collective exchanges.
 
         Raises:
             ValueError: no shard, or one of other sizes than the embedding's.

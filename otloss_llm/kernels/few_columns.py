@@ -100,7 +100,7 @@ class FewColumnSweeps:
     def gradient_rows(
         self, z: Tensor, top: Tensor, label: Tensor, cost: FewColumns, coefficients: GradientCoefficients
     ) -> None:
-        """As `rows.gradient_rows`, of what `softmax_rows` has left."""
+        """Write the gradient as `rows.gradient_rows` does, from what `softmax_rows` has left in z."""
         a, few_a, few_b = self._sums.multipliers(coefficients)
         # The sweeps may have left exp(z - their own top) in z: what is missing goes into the multiplier.
         _, shift = largest(self._rest_top)

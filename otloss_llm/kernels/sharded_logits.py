@@ -31,7 +31,7 @@ def token_values(
     cost: LabelRows | FewColumns | None,
     shard: VocabShard,
 ) -> tuple[Tensor, Statistics]:
-    """As `reference.token_values`, of the columns of this process; equal in all of them."""
+    """Return `reference.token_values`, equal in all processes, from the columns of this one."""
     read, T = objective.reads, objective.temperature or 1.0
     top = _largest(logits.detach(), shard.group)
     x = logits - top[:, None]

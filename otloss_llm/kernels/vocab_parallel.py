@@ -56,7 +56,7 @@ class ShardedSweeps:
         cost: CostRows | None,
         coefficients: GradientCoefficients,
     ) -> None:
-        """As `rows.gradient_rows`, with the merged `top` and coefficients."""
+        """Write the gradient as `rows.gradient_rows` does, with the merged `top` and coefficients."""
         if not z.shape[1]:
             return
         # The local sweeps may have left exp(z - own top) in z: what is missing goes into the coefficients.

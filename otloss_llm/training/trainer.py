@@ -185,7 +185,7 @@ class ObjectiveMixin:
         set_best_metric(self.args, self.eval_dataset, self.transport_cost)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the trainer's, with a cost for the new model."""
+        """Return the trainer's new model, and set a cost for it."""
         model: nn.Module = super().call_model_init(trial)  # type: ignore[misc]  # the trainer's
         if hasattr(self, "_make_cost"):  # else it is the first one, in the trainer's constructor
             self._begin(model)
@@ -315,7 +315,7 @@ class ObjectiveMixin:
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
-        """As the trainer's, which drops all other columns, and the weights of tokens."""
+        """Name the columns that the trainer keeps, with the weights of tokens; it drops all others."""
         super()._set_signature_columns_if_needed()  # type: ignore[misc]  # the trainer's
         if TOKEN_WEIGHT not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, TOKEN_WEIGHT]
@@ -341,7 +341,7 @@ class ObjectiveMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """As the trainer's; logits are formed only if they are used (`compute_metrics`, `predict`)."""
+        """Make the trainer's step; logits are formed only if they are used (`compute_metrics`, `predict`)."""
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
@@ -367,7 +367,7 @@ class ObjectiveMixin:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the trainer's
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """As the trainer's; what a training without a label ends with is not saved."""
+        """Log, save and evaluate as the trainer does; what a training without a label ends with is not saved."""
         if self.control.should_training_stop and self._labelled is not None:
             steps = torch.tensor(float(self._labelled), device=self.args.device)
             check_labelled(float(self.accelerator.reduce(steps, reduction="sum")), "training")
@@ -410,7 +410,7 @@ class ObjectiveMixin:
         return targets._replace(labels=labels)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the trainer's, with the token-weighted means of `token_means` beside `loss`."""
+        """Log what the trainer logs, with the token-weighted means of `token_means` beside `loss`."""
         if "loss" in logs and self._train_sums is not None:
             means = token_means(self.accelerator.reduce(self._train_sums, reduction="sum"))
             self._train_sums = None
@@ -420,7 +420,7 @@ class ObjectiveMixin:
     def evaluation_loop(
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
-        """As the trainer's, with token-weighted loss, nll, perplexity and transport cost."""
+        """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums = None
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
             output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
@@ -478,7 +478,7 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, *others, **settings)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """As the trainer's, which would only say that no column is one of the model's."""
+        """Check that rows are tokenised first: the trainer would only say that no column is one of the model's."""
         if self._takes_tokens:
             check_rows_tokenised(dataset)
         return super()._remove_unused_columns(dataset, description)
