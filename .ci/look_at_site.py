@@ -19,7 +19,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-REFERENCE = ("otloss", "otloss.sinkhorn", "otloss_llm.EMO")  # of the generated pages, which are alike
+REFERENCE = ("otloss", "otloss.sinkhorn", "otloss_llm.EMO")  # the generated pages are alike
 SIZES = {"phone": (390, 800), "small": (1280, 900), "large": (1920, 1080)}
 WIDE_TABLES = """
 return [...document.querySelectorAll("main table")]

@@ -34,7 +34,7 @@ BLOCK = 2**22  # entries of a plan at a time
 EXACT = 1e-13
 LEAST_RIDGE, LEAST_SHARE, MOST_STUCK = 1e-15, 0.02, 12
 LARGEST_ERROR = 1e-9  # in the marginals; rows beyond it are kept, and not compared with
-STEPS, ITERATIONS = 100, 30  # of Newton's method, and of a symmetric problem before it
+STEPS, ITERATIONS = 100, 30  # Newton's steps, and Sinkhorn's iterations before them in a symmetric problem
 SIZES = ("16x256", "500", "2000")
 Key = tuple[str, str, str, str]
 

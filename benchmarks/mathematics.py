@@ -70,7 +70,7 @@ def small_t5(vocabulary: int, seed: int) -> Any:
         dropout_rate=0.0, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0,
         pad_token_id=0, eos_token_id=0, bos_token_id=0,
     ))  # fmt: skip
-    with torch.no_grad():  # of a standard deviation of 1 they take AdamW thousands of steps
+    with torch.no_grad():  # AdamW takes thousands of steps from weights of deviation 1
         for weight in (model.shared.weight, model.lm_head.weight):
             weight.mul_(0.1)
     return model

@@ -61,7 +61,7 @@ MORE_TEMPERATURES = {"gem:0.7": (0.5,), "mle+smoothing:0.1": (0.5,), "power:0.5"
 LEARNING_RATE, RATES = 1e-3, (1.0, 0.3, 3.0)
 BEYOND, BEYOND_ARMS = {0.3: 0.1, 3.0: 10.0}, ("mle", "emo", "emo/random")  # the rate after the best of RATES
 TEXTS = 128  # from the source, for the recall and for validation, and from each student at each temperature
-SECONDS = {"whole": 20, "short": 15, "source step": 0.12}  # of one core, on the machine of the CSV
+SECONDS = {"whole": 20, "short": 15, "source step": 0.12}  # one core takes them, on the machine of the CSV
 FIELDS = (
     "experiment", "arm", "rate", "seed", "validation",
     *(f"{side} T={temperature:g}" for temperature in (2.0, 1.5, *TEMPERATURES, 0.5) for side in ("forward", "reverse")),

@@ -264,5 +264,5 @@ class Network:
 def fitted(model: Model, X: np.ndarray, y: np.ndarray, *, seed: int, classes: int) -> Any:
     assert model.make is not None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peers: iterations, feature names, a singular Hessian
+        warnings.simplefilter("ignore")  # peers warn of iterations, feature names, a singular Hessian
         return model.make(seed, classes).fit(X, y)

@@ -9,7 +9,7 @@ orders wins, otherwise the pair is a tie. With w wins, t ties and n pairs
 A judge that only prefers a position gives ties, and the share of verdicts for A shows it.
 
     python examples/win_rate.py --judge JUDGE --first runs/emo --second runs/mle --prompts asked.txt
-    python examples/win_rate.py                       # of samples of stories260K at three temperatures
+    python examples/win_rate.py                       # samples of stories260K at three temperatures
 
 Result: samples of stories260K at temperature 0.7 against 1.5, which it judges itself: 19 wins, 81 ties, no loss of 100
 (win rate 59.5 ± 2.0 %); against 1.0: 55.0 ± 1.8 %. So small a model mostly prefers a position. Without it, a model is

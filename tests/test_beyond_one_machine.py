@@ -48,7 +48,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     settings = {"distributed.comm.timeouts.connect": "120s", "distributed.scheduler.worker-ttl": None}
     folder = tmp_path_factory.mktemp("workers")
     with (
-        warnings.catch_warnings(action="ignore"),  # of the libraries
+        warnings.catch_warnings(action="ignore"),  # the libraries warn
         dask.config.set(settings),
         LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=":0", local_directory=str(folder), host="127.0.0.1"
@@ -108,7 +108,7 @@ def test_xgboost_grows_the_trees_of_one_process(client: Any, rows: Any) -> None:
     np.testing.assert_allclose(trained["history"]["train"][name], history["train"][name], rtol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:Parameter n_jobs will be ignored")  # of LightGBM, which sets it itself
+@pytest.mark.filterwarnings("ignore:Parameter n_jobs will be ignored")  # LightGBM sets it itself, and warns
 def test_lightgbm_grows_the_trees_of_one_process(client: Any, rows: Any) -> None:
     X, y, weights = rows
     start = start_scores(np.arange(K), K, sample_weight=np.bincount(y, weights))
@@ -152,15 +152,15 @@ def test_the_blocks_of_the_page_run_in_order(client: Any, monkeypatch: pytest.Mo
     """On this cluster."""
     monkeypatch.setattr("dask.distributed.Client", lambda **_: client)
     monkeypatch.setattr(client, "close", lambda: None)
-    with warnings.catch_warnings(action="ignore"):  # of the libraries
+    with warnings.catch_warnings(action="ignore"):  # the libraries warn
         run_page(ROOT / "docs" / ON_A_CLUSTER)
 
 
 @pytest.mark.parametrize("engine", many_problems.ENGINES)
-@pytest.mark.filterwarnings("ignore")  # of the engines
+@pytest.mark.filterwarnings("ignore")  # the engines warn
 def test_other_engines_return_the_values_of_one_call(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(engine)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((*sys.path, str(ROOT))))  # of the workers
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((*sys.path, str(ROOT))))  # for the workers
     pairs = many_problems.draw_pairs(20, 0)
     found = many_problems.ENGINES[engine](many_problems.grid_distances, np.array_split(pairs, 2))
     np.testing.assert_array_equal(np.concatenate(found), many_problems.grid_distances(pairs))

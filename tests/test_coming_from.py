@@ -45,7 +45,7 @@ def test_both_calls_give_the_same(page: Path, tmp_path: Path) -> None:
     blocks, names = BLOCK.findall(page.read_text(encoding="utf-8")), {"__name__": "page"}
     there, expected = None, set[str]()
     with chdir(tmp_path), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the libraries
+        warnings.simplefilter("ignore")  # the libraries warn
         for block in blocks:
             if block.startswith("# before"):
                 is_equal = not block.startswith("# before,")  # "before, with weights of its own"

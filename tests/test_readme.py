@@ -43,7 +43,7 @@ def name_of(page: Path) -> str:
 @pytest.fixture
 def empty_folder(tmp_path: Path) -> Iterator[Path]:
     with chdir(tmp_path), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the libraries
+        warnings.simplefilter("ignore")  # the libraries warn
         yield tmp_path
 
 
@@ -156,7 +156,7 @@ def test_an_install_line_installs_what_the_blocks_import(page: Path) -> None:
     modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     packages = (
         {str(module).partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"pandas"}
-    )  # of the reader
+    )  # pandas is the reader's own
     expected = {DISTRIBUTIONS.get(package, package) for package in packages}
     assert expected <= installed_by(PROJECT["name"] + lines[0])
 

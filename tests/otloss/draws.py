@@ -15,7 +15,7 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = 
 
 
 def weights(*shape: int, seed: int = 5) -> Tensor:
-    """Of mass one, none near zero."""
+    """Return weights of mass one, none near zero."""
     numbers = draw(*shape, seed=seed) + 0.1
     return numbers / numbers.sum(-1, keepdim=True)
 

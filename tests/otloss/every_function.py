@@ -38,7 +38,7 @@ def _pair(**more: Tensor) -> Inputs:
 
 
 def _tight(t: Inputs) -> dict[str, Any]:
-    """As tight as the dtype of the inputs allows."""
+    """Return the tightest settings that the dtype of the inputs allows."""
     return {"epsilon": 0.3, "tolerance": 1e-10 if next(iter(t.values())).dtype == torch.float64 else None}
 
 

@@ -228,7 +228,7 @@ def test_vmap_maps_penalties_in_a_pair_and_keeps_the_batch_of_a_cost_object() ->
         torch.vmap(lambda x: otloss.cloud_loss(x, clouds))(draw(2, 6, 2))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, by torch's own rules
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own rules use torch.jit
 def test_forward_mode_inside_vmap_is_an_error_that_says_so() -> None:
     eye = torch.eye(2, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"no derivative in forward mode inside torch.vmap.*jacrev"):
@@ -324,7 +324,7 @@ def test_tensors_that_are_not_plain_numbers_are_named(name: str) -> None:
 COMPILED = ("emd", "fused_gromov", "ordinal_loss", "sinkhorn", "sliced_wasserstein", "soft_sort")
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compilers
+@pytest.mark.filterwarnings("ignore")  # the compilers warn
 @pytest.mark.parametrize("name", [*COMPILED, *sampled(0, sorted(set(ONCE) - set(COMPILED)))])
 def test_compiled_functions_give_the_same_and_recording_them_raises_one_sentence(name: str) -> None:
     entry, inputs = ONCE[name], {**ONCE[name].inputs, **ONCE[name].fixed}

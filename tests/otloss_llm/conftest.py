@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # of the extra "llm"
+if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # the extra "llm" installs them
     collect_ignore = ["cli", "evaluation", "models", "training", "test_tokenizer.py"]
 BLOCK, CONTEXT, VOCABULARY = 24, 64, 290
 # Sizes at which work is split, so small that the problems of tests are split.
@@ -34,7 +34,7 @@ class Tiny:
     root: Path
     text: Path
     llama: Path  # with dropout, tied
-    gpt2: Path  # of absolute positions
+    gpt2: Path  # with absolute positions
 
 
 @pytest.fixture

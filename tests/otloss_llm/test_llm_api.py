@@ -67,7 +67,7 @@ except ImportError as error:
 
 
 def test_an_import_error_of_another_cause_is_not_a_missing_extra() -> None:
-    """As where two installed packages do not fit each other; every extra goes through the same function."""
+    """Two installed packages may not fit each other; every extra goes through the same function."""
     with pytest.raises(ImportError, match=r"^no module b$"):
         missing_package(ImportError("no module b", name="b"), "a")
     assert missing_package(ImportError("no module a.b", name="a.b"), "a") == "a"

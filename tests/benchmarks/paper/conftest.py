@@ -8,7 +8,7 @@ import pytest
 from tests.otloss_llm.conftest import BLOCK, Cli, Ended, Tiny, options
 from tests.otloss_llm.conftest import tiny as tiny
 
-if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # of the extra "llm"
+if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # the extra "llm" installs them
     collect_ignore_glob = ["test_*.py"]
 
 

@@ -31,7 +31,7 @@ def test_a_mean_leaves_out_the_seeds_without_a_number_and_says_so() -> None:
 
 
 def test_the_figure_is_drawn_without_a_warning(tmp_path: Path) -> None:
-    """Of many arms, some without a number, and of values that differ by a large factor."""
+    """There are many arms, some without a number, and values that differ by a large factor."""
     pytest.importorskip("matplotlib")
     draw, arms = random.Random(0), [*(f"mixce:{i / 20}" for i in range(11)), "emo", "emo/random", "mle/T=0.8"]
     runs: list[dict[str, Any]] = [

@@ -34,7 +34,7 @@ def test_cross_entropy_alone_is_logistic_regression() -> None:
 @pytest.mark.parametrize("power", [1, 2])
 def test_no_small_step_lowers_the_objective(model: Any, power: int) -> None:
     X, y = ordered_rows(80, 4)
-    values, weight = np.array([0.0, 0.5, 2.0, 3.0]), np.random.default_rng(0).exponential(size=80)  # of mean gap 1
+    values, weight = np.array([0.0, 0.5, 2.0, 3.0]), np.random.default_rng(0).exponential(size=80)  # the mean gap is 1
     settings = {"power": power, "values": values, "cross_entropy": 0.3, "alpha": 0.7}
     fitted = model(**settings, tol=1e-9, max_iter=5000).fit(X, y, weight)
 

@@ -106,7 +106,7 @@ test_errors_name_the_estimator = raising(
 
 
 def test_a_class_whose_rows_have_no_weight_is_left_out() -> None:
-    """As in a bootstrap of rows with a rare class."""
+    """A bootstrap of rows with a rare class may leave it without weight."""
     random = np.random.default_rng(0)
     X = random.normal(size=(60, 2))
     y = 1 + (X[:, 0] > 0)

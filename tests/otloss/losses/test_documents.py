@@ -18,7 +18,7 @@ WEIGHTS_Q = torch.tensor([[0.7, 0.3, 0.0, 0.0, 0.0], [0.41, 0.27, 0.21, 0.11, 0.
 
 
 def solved(p: np.ndarray, q: np.ndarray, embedding: np.ndarray) -> float:
-    """Of weights over the whole vocabulary."""
+    """Return the distance of weights over the whole vocabulary."""
     return linprog_value(p, q, np.linalg.norm(embedding[:, None] - embedding, axis=-1))
 
 
@@ -78,7 +78,7 @@ test_bad_input = raising(
 )
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(3, 6, 4)), RNG.normal(size=(3, 5, 4))
-WORDS = [6, 3, 5], [4, 5, 3]  # of each text; the rest is padding
+WORDS = [6, 3, 5], [4, 5, 3]  # so many words in each text; what follows is padding
 
 
 def by_hand(x: np.ndarray, y: np.ndarray, n: int, order_weight: float) -> float:

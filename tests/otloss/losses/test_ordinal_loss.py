@@ -91,7 +91,7 @@ def test_classes_and_one_hot_labels_are_the_definition_in_every_dtype(name: str)
     assert with_weights.dtype == torch.float32
     with torch.autocast("cpu"):
         assert ordinal_loss(z.bfloat16(), y, **tensors(name, torch.bfloat16)).dtype == torch.float32
-    thirds = torch.full((1, 3), 1 / 3, dtype=torch.bfloat16)  # of mass 1.002
+    thirds = torch.full((1, 3), 1 / 3, dtype=torch.bfloat16)  # the mass is 1.002
     assert ordinal_loss(torch.zeros(1, 3, dtype=torch.float64), thirds, power=1) < 1e-9
 
 
@@ -165,7 +165,7 @@ def test_large_logits(name: str, scale: float, dtype: torch.dtype) -> None:
         assert torch.isfinite(value).all()
         (gradient,) = torch.autograd.grad(value.sum(), z)
         assert torch.isfinite(gradient).all()
-        assert gradient.abs().max() >= 0.2  # of the cross-entropy
+        assert gradient.abs().max() >= 0.2  # the cross-entropy keeps its gradient
 
 
 def test_integers_of_every_dtype_are_what_they_are_in_int64() -> None:

@@ -169,7 +169,7 @@ def test_classes_have_the_place_of_their_number_or_their_order(metric: Callable[
         ordered = [pd.Categorical(texts[k], categories=NAMES, ordered=True) for k in (y, predicted)]
         for same in ((*ordered,), (pd.DataFrame({"grade": ordered[0]}), list(ordered[1]))):
             assert metric(*same) == pytest.approx(metric(y, predicted, labels=range(5)))
-    else:  # of a model that has not seen every class
+    else:  # a model has not seen every class
         seen = proba[:2, :2] / proba[:2, :2].sum(1, keepdims=True)
         partial = metric(["mid", "low"], seen, labels=NAMES[:3], columns=["high", "low"])
         assert partial == metric(["mid", "low"], np.insert(seen[:, ::-1], 1, 0, 1), labels=NAMES[:3], columns="rank")

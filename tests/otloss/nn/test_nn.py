@@ -329,10 +329,10 @@ HEADS = {"corn": nn.CornHead(3, 5)} | {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compilers
+@pytest.mark.filterwarnings("ignore")  # the compilers warn
 @pytest.mark.parametrize("head", sampled(2, HEADS.values()), ids=HEADS)
 def test_heads_are_exported_traced_and_compiled_whole(head: torch.nn.Module) -> None:
-    """As the last layers of models that are deployed: also for other numbers of rows, and for scores far out."""
+    """Deployed models have heads as last layers: also for other numbers of rows, and for scores far out."""
     example, features = torch.randn(2, 3), torch.tensor([[0.1, -0.4, 0.3], [40.0, 9, 2], [-40.0, 3, 8], [-9.0, 1, 3]])
     rows = {0: torch.export.Dim("rows")}
     exported = torch.export.export(head, (example,), dynamic_shapes=(rows,))

@@ -203,7 +203,7 @@ def test_a_copy_of_the_sources_reads_what_is_kept(folder: Path, compilations: Ca
 
 
 def test_time_of_compilation_is_not_time_of_the_call(caplog: Any, monkeypatch: Any, folder: Path) -> None:
-    """Of 26 s of a call 15 go to a kernel, which another thread compiles while the main thread looks at it."""
+    """A call takes 26 s, 15 of them for a kernel, which another thread compiles while the main thread looks at it."""
     compilation = trigger_event("numba:compile", data={"dispatcher": compiled()(doubled), "args": ()})
     begin, end = compilation.__enter__, lambda: compilation.__exit__(None, None, None)
     monkeypatch.setattr(doubled, "__module__", "otloss.tests")

@@ -84,7 +84,7 @@ def test_errors_are_raised_and_after_a_long_wait_the_calling_thread_works_alone(
 
 
 def values() -> torch.Tensor:
-    """Of one kernel of each kind."""
+    """Return what one kernel of each kind computes."""
     p, q, x = (draw(40, 30, seed=s).softmax(-1) for s in (0, 1, 2))
     cost = otloss.costs.PointCost(x.unsqueeze(-1))
     logits, labels = normal(9000, 5), torch.arange(9000) % 5

@@ -57,7 +57,7 @@ def test_gap_and_potential_error_hold_what_they_say(first: int, balanced: bool) 
     for seed in range(first, first + 20):
         case = hostile(seed, balanced=balanced)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # of parts that exchange nothing
+            warnings.simplefilter("ignore", ConvergenceWarning)  # parts that exchange nothing warn
             try:
                 answer = otloss.solve(*case[:3], epsilon=case.epsilon, marginal_penalty=case.marginal_penalty)
             except otloss.solvers.options.SmallEpsilonError:

@@ -109,7 +109,7 @@ def test_weight_gradients_of_slow_modes() -> None:
     for dtype in (torch.float32, torch.float64):
         p, q = torch.full((16, n), 1 / n, dtype=dtype), torch.full((16, n), 1 / n, dtype=dtype, requires_grad=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # of single ones
+            warnings.simplefilter("ignore", ConvergenceWarning)  # single problems may warn
             otloss.sinkhorn(p, q, costs.to(dtype), epsilon=epsilon).sum().backward()
         answer = otloss.solve(p, q.detach(), costs.to(dtype), epsilon=epsilon)
         sure = []
@@ -117,7 +117,7 @@ def test_weight_gradients_of_slow_modes() -> None:
             right, least = _newton(costs[k].to(dtype).double(), epsilon, answer.potentials[1][k].double())
             off = float((q.grad[k].double() - right).norm() / right.norm())
             told = float(answer.potential_error[k] / right.std(correction=0))
-            if least > 1e-12:  # of the others rounding decides, and they say so
+            if least > 1e-12:  # rounding decides about the others, and they say so
                 assert off < 1e-3
                 assert off < 10 * told + 1e-4
                 sure.append(k)

@@ -48,7 +48,7 @@ def problem_of(kind: str, seed: int, n: int, m: int) -> Problem:
         p[0], q[-1] = 1e-300, 1e-310
     elif kind == "coarse":
         p, q = rng.integers(0, 3, n) + np.eye(n)[0], rng.integers(0, 3, m) + np.eye(m)[0]
-    elif kind == "beside huge ones":  # of which a tolerance would lose the others
+    elif kind == "beside huge ones":  # a tolerance relative to these would lose the others
         matrix[:-1, -1:], matrix[-1:, :-1], matrix[-1:, -1:] = 1e12, 1e12, 0.0
         p[-1], q[-1] = p[:-1].sum() + (n == 1), q[:-1].sum() + (m == 1)
     return p / p.sum(), q / q.sum(), matrix

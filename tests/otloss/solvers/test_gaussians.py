@@ -68,7 +68,7 @@ def test_equal_covariances_have_no_distance_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_gradients_reach_the_samples_of_singular_covariances(rank: int) -> None:
-    """As many samples as `rank`, in four dimensions: the covariance has no inverse, and its root no derivative."""
+    """There are `rank` samples, in four dimensions: the covariance has no inverse, and its root no derivative."""
     draw = np.random.default_rng(rank)
     x, y = draw.normal(size=(rank, 4)), draw.normal(size=(rank + 1, 4))
     for other in (y.T @ y, np.eye(4), np.diag([1.0, 1.0, 0.0, 0.0])):

@@ -26,7 +26,7 @@ def pot_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, epsilon: float) 
     rows, columns = p > 0, q > 0
     a, b, block = p[rows], q[columns], matrix[np.ix_(rows, columns)]
     _, log = ot.sinkhorn(a, b, block, epsilon, method="sinkhorn_log", numItermax=200_000, stopThr=1e-13, log=True)
-    f, g = epsilon * log["log_u"], epsilon * log["log_v"]  # of the plan without p q^T
+    f, g = epsilon * log["log_u"], epsilon * log["log_v"]  # for the plan without p q^T
     plan = np.exp((f[:, None] + g - block) / epsilon)
     kept = plan > 0
     return float((block * plan).sum() + epsilon * (plan[kept] * np.log((plan / (a[:, None] * b))[kept])).sum())

@@ -109,7 +109,7 @@ def test_values_and_gradients_against_float64(
     largest_side: int, metric: str, axes: int, epsilon: float, offset: float, device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Of the divergence between clouds, in one launch and by streams: at most 1.5 times the error of torch, + 5e-5."""
+    """The divergence between clouds, in one launch and by streams, errs by at most 1.5 times torch's error + 5e-5."""
     p, q, x, y = draw(device, batch=1, axes=axes)
     x, y = x + offset, y + offset
     monkeypatch.setattr(sinkhorn_gpu, "LARGEST_SIDE", largest_side)

@@ -44,7 +44,7 @@ def test_kernel_equals_the_log_domain(seed: int, n: int, m: int, epsilon: float,
         torch.testing.assert_close(result.plan().double(), truth.plan(), rtol=0.0, atol=size * largest)
         rho_p, rho_q = (1e300 if r is None else r for r in (rho if isinstance(rho, tuple) else (rho, rho)))
         constant = 2 / (1 / rho_p + 1 / rho_q)
-        scale = 1 + constant * abs(np.log(apart))  # of the constant in the potentials
+        scale = 1 + constant * abs(np.log(apart))  # how far the constant in the potentials may be off
         for mine, theirs in zip(result.potentials, truth.potentials, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=size, atol=10 * size * scale)
         g = truth.potentials[1]
@@ -60,7 +60,7 @@ def test_empty_and_light_bins_and_outliers(dtype: torch.dtype) -> None:
     p, q, cost = problem(3, 3, 6, 8)
     p[:, 1] = 0.0
     p[1, 2:4], q[1, 3:6] = 1e-30, 1e-28
-    cost[0] *= 1e3  # of 0.005
+    cost[0] *= 1e3  # a thousand times the costs of the others
     cost[2, :, 0] = 2e6
     inputs = [t.to(dtype, copy=True).requires_grad_() for t in (p, q, cost)]
     options = {"epsilon": 0.01, "marginal_penalty": 0.05}

@@ -24,7 +24,7 @@ from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
 trl = pytest.importorskip("trl")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries among themselves
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of each other
 
 SUMS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(8) for b in range(5)]
 TEMPLATE = (
@@ -206,7 +206,7 @@ def test_rows_that_are_too_long_are_dropped_with_a_count(
 
 
 def test_the_share_that_is_cut_off_is_the_same_each_time(sums: Path) -> None:
-    """Of a file, and of a mixture, which TRL cuts with a global generator: processes and resumed runs have one."""
+    """A file or a mixture is cut by TRL with a global generator: processes and resumed runs have one share."""
     from otloss_llm.cli.rows import load_splits
 
     mixture = trl.DatasetMixtureConfig([{"path": "json", "data_files": str(sums)}], test_split_size=0.2)

@@ -106,7 +106,7 @@ def test_rows_beyond_2_to_the_31(device: str) -> None:
 def test_errors_are_those_of_the_naive_computation(
     name: str, dtype: torch.dtype, bias: bool, scale: float, softcap: float | None, reduction: str, device: str
 ) -> None:
-    """Of loss, hidden, weight and bias: at most twice the error of the naive computation + 4 eps (1 of 16 bits)."""
+    """Loss and gradients err by at most twice the error of the naive computation + 4 eps (1 of 16 bits)."""
     given = problem(5, batch=(16,), bias=bias, dtype=dtype)
     given.scale, given.softcap = scale, softcap
     objective, formula = OBJECTIVES[name]
@@ -150,7 +150,7 @@ def test_bfloat16_logits_are_never_widened(device: str) -> None:
 
 
 def test_cost_rows_made_in_16_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the gradient differs by no more than rounding, and duplicates still cost nothing."""
+    """A GPU makes them so: the gradient differs by no more than rounding, and duplicates still cost nothing."""
     given = problem(21, batch=(16,), vocab=300, width=64, dtype=torch.bfloat16)
     given.embedding[7] = 2 * given.embedding[3]
     given.embedding[20] = 0.0

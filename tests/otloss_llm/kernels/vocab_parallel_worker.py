@@ -162,7 +162,7 @@ def cases() -> Iterator[tuple[Problem, dict[str, Any]]]:
 
 
 def check_all_cases() -> None:
-    """Of two processes, which have a test that is not slow, one pair of blocks in turn."""
+    """Two processes, which have a test that is not slow, check one pair of blocks in turn."""
     for index, (given, settings) in enumerate(cases()):
         for sizes in blocks()[index % 2 :: 2] if dist.get_world_size() == 2 else blocks():
             assert_as_in_one_process(given, sizes, **settings)

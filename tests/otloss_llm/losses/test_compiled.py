@@ -69,7 +69,7 @@ def test_another_objective_in_the_same_program() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compilers
+@pytest.mark.filterwarnings("ignore")  # the compilers warn
 @pytest.mark.parametrize("name", sampled(2, FACES))
 def test_recording_a_loss_raises_one_sentence(name: str) -> None:
     hidden, labels = batch(4)

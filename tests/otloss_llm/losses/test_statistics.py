@@ -102,7 +102,7 @@ def through_a_head(leaves: list[Tensor], given: Problem) -> Tensor:
 
 
 def weighted_by_entropy(nll: Tensor, entropy: Tensor) -> Tensor:
-    """Of a statistic that is detached the kernels need no derivative."""
+    """The kernels need no derivative of a statistic that is detached."""
     return entropy.detach() * nll
 
 

@@ -147,7 +147,7 @@ def with_tp_plan(folder: Path, *, parallel: bool = True) -> dict[str, Any]:
     model: Any = tiny_model("llama", **sizes)
     if parallel:
         accelerate.ParallelismConfig._validate_accelerator = lambda *_: None  # it wants GPUs
-        model.save_pretrained(folder / "model")  # of the first process alone
+        model.save_pretrained(folder / "model")
         dist.barrier()
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto", dtype=torch.float32)
         assert hasattr(model.lm_head.weight, "placements")

@@ -548,7 +548,7 @@ def test_a_model_that_cannot_be_fused_raises_at_once(tmp_path: Path) -> None:
             objective_trainer(tmp_path, peft.get_peft_model(case("Llama")[0], settings))
 
 
-@pytest.mark.filterwarnings("ignore:Version v4.12.0")  # of EncoderDecoderModel, whenever it makes a loss
+@pytest.mark.filterwarnings("ignore:Version v4.12.0")  # EncoderDecoderModel warns whenever it makes a loss
 def test_ignored_labels_inside_of_a_decoder_raise_where_the_model_masks_them(tmp_path: Path) -> None:
     """EncoderDecoderModel does not let its decoder see them; without them it trains as by its own loss."""
     bert = transformers.BertConfig(**_BASE | _NO_BERT_DROPOUT)

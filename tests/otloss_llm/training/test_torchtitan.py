@@ -16,7 +16,7 @@ import torch
 if __name__ != "__main__":
     pytest.importorskip("torchtitan")
     pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-VOCABULARY = 2048  # of torchtitan's debugging model
+VOCABULARY = 2048  # the size in torchtitan's debugging model
 
 
 @pytest.mark.parametrize("way", ["fsdp", "tensor"])

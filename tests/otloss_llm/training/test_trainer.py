@@ -373,7 +373,7 @@ def test_a_checkpoint_knows_costs_of_every_kind(tmp_path: Path) -> None:
         EmbeddingCost(torch.rand(VOCAB, 3)),
     ]
     costs += [NumberCost(values), NumberCost(values * 1.1), RatingCost(values)]
-    check_sample(costs[1], tmp_path)  # of another trainer
+    check_sample(costs[1], tmp_path)  # a checkpoint of another trainer holds no sample
     for before in costs:
         save_sample(before, tmp_path)
         for now in costs:
