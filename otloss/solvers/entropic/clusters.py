@@ -77,7 +77,9 @@ class Clustering:
             is added to its error.
         omitted: an iteration may leave out a share of each sum, this multiple of the last error.
         restart: the acceleration forgets its history where the error exceeds this multiple of the smallest error.
-        slow_iterations: a search ends after so many iterations that did not halve the error.
+        slow_iterations: a search ends after so many iterations that did not halve the error. It stays at 0.09 between
+            the "clusters" of 6,000 points of `benchmarks.hard_kinds` at a blur of 0.3: such a problem takes 5.0, 5.9
+            and 6.0 s with 10, 20 and 40, and 17.6 s with 1,000. None of them ends a search early that converges.
         rounding: an error in float32 does not fall below this multiple of the rounding of potentials over epsilon.
     """
 
