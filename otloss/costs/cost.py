@@ -528,18 +528,17 @@ def scaled_plan_rows(
 ) -> Tensor:
     """Return these rows of the plans times `upstream`, summed over the problems that share a matrix."""
     own = rows.shape[:-2]
-    if rows.numel() <= _SMALL_PLAN and rows.device.type == "cpu":  # a call of the kernel takes longer
-        width = torch.as_tensor(epsilon, dtype=torch.float64, device="cpu")[..., None]
-        a, b = (h.double() / width + log_w for h, log_w in zip((f, g), log_weights, strict=True))
-        plan = (a.unsqueeze(-1) + b.unsqueeze(-2) - rows.detach() / width.unsqueeze(-1)).exp_()
-        return (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
-    if may_run_on(rows, f) and broadcast_shape(f.shape[:-1], g.shape[:-1], upstream.shape, own) == own:
-        from otloss.costs.plan_numba import scaled_plans
-
+    is_small = rows.numel() <= _SMALL_PLAN and rows.device.type == "cpu"
+    if is_small or (may_run_on(rows, f) and broadcast_shape(f.shape[:-1], g.shape[:-1], upstream.shape, own) == own):
         inverse = 1 / torch.as_tensor(epsilon, dtype=torch.float64, device=rows.device)
         a, b = (h * inverse[..., None] + log_w for h, log_w in zip((f, g), log_weights, strict=True))
-        return scaled_plans(rows, (a, b), inverse, upstream)
-    plan = plan_rows(rows, f, g, log_weights, epsilon)
+        if not is_small:
+            from otloss.costs.plan_numba import scaled_plans
+
+            return scaled_plans(rows, (a, b), inverse, upstream)
+        plan = (a.unsqueeze(-1) + b.unsqueeze(-2) - rows.detach() * inverse[..., None, None]).exp_()
+    else:
+        plan = plan_rows(rows, f, g, log_weights, epsilon)
     return (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
 
 

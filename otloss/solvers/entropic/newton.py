@@ -105,11 +105,12 @@ class NewtonFirst(SparseNewton):
         epsilon = problem.epsilon[..., None, None]
         x, y = (cloud[..., :: max(1, cloud.shape[-2] // NEIGHBOURS.points), :] for cloud in (points.x, points.y))
         nearest = (PointCost(x, points.y, metric=points.metric).dense() / epsilon).amin(-1)
-        counts = [
-            _places(PointCost(some, cloud, metric=points.metric).dense() / epsilon)
+        if float(nearest.median()) < NEIGHBOURS.least_cost:
+            return False
+        return all(
+            _places(PointCost(some, cloud, metric=points.metric).dense() / epsilon) <= NEIGHBOURS.largest_count
             for some, cloud in ((x, points.x), (y, points.y))
-        ]
-        return max(counts) <= NEIGHBOURS.largest_count and float(nearest.median()) >= NEIGHBOURS.least_cost
+        )
 
 
 def _places(costs: Float[Tensor, "*batch k n"]) -> float:
