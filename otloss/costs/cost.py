@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -46,6 +46,14 @@ if TYPE_CHECKING:
 _BLOCK_ENTRIES = 2**22
 _LEAST_EXPONENT = -80.0
 _SMALL_PLAN = 2**13  # entries up to which torch takes less time than a call of the kernel of plans
+_FROM_ROWS: set[str] = set()
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _from_rows(method: _Method) -> _Method:
+    """Mark a method of `Cost` that follows from the rows: a class with other rows gets it, not its base's formula."""
+    _FROM_ROWS.add(method.__name__)
+    return method
 
 
 class CentroidBound(NamedTuple):
@@ -69,26 +77,20 @@ class Cost(ABC):
     attributes; docs/contributors/design.md has an example. It is its own transpose, `T` returning `self`, only where it
     is the cost among the bins of one side: symmetric, with zeros on the diagonal.
 
-    What else solvers want of a cost they ask, and never look at its class: `softmin_at`, `largest`, `softmin_work`,
-    `stored_matrix`, `contiguous`, `with_matrix`, `streamed`, `has_plain_entries`, `is_symmetric`, `costs_within`,
-    `centroid_bound`, `as_points`, `as_grid` and `as_line`. The default answers are right for every cost; others save
-    time. A class that overrides `rows` gets the defaults of what follows from the rows, unless it overrides that too.
+    Solvers ask a cost for all else, and never look at its class. The other methods have defaults, which are right for
+    every cost; overriding one saves time. A class that overrides `rows` gets the defaults of all methods that are
+    marked as `_from_rows`, and a class that overrides `softmin` the defaults of what computes soft minima, unless it
+    overrides these too.
     """
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        if "softmin" in vars(cls):
-            for name in {"softmin_at", "streamed"}.difference(vars(cls)):
-                setattr(cls, name, vars(Cost)[name])
-        if not {"rows", "row_block"}.intersection(vars(cls)):
-            return
+        own = vars(cls)
         # The formulas of its base are for other costs. T and the costs within a side are of the class itself.
-        follow = (
-            "row_block", "dense", "diagonal", "apply", "softmin", "softmin_at", "plan_gradients", "largest",
-            "softmin_work", "stored_matrix", "contiguous", "with_matrix", "has_plain_entries", "is_symmetric",
-            "centroid_bound", "streamed",
-        )  # fmt: skip
-        for name in set(follow).difference(vars(cls)):
+        names = _FROM_ROWS if "rows" in own or "row_block" in own else set()
+        if "softmin" in own:
+            names = names | {"softmin_at", "kernel_inputs"}
+        for name in names.difference(own):
             setattr(cls, name, vars(Cost)[name])
 
     _is_streamed = False
@@ -133,6 +135,7 @@ class Cost(ABC):
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
         """Return the rows `C[index, :]` of a cost without leading axes."""
 
+    @_from_rows
     def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
         """Return the rows start to stop - 1, of every problem where the cost holds one matrix per problem."""
         rows = self.rows(torch.arange(start, stop, device=self.device))
@@ -143,10 +146,12 @@ class Cost(ABC):
             )
         return rows
 
+    @_from_rows
     def dense(self) -> Float[Tensor, "*batch n m"]:
         """Return the whole matrix."""
         return self.row_block(0, self.shape[0])
 
+    @_from_rows
     def diagonal(self) -> Float[Tensor, "*batch n"]:
         """Return the costs of staying, C[i, i], of a square cost, block by block of rows."""
         parts = [self.row_block(*b).diagonal(b[0], dim1=-2, dim2=-1) for b in self.row_blocks(self.batch_shape)]
@@ -156,6 +161,7 @@ class Cost(ABC):
         """The diagonal of a cost at which staying is free."""
         return torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
 
+    @_from_rows
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         """Return C v over the last axis, in the promoted dtype of the cost and `v`, block by block of rows."""
         cost, v = self._product_arguments(v)
@@ -165,6 +171,7 @@ class Cost(ABC):
             ]
         return torch.cat(blocks, dim=-1)
 
+    @_from_rows
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
         """Return -epsilon logsumexp_j((potential_j - C_ij) / epsilon), block by block of rows.
 
@@ -205,6 +212,7 @@ class Cost(ABC):
         """Return the `tensors()` that require a gradient."""
         return tuple(t for t in self.tensors() if t.requires_grad)
 
+    @_from_rows
     def plan_gradients(
         self,
         f: Float[Tensor, "*batch n"],
@@ -244,12 +252,14 @@ class Cost(ABC):
                     total += gradient
         return tuple(totals)
 
+    @_from_rows
     def largest(self) -> Float[Tensor, "*batch"]:
         """Return the largest cost, or a bound of it, per matrix and without a graph."""
         with torch.no_grad():
             largest = [self.row_block(*block).amax((-2, -1)) for block in self.row_blocks(self.batch_shape)]
             return torch.stack(largest).amax(0)
 
+    @_from_rows
     def softmin_at(self, epsilon: Float[Tensor, "*batch"]) -> Callable[[Tensor], Tensor]:
         """Return the soft minimum at one epsilon, for many potentials (..., m); it may compute once what they share."""
         costs = self._stream()
@@ -260,6 +270,7 @@ class Cost(ABC):
         prepared = streams.Epsilon.build(epsilon, self.device)
         return lambda potential: streams.softmin(costs, potential, prepared)
 
+    @_from_rows
     def plan_costs(
         self,
         f: Float[Tensor, "*batch n"],
@@ -273,6 +284,7 @@ class Cost(ABC):
         sums = self._streamed_sums((f, g), (log_p, log_q), epsilon)
         return None if sums is None else sums("cost").values.squeeze(-1).to(f.dtype)
 
+    @_from_rows
     def plan_products(
         self,
         f: Float[Tensor, "*batch n"],
@@ -321,10 +333,12 @@ class Cost(ABC):
                 row_sums.append(plan.sum(-1))
         return PlanProducts(torch.cat(products, -2), torch.cat(row_sums, -1))
 
+    @_from_rows
     def softmin_work(self) -> int:
         """Return how many terms a soft minimum sums, n m by default; with fewer, large problems do without a matrix."""
         return math.prod(self.shape)
 
+    @_from_rows
     def stored_matrix(self) -> Float[Tensor, "*batch n m"] | None:
         """Return the matrix, with its graph, if the cost holds one; None if it computes entries in its own dtype.
 
@@ -333,10 +347,12 @@ class Cost(ABC):
         """
         return None
 
+    @_from_rows
     def contiguous(self) -> Cost:
         """Return the same cost for many soft minima: a matrix that is held lies in memory row by row."""
         return self
 
+    @_from_rows
     def with_matrix(self) -> Self:
         """Return the same cost for a whole search; entries that take long to compute are computed once, and kept.
 
@@ -345,25 +361,36 @@ class Cost(ABC):
         """
         return self
 
-    def streamed(self) -> Cost | None:
+    def streamed(self) -> Self | None:
         """Return the same cost, which computes soft minima and sums with plans by Triton kernels in float32.
 
         None if there are no kernels for it. In float64, and where a graph is made, it computes as before.
         """
+        if self.kernel_inputs() is None:
+            return None
+        cost = copy.copy(self)
+        cost._is_streamed = True
+        return cost
+
+    @_from_rows
+    def kernel_inputs(self) -> Points | Matrix | None:
+        """Return what the kernels of `streams_triton` read; None if they do not know such costs."""
         return None
 
     def _stream(self) -> Points | Matrix | None:
-        """Return what the kernels of `streams_triton` need of a streamed cost; None where they do not run."""
-        return None
+        """Return what the kernels read where this cost is streamed, and they run; else None."""
+        return self.kernel_inputs() if self._may_stream() else None
 
     def _may_stream(self) -> bool:
         return self._is_streamed and self.dtype == torch.float32 and not needs_torch(*self.tensors())
 
     @property
+    @_from_rows
     def has_plain_entries(self) -> bool:
         """Whether all entries are finite and at least 0. Solvers see no other cost (`reductions.plain_costs`)."""
         return True
 
+    @_from_rows
     def is_symmetric(self) -> bool:
         """Return whether C[i, j] = C[j, i] up to rounding, as for the costs among the bins of one side."""
         if self.T is self:
@@ -377,6 +404,7 @@ class Cost(ABC):
         """Return the costs among the bins of p and among the bins of q, which divergences need; None if not known."""
         return (self, self) if self.T is self else None
 
+    @_from_rows
     def centroid_bound(
         self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"], mass: Float[Tensor, "*batch"]
     ) -> CentroidBound | None:

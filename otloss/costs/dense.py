@@ -138,14 +138,7 @@ class DenseCost(Cost):
     def contiguous(self) -> DenseCost:
         return self if self._may_stream() else self._with(self.matrix.contiguous())
 
-    def streamed(self) -> DenseCost:
-        cost = copy.copy(self)
-        cost._is_streamed = True
-        return cost
-
-    def _stream(self) -> Matrix | None:
-        if not self._may_stream():
-            return None
+    def kernel_inputs(self) -> Matrix | None:
         from otloss.costs.streams_triton import Matrix
 
         return Matrix(self.matrix)
@@ -196,7 +189,7 @@ class SignedCost(DenseCost):
     def has_plain_entries(self) -> bool:
         return False
 
-    def streamed(self) -> None:  # type: ignore[override]
+    def kernel_inputs(self) -> None:
         return None
 
 

@@ -381,19 +381,12 @@ class PointCost(Cost):
         cost._matrices = _Matrices()
         return cost
 
-    def streamed(self) -> PointCost | None:
+    def kernel_inputs(self) -> Points | None:
         if callable(self.metric):
-            return None
-        cost = copy.copy(self)
-        cost._is_streamed = True
-        return cost
-
-    def _stream(self) -> Points | None:
-        if not self._may_stream():
             return None
         from otloss.costs.streams_triton import Points
 
-        return Points(self.x, self.y, str(self.metric), is_one_cloud=self.x is self.y)
+        return Points(self.x, self.y, self.metric, is_one_cloud=self.x is self.y)
 
     def _matrix(self) -> Float[Tensor, "*batch n m"] | None:
         """Return the matrix that is kept, without a graph; None where none is, or a graph is wanted."""

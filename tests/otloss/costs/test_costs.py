@@ -13,6 +13,7 @@ from torch import Tensor
 
 from otloss import emd, lower_bound
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost, as_cost, graph_cost
+from otloss.costs.cost import _FROM_ROWS
 from otloss.costs.dense import SignedCost
 from tests.errors import raising
 from tests.otloss.oracles import as_double, check_questions, cosine_matrix
@@ -92,6 +93,16 @@ def test_a_subclass_with_other_costs_is_not_solved_with_its_metric() -> None:
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(*(torch.autograd.grad(v, points)[0] for v in (value, expected)))
     assert lower_bound(p, q, Half(x, y)) <= value
+
+
+def test_each_method_of_a_cost_follows_from_the_rows_or_belongs_to_the_class() -> None:
+    """A new method has to be marked, or else a subclass with rows of its own would inherit another formula."""
+    of_the_class = {
+        "shape", "rows", "T", "batch_shape", "dtype", "device", "tensors", "parameters", "to", "with_tensors",
+        "row_blocks", "streamed", "costs_within", "as_points", "as_grid", "as_line",
+    }  # fmt: skip
+    assert {name for name in vars(Cost) if not name.startswith("_")} == of_the_class | _FROM_ROWS
+    assert not of_the_class & _FROM_ROWS
 
 
 class Softer(GridCost):
