@@ -256,12 +256,12 @@ def check_generator(generator: Any) -> None:
         )
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
+def check_count(name: str, value: Any, minimum: int = 1) -> None:
     """Raise TypeError unless `value` is a whole number and no bool, ValueError if it is below the least."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {value!r}, expected a whole number.")
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected a whole number of at least {least}.")
+    if value < minimum:
+        raise ValueError(f"{name} is {value}, expected a whole number of at least {minimum}.")
 
 
 def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:

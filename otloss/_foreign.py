@@ -330,11 +330,11 @@ _TOO_MANY = {
 
 
 def _too_many(function: str, extra: tuple[Any, ...], positional: list[str], options: list[str]) -> str:
-    named = [
+    matches = [
         f"{name}={value!r}" if isinstance(value, int | float | str) else f"{name}=..."
         for name, value in zip(options, extra, strict=False)
     ]
-    advice = f"give options by name: {', '.join(named)}" if named else "leave out the others"
+    advice = f"give options by name: {', '.join(matches)}" if matches else "leave out the others"
     return (
         f"{function} takes {len(positional)} argument{'s' * (len(positional) != 1)} without a name, "
         f"{', '.join(positional)}, and got {len(positional) + len(extra)}; {advice}."

@@ -37,17 +37,17 @@ def class_costs(name: str, cost: Any, classes: int, *, fix: str = "") -> Floats:
         TypeError: if the costs are not numeric.
         ValueError: if their shape is not (K, K), or one is negative, NaN or infinite.
     """
-    return class_table(name, cost, (classes, classes), least=0.0, fix=fix)
+    return class_table(name, cost, (classes, classes), minimum=0.0, fix=fix)
 
 
-def class_table(name: str, values: Any, shape: tuple[int, ...], *, least: float = -np.inf, fix: str = "") -> Floats:
+def class_table(name: str, values: Any, shape: tuple[int, ...], *, minimum: float = -np.inf, fix: str = "") -> Floats:
     """Return finite numbers of at least `least` by class position; raise as `class_values` does."""
     array = as_floats(name, values, fix="pass an array of dtype float, by class position.")
     check_table_shape(name, array.shape, shape, fix=fix)
-    wrong = np.argwhere(~(np.isfinite(array) & (array >= least)))
+    wrong = np.argwhere(~(np.isfinite(array) & (array >= minimum)))
     if len(wrong):
         first = tuple(int(i) for i in wrong[0])
-        limit = "" if least == -np.inf else f" of at least {least:g}"
+        limit = "" if minimum == -np.inf else f" of at least {minimum:g}"
         raise ValueError(f"{name}{list(first)} is {array[first]:g}, expected finite numbers{limit}.")
     return array
 

@@ -137,7 +137,7 @@ class _Work:
     def mapped(self, count: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the tensors with the mapped axis in front of their batch axes."""
         batches = [t.dim() - axes - (dim is not None) for t, dim, axes in zip(tensors, dims, self.axes, strict=True)]
-        most = max(*batches, *(len(getattr(value, "batch_shape", ())) for value in self.arguments.values()))
+        batch_axes = max(*batches, *(len(getattr(value, "batch_shape", ())) for value in self.arguments.values()))
         moved = []
         for place, t, dim, batch in zip(self.places, tensors, dims, batches, strict=True):
             if dim is not None:
@@ -147,7 +147,7 @@ class _Work:
             else:
                 moved.append(t)
                 continue
-            moved.append(t.reshape(count, *[1] * (most - batch), *t.shape[1:]))
+            moved.append(t.reshape(count, *[1] * (batch_axes - batch), *t.shape[1:]))
         return moved
 
 

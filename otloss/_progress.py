@@ -107,10 +107,10 @@ def report(work: str, error: float | Tensor = math.nan, *, tolerance: float = 0.
     late = elapsed - _call.due
     if late < 0 or max(late, elapsed - _call.first.time) < LEAST_WAIT:
         return
-    known = "" if math.isnan(worst) else f", error {worst:.2g}{_aim(worst, tolerance)}"
-    left = _seconds_left(_call.first, look, tolerance)
-    time_left = "the time left is not known" if left is None else f"about {max(left, 1):.0f} s left"
-    _log.warning("%s runs for %.0f s: %s%s; %s", _call.name, elapsed, work, known, time_left)
+    error_in_words = "" if math.isnan(worst) else f", error {worst:.2g}{_aim(worst, tolerance)}"
+    seconds_left = _seconds_left(_call.first, look, tolerance)
+    time_left = "the time left is not known" if seconds_left is None else f"about {max(seconds_left, 1):.0f} s left"
+    _log.warning("%s runs for %.0f s: %s%s; %s", _call.name, elapsed, work, error_in_words, time_left)
     _call.first = look
     while _call.due <= elapsed:
         _call.due *= 2

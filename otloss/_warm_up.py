@@ -82,9 +82,9 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
 
 def _tasks(names: list[str], dtypes: list[torch.dtype]) -> list[str]:
     """Return names with dtypes. One process would wait for a kernel of `IN_FLOAT64` that another one compiles."""
-    chosen = [dtype for dtype in DTYPES if DTYPES[dtype] in dtypes]
+    selected = [dtype for dtype in DTYPES if DTYPES[dtype] in dtypes]
     return [
-        f"{name} {dtype}" for dtype in chosen for name in names if name not in IN_FLOAT64 or dtype == chosen[0]
+        f"{name} {dtype}" for dtype in selected for name in names if name not in IN_FLOAT64 or dtype == selected[0]
     ]  # fmt: skip
 
 

@@ -56,9 +56,9 @@ class RowFunction:
 
     def calc_ders_multi(self, *_: Any) -> None:
         """Raise TypeError: what CatBoost calls of an objective or a metric."""
-        made = f"{self.library}_objective and {self.library}_metric make"
+        subject = f"{self.library}_objective and {self.library}_metric make"
         raise TypeError(
-            f"CatBoost was given a function that {made}; expected one with CatBoost's own methods. Use XGBoost or "
+            f"CatBoost was given a function that {subject}; expected one with CatBoost's own methods. Use XGBoost or "
             "LightGBM, for example by otloss.estimators.OrdinalBoostingClassifier."
         )
 

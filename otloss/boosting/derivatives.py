@@ -56,7 +56,7 @@ class Curvature:
 
     factor: float
     entropy_factor: float
-    least: float
+    smallest: float
 
 
 def curvature(loss: RowLoss, *, library: str, single: bool) -> Curvature:
@@ -67,9 +67,9 @@ def curvature(loss: RowLoss, *, library: str, single: bool) -> Curvature:
     """
     together = 1.0 if single else 2.0
     # In units of the average cost of a step to the neighbouring class.
-    least = max(_LEAST * loss.transport * loss.largest_transport / (loss.num_classes - 1), _SMALLEST)
+    smallest = max(_LEAST * loss.transport * loss.largest_transport / (loss.num_classes - 1), _SMALLEST)
     own = loss.num_classes / (loss.num_classes - 1) if library == "lightgbm" and not single else together
-    return Curvature(together if loss.is_square else together / 2, own, least)
+    return Curvature(together if loss.is_square else together / 2, own, smallest)
 
 
 def gradients(
@@ -91,15 +91,15 @@ def gradients(
         return np.asarray(gradient, np.float32, order=order), np.asarray(hessian, np.float32, order=order)
     from otloss.losses import ordinal_numba as ordinal
 
-    scores = _laid_out(scores, order)
-    answers = ordinal.answers_of_curvatures(scores)
-    factors = (curvature.factor, curvature.entropy_factor, curvature.least)
+    scores = _in_order(scores, order)
+    results = ordinal.answers_of_curvatures(scores)
+    factors = (curvature.factor, curvature.entropy_factor, curvature.smallest)
     settings = (loss.transport, loss.cross_entropy, *factors)
     inputs, of_loss, threads = (scores, labels, weights), (loss.gaps, loss.costs), torch.get_num_threads()
-    arguments = (inputs, loss.class_weights, of_loss, settings, answers, threads)
+    arguments = (inputs, loss.class_weights, of_loss, settings, results, threads)
     if any(run_on_threads(ordinal.gradients_and_curvatures, threads, arguments)):
         check_rows(scores, labels, weights)
-    return np.asarray(answers[0], order=order), np.asarray(answers[1], order=order)
+    return np.asarray(results[0], order=order), np.asarray(results[1], order=order)
 
 
 def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss) -> Floats:
@@ -110,14 +110,14 @@ def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLo
     from otloss.losses import ordinal_numba as ordinal
 
     z = np.require(scores, np.float64, ["C", "W"])
-    answers, no_gradient = ordinal.answers_of_scores(z, with_gradients=False)
+    results, no_gradient = ordinal.answers_of_scores(z, with_gradients=False)
     y, gaps, threads = labels.astype(np.int64), loss.transport * loss.gaps, torch.get_num_threads()
-    arguments = (z, y, gaps, loss.cross_entropy, 1.0, 0.0, answers, no_gradient, threads)
+    arguments = (z, y, gaps, loss.cross_entropy, 1.0, 0.0, results, no_gradient, threads)
     run_on_threads(ordinal.ranked_scores, threads, arguments)
-    return answers
+    return results
 
 
-def _laid_out(scores: NDArray[Any], order: Order) -> NDArray[Any]:
+def _in_order(scores: NDArray[Any], order: Order) -> NDArray[Any]:
     """Return float32 by rows, as XGBoost passes them, or float64 by columns, as LightGBM does."""
     if scores.dtype == np.float32 and order == "C":
         return np.require(scores, np.float32, ["C", "W"])
@@ -170,7 +170,7 @@ def gradients_in_numpy(
     second = loss.transport * curvature.factor * second + loss.cross_entropy * curvature.entropy_factor * P * (1 - P)
     weight = ((weights if weights.size else 1.0) * loss.class_weights[y])[:, None]
     gradient = loss.transport * moved + loss.cross_entropy * (P - own)
-    return weight * gradient, weight * np.maximum(second, curvature.least)
+    return weight * gradient, weight * np.maximum(second, curvature.smallest)
 
 
 def values_in_numpy(scores: NDArray[Any], labels: Floats, *, loss: RowLoss) -> Floats:
@@ -180,12 +180,12 @@ def values_in_numpy(scores: NDArray[Any], labels: Floats, *, loss: RowLoss) -> F
     moved = (loss.gaps * r**2).sum(1) if loss.is_square else (P * loss.costs[y]).sum(1)
     z = scores.astype(np.float64)
     top = z.max(1)
-    answer: Floats = loss.transport * moved
+    gradient_of_transport: Floats = loss.transport * moved
     if loss.cross_entropy:
         # The order matters: the logarithm would be lost in rounding if it were added to a large score first.
         surprise = np.log(np.exp(z - top[:, None]).sum(1)) + (top - z[np.arange(len(z)), y])
-        answer += loss.cross_entropy * surprise
-    return answer
+        gradient_of_transport += loss.cross_entropy * surprise
+    return gradient_of_transport
 
 
 def _distributions(scores: NDArray[Any], labels: Floats) -> tuple[Floats, Floats, Floats]:

@@ -29,9 +29,9 @@ class RowObjective(RowFunction):
         self, first: Any, second: Any, sample_weight: Any = None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         rows = self.rows(first, second, sample_weight)
-        chosen = curvature(self.loss, library=self.library, single=rows.single)
+        spec = curvature(self.loss, library=self.library, single=rows.single)
         gradient, hessian = gradients(
-            rows.scores, rows.labels, rows.weights, loss=self.loss, curvature=chosen, order=ORDERS[self.library]
+            rows.scores, rows.labels, rows.weights, loss=self.loss, curvature=spec, order=ORDERS[self.library]
         )
         _check_sum(self.loss, rows)
         if rows.single:

@@ -91,7 +91,7 @@ def row_loss(
     costs = np.zeros((0, 0)) if name == "rps" else np.abs(np.subtract.outer(values, values))
     weights = np.ones(classes)
     if class_weight is not None:
-        weights = class_table("class_weight", class_weight, (classes,), least=0.0)
+        weights = class_table("class_weight", class_weight, (classes,), minimum=0.0)
     return RowLoss(
         name=name,
         gaps=np.diff(values) if name == "rps" else np.zeros(0),
@@ -108,12 +108,12 @@ _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 def shows_settings(factory: _Factory) -> _Factory:
     """Decorate a function of (num_classes, **settings): `help` and completion show the settings and their defaults."""
     own = inspect.signature(factory, eval_str=False)
-    shown = dict(own.parameters)
-    shown.pop("settings")
+    parameters = dict(own.parameters)
+    parameters.pop("settings")
     declared = inspect.signature(row_loss).parameters
     types = LossSettings.__annotations__
     settings = [declared[name].replace(annotation=types[name].__forward_arg__) for name in types]
-    first, *others = shown.values()
+    first, *others = parameters.values()
     factory.__signature__ = own.replace(parameters=[first, *settings, *others])  # type: ignore[attr-defined]
     return factory
 

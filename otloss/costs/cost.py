@@ -300,8 +300,8 @@ class Cost(ABC):
             return lambda v: self._products_by_blocks((f, g), (log_p, log_q), epsilon, v)
 
         def products(v: Tensor) -> PlanProducts:
-            found = sums("product", v.detach())
-            return PlanProducts(found.values.to(f.dtype), found.of_rows.to(f.dtype))
+            result = sums("product", v.detach())
+            return PlanProducts(result.values.to(f.dtype), result.of_rows.to(f.dtype))
 
         return products
 
@@ -526,19 +526,19 @@ def softmin_in_torch(
 ) -> Float[Tensor, "*batch n"]:
     """The reference implementation of the kernels: any device, and differentiable."""
     scores = potential.unsqueeze(-2) - rows
-    least = -scores.amax(-1)  # (*batch, n)
+    hard = -scores.amax(-1)  # (*batch, n)
     if not isinstance(epsilon, Tensor):
         epsilon = potential.new_tensor(epsilon)
     epsilon = epsilon.to(scores)[..., None]  # (*batch or nothing, 1)
     is_soft = epsilon >= torch.finfo(scores.dtype).tiny
     if not is_soft.any():
-        return least.expand(broadcast_shape(least.shape, epsilon.shape[:-1] + least.shape[-1:]))
+        return hard.expand(broadcast_shape(hard.shape, epsilon.shape[:-1] + hard.shape[-1:]))
     width = torch.where(is_soft, epsilon, 1.0)
-    empty = least.detach() == torch.inf
-    shift = least.detach().masked_fill(empty, 0.0)  # -top, and no difference of infinities
+    empty = hard.detach() == torch.inf
+    shift = hard.detach().masked_fill(empty, 0.0)  # -top, and no difference of infinities
     terms = ((scores + shift.unsqueeze(-1)) / width.unsqueeze(-1)).clamp(min=_LEAST_EXPONENT).exp()
     soft = (shift - width * terms.sum(-1).log()).masked_fill(empty, torch.inf)
-    return torch.where(is_soft, soft, least)
+    return torch.where(is_soft, soft, hard)
 
 
 def plan_rows(
@@ -583,8 +583,8 @@ def makes_graph(*tensors: Tensor) -> bool:
 def unit_rows(name: str, data: Float[Tensor, "*batch rows d"]) -> tuple[Tensor, Tensor]:
     """Return the rows scaled to length one, and which of them are zero and stay so."""
     norm = torch.linalg.vector_norm(data, dim=-1, keepdim=True)  # (*batch, rows, 1)
-    least = torch.finfo(data.dtype).tiny ** 0.4  # about 1e-15 in float32
-    if ((norm > least) & (norm < 1 / least)).all():
+    smallest = torch.finfo(data.dtype).tiny ** 0.4  # about 1e-15 in float32
+    if ((norm > smallest) & (norm < 1 / smallest)).all():
         return data / norm, torch.zeros_like(norm.squeeze(-1), dtype=torch.bool)
     # Squares overflow at 1e20 and vanish at 1e-23 in float32, so each row is first scaled by its largest entry.
     # The direction does not depend on that scale, so no gradient flows through it.

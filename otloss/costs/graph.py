@@ -62,17 +62,17 @@ def graph_cost(adjacency: Any) -> DenseCost:
     check_floating("adjacency", adjacency)
     adjacency = adjacency.to(arithmetic_dtype(adjacency.dtype))
     array = adjacency.detach().to("cpu", torch.float64).numpy()
-    lengths, before = _shortest_paths(csr_array(np.where(np.isposinf(array), 0.0, array)))
+    lengths, parents = _shortest_paths(csr_array(np.where(np.isposinf(array), 0.0, array)))
     costs = torch.from_numpy(lengths)
     if makes_graph(adjacency):
-        costs = _along_paths(adjacency.to("cpu", torch.float64), torch.from_numpy(before.astype(np.int64)))
+        costs = _along_paths(adjacency.to("cpu", torch.float64), torch.from_numpy(parents.astype(np.int64)))
     return DenseCost(costs.to(adjacency))
 
 
-def _along_paths(adjacency: Float[Tensor, "n n"], before: Tensor) -> Float[Tensor, "n n"]:
-    nodes = torch.arange(len(before), device=before.device)
-    start = torch.where(before < 0, nodes.unsqueeze(1), before)  # the source comes before itself, at no length
-    sums = adjacency[start, nodes].masked_fill(before < 0, 0.0)
+def _along_paths(adjacency: Float[Tensor, "n n"], parents: Tensor) -> Float[Tensor, "n n"]:
+    nodes = torch.arange(len(parents), device=parents.device)
+    start = torch.where(parents < 0, nodes.unsqueeze(1), parents)  # the source comes before itself, at no length
+    sums = adjacency[start, nodes].masked_fill(parents < 0, 0.0)
     while not torch.equal(start, nodes.unsqueeze(1).expand_as(start)):
         sums = sums + sums.gather(1, start)
         start = start.gather(1, start)
@@ -92,11 +92,11 @@ def _shortest_paths(edges: Any) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(
             f"adjacency holds {edges.data[at]} at {edge}, expected lengths >= 0; leave the edge out, or make it 0."
         )
-    lengths, before = shortest_path(edges.astype(np.float64), method="D", return_predecessors=True)
+    lengths, parents = shortest_path(edges.astype(np.float64), method="D", return_predecessors=True)
     if np.isinf(lengths).any():
         i, j = (int(k) for k in np.argwhere(np.isinf(lengths))[0])
         raise ValueError(
             f"no path leads from node {i} to node {j}, expected a connected graph (strongly connected, if its edges "
             "have directions); add edges, or give a matrix with costs of your own for such pairs."
         )
-    return lengths, before
+    return lengths, parents

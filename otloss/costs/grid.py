@@ -148,14 +148,14 @@ class GridCost(Cost):
 
     def _groups(self, epsilon: Float[Tensor, " problems"]) -> list[list[int]] | None:
         """The axes to take in one product: all, or each by itself; None where exp(-C / eps) is too small for either."""
-        least = float(epsilon.amin()) if epsilon.numel() else 0.0
-        if not least > 0:
+        smallest = float(epsilon.amin()) if epsilon.numel() else 0.0
+        if not smallest > 0:
             return None
         along = self._largest_along()
         axes = range(1, len(along) + 1)
-        if sum(along) <= _LARGEST_EXPONENT * least:
+        if sum(along) <= _LARGEST_EXPONENT * smallest:
             return [list(axes)]
-        return [[axis] for axis in axes] if max(along) <= _LARGEST_ALONG * least else None
+        return [[axis] for axis in axes] if max(along) <= _LARGEST_ALONG * smallest else None
 
     @property
     def least_epsilon_for_products(self) -> float:

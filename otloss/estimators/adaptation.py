@@ -91,11 +91,11 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
             return self
         z = torch.from_numpy(other)
-        answer = solve(None, None, PointCost(torch.from_numpy(source), z), epsilon=self.epsilon)
+        transport = solve(None, None, PointCost(torch.from_numpy(source), z), epsilon=self.epsilon)
         if self.epsilon is None:
-            self.samples_, self.mapped_ = source, answer.apply(z).numpy() * len(source)
+            self.samples_, self.mapped_ = source, transport.apply(z).numpy() * len(source)
         else:
-            self.targets_, self.potential_ = other, answer.potentials[1].numpy()
+            self.targets_, self.potential_ = other, transport.potentials[1].numpy()
         return self
 
     def transform(self, X: ArrayLike) -> np.ndarray:

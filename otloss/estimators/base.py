@@ -123,9 +123,9 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def _features(self, X: Any) -> Any:
         """Return features (n, d) as training took them."""
         with text_is_named(X, self._advice_for_text):
-            return self._laid_out(validate_data(self, X, reset=False, **self._accepts()))
+            return self._as_features(validate_data(self, X, reset=False, **self._accepts()))
 
-    def _laid_out(self, X: Any) -> Any:
+    def _as_features(self, X: Any) -> Any:
         """Return X (n, d) as `_train` and `_logits` take it: an array, unless a subclass takes sparse matrices."""
         return dense(X)
 
@@ -154,7 +154,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
             warnings.warn(f"{self._order.doubt}.", EncodedLabelsWarning, stacklevel=3)
         self._criterion = make_criterion(self._order, self)
         self.classes_, self.categories_ = self._order.classes, self._order.categories
-        X, positions, weights = self._weighted_rows(self._laid_out(X), y, sample_weight)
+        X, positions, weights = self._weighted_rows(self._as_features(X), y, sample_weight)
         random = check_random_state(self.random_state)
         self._calibration = None
         if self.calibration is None or len(self.classes_) == 1:
@@ -187,7 +187,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         """Raise where a setting that all estimators have is wrong; subclasses extend this."""
         self._check_decode()
         check_choice("calibration", self.calibration, (None, *CALIBRATIONS))
-        check_real("validation_fraction", self.validation_fraction, least=0.0, above=True, most=0.9)
+        check_real("validation_fraction", self.validation_fraction, minimum=0.0, above=True, maximum=0.9)
 
     def _check_decode(self) -> None:
         check_choice("decode", self.decode, RULES)
@@ -246,7 +246,7 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
         for label, factor in class_weight.items():
             if label not in names:
                 raise ValueError(f"class_weight names the label {label!r}, expected labels of {names}.")
-            factors[names.index(label)] = check_real(f"class_weight[{label!r}]", factor, least=0.0)
+            factors[names.index(label)] = check_real(f"class_weight[{label!r}]", factor, minimum=0.0)
         weights = weights * factors[order.ranks][positions]
     elif isinstance(class_weight, str) and class_weight == "balanced":
         mass = np.bincount(positions, weights, minlength=len(order.ranks))
@@ -286,11 +286,11 @@ def split_off(
             f"{len(positions)} rows leave none to hold out for {purpose}: each class keeps one; add rows, or turn it "
             "off."
         )
-    chosen = np.sort(np.concatenate(parts))
-    chosen = chosen if len(chosen) else largest[:1]
+    index = np.sort(np.concatenate(parts))
+    index = index if len(index) else largest[:1]
     kept = np.ones(len(positions), bool)
-    kept[chosen] = False
-    return np.flatnonzero(kept), chosen
+    kept[index] = False
+    return np.flatnonzero(kept), index
 
 
 def dense(X: Any) -> np.ndarray:

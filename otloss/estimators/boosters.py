@@ -183,7 +183,7 @@ class Trees:
     categorical: tuple[int, ...]
     rounds: int
     history: History
-    settled: bool
+    has_stopped: bool
 
     def scores(self, features: np.ndarray) -> np.ndarray:
         """Return scores (n, m) whose softmax is the distribution over positions."""
@@ -228,18 +228,18 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
     rows = rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
     if rows.is_constant():  # an error of LightGBM
-        return Trees(library, None, start, settings.categorical, 0, {}, settled=True)
+        return Trees(library, None, start, settings.categorical, 0, {}, has_stopped=True)
     if not watched:
         settings = replace(settings, patience=None)
-    named = {f"validation_{number}": part for number, part in enumerate(watched)}
+    watched_parts = {f"validation_{number}": part for number, part in enumerate(watched)}
     train = _train_lightgbm if library == "lightgbm" else _train_xgboost
-    booster, rounds, history = train(settings, rows, named, start)
-    settled = True
+    booster, rounds, history = train(settings, rows, watched_parts, start)
+    has_stopped = True
     if settings.patience is not None:
         losses = _last_losses(history)
         best = int(np.argmin(losses)) + 1
-        rounds, settled = min(rounds, best), len(losses) - best >= settings.patience
-    return Trees(library, booster, start, settings.categorical, rounds, history, settled)
+        rounds, has_stopped = min(rounds, best), len(losses) - best >= settings.patience
+    return Trees(library, booster, start, settings.categorical, rounds, history, has_stopped)
 
 
 def _last_losses(history: History) -> list[float]:
@@ -418,11 +418,11 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
 
 def _sampled(rows: int, parameters: dict[str, Any]) -> np.ndarray:
     """Return the numbers of the rows of which LightGBM makes bins, by its own settings."""
-    most = int(parameters["bin_construct_sample_cnt"])
-    if rows <= most:
+    sample_size = int(parameters["bin_construct_sample_cnt"])
+    if rows <= sample_size:
         return np.arange(rows)
     random = np.random.RandomState(parameters.get("data_random_seed", parameters["seed"]))
-    return np.sort(random.choice(rows, most, replace=False))
+    return np.sort(random.choice(rows, sample_size, replace=False))
 
 
 def _gradients_by_blocks(rows: Part, start: np.ndarray, objective: Any) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
@@ -433,12 +433,12 @@ def _gradients_by_blocks(rows: Part, start: np.ndarray, objective: Any) -> Calla
 
     def gradients(scores: np.ndarray, data: Any) -> tuple[np.ndarray, np.ndarray]:
         del data  # a matrix of the same rows
-        answers = np.empty_like(scores, np.float32), np.empty_like(scores, np.float32)
+        gradients_and_hessians = np.empty_like(scores, np.float32), np.empty_like(scores, np.float32)
         for first in range(0, len(scores), _FILLED):
             block = slice(first, first + _FILLED)
             parts = objective(scores[block] + start, rows[block])
-            answers[0][block], answers[1][block] = parts
-        return answers
+            gradients_and_hessians[0][block], gradients_and_hessians[1][block] = parts
+        return gradients_and_hessians
 
     return gradients
 
@@ -501,16 +501,16 @@ def _train_lightgbm(
         def __getitem__(self, index: Any) -> np.ndarray:
             return self.part[index].features()
 
-    given = {"params": parameters, "categorical_feature": list(settings.categorical)}
+    arguments = {"params": parameters, "categorical_feature": list(settings.categorical)}
 
     def data(part: Part, reference: Any) -> Any:
-        rows = lightgbm.Dataset(Rows(part), part.target, reference=reference, **given).construct()
+        rows = lightgbm.Dataset(Rows(part), part.target, reference=reference, **arguments).construct()
         # `weight=` passes over ones, and where the reference has weights, zeros are in their place.
         return rows.set_field("weight", part.weight)
 
     # Bins are made of a sample, for which LightGBM takes single rows of a `Sequence`, in 2.5 times its memory.
     sample = rows[_sampled(len(rows.rows), parameters)].features()
-    training = data(rows, lightgbm.Dataset(sample, **given).construct())
+    training = data(rows, lightgbm.Dataset(sample, **arguments).construct())
     del sample
     objective = lightgbm_objective(settings.positions, **settings.loss)
     metric = lightgbm_metric(settings.positions, **settings.loss)

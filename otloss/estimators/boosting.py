@@ -225,11 +225,11 @@ class OrdinalBoostingClassifier(OrdinalBase):
             raise TypeError(f"n_jobs is {self.n_jobs!r}, expected a whole number of threads, or None.")
         if self.n_jobs == 0:
             raise ValueError("n_jobs is 0, expected None, a number of threads of at least 1, or -1 for all cores.")
-        check_real("learning_rate", self.learning_rate, least=0.0, above=True)
+        check_real("learning_rate", self.learning_rate, minimum=0.0, above=True)
         checked_parameters(self.booster, self.booster_params)
 
-    def _laid_out(self, X: Any) -> np.ndarray:
-        X = super()._laid_out(X)
+    def _as_features(self, X: Any) -> np.ndarray:
+        X = super()._as_features(X)
         if self.booster == "xgboost" and X.size:
             largest, limit = max(np.fmax.reduce(X, axis=None), -np.fmin.reduce(X, axis=None)), np.finfo(np.float32).max
             if largest > limit:
@@ -278,7 +278,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         warn_of_tiny_columns(X, SMALLEST_NUMBERS[self.booster], stacklevel=4)
         if trees.booster is not None and not trees.gains(X.shape[1]).any():
             warnings.warn(_CONSTANT, stacklevel=4)
-        if not trees.settled:
+        if not trees.has_stopped:
             warnings.warn(self._unsettled(trees.rounds), ConvergenceWarning, stacklevel=4)
         if stops and trees.booster is not None:
             self.best_iteration_ = trees.rounds
@@ -347,8 +347,8 @@ def joined_evaluation(eval_set: Any, eval_X: Any, eval_y: Any) -> Any:
     if eval_X is None and eval_y is None:
         return eval_set
     if eval_set is not None or eval_X is None or eval_y is None:
-        given = [n for n, v in (("eval_set", eval_set), ("eval_X", eval_X), ("eval_y", eval_y)) if v is not None]
-        raise ValueError(f"got {' and '.join(given)}, expected eval_set, or both eval_X and eval_y.")
+        names = [n for n, v in (("eval_set", eval_set), ("eval_X", eval_X), ("eval_y", eval_y)) if v is not None]
+        raise ValueError(f"got {' and '.join(names)}, expected eval_set, or both eval_X and eval_y.")
     several = isinstance(eval_X, tuple), isinstance(eval_y, tuple)
     if not any(several):
         return [(eval_X, eval_y)]

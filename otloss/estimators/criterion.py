@@ -105,12 +105,12 @@ def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
     return table.to_numpy()
 
 
-def check_real(name: str, value: Any, *, least: float, above: bool = False, most: float = np.inf) -> float:
+def check_real(name: str, value: Any, *, minimum: float, above: bool = False, maximum: float = np.inf) -> float:
     """Return `value` if it is a finite number from `least` (or above it) up to `most`, else raise."""
     number = check_number(name, value)
-    if not (least < number if above else least <= number) or not number <= most or not _is_finite(number):
-        top = "" if most == np.inf else f" and at most {most:g}"
-        raise ValueError(f"{name} is {value}, expected a finite number {'above' if above else '>='} {least:g}{top}.")
+    if not (minimum < number if above else minimum <= number) or not number <= maximum or not _is_finite(number):
+        top = "" if maximum == np.inf else f" and at most {maximum:g}"
+        raise ValueError(f"{name} is {value}, expected a finite number {'above' if above else '>='} {minimum:g}{top}.")
     return number
 
 

@@ -116,7 +116,7 @@ class OrdinalDecomposition(OrdinalBase):
     def _features(self, X: Any) -> Any:
         return validate_data(self, X, reset=False, skip_check_array=True, ensure_2d=False)  # names of columns
 
-    def _laid_out(self, X: Any) -> Any:
+    def _as_features(self, X: Any) -> Any:
         return X
 
     def _train(self, X: Any, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState) -> None:

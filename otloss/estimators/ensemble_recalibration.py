@@ -91,8 +91,8 @@ class EnsembleRecalibration(BaseEstimator):
             signs = weight[:, None] / members.shape[1] * np.divide(error, size, out=np.zeros_like(size), where=size > 0)
             gradient = np.array([(signs * column).sum() for column in columns])
             gradient[2:] -= spreads
-            off = p - identity
-            return float(weight @ size.mean(1) - p[2:] @ spreads + pull * off @ off), gradient + 2 * pull * off
+            change = p - identity
+            return float(weight @ size.mean(1) - p[2:] @ spreads + pull * change @ change), gradient + 2 * pull * change
 
         parameters, best = identity, identity
         bounds = [(None, None), (None, None), (0, None), (0, None)]

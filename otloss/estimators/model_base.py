@@ -56,7 +56,7 @@ class ModelBase(OrdinalBase):
     def _check_settings(self) -> None:
         super()._check_settings()
         check_choice("standardize", self.standardize, (True, False))
-        check_real("alpha", self.alpha, least=0.0)
+        check_real("alpha", self.alpha, minimum=0.0)
         check_count("max_iter", self.max_iter)
 
     def _train(self, X: Any, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState) -> None:
@@ -124,9 +124,9 @@ class LinearBase(ModelBase):
 
     def _check_settings(self) -> None:
         super()._check_settings()
-        check_real("tol", self.tol, least=0.0)
+        check_real("tol", self.tol, minimum=0.0)
 
-    def _laid_out(self, X: Any) -> Any:
+    def _as_features(self, X: Any) -> Any:
         if issparse(X) and not X.has_canonical_format:  # entries given twice are sums, and X is the caller's
             X = X.copy()
             X.sum_duplicates()

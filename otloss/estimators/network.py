@@ -65,7 +65,7 @@ class OrdinalNetworkClassifier(ModelBase):
         super()._check_settings()
         check_choice("head", self.head, HEADS)
         self._check_early_stopping()
-        check_real("learning_rate", self.learning_rate, least=0.0, above=True)
+        check_real("learning_rate", self.learning_rate, minimum=0.0, above=True)
         check_count("batch_size", self.batch_size)
         widths = self._architecture()[0]
         if not widths:
@@ -85,10 +85,10 @@ class OrdinalNetworkClassifier(ModelBase):
             )  # fmt: skip
 
         if not self._stops_early(len(rows)):
-            self.n_iter_, settled = train(self._network, rows, None, self.max_iter, PATIENCE)
-            return bool(settled)
+            self.n_iter_, has_stopped = train(self._network, rows, None, self.max_iter, PATIENCE)
+            return bool(has_stopped)
         parts = split_off(rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping")
         kept, validation = (rows[index] for index in parts)
-        self.n_iter_, settled = train(deepcopy(self._network), kept, validation, self.max_iter, PATIENCE)
+        self.n_iter_, has_stopped = train(deepcopy(self._network), kept, validation, self.max_iter, PATIENCE)
         train(self._network, rows, None, self.n_iter_, self.n_iter_ + 1)  # all rows, for as many epochs
-        return bool(settled)
+        return bool(has_stopped)

@@ -119,7 +119,7 @@ class Temperature(BaseEstimator):
         # The gaps' sum is the unit of the score, and the pull has none.
         gaps = np.diff(read_values(self.values, data.classes))
         gaps = gaps / max(gaps.sum(), np.finfo(float).tiny)
-        chosen = (np.arange(data.y.size), data.y)
+        at_labels = (np.arange(data.y.size), data.y)
 
         def score(log_temperature: float) -> float:
             tempered = _tempered(logs, np.exp(log_temperature))
@@ -127,7 +127,7 @@ class Temperature(BaseEstimator):
                 mean = data.weight @ ((tempered.cumsum(1)[:, :-1] - data.was_below) ** 2 @ gaps)
                 return float(mean + self.shrinkage * data.pull * log_temperature**2)
             # An event of probability 1/2 has the curvature 1/8 in its logit, twice the Brier score's.
-            return float(data.weight @ -_log(tempered[chosen]) + 2 * self.shrinkage * data.pull * log_temperature**2)
+            return float(data.weight @ -_log(tempered[at_labels]) + 2 * self.shrinkage * data.pull * log_temperature**2)
 
         return score
 
@@ -203,14 +203,14 @@ class OrdinalRecalibration(BaseEstimator):
         if table.shape[1] != self.offset_.size + 1:
             raise ValueError(f"proba has {table.shape[1]} columns, expected {self.offset_.size + 1} as in the fit.")
         below, above = _both_sides(table)
-        changed = (self.offset_ != 0) | (self.slope_ != 1)
-        mapped = np.where(changed, expit(self.offset_ + self.slope_ * self._logits(below, above)), below)
+        is_changed = (self.offset_ != 0) | (self.slope_ != 1)
+        mapped = np.where(is_changed, expit(self.offset_ + self.slope_ * self._logits(below, above)), below)
         mapped = np.diff(in_order(mapped, self.gaps_), axis=1, prepend=0.0, append=1.0)
-        return mapped + _UNCHANGED * (table - mapped) if changed.any() else table
+        return mapped + _UNCHANGED * (table - mapped) if is_changed.any() else table
 
     def _logits(self, below: np.ndarray, above: np.ndarray) -> Float[np.ndarray, "n thresholds"]:
-        least = max(self.smallest_ / 2, np.finfo(float).tiny)  # Half of the smallest float is 0.
-        return np.log(np.maximum(below, least)) - np.log(np.maximum(above, least))
+        smallest = max(self.smallest_ / 2, np.finfo(float).tiny)  # Half of the smallest float is 0.
+        return np.log(np.maximum(below, smallest)) - np.log(np.maximum(above, smallest))
 
 
 @dataclass(frozen=True)
@@ -271,10 +271,10 @@ def _fit_map(
     def score(parameters: np.ndarray) -> tuple[float, np.ndarray]:
         slope = np.exp(parameters[1])
         mapped = expit(parameters[0] + slope * logit)
-        error, off = mapped - was_below, parameters - centre
+        error, change = mapped - was_below, parameters - centre
         by_logit = 2 * weight * error * mapped * (1 - mapped)
-        gradient = np.array([by_logit.sum(), by_logit @ logit * slope]) + 2 * pull * off
-        return float(weight @ error**2 + pull * off @ off), gradient
+        gradient = np.array([by_logit.sum(), by_logit @ logit * slope]) + 2 * pull * change
+        return float(weight @ error**2 + pull * change @ change), gradient
 
     # Where forecasts are next to 0 and 1 the score is flat: from there no descent starts, hence the smaller slopes.
     starts = [centre, (0.0, 0.0), (0.0, -0.5), (0.0, -1.0), (0.0, -2.0), (0.0, 0.5)]
@@ -299,8 +299,8 @@ def in_order(below: Float[np.ndarray, "n thresholds"], gaps: Float[np.ndarray, "
     nearest = np.zeros_like(rows)
     for i in range(gaps.size):
         means = (sums[:, i + 1 :] - sums[:, i : i + 1]) / (widths[i + 1 :] - widths[i])  # (rows, j from i on)
-        least = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
-        nearest[:, i:] = np.maximum(nearest[:, i:], least)
+        smallest = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
+        nearest[:, i:] = np.maximum(nearest[:, i:], smallest)
     ordered = below.copy()
     ordered[crossing] = np.maximum.accumulate(nearest.clip(0, 1), axis=1)
     return ordered

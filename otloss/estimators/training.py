@@ -119,13 +119,13 @@ def start_thresholds(prior: Float[np.ndarray, " positions"], link: str) -> Float
     return np.asarray(quantiles(torch.from_numpy((shares / shares.sum()).cumsum()[:-1]), link))
 
 
-def restarted(network: OrdinalNetwork, before: StandardScaler, after: StandardScaler) -> OrdinalNetwork:
+def restarted(network: OrdinalNetwork, old: StandardScaler, new: StandardScaler) -> OrdinalNetwork:
     """Return a copy of the network that is the same function of features standardised by another scaler."""
     network = deepcopy(network)
     first = network.layers[0]
-    scales = [np.ones(first.weight.shape[1]) if s.scale_ is None else s.scale_ for s in (before, after)]
+    scales = [np.ones(first.weight.shape[1]) if s.scale_ is None else s.scale_ for s in (old, new)]
     weight = first.weight.detach().numpy() / scales[0]
-    first.bias.data += torch.from_numpy(weight @ (after.mean_ - before.mean_))
+    first.bias.data += torch.from_numpy(weight @ (new.mean_ - old.mean_))
     first.weight.data = torch.from_numpy(weight * scales[1])
     return network
 
@@ -148,9 +148,9 @@ class Rows:
         return len(self.target)
 
     def __getitem__(self, index: np.ndarray) -> Rows:
-        chosen = torch.from_numpy(index)
+        rows = torch.from_numpy(index)
         assert isinstance(self.features, Tensor)
-        return Rows(self.features[chosen], self.target[chosen], self.weight[chosen])
+        return Rows(self.features[rows], self.target[rows], self.weight[rows])
 
 
 @dataclass(frozen=True)

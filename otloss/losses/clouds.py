@@ -142,9 +142,9 @@ def cloud_loss(
     try:
         value = sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
     except SmallEpsilonError as error:
-        least = 1.05 * (error.least / factor) ** (1 / exponent)  # The number in the message must not be rounded down.
+        limit = 1.05 * (error.least / factor) ** (1 / exponent)  # The number in the message must not be rounded down.
         raise ValueError(
-            f"blur is {width:g}{' by default' if blur is None else ''}, expected at least {least:.2g} for "
+            f"blur is {width:g}{' by default' if blur is None else ''}, expected at least {limit:.2g} for "
             "clouds of this size: rounding would decide the answer. "
             'Give a larger blur (a tenth of the size of the clouds is usual), rescale the points, or use kind="emd".'
         ) from error

@@ -268,8 +268,8 @@ def _search(
         rows = with_words[batch]
         columns, q = documents.padded(rows)
         costs = np.ascontiguousarray(table[:, columns].transpose(1, 0, 2))
-        more = solve_arrays(torch.from_numpy(p), torch.from_numpy(q), torch.from_numpy(costs)).value.numpy()
-        indices, distances = np.append(indices, rows), np.append(distances, more)
+        new_values = solve_arrays(torch.from_numpy(p), torch.from_numpy(q), torch.from_numpy(costs)).value.numpy()
+        indices, distances = np.append(indices, rows), np.append(distances, new_values)
         best = np.lexsort((indices, distances))[:k]
         indices, distances = indices[best], distances[best]
         kth = distances[-1] if len(best) == k else np.inf

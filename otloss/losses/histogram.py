@@ -260,21 +260,21 @@ def _gaussian(values: Tensor, bins: Bins, sigma: float | None) -> Tensor:
     if sigma is None:
         sigma = _SIGMA * float(edges[-1] - edges[0]) / bins.centres.shape[0]
     check_positive("sigma", sigma)
-    least = torch.finfo(edges.dtype).tiny
-    if sigma < least:
-        raise ValueError(f'sigma is {sigma}, expected at least {least:g} in {edges.dtype}; use encoding="one_hot".')
+    tiny = torch.finfo(edges.dtype).tiny
+    if sigma < tiny:
+        raise ValueError(f'sigma is {sigma}, expected at least {tiny:g} in {edges.dtype}; use encoding="one_hot".')
     scaled = (edges - values.unsqueeze(-1)) / sigma  # (..., K + 1)
     lower, upper = scaled[..., :-1], scaled[..., 1:]
     # Right of the value both tails are near one and would cancel; the mirrored tails are small.
     mirrored = lower > 0
     near, far = torch.where(mirrored, -upper, lower), torch.where(mirrored, -lower, upper)
     mass = (torch.erfc(-far / math.sqrt(2)) - torch.erfc(-near / math.sqrt(2))) / 2
-    within = mass.sum(-1, keepdim=True)
+    total = mass.sum(-1, keepdim=True)
     # Each difference has an absolute error of one rounding, which must stay small beside the sum.
-    if within.numel() and not within.detach().amin() >= torch.finfo(edges.dtype).eps ** 0.5:
+    if total.numel() and not total.detach().amin() >= torch.finfo(edges.dtype).eps ** 0.5:
         raise ValueError(
             f"sigma is {sigma}, so wide beside the bins from {float(edges[0]):g} to {float(edges[-1]):g} that too "
             f"little of the normal distribution lies within them for {edges.dtype}; expected a deviation in the unit "
             "of the bins, less than 100 times their span."
         )
-    return mass / within
+    return mass / total

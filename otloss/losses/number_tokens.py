@@ -123,11 +123,11 @@ def number_token_loss(
     rows, at = (logits.unsqueeze(0), kept.unsqueeze(0)) if kept.dim() == 0 else (logits, kept)
     where = at.nonzero(as_tuple=True)
     losses = loss_of_rows(rows, where, labels[kept], line, over)
-    answer = Positions(kept.shape, kept, weight, reduction, dtype).reduced(losses)
-    if not torch.isfinite(answer.detach()).all():
+    loss = Positions(kept.shape, kept, weight, reduction, dtype).reduced(losses)
+    if not torch.isfinite(loss.detach()).all():
         read = rows[where] if over == "vocabulary" else rows[where][:, line.columns]
         _raise_not_finite(read.detach(), ~torch.isfinite(losses), kept, dtype)
-    return answer
+    return loss
 
 
 def loss_of_rows(
@@ -242,8 +242,8 @@ def _at_numbers(at: Where, line: NumberLine) -> Where:
 
 
 def _pieces(logits: Tensor, rows: int) -> list[slice]:
-    most = _PIECE_ON_CPU if logits.device.type == "cpu" else _PIECE
-    step = max(1, most // logits.shape[-1])
+    max_entries = _PIECE_ON_CPU if logits.device.type == "cpu" else _PIECE
+    step = max(1, max_entries // logits.shape[-1])
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 

@@ -193,8 +193,8 @@ def position_weights(
 
 def _check_weights(name: str, weights: Tensor) -> Tensor:
     check_finite(name, weights)
-    if weights.numel() and (least := float(numbers(weights).amin())) < 0:
-        raise ValueError(f"{name} holds {least}, expected weights >= 0.")
+    if weights.numel() and (smallest := float(numbers(weights).amin())) < 0:
+        raise ValueError(f"{name} holds {smallest}, expected weights >= 0.")
     return weights
 
 
@@ -309,9 +309,9 @@ def normalised(target: Tensor, dtype: torch.dtype) -> Float[Tensor, "rows classe
 
 
 def _check_soft(target: Float[Tensor, "rows classes"], mass: Float[Tensor, " rows"]) -> None:
-    off = (mass - 1).abs()
+    excess = (mass - 1).abs()
     # A NaN or an infinity makes the mass NaN or infinite, and the comparison false.
-    if target.numel() and not (target.amin() >= 0 and off.amax() <= MASS_TOLERANCE[target.dtype]):
+    if target.numel() and not (target.amin() >= 0 and excess.amax() <= MASS_TOLERANCE[target.dtype]):
         check_finite("target", target)
         if target.amin() < 0:
             row, k = (int(i) for i in (target < 0).nonzero()[0])
@@ -319,7 +319,7 @@ def _check_soft(target: Float[Tensor, "rows classes"], mass: Float[Tensor, " row
                 f"target holds {float(target[row, k])} for class {k} of row {row}, expected soft labels >= 0; clamp "
                 "rounding errors with target.clamp(min=0)."
             )
-        row = int(off.argmax())
+        row = int(excess.argmax())
         raise ValueError(
             f"the soft labels of row {row} sum to {float(mass[row]):.9g}, expected 1; normalise them with "
             "target / target.sum(-1, keepdim=True)."

@@ -66,8 +66,8 @@ class Distribution(np.ndarray):
     def __getitem__(self, key: Any) -> Any:
         part = _table_or_plain(super().__getitem__(key))
         if isinstance(part, Distribution) and self.ndim == 2:
-            rest = key[1:] if isinstance(key, tuple) else ()
-            if all(_is_everything(item) for item in rest) and part.shape[1] == self.shape[1]:
+            other_axes = key[1:] if isinstance(key, tuple) else ()
+            if all(_is_everything(item) for item in other_axes) and part.shape[1] == self.shape[1]:
                 part.labels = self.labels
         return part
 

@@ -142,8 +142,8 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     values = _as_column(values)
     array = as_array(values)
     if array.ndim != 1:
-        of = f"{values!r}, a {type(values).__name__}" if array.ndim == 0 else f"of shape {array.shape}"
-        raise ValueError(f"{name} is {of}; expected a list or array of labels with one axis, whose order counts.")
+        got = f"{values!r}, a {type(values).__name__}" if array.ndim == 0 else f"of shape {array.shape}"
+        raise ValueError(f"{name} is {got}; expected a list or array of labels with one axis, whose order counts.")
     # numpy turns the numbers of a list into strings where it holds one string.
     items = list(values) if array.dtype.kind in "OT" or isinstance(values, list | tuple) else None  # type: ignore[arg-type]
     if items is not None:

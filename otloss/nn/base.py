@@ -107,14 +107,14 @@ class Module(TensorHolder):
         return {name: value() if isinstance(value, CostModule) else value for name, value in values.items()}
 
     def extra_repr(self) -> str:
-        shown = []
+        settings = []
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                shown.append(f"{name}={tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}")
+                settings.append(f"{name}={tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}")
             elif isinstance(value, (bool, int, float, str)):
-                shown.append(f"{name}={value!r}")
-        return ", ".join(shown)
+                settings.append(f"{name}={value!r}")
+        return ", ".join(settings)
 
 
 def _explained(init: Callable[..., None]) -> Callable[..., None]:

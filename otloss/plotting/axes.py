@@ -35,15 +35,15 @@ def name_classes(axis: Any, places: Float[np.ndarray, " classes"], labels: np.nd
     """Name the classes, those too near to the last one named left out; on the x axis aslant where names would touch."""
     names = names_of(labels)
     nearest = np.ptp(places) / (MOST_NAMES + 1)
-    chosen = [0]
+    kept = [0]
     for k in range(1, len(places)):
-        if places[k] - places[chosen[-1]] >= nearest:
-            chosen.append(k)
-    axis.set_ticks(places[chosen], [names[k] for k in chosen])
-    axis.set_ticks(np.delete(places, chosen), minor=True)
+        if places[k] - places[kept[-1]] >= nearest:
+            kept.append(k)
+    axis.set_ticks(places[kept], [names[k] for k in kept])
+    axis.set_ticks(np.delete(places, kept), minor=True)
     # A letter of 10 points is about 1/12 inch wide; what is beside the axes will take a fifth of the width or so.
-    letters = 0.8 * inches_wide(axis.axes) * 12 / len(chosen)
-    if axis.axis_name == "x" and max(len(names[k]) for k in chosen) + 1 > letters:
+    letters = 0.8 * inches_wide(axis.axes) * 12 / len(kept)
+    if axis.axis_name == "x" and max(len(names[k]) for k in kept) + 1 > letters:
         axis.set_tick_params(rotation=30)
         for text in axis.get_ticklabels():
             text.set(horizontalalignment="right", rotation_mode="anchor")

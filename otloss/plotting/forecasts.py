@@ -116,17 +116,17 @@ def plot_reliability(
 
     ax.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, zorder=1)
     names = names_of(np.array([curve.threshold for curve in curves]))
-    shown = np.arange(len(curves)) if len(curves) <= 8 else np.linspace(0, len(curves) - 1, 6).round().astype(int)
+    drawn = np.arange(len(curves)) if len(curves) <= 8 else np.linspace(0, len(curves) - 1, 6).round().astype(int)
     # The light end of viridis is too pale for a line on white.
-    for k, colour in zip(shown, colormaps["viridis"](np.linspace(0, 0.85, len(shown))), strict=True):
+    for k, colour in zip(drawn, colormaps["viridis"](np.linspace(0, 0.85, len(drawn))), strict=True):
         curve = curves[k]
         label = fill(f"≤ {names[k]}: {curve.error:.3f}", 22, subsequent_indent="    ")
         ax.plot(curve.forecast, curve.observed, color=colour, linewidth=1.5, zorder=3, label=label)
         ax.vlines(curve.forecast, *curve.interval, color=colour, linewidth=1, alpha=0.5, zorder=2)
         sizes = 8 + 150 * curve.share
         ax.scatter(curve.forecast, curve.observed, s=sizes, color=[colour], edgecolor="white", linewidth=0.6, zorder=4)
-    for n, k in enumerate(np.setdiff1d(np.arange(len(curves)), shown)):
-        others = None if n else f"the other {len(curves) - len(shown)}"
+    for n, k in enumerate(np.setdiff1d(np.arange(len(curves)), drawn)):
+        others = None if n else f"the other {len(curves) - len(drawn)}"
         ax.plot(curves[k].forecast, curves[k].observed, color=PALE, linewidth=0.7, zorder=2, label=others)
     ax.set(xlabel="forecast P(Y ≤ class)", ylabel="observed frequency")
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")

@@ -54,12 +54,12 @@ def plot_transport_plan(
     mesh = ax.pcolormesh(edges_y, edges_x, masses, cmap="Blues", norm=PowerNorm(0.5, 0, masses.max()))
     ax.set(xlabel="y, to", ylabel="x, from")
     colour_bar(ax, mesh, "mass")
-    most = int(np.clip(2.5 * inches_wide(ax), 2, 6))
+    max_ticks = int(np.clip(2.5 * inches_wide(ax), 2, 6))
     # The marginals are inside the axes, above and to the right of the plan.
     for axis, edges, positions in ((ax.xaxis, edges_y, y), (ax.yaxis, edges_x, x)):
         low, high = edges[[0, -1]]
         axis.axes.set(**{f"{axis.axis_name}lim": (low, low + (high - low) / (1 - _MARGINAL - 0.02))})
-        ticks = MaxNLocator(most, integer=positions is None).tick_values(low, high)
+        ticks = MaxNLocator(max_ticks, integer=positions is None).tick_values(low, high)
         axis.set_ticks(ticks[(low <= ticks) & (ticks <= high)])
     top = ax.inset_axes((0, 1 - _MARGINAL, 1, _MARGINAL), sharex=ax)
     top.stairs(masses.sum(0), edges_y, fill=True, color=ORANGE)

@@ -163,7 +163,7 @@ def _relaxed_marginals(pair: HistogramPair, cost: Cost) -> Tensor:
         matrix = cost.dense()  # one for both sides
         to_q, to_p = _least_entries(matrix, pair.q), _least_entries(matrix.mT, pair.p)
     else:
-        to_q, to_p = _least(cost, pair.q), _least(cost.T, pair.p)
+        to_q, to_p = _smallest_of_rows(cost, pair.q), _smallest_of_rows(cost.T, pair.p)
     return torch.maximum((pair.p * to_q).sum(-1), (pair.q * to_p).sum(-1))  # (..., n) and (..., m)
 
 
@@ -175,11 +175,11 @@ def _least_entries(matrix: Float[Tensor, "*batch n m"], weights: Float[Tensor, "
     return matrix.masked_fill(empty.unsqueeze(-2), torch.inf).amin(-1).masked_fill(empty.all(-1, keepdim=True), 0.0)
 
 
-def _least(cost: Cost, weights: Tensor) -> Tensor:
+def _smallest_of_rows(cost: Cost, weights: Tensor) -> Tensor:
     """Return each row's least cost over the columns that hold mass, 0 where none does."""
     empty = weights.detach() == 0
-    least = cost.softmin(torch.zeros_like(weights.detach()).masked_fill(empty, -torch.inf), 0.0)
-    return least.masked_fill(empty.all(-1, keepdim=True), 0.0)
+    smallest = cost.softmin(torch.zeros_like(weights.detach()).masked_fill(empty, -torch.inf), 0.0)
+    return smallest.masked_fill(empty.all(-1, keepdim=True), 0.0)
 
 
 def _not_negative(value: Tensor) -> Tensor:

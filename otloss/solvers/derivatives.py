@@ -211,8 +211,8 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     if suits_axes(problem):
         value, f, g = with_graph(problem, f, g)
         return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g))
-    if suits_products(problem) and (made := with_products(problem, f, g, solution.value)) is not None:
-        return ImplicitSolution(problem, solution.search, solution.tolerance, made.value, (made.f, made.g))
+    if suits_products(problem) and (graph := with_products(problem, f, g, solution.value)) is not None:
+        return ImplicitSolution(problem, solution.search, solution.tolerance, graph.value, (graph.f, graph.g))
     wide = torch.float64 if has_float64(f.device) else f.dtype
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)

@@ -110,10 +110,10 @@ def _checked_masses(p: Any, q: Any, names: tuple[str, str], *, balanced: bool, h
     # Numbers are read one by one: for a single problem a comparison by torch takes longer.
     if masses[0].numel() and masses[1].numel():
         ratios = masses[0] / masses[1]
-        least, largest = (ratio.item() for ratio in (torch.aminmax(ratios) if ratios.dim() else (ratios, ratios)))
-        is_equal = least >= 1 - tolerance and largest * (1 - tolerance) <= 1  # not NaN, and then neither mass is 0
+        smallest, largest = (ratio.item() for ratio in (torch.aminmax(ratios) if ratios.dim() else (ratios, ratios)))
+        is_equal = smallest >= 1 - tolerance and largest * (1 - tolerance) <= 1  # not NaN, and then neither mass is 0
         weights = [w.detach().amin().item() for w in (p, q)]
-        if is_equal and least > 0 and largest < torch.inf and all(weight >= 0 for weight in weights):
+        if is_equal and smallest > 0 and largest < torch.inf and all(weight >= 0 for weight in weights):
             limits = (_LIGHT / w.shape[-1] * mass.amax().item() for w, mass in zip((p, q), masses, strict=True))
             has_light_bins = any(weight < limit for weight, limit in zip(weights, limits, strict=True))
             return _Masses(*masses, has_empty_side=False, has_light_bins=has_light_bins)
@@ -238,13 +238,13 @@ def centre_of(
     bin without mass that only pairs of a price reach has a derivative of the size of the price.
     """
     mean = gradient.mean(-1, keepdim=True)
-    known = torch.where(weights.detach() != 0, gradient.detach(), torch.nan)
-    median = known.nanmedian(-1, keepdim=True).values
-    differences = (known - median).abs()
+    with_mass = torch.where(weights.detach() != 0, gradient.detach(), torch.nan)
+    median = with_mass.nanmedian(-1, keepdim=True).values
+    differences = (with_mass - median).abs()
     rounding = torch.finfo(torch.float32).eps * (mean.detach() - median).abs()  # the weights may be float32
-    least = rounding / _LOST_SHARE
-    lost = ((differences > 0) & (differences < least)).sum(-1, keepdim=True)
-    kept = (differences >= least).sum(-1, keepdim=True)
+    smallest = rounding / _LOST_SHARE
+    lost = ((differences > 0) & (differences < smallest)).sum(-1, keepdim=True)
+    kept = (differences >= smallest).sum(-1, keepdim=True)
     return torch.where((lost > 0) & (lost >= kept), median, mean)
 
 

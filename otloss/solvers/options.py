@@ -159,6 +159,6 @@ class Settings:
             raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
 
     @cached_property
-    def changed(self) -> set[str]:
+    def non_defaults(self) -> set[str]:
         """The names of the options that differ from their defaults."""
         return {field.name for field in fields(self) if getattr(self, field.name) != field.default}

@@ -157,7 +157,7 @@ def tolerance_of(problem: Problem, settings: Settings) -> float:
 
 def _check_combination(epsilon: Any, mass: Any, settings: Settings) -> None:
     if epsilon is None:
-        not_taken = sorted(settings.changed - {"start"})
+        not_taken = sorted(settings.non_defaults - {"start"})
         if not_taken:
             raise ValueError(
                 f"exact transport (epsilon=None) does not take {not_taken}; give an epsilon, or drop them."
@@ -178,17 +178,17 @@ def _checked_epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
                 "solve(..., epsilon=None) is exact transport."
             )
         width = epsilon.to(cost.device, cost.dtype)
-        least = float(epsilon.detach().min()) if epsilon.numel() else torch.inf
+        smallest = float(epsilon.detach().min()) if epsilon.numel() else torch.inf
     else:
         if isinstance(epsilon, bool) or not isinstance(epsilon, Real):
             raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number or a tensor of one per problem.")
-        least = float(check_positive("epsilon", float(epsilon)))
-        width = torch.tensor(least, dtype=cost.dtype, device=cost.device)
+        smallest = float(check_positive("epsilon", float(epsilon)))
+        width = torch.tensor(smallest, dtype=cost.dtype, device=cost.device)
     tiny = torch.finfo(cost.dtype).tiny
-    if least < tiny:
+    if smallest < tiny:
         raise SmallEpsilonError(
-            f"epsilon is {least:.3g}, expected at least {tiny:.3g}, the least normal number of {cost.dtype}; rescale "
-            "the costs and epsilon alike.",
+            f"epsilon is {smallest:.3g}, expected at least {tiny:.3g}, the least normal number of {cost.dtype}; "
+            "rescale the costs and epsilon alike.",
             least=tiny,
         )
     if settings.epsilon_relative_to is None:
@@ -211,13 +211,13 @@ def _checked_mass(mass: Any, p: Tensor, q: Tensor) -> Tensor:
         moved = check_floating("mass", mass).to(p.device, wide)
     else:
         moved = torch.tensor(float(check_number("mass", mass)), dtype=wide, device=p.device)
-    least = torch.minimum(p.detach().to(wide).sum(-1), q.detach().to(wide).sum(-1))
+    lesser_mass = torch.minimum(p.detach().to(wide).sum(-1), q.detach().to(wide).sum(-1))
     check_broadcast(p=p.shape[:-1], q=q.shape[:-1], mass=moved.shape)
-    bad = ~((moved.detach() >= 0) & (moved.detach() <= least * (1 + MASS_ROUNDING)))
+    bad = ~((moved.detach() >= 0) & (moved.detach() <= lesser_mass * (1 + MASS_ROUNDING)))
     if bad.any():
-        got, most = (float(t.expand(bad.shape)[bad][0]) for t in (moved.detach(), least))
+        got, limit = (float(t.expand(bad.shape)[bad][0]) for t in (moved.detach(), lesser_mass))
         raise ValueError(
-            f"mass is {got:.6g}, expected 0 to {most:.6g}, the lesser of the masses of p and q; it is an amount: a "
+            f"mass is {got:.6g}, expected 0 to {limit:.6g}, the lesser of the masses of p and q; it is an amount: a "
             "share s of p is s * p.sum(-1)."
         )
     return moved

@@ -94,8 +94,8 @@ def wasserstein_circular(
     """
     check_exponent("order", order)
     p, q = both_or_uniform(p, q, x, y)
-    given = [check_tensor(name, t).dtype for name, t in (("x", x), ("y", y)) if t is not None]
-    pair = histogram_pair(p, q, *given)
+    dtypes = [check_tensor(name, t).dtype for name, t in (("x", x), ("y", y)) if t is not None]
+    pair = histogram_pair(p, q, *dtypes)
     n = p.shape[-1]
     if y is None and q.shape[-1] != n:
         raise ValueError(
@@ -226,8 +226,8 @@ class _Shifted:
     def of_level(self, levels: Tensor, positions: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bins at the levels s, the first whose level is not below s, and their positions on the line."""
         turns = torch.ceil(s / self.mass) - 1
-        rest = (s - turns * self.mass).clamp(max=self.mass)
-        bins = torch.searchsorted(levels, rest.contiguous()).clamp_(max=levels.shape[-1] - 1)
+        remainder = (s - turns * self.mass).clamp(max=self.mass)
+        bins = torch.searchsorted(levels, remainder.contiguous()).clamp_(max=levels.shape[-1] - 1)
         return bins, positions.gather(-1, bins) + turns * self.period
 
     def price(self, x: Tensor, y: Tensor) -> Tensor:
@@ -262,8 +262,8 @@ class _Shifted:
     def _around(self, levels: Tensor) -> Tensor:
         """Return the levels at both ends of each bin, and a few roundings below and above."""
         rounding = ROUNDINGS * torch.finfo(levels.dtype).eps * self.mass
-        before = torch.cat([torch.zeros_like(self.mass), levels[..., :-1]], -1)
-        return torch.cat([level + k * rounding for level in (before, levels) for k in (-1, 0, 1)], -1)
+        lower = torch.cat([torch.zeros_like(self.mass), levels[..., :-1]], -1)
+        return torch.cat([level + k * rounding for level in (lower, levels) for k in (-1, 0, 1)], -1)
 
 
 def _shifted(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, order: float) -> _Shifted:

@@ -112,10 +112,10 @@ def _checked(name: str, matrix: Any) -> Tensor:
     if ((fixed - fixed.mT).abs().amax((-2, -1)) > allowed).any():
         raise ValueError(f"{name} is not symmetric, expected a covariance matrix; pass ({name} + {name}.mT) / 2.")
     wide = fixed.to(torch.float64 if has_float64(fixed.device) else torch.float32)
-    least = torch.linalg.eigvalsh(wide)[..., 0]
-    if (least < -allowed).any():
+    smallest = torch.linalg.eigvalsh(wide)[..., 0]
+    if (smallest < -allowed).any():
         raise ValueError(
-            f"{name} has the eigenvalue {float(least.min()):.3g}, expected none below 0: a covariance matrix."
+            f"{name} has the eigenvalue {float(smallest.min()):.3g}, expected none below 0: a covariance matrix."
         )
     return matrix
 

@@ -79,8 +79,8 @@ def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*
     else:
         # Any change is small enough, but the kernel estimates the least eigenvalue.
         result = SinkhornOnCPU().run(coarse, None, dataclasses.replace(budget, largest_change=sys.float_info.max))
-        least = result.least_eigenvalue
-        w = torch.ones_like(result.error) if least is None else 2 / (1 + least.clamp(0, 1).sqrt())
+        eigenvalue = result.least_eigenvalue
+        w = torch.ones_like(result.error) if eigenvalue is None else 2 / (1 + eigenvalue.clamp(0, 1).sqrt())
     f, g = (_interpolated(potential, larger.cells, cost.cells) for potential in result.start)
     return dataclasses.replace(result, f=f, g=g, error=torch.zeros_like(result.error)), w
 

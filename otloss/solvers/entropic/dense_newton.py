@@ -79,11 +79,11 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     for _ in range(min(DENSE_NEWTON.max_steps, budget.max_iterations)):
         gradient, curvature = dual.derivatives(b, ridge=DENSE_NEWTON.ridge)
         step, failed = solve_ex(curvature, gradient)
-        spread = spread_of(step, is_balanced=dual.is_balanced)
+        step_range = spread_of(step, is_balanced=dual.is_balanced)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         error = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
-        is_active = (error > 0.1 * budget.tolerance) | ((spread > DENSE_NEWTON.smallest_step) & (error > ROUNDING))
-        is_active = is_active & (failed == 0) & torch.isfinite(spread)
+        is_active = (error > 0.1 * budget.tolerance) | ((step_range > DENSE_NEWTON.smallest_step) & (error > ROUNDING))
+        is_active = is_active & (failed == 0) & torch.isfinite(step_range)
         if not bool(is_active.any()):
             break
         after = functools.partial(_gradient_after, dual, b)
@@ -123,11 +123,11 @@ def shortened(
 
 def safe_share(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:
     """Return the share of a step that always increases the dual; see `shortened`."""
-    spread = spread_of(step, is_balanced=is_balanced)
-    return torch.log1p(spread) / spread
+    step_range = spread_of(step, is_balanced=is_balanced)
+    return torch.log1p(step_range) / step_range
 
 
 def spread_of(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:
     """Return the largest entry of a step minus the least, or twice the largest size where a constant counts."""
-    spread = step.amax(-1) - step.amin(-1) if is_balanced else 2 * step.abs().amax(-1)
-    return spread.clamp(min=torch.finfo(step.dtype).tiny)
+    step_range = step.amax(-1) - step.amin(-1) if is_balanced else 2 * step.abs().amax(-1)
+    return step_range.clamp(min=torch.finfo(step.dtype).tiny)

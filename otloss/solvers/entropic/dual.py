@@ -93,9 +93,9 @@ class Dual:
         scale = torch.where(has_mass, target, 1.0).sqrt()
         # Bins without mass get the eigenvalue 1. The projection gives it to the constant.
         scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((~has_mass).to(b.dtype))
-        least = _least_eigenvalue(scaled)
+        smallest = _least_eigenvalue(scaled)
         residual = torch.where(has_mass, gradient / scale.square(), 0.0).abs().amax(-1)
-        error = (residual + ROUNDING) / least
+        error = (residual + ROUNDING) / smallest
         return torch.where(error <= SCHEDULE.largest_estimate, error, torch.inf)
 
 
@@ -188,9 +188,9 @@ def _least_eigenvalue(matrix: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*ba
     # Random numbers of torch are an error inside torch.vmap.
     start = torch.from_numpy(np.random.default_rng(0).random(matrix.shape[-1]) - 0.5)
     x = start.to(matrix.device, matrix.dtype).expand(matrix.shape[:-1]).unsqueeze(-1)
-    least = torch.ones_like(matrix[..., 0, 0])
+    smallest = torch.ones_like(matrix[..., 0, 0])
     for _ in range(INVERSE_ITERATIONS):
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
         x = solve_factored(factors, pivots, x)
-        least = 1 / torch.linalg.vector_norm(x, dim=(-2, -1))
-    return least.masked_fill((failed != 0) | ~least.isfinite(), 0.0)
+        smallest = 1 / torch.linalg.vector_norm(x, dim=(-2, -1))
+    return smallest.masked_fill((failed != 0) | ~smallest.isfinite(), 0.0)

@@ -279,8 +279,8 @@ class _Softmin(torch.autograd.Function):
             cost = ctx.cost.with_tensors({id(t): view for t, view in zip(own, views[2:], strict=True)})
             softmin = _softmin_by_blocks(cost, epsilon, views[0], views[1])
             wanted = [t for t in views if t.requires_grad]
-            made = iter(torch.autograd.grad(softmin, wanted, gradients[0], create_graph=True, allow_unused=True))
-            return None, None, *(next(made) if t.requires_grad else None for t in views)
+            derivatives = iter(torch.autograd.grad(softmin, wanted, gradients[0], create_graph=True, allow_unused=True))
+            return None, None, *(next(derivatives) if t.requires_grad else None for t in views)
         return None, None, *_streamed_gradients(ctx.cost, (epsilon, g, q, values), gradients[0], len(parameters))
 
 

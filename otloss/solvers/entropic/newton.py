@@ -68,11 +68,11 @@ class SparseNewton(Method):
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Solve the problems that `previous` has not solved; see `interface.Method`."""
         previous = SearchResult.at_start(problem) if previous is None else previous
-        chosen = ~(previous.error <= budget.tolerance)
-        if not bool(chosen.any()):
+        mask = ~(previous.error <= budget.tolerance)
+        if not bool(mask.any()):
             return dataclasses.replace(previous, iterations=torch.zeros_like(previous.iterations))
-        slow = select(problem, chosen)
-        g, error, cells = previous.start[1][chosen].cpu().double(), previous.error[chosen].cpu().double(), None
+        slow = select(problem, mask)
+        g, error, cells = previous.start[1][mask].cpu().double(), previous.error[mask].cpu().double(), None
         if slow.marginal_penalty is None:
             g, cells = _exact_start(slow, g)
         result = _run_kernel(slow, g, error, cells, budget)
@@ -90,7 +90,7 @@ class SparseNewton(Method):
             result = with_estimates(slow, result)
         if slow.marginal_penalty is not None:  # light columns, which hardly count, may decide the estimate: no warning
             result = dataclasses.replace(result, potential_range=None, least_eigenvalue=None)
-        return scatter(previous, chosen, result)
+        return scatter(previous, mask, result)
 
 
 class NewtonFirst(SparseNewton):

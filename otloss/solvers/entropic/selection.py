@@ -39,27 +39,27 @@ def suits_newton(problem: Problem) -> bool:
     return entries * problem.batch.numel() <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
 
 
-def select(problem: Problem, chosen: Bool[Tensor, "*batch"]) -> Problem:
+def select(problem: Problem, mask: Bool[Tensor, "*batch"]) -> Problem:
     """Return the chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds."""
     wide, cost = in_float64(problem), problem.cost
-    p, q, epsilon = (t[chosen].cpu() for t in (wide.p, wide.q, wide.epsilon))
+    p, q, epsilon = (t[mask].cpu() for t in (wide.p, wide.q, wide.epsilon))
     costs: Cost = wide.cost
     if not is_between_large_clouds(problem):
         matrices = (wide.cost if cost.stored_matrix() is None else cost).dense().detach()
         if matrices.dim() > 2:
-            matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[chosen]
+            matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[mask]
         costs = DenseCost.unchecked(matrices.cpu().double().contiguous())
     penalty = problem.marginal_penalty
-    penalty = penalty and penalty.map(lambda rho: rho[chosen].cpu())
+    penalty = penalty and penalty.map(lambda rho: rho[mask].cpu())
     return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=costs, marginal_penalty=penalty, start=None)
 
 
-def scatter(previous: SearchResult, chosen: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:
+def scatter(previous: SearchResult, mask: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:
     """Return `new` for the chosen problems and `previous` for the others, which have no iterations of this search."""
     values = {**vars(previous), "iterations": torch.zeros_like(previous.iterations)}
     for name, part in vars(new).items():
         if part is not None:
             whole = torch.full_like(previous.error, torch.nan) if values[name] is None else values[name].clone()
-            whole[chosen] = part.to(whole)
+            whole[mask] = part.to(whole)
             values[name] = whole
     return SearchResult(**values)

@@ -89,8 +89,8 @@ class SinkhornOnCPU(Method):
         error, iterations = (outcome[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
         f, g = f.reshape(*batch, n), g.reshape(*batch, m)
         penalty = problem.marginal_penalty
-        least = None if penalty is None else of_batch(penalty.least)
-        if least is not None and bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * least).any()):
+        penalty_limit = None if penalty is None else of_batch(penalty.least)
+        if penalty_limit is not None and bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * penalty_limit).any()):
             updates = build_updates(in_float64(problem))
             g = updates.g_from(f)
             f = updates.f_from(g)

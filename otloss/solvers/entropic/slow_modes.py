@@ -100,9 +100,9 @@ def _least_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor) 
             for offset in (-1, 1):
                 tridiagonal = tridiagonal + torch.diag_embed(torch.stack(beside, -1), offset)
             values, vectors = torch.linalg.eigh(tridiagonal)
-            bound, least = norm.squeeze(-1) * vectors[..., -1, -1].abs(), 1 - values[..., -1]
-            if bool((bound <= LANCZOS.resolved * least).all()) or steps == LANCZOS.max_steps:
-                return (least - bound).clamp(min=0.0)
+            bound, smallest = norm.squeeze(-1) * vectors[..., -1, -1].abs(), 1 - values[..., -1]
+            if bool((bound <= LANCZOS.resolved * smallest).all()) or steps == LANCZOS.max_steps:
+                return (smallest - bound).clamp(min=0.0)
         beside.append(norm.squeeze(-1))
 
 

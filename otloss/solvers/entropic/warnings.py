@@ -56,13 +56,13 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
             f"{cost.least_epsilon_for_products:.3g}, need no dense system.",
             stacklevel=level_of_the_caller(),
         )
-    least = cost.least_epsilon_for_products
-    smallest = float(problem.epsilon.detach().amin()) if problems else least
-    if smallest < least and problems * cells * sum(cost.cells) >= BOUNDS.slow_pairs:
+    limit = cost.least_epsilon_for_products
+    smallest = float(problem.epsilon.detach().amin()) if problems else limit
+    if smallest < limit and problems * cells * sum(cost.cells) >= BOUNDS.slow_pairs:
         warnings.warn(
-            f"epsilon is {smallest:.3g} between {what}: below {least:.3g} products along the axes would underflow, an "
+            f"epsilon is {smallest:.3g} between {what}: below {limit:.3g} products along the axes would underflow, an "
             "iteration takes about ten times as long, and hundreds to thousands of them are needed. Raise epsilon to "
-            f"{least:.3g}, or sum blocks of cells to a coarser grid.",
+            f"{limit:.3g}, or sum blocks of cells to a coarser grid.",
             stacklevel=level_of_the_caller(),
         )
 

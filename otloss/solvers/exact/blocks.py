@@ -114,12 +114,12 @@ class Blocks:
         scales = np.where(~differs & (mass_q > 0), factor * mass_p / np.where(mass_q > 0, mass_q, 1.0), 1.0)
         return Balanced(q * scales[self.columns], differs, lacking)
 
-    def merged(self, chosen: np.ndarray) -> Blocks:
+    def merged(self, mask: np.ndarray) -> Blocks:
         """Return the blocks with the chosen ones (count,) as a single one."""
-        if not chosen.any():
+        if not mask.any():
             return self
-        numbers = np.where(chosen, 0, np.cumsum(~chosen))
-        return Blocks(numbers[self.rows], numbers[self.columns], 1 + int((~chosen).sum()))
+        numbers = np.where(mask, 0, np.cumsum(~mask))
+        return Blocks(numbers[self.rows], numbers[self.columns], 1 + int((~mask).sum()))
 
     def joined_by(self, cells: np.ndarray, flows: np.ndarray, differs: np.ndarray, rounding: float) -> Blocks:
         """Return the blocks that exchange nothing: cells (2, cells) of a tree join blocks by their flows (cells,).

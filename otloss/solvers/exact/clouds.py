@@ -248,12 +248,12 @@ class _CloudProblem:
             metric=self.cost.metric,
         )
         slack = nearest.dense().squeeze(-1).numpy() - _largest(plan.f, blocks.rows, blocks.count)[:, None]
-        least: np.ndarray = slack - _largest(plan.g, blocks.columns, blocks.count)
-        is_proof = least[~np.eye(blocks.count, dtype=bool)].min(initial=0.0) >= 0
-        return least if is_proof else self._slack_of_pairs(plan, q, blocks)
+        smallest: np.ndarray = slack - _largest(plan.g, blocks.columns, blocks.count)
+        is_proof = smallest[~np.eye(blocks.count, dtype=bool)].min(initial=0.0) >= 0
+        return smallest if is_proof else self._slack_of_pairs(plan, q, blocks)
 
     def _slack_of_pairs(self, plan: Plan, q: np.ndarray, blocks: Blocks) -> np.ndarray:
-        least = np.full((blocks.count, blocks.count), np.inf)
+        smallest = np.full((blocks.count, blocks.count), np.inf)
         f, g = np.where(self.p > 0, plan.f, -np.inf), np.where(q > 0, plan.g, -np.inf)
         order = np.argsort(blocks.columns, kind="stable")
         present, starts = np.unique(blocks.columns[order], return_index=True)
@@ -262,8 +262,8 @@ class _CloudProblem:
             rows = slice(start, min(start + _ROWS_OF_BLOCK, len(f)))
             slack = self.cost.row_block(rows.start, rows.stop).double().numpy() - f[rows, None] - g
             np.minimum.at(part, blocks.rows[rows], np.minimum.reduceat(slack[:, order], starts, axis=1))
-        least[:, present] = part
-        return least
+        smallest[:, present] = part
+        return smallest
 
 
 def _costs(cost: PointCost, cells: np.ndarray) -> np.ndarray:
@@ -402,7 +402,7 @@ class _Basis:
         costs, f, g = self._costs(rows, columns), self.f.numpy()[rows], self.g.numpy()[columns]
         missing = costs - f - g < -CLOUD_LIMITS.rounding * (costs + np.abs(f) + np.abs(g))
         old, new = (self.rows, self.columns, self.costs), (rows, columns, costs)
-        cells = (np.concatenate([listed, more[missing]]) for listed, more in zip(old, new, strict=True))
+        cells = (np.concatenate([listed, added[missing]]) for listed, added in zip(old, new, strict=True))
         self.rows, self.columns, self.costs = cells
         return bool(missing.any())
 

@@ -147,8 +147,8 @@ def _level(problem: PricedProblem, q: np.ndarray, plan: Plan, rounding: float) -
         blocks = problem.blocks(price)
         if level is not None:
             own = (differing > 0)[level.blocks.rows], (differing > 0)[level.blocks.columns]
-            left = blocks.differing(np.where(own[0], p, 0.0), np.where(own[1], q, 0.0), rounding)
-            if left.sum() > differing.sum() / 2:
+            differing_later = blocks.differing(np.where(own[0], p, 0.0), np.where(own[1], q, 0.0), rounding)
+            if differing_later.sum() > differing.sum() / 2:
                 continue
             payment += level.blocks.payment(np.where(own[0], 0.0, p), np.where(own[1], 0.0, q), cost)
         differing = blocks.differing(p, q, rounding)
@@ -166,8 +166,8 @@ def _costs_below_gaps(problem: PricedProblem, used: np.ndarray, surely: float, b
     The first is the largest cost that it pays for sure, with or without a gap. Where that is 0, all costs are prices
     beside it: the smallest other cost tells more. If no cost is a price beside that one, it may be a price itself.
     """
-    ratio, least = PRICE_LIMITS.price_ratio, surely or problem.lowest
-    costs = np.unique(np.append(used[used > least], least))
+    ratio, smallest = PRICE_LIMITS.price_ratio, surely or problem.lowest
+    costs = np.unique(np.append(used[used > smallest], smallest))
     has_gap = np.append(costs[1:] >= ratio * costs[:-1], True)
     has_gap[0] |= surely > 0
     below_gaps: np.ndarray = costs[has_gap & (ratio * costs <= problem.highest)]

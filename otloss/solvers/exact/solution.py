@@ -116,8 +116,8 @@ class ExactSolution:
             return f, g
         self._unchanged.check("potentials of bins without mass")
         slack = self.problem.cost.dense().detach().to("cpu", torch.float64) - f.unsqueeze(-1)
-        least = slack.masked_fill((p > 0).unsqueeze(-1), torch.inf).amin(-2)
-        return f, torch.where(q == 0, torch.minimum(g, least), g)
+        smallest = slack.masked_fill((p > 0).unsqueeze(-1), torch.inf).amin(-2)
+        return f, torch.where(q == 0, torch.minimum(g, smallest), g)
 
     @property
     def linear_cost(self) -> Tensor:

@@ -104,7 +104,7 @@ def test_at_power_2_the_hessian_is_twice_the_diagonal_of_gauss_newton(x: np.ndar
         J = torch.autograd.functional.jacobian(lambda s: s.softmax(0).cumsum(0)[:-1], torch.tensor(row))
         expected = 4 * (gaps[:, None] * J**2).sum(0)
         np.testing.assert_allclose(diagonal, expected.clamp(min=0.01 * float(gaps.mean())), rtol=1e-9)
-    assert (actual > 1.01 * spec(loss).least).mean() > 0.2
+    assert (actual > 1.01 * spec(loss).smallest).mean() > 0.2
 
 
 @pytest.mark.parametrize("name", ["power 2", "power 1", "a cost and cross-entropy"])
