@@ -130,6 +130,6 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
         if longest != RunConfig.max_length:  # nothing is said of a default
             logger.warning("--max_length %d is more than the context of the model: %d is taken", longest, context)
         longest = context
-    answers = "messages" in row if args.assistant_only_loss is None else args.assistant_only_loss
+    only_answers = "messages" in row if args.assistant_only_loss is None else args.assistant_only_loss
     # The model is loaded already, so that its settings go.
-    return replace(args, max_length=longest, assistant_only_loss=answers, model_init_kwargs=None)
+    return replace(args, max_length=longest, assistant_only_loss=only_answers, model_init_kwargs=None)

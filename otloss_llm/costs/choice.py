@@ -58,7 +58,7 @@ class NumberSettings:
 _MADE: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
 
 
-def _once(tokenizer: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+def _kept_for(tokenizer: Any, key: Hashable, make: Callable[[], Any]) -> Any:
     """What `make` returned for this tokenizer in its present state; not kept where weak references are impossible."""
     try:
         kept = _MADE.setdefault(tokenizer, {})
@@ -73,7 +73,7 @@ def _once(tokenizer: Any, key: Hashable, make: Callable[[], Any]) -> Any:
 
 def number_tokens(tokenizer: Any, vocab_size: int) -> NumberTokens:
     """`NumberTokens.of(tokenizer, vocab_size=vocab_size)`, read once; with its errors."""
-    tokens: NumberTokens = _once(tokenizer, vocab_size, lambda: NumberTokens.of(tokenizer, vocab_size=vocab_size))
+    tokens: NumberTokens = _kept_for(tokenizer, vocab_size, lambda: NumberTokens.of(tokenizer, vocab_size=vocab_size))
     return tokens
 
 
@@ -99,7 +99,7 @@ def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings, *, see
     _check_tokenizer(tokenizer, "NumberCost(values)")
     tokens = number_tokens(tokenizer, vocab_size)
     key = (vocab_size, numbers.scaling, torch.get_default_dtype())
-    cost: NumberCost = _once(tokenizer, key, lambda: NumberCost.from_tokens(tokens, scaling=numbers.scaling))
+    cost: NumberCost = _kept_for(tokenizer, key, lambda: NumberCost.from_tokens(tokens, scaling=numbers.scaling))
     if numbers.control == "shuffled":
         return cost.shuffled(torch.Generator().manual_seed(seed))
     return cost.equal() if numbers.control == "equal" else cost
@@ -184,5 +184,5 @@ def choose_cost(
         return embedding()
     if kind == "rating":
         return rating_cost(tokenizer, vocab_size)
-    made = number_cost(tokenizer, vocab_size, numbers, seed=seed)
-    return MixedCost(made, embedding()) if kind == "mixed" else made
+    cost = number_cost(tokenizer, vocab_size, numbers, seed=seed)
+    return MixedCost(cost, embedding()) if kind == "mixed" else cost

@@ -83,7 +83,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         check_treatment(near_duplicates)
         if hasattr(embedding, "full_tensor"):
             embedding = embedding.full_tensor()
-        before = (embedding != 0).any(-1)
+        was_nonzero = (embedding != 0).any(-1)
         self.has_all_directions = directions == 0
         if directions != 0:
             check_finite("embedding", embedding)
@@ -93,7 +93,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         self.near_duplicates = torch.zeros_like(self.zero_rows)
         if near_duplicates == "zero":
             # Rows of which nothing is left are all but equal to the mean, as rows of new tokens are.
-            self.near_duplicates = find_near_duplicates(self.unit) | (self.zero_rows & before)
+            self.near_duplicates = find_near_duplicates(self.unit) | (self.zero_rows & was_nonzero)
             if self.near_duplicates.any():
                 warn_of_near_duplicates(self.near_duplicates, stacklevel=2)
                 self.unit[self.near_duplicates] = 0.0
@@ -332,7 +332,7 @@ class _Tf32:
 
     lock: ClassVar[threading.Lock] = threading.Lock()
     depth: ClassVar[int] = 0
-    before: ClassVar[Any] = None
+    previous: ClassVar[Any] = None
 
 
 @contextmanager
@@ -348,7 +348,7 @@ def without_tf32(device: torch.device) -> Iterator[None]:
     name, full = ("fp32_precision", "ieee") if hasattr(products, "fp32_precision") else ("allow_tf32", False)
     with _Tf32.lock:
         if not _Tf32.depth:
-            _Tf32.before = getattr(products, name)
+            _Tf32.previous = getattr(products, name)
             setattr(products, name, full)
         _Tf32.depth += 1
     try:
@@ -357,4 +357,4 @@ def without_tf32(device: torch.device) -> Iterator[None]:
         with _Tf32.lock:
             _Tf32.depth -= 1
             if not _Tf32.depth:
-                setattr(products, name, _Tf32.before)
+                setattr(products, name, _Tf32.previous)

@@ -73,8 +73,8 @@ def _cost_of_model(source: str, tokenizer: Any) -> EmbeddingCost:
     try:
         model = AutoModelForCausalLM.from_pretrained(source)
     except (OSError, ValueError) as error:
-        named = ", ".join(COST_SOURCES)
-        raise ValueError(f"cost_embedding is {source!r}, expected {named}, a .npy file, or a model: {error}") from error
+        names = ", ".join(COST_SOURCES)
+        raise ValueError(f"cost_embedding is {source!r}, expected {names}, a .npy file, or a model: {error}") from error
     try:
         other = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError):  # a model that was saved without its tokenizer

@@ -107,24 +107,24 @@ def likely_neighbours(z: Float[Tensor, "V s"], criteria: list[tuple[float, int]]
 def _neighbours_in(order: Int[Tensor, " V"], z: Float[Tensor, "V s"], half_square: float) -> Int[Tensor, "V kept"]:
     """Return for each row the nearest rows in its stretch of the order and in the two stretches beside it."""
     count = len(order)
-    width, before = (count, 0) if count <= _WHOLE else (_WIDTH, _WIDTH)
-    around = torch.cat([order[count - before :], order, order[: before + -count % width]])
+    width, margin = (count, 0) if count <= _WHOLE else (_WIDTH, _WIDTH)
+    around = torch.cat([order[count - margin :], order, order[: margin + -count % width]])
     # One product makes minus half the squared distances: rows of a stretch, (.., width), to rows of its window.
     y = z[around]
     half, ones = y.square().sum(1, keepdim=True) / 2, y.new_ones(len(y), 1)
-    stretches = torch.cat([y, -half, ones], 1)[before : len(y) - before].unflatten(0, (-1, width))
-    windows = torch.cat([y, ones, -half], 1).unfold(0, width + 2 * before, width)  # (stretches, s + 2, window)
-    names = around.unfold(0, width + 2 * before, width)
-    answer = torch.full((len(names) * width, _KEPT), -1, device=z.device)
+    stretches = torch.cat([y, -half, ones], 1)[margin : len(y) - margin].unflatten(0, (-1, width))
+    windows = torch.cat([y, ones, -half], 1).unfold(0, width + 2 * margin, width)  # (stretches, s + 2, window)
+    names = around.unfold(0, width + 2 * margin, width)
+    nearest = torch.full((len(names) * width, _KEPT), -1, device=z.device)
     step = max(1, _AT_ONCE // (width * names.shape[1]))
     for first in range(0, len(names), step):
         score = torch.bmm(stretches[first : first + step], windows[first : first + step])
-        score.diagonal(before, 1, 2).fill_(-math.inf)  # A row is its own nearest neighbour.
+        score.diagonal(margin, 1, 2).fill_(-math.inf)  # A row is its own nearest neighbour.
         some = (score.amax(2) > -half_square).flatten().nonzero().squeeze(1)
         best = score.flatten(0, 1)[some].topk(min(_KEPT, width), dim=1)
         near = names[first + some // width].gather(1, best.indices).masked_fill(best.values <= -half_square, -1)
-        answer[first * width + some, : near.shape[1]] = near
-    return torch.empty_like(answer[:count]).index_copy(0, order, answer[:count])
+        nearest[first * width + some, : near.shape[1]] = near
+    return torch.empty_like(nearest[:count]).index_copy(0, order, nearest[:count])
 
 
 def confirmed(

@@ -144,9 +144,9 @@ class NumberCost(ValuesCost):
 
     def _with_values(self, values: Float[Tensor, " vocab"]) -> Self:
         """Return the cost of other values, with the same price of text."""
-        made = type(self)(values, text=self.text, **self.settings)
-        made.tokens = self.tokens
-        return made
+        result = type(self)(values, text=self.text, **self.settings)
+        result.tokens = self.tokens
+        return result
 
     def coverage(self, *, file: TextIO | None = None) -> Coverage:
         """Print (to `file`, by default stdout) which tokens were taken for numbers and which not; and return it.
@@ -195,14 +195,14 @@ class NumberCost(ValuesCost):
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
         """Return the costs C[index, :]."""
-        few = self.for_labels(check_index("index", index, self.shape[0]))
-        assert isinstance(few, FewColumns)
-        rows = few.rest[few.which].unsqueeze(1).repeat(1, self.shape[1])
-        return rows.index_copy_(1, few.columns, few.costs[few.which])
+        table = self.for_labels(check_index("index", index, self.shape[0]))
+        assert isinstance(table, FewColumns)
+        rows = table.rest[table.which].unsqueeze(1).repeat(1, self.shape[1])
+        return rows.index_copy_(1, table.columns, table.costs[table.which])
 
     def __repr__(self) -> str:
-        changed = {name: value for name, value in self.settings.items() if value not in ("absolute", None)}
-        settings = "".join(f", {name}={value!r}" for name, value in changed.items())
+        non_defaults = {name: value for name, value in self.settings.items() if value not in ("absolute", None)}
+        settings = "".join(f", {name}={value!r}" for name, value in non_defaults.items())
         return (
             f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device='{self.device}', "
             f"numbers={len(self.line.x)}, text={self.text:g}{settings})"
@@ -269,13 +269,13 @@ class MixedCost(Cost, VocabularyCost):
         columns = line.columns[here] - start
 
         def rows(index: Tensor, out: Tensor | None) -> Tensor:
-            made = other.rows(index, out)
+            result = other.rows(index, out)
             # The rows of a third-party cost may be its own memory.
-            made = made if other.buffer_dtypes else made.clone()
+            result = result if other.buffer_dtypes else result.clone()
             among = line.is_number(index).nonzero().squeeze(-1)
             distances = line.distances(index[among])[:, here] * self.scale
-            made[among.unsqueeze(1), columns] = distances.to(made.dtype)
-            return made
+            result[among.unsqueeze(1), columns] = distances.to(result.dtype)
+            return result
 
         return LabelRows(rows, other.columns, other.device, other.dtype, other.buffer_dtypes)
 

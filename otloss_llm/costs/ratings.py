@@ -65,10 +65,10 @@ class RatingCost(ValuesCost):
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
         """Return the costs C[index, :]."""
-        few = self.for_labels(check_index("index", index, self.shape[0]))
-        assert isinstance(few, FewColumns)
-        rows = few.rest[few.which].unsqueeze(1).repeat(1, self.shape[1])
-        return rows.index_copy_(1, few.columns, few.costs[few.which]) + 0.0  # no -0
+        table = self.for_labels(check_index("index", index, self.shape[0]))
+        assert isinstance(table, FewColumns)
+        rows = table.rest[table.which].unsqueeze(1).repeat(1, self.shape[1])
+        return rows.index_copy_(1, table.columns, table.costs[table.which]) + 0.0  # no -0
 
     def __repr__(self) -> str:
         return (

@@ -67,11 +67,11 @@ class ShardedEmbeddingCost(VocabularyCost):
                 "a sharded cost needs the rows of this process with process_group=, or a DTensor with placements "
                 "[Shard(0)] on a mesh of one axis alone."
             )
-        made: list[EmbeddingCost] = []
+        local: list[EmbeddingCost] = []
 
         def check() -> dict[str, object]:
             check_treatment(near_duplicates)
-            made.extend([EmbeddingCost(embedding, near_duplicates="keep")] if len(embedding) else [])
+            local.extend([EmbeddingCost(embedding, near_duplicates="keep")] if len(embedding) else [])
             check_directions(directions, max(2, *embedding.shape[1:]))
             settings = {"near_duplicates": near_duplicates, "directions": directions}
             return {"width": embedding.shape[1:], "dtype": embedding.dtype} | settings
@@ -79,9 +79,9 @@ class ShardedEmbeddingCost(VocabularyCost):
         self.shard = VocabShard.agreed(process_group, embedding, check)
         if directions != 0:
             embedding = self._without_directions(embedding, check_directions(directions, embedding.shape[1]))
-            made = [EmbeddingCost(embedding, near_duplicates="keep")] if len(embedding) else []
+            local = [EmbeddingCost(embedding, near_duplicates="keep")] if len(embedding) else []
         wide = torch.promote_types(embedding.dtype, torch.float32)
-        self.unit = made[0].unit if made else embedding.to(wide)
+        self.unit = local[0].unit if local else embedding.to(wide)
         self.near_duplicates = torch.zeros(self.shard.vocab, dtype=torch.bool, device=self.unit.device)
         if near_duplicates == "zero":
             self._zero_near_duplicates()

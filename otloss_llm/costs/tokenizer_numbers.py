@@ -167,7 +167,7 @@ class NumberTokens:
         if token_values.isnan().all():
             shown = [text for text in texts if text and text.strip() and _UNREADABLE not in text]
             raise ValueError(
-                f"the tokenizer {name} has no token that is a number; it has {_shown(shown, 8)}. Name "
+                f"the tokenizer {name} has no token that is a number; it has {_brief(shown, 8)}. Name "
                 "the numbers with values={id: value}, or take a tokenizer with digits among its tokens."
             )
         return cls(token_values, tuple(texts), name)
@@ -254,14 +254,14 @@ class Coverage:
         ]
         if self.shared:
             nearest = sorted(self.shared, key=abs)[:3]
-            examples = "; ".join(f"{_plain(value)} by {_shown(self.shared[value], 4)}" for value in nearest)
+            examples = "; ".join(f"{_plain(value)} by {_brief(self.shared[value], 4)}" for value in nearest)
             lines.append(f"values of several tokens: {len(self.shared)}, such as {examples}")
         if self.left_out:
             share = len(self.left_out) / (len(self.left_out) + self.numbers)
             lines.append(f"tokens with digits that are not numbers: {len(self.left_out)} ({share:.0%} of both)")
             texts = dict(self.left_out)
             for reason, ids in self.missed.items():
-                lines.append(f"  {reason}: {len(ids)}, such as {_shown([texts[i] for i in ids], 6)}")
+                lines.append(f"  {reason}: {len(ids)}, such as {_brief([texts[i] for i in ids], 6)}")
         if self.suggested:
             lines.append(
                 f"make {len(self.suggested)} of them numbers: "
@@ -276,7 +276,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
     missing = [name for name in (*_ASKED, "all_special_ids") if not hasattr(tokenizer, name)]
     if missing or isinstance(tokenizer, type):
         raise TypeError(
-            f"tokenizer is {_shown([tokenizer], 1)} of {type(tokenizer).__name__}, expected an instance of a tokenizer "
+            f"tokenizer is {_brief([tokenizer], 1)} of {type(tokenizer).__name__}, expected an instance of a tokenizer "
             "of transformers: AutoTokenizer.from_pretrained(name), or PreTrainedTokenizerFast(tokenizer_object=...)."
         )
 
@@ -307,13 +307,13 @@ def _anchor(tokenizer: Any, vocabulary: Mapping[str, int], ids: list[int]) -> in
     return (words or visible or ids)[0]
 
 
-def _checked_size(vocab_size: int | None, least: int, name: str) -> int:
-    if vocab_size is not None and vocab_size < least:
+def _checked_size(vocab_size: int | None, minimum: int, name: str) -> int:
+    if vocab_size is not None and vocab_size < minimum:
         raise ValueError(
-            f"vocab_size is {vocab_size}, but the tokenizer {name} has ids up to {least - 1}: expected at least "
-            f"{least}. Take the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
+            f"vocab_size is {vocab_size}, but the tokenizer {name} has ids up to {minimum - 1}: expected at least "
+            f"{minimum}. Take the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
         )
-    return least if vocab_size is None else vocab_size
+    return minimum if vocab_size is None else vocab_size
 
 
 def _checked_overrides(values: Mapping[int, float | None], ids: set[int], name: str) -> dict[int, float]:
@@ -333,10 +333,10 @@ def _plain(value: float) -> str:
     return f"{value:.12g}"
 
 
-def _shown(items: Any, most: int) -> str:
+def _brief(items: Any, limit: int) -> str:
     """Return the first few, each cut short, on one line; how often, where several are equal."""
     times = Counter(map(repr, items))
-    shown = [
+    texts = [
         (text if len(text) <= 40 else text[:37] + "...") + (f" x{n}" if n > 1 else "") for text, n in times.items()
     ]
-    return ", ".join([*shown[:most], *(["..."] if len(shown) > most else [])]) or "none"
+    return ", ".join([*texts[:limit], *(["..."] if len(texts) > limit else [])]) or "none"

@@ -316,13 +316,13 @@ def _numbers_after(
     return ended
 
 
-def _next_logits(model: Any, prompt: list[int], answers: list[list[int]]) -> Float[Tensor, "answers vocab"]:
+def _next_logits(model: Any, prompt: list[int], beginnings: list[list[int]]) -> Float[Tensor, "answers vocab"]:
     """Return the logits of the token after each beginning of an answer; the beginnings are of one length."""
     if not is_encoder_decoder(model):
-        rows = torch.tensor([[*prompt, *ids] for ids in answers], device=model.device)
+        rows = torch.tensor([[*prompt, *ids] for ids in beginnings], device=model.device)
         return model(input_ids=rows, use_cache=False).logits[:, -1]
-    ids = torch.tensor([[model.config.decoder_start_token_id, *ids] for ids in answers], device=model.device)
-    encoder_ids = torch.tensor([prompt], device=model.device).expand(len(answers), -1)
+    ids = torch.tensor([[model.config.decoder_start_token_id, *ids] for ids in beginnings], device=model.device)
+    encoder_ids = torch.tensor([prompt], device=model.device).expand(len(beginnings), -1)
     return model(input_ids=encoder_ids, decoder_input_ids=ids, use_cache=False).logits[:, -1]
 
 

@@ -109,8 +109,8 @@ def _chunks(
     pieces = which.split(step)
     # One synchronisation for all chunks: the first and last distinct label of each.
     bounds = torch.stack([torch.stack([piece[0], piece[-1]]) for piece in pieces]).tolist()
-    most = max(last + 1 - first for first, last in bounds)
-    buffers = [_buffer_of_rows(config.cost, most, config.cost_dtype(weight))]
+    max_labels = max(last + 1 - first for first, last in bounds)
+    buffers = [_buffer_of_rows(config.cost, max_labels, config.cost_dtype(weight))]
     for k, (tokens, piece, (first, last)) in enumerate(zip(order.split(step), pieces, bounds, strict=True)):
         # Nothing but the last chunk's rows holds the buffer, so that whoever takes them can free its memory.
         index, is_last = distinct[first : last + 1], k + 1 == len(pieces)
@@ -122,12 +122,12 @@ def _chunks(
         )
 
 
-def _buffer_of_rows(cost: LabelRows, most: int, dtype: torch.dtype) -> Tensor | None:
+def _buffer_of_rows(cost: LabelRows, max_labels: int, dtype: torch.dtype) -> Tensor | None:
     """Memory for the rows of up to `most` labels, which all chunks share; None if the cost takes none."""
     if not cost.buffer_dtypes:
         return None
-    most += -most % ROW_MULTIPLE
-    return torch.empty(most * cost.columns, dtype=dtype, device=cost.device)
+    max_labels += -max_labels % ROW_MULTIPLE
+    return torch.empty(max_labels * cost.columns, dtype=dtype, device=cost.device)
 
 
 def _rows_of(cost: LabelRows, index: Tensor, buffer: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -158,7 +158,7 @@ def chunked_pass(
     objective = config.objective
     read = objective.reads
     value = hidden.new_empty(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    kept = {name: torch.empty_like(value) for name in _made(read, config)}
+    kept = {name: torch.empty_like(value) for name in _wanted_statistics(read, config)}
     vocab = len(weight) if shard is None else shard.vocab
     logits = Logits(hidden, weight, bias, config)
     temperature = objective.temperature
@@ -202,7 +202,7 @@ def chunked_pass(
 Derivatives = Callable[[Int[Tensor, " chunk"]], Statistics]  # the derivatives of the tokens at these positions
 
 
-def _made(read: tuple[str, ...], config: TokenLossConfig) -> list[str]:
+def _wanted_statistics(read: tuple[str, ...], config: TokenLossConfig) -> list[str]:
     """The statistics that a pass makes: nll always, the cost where there is one, and what the objective reads."""
     wanted = {"nll", *read} - {"cost"} | ({"cost"} if config.cost is not None else set())
     return [name for name in Statistics._fields if name in wanted]

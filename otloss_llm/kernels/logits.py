@@ -66,8 +66,8 @@ class TokenLossConfig:
         if not fewest < len(hidden) <= 2 * hidden.shape[-1]:
             return fewest
         if isinstance(self.cost, LabelRows):
-            most = hidden.shape[-1] * head.dtype.itemsize // self.cost_dtype(head).itemsize
-            if len(labels) > most and len(labels.unique()) > most:
+            limit = hidden.shape[-1] * head.dtype.itemsize // self.cost_dtype(head).itemsize
+            if len(labels) > limit and len(labels.unique()) > limit:
                 return fewest
         return len(hidden)
 

@@ -38,11 +38,11 @@ def token_values(
 def logit_statistics(logits: Float[Tensor, "tokens vocab"], objective: Sum) -> dict[str, Tensor]:
     """Return those statistics among entropy, logsumexp, mean_logit and tempered_logsumexp that the objective reads."""
     read, T = objective.reads, objective.temperature or 1.0
-    made = {
+    makers = {
         "entropy": _entropy, "logsumexp": lambda z: z.logsumexp(-1), "mean_logit": lambda z: z.mean(-1),
         "tempered_logsumexp": lambda z: T * (z / T).logsumexp(-1),
     }  # fmt: skip
-    return {name: make(logits) for name, make in made.items() if name in read}
+    return {name: make(logits) for name, make in makers.items() if name in read}
 
 
 def _entropy(logits: Tensor) -> Float[Tensor, " tokens"]:

@@ -53,7 +53,7 @@ def token_values(
     margin = sums["others"].clamp(min=torch.finfo(e.dtype).tiny).log() - sums["x_y"]
     nll = torch.logaddexp(torch.zeros_like(margin), margin)
     total, log_total = sums["others"] + sums["x_y"].exp(), nll + sums["x_y"]
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         "nll": nll,
         "cost": sums["cost"] / total if cost is not None else None,
         "entropy": log_total - sums["x"] / total if "entropy" in read else None,
@@ -61,7 +61,7 @@ def token_values(
         "mean_logit": sums["logits"] / shard.vocab if "mean_logit" in read else None,
         "tempered_logsumexp": top + T * sums["tempered"].log() if "tempered_logsumexp" in read else None,
     }
-    statistics = Statistics(**made)
+    statistics = Statistics(**values)
     return objective.value(statistics), statistics
 
 

@@ -85,9 +85,9 @@ class Gradients:
                 return total.mul_(factor)
             return torch.mul(total, factor, out=torch.empty_like(total, dtype=dtype))  # one pass over memory
 
-        made = (self.hidden, self.weight, self.bias)
+        totals = (self.hidden, self.weight, self.bias)
         self.hidden = self.head = self.weight = self.bias = None
-        hidden, weight, bias = (finished(g, dtype) for g, dtype in zip(made, self.dtypes, strict=True))
+        hidden, weight, bias = (finished(g, dtype) for g, dtype in zip(totals, self.dtypes, strict=True))
         return hidden, weight, bias
 
 
@@ -95,10 +95,10 @@ def _times_weight(dz: Tensor, weight: Tensor) -> Tensor:
     """`dz W`, of float16 rows in float32, without a second matrix of the head's size."""
     if weight.dtype == dz.dtype:
         return dz @ weight
-    made = dz.new_zeros(len(dz), weight.shape[1])
+    products = dz.new_zeros(len(dz), weight.shape[1])
     for part, slab in zip(dz.split(SLAB_ROWS, dim=1), weight.split(SLAB_ROWS), strict=True):
-        made.addmm_(part, slab.to(dz.dtype))
-    return made
+        products.addmm_(part, slab.to(dz.dtype))
+    return products
 
 
 def _add_in_float32(total: Tensor, dz: Tensor, hidden: Tensor, *, fresh: bool) -> None:

@@ -162,16 +162,16 @@ def token_loss(
         (checked(), None) if local.group is None else _agreed_logits(local, checked, labels, token_weight, settings)
     )
     valid = valid_positions(labels, logits.shape[:-1], local.vocab, ignore_index, "logits")
-    chosen = logits[valid]
-    chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+    predicted = logits[valid]
+    predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
     y = labels[valid].long()
     rows = None if token_cost is None else token_cost.for_labels(y, shard)
     if shard is None:
-        value, statistics = reference.token_values(chosen, y, objective=total, cost=rows)
+        value, statistics = reference.token_values(predicted, y, objective=total, cost=rows)
     else:
-        value, statistics = sharded_logits.token_values(chosen, y, objective=total, cost=rows, shard=shard)
+        value, statistics = sharded_logits.token_values(predicted, y, objective=total, cost=rows, shard=shard)
     if not (torch.isfinite(value).all() and torch.isfinite(statistics.nll).all()):
-        raise_not_finite(statistics, y, total, logits=chosen)
+        raise_not_finite(statistics, y, total, logits=predicted)
     weights = valid_weights(token_weight, labels, valid)
     loss = (
         _weighted(value, weights)

@@ -131,15 +131,15 @@ class Sum(ABC):
                 f"objective is the class {objective.__name__}, expected an instance; write {objective.__name__}()."
             )
         if not callable(objective):
-            named = f"; parse_objective({objective!r}) makes one from a name" if isinstance(objective, str) else ""
+            hint = f"; parse_objective({objective!r}) makes one from a name" if isinstance(objective, str) else ""
             raise TypeError(
-                f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO(){named}."
+                f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO(){hint}."
             )
         return _Terms((Term(objective),), objective)
 
-    def __call__(self, *vectors: Tensor | None, **named: Tensor | None) -> Tensor:
+    def __call__(self, *vectors: Tensor | None, **by_name: Tensor | None) -> Tensor:
         """The value, from what it reads: by place, in the order of `reads`, or by name."""
-        return self.value(Statistics(**dict(zip(self.reads, vectors, strict=False)), **named))  # type: ignore[arg-type]
+        return self.value(Statistics(**dict(zip(self.reads, vectors, strict=False)), **by_name))  # type: ignore[arg-type]
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -282,11 +282,11 @@ def _signature(function: Objective) -> tuple[tuple[str, ...], bool]:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin, which has no signature
         return Statistics._fields[:2], False
-    named = tuple(p.name for p in parameters if p.name in Statistics._fields and p.kind in _BY_NAME)
-    places = [p.name for p in parameters if p.kind in _BY_PLACE and (p.default is p.empty or p.name in named)]
-    others = [p.name for p in parameters if p.name not in named and p.kind in _MUST if p.default is p.empty]
-    if named and not others:
-        return named, True
+    by_name = tuple(p.name for p in parameters if p.name in Statistics._fields and p.kind in _BY_NAME)
+    places = [p.name for p in parameters if p.kind in _BY_PLACE and (p.default is p.empty or p.name in by_name)]
+    others = [p.name for p in parameters if p.name not in by_name and p.kind in _MUST if p.default is p.empty]
+    if by_name and not others:
+        return by_name, True
     pair = len(places) == 2 and set(others) <= set(places)
     pair = pair and all(place in (*others, own) for place, own in zip(places, Statistics._fields, strict=False))
     if pair:

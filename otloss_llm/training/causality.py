@@ -34,8 +34,8 @@ def check_causal(sample: Sample) -> None:
     originals = [logits[compared.to(logits.device)] for _, compared in changes]
     del logits  # large where a batch cannot be cut
     for (places, compared), original in zip(changes, originals, strict=True):
-        changed = _with_another(sample.inputs[name], sample.labels, places)
-        logits = sample.logits(sample.inputs | {name: changed})
+        new_tokens = _with_another(sample.inputs[name], sample.labels, places)
+        logits = sample.logits(sample.inputs | {name: new_tokens})
         difference = logits[compared.to(logits.device)].float() - original.float()
         del logits
         if len(original) and difference.abs().max() > tolerance * original.abs().max():
@@ -59,13 +59,13 @@ def _changes(sample: Sample) -> list[tuple[Tensor, Tensor]]:
 
 def _with_another(tokens: Tensor, labels: Tensor, places: Tensor) -> Tensor:
     """Return the tokens with another one at a place of each row: a label, as other tokens may stand for an image."""
-    changed = tokens.clone()
+    new_tokens = tokens.clone()
     for row, place in enumerate(places.tolist()):
         token = tokens[row, place]
         if tokens.is_floating_point():
-            changed[row, place] = -token
+            new_tokens[row, place] = -token
             continue
         candidates = torch.cat([labels[row], labels.flatten()]).to(tokens.device)
         candidates = candidates[(candidates != IGNORE_INDEX) & (candidates != token)]
-        changed[row, place] = candidates[0] if len(candidates) else (token + 1) % 3
-    return changed
+        new_tokens[row, place] = candidates[0] if len(candidates) else (token + 1) % 3
+    return new_tokens

@@ -34,8 +34,8 @@ def prediction_sums(
     share = 1.0
     if limit is not None and len(y) > limit:
         share = len(y) / limit
-        spread = torch.arange(limit, device=y.device) * len(y) // limit
-        h, y = h[spread], y[spread]
+        positions = torch.arange(limit, device=y.device) * len(y) // limit
+        h, y = h[positions], y[positions]
     h, weight, bias = check_head(h, head.weight, head.bias, y)
     rows = max(1, CHUNK_ENTRIES // len(weight))
     sums = torch.zeros(3, device=h.device)

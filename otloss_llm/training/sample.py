@@ -59,8 +59,8 @@ class Sample:
 
         Labels that are no tokens are ignored; the objective raises an error for them.
         """
-        named = (getattr(self.root.config, name, None) for name in _MEDIA_TOKENS)
-        media = {token for token in named if isinstance(token, int)}
+        tokens = (getattr(self.root.config, name, None) for name in _MEDIA_TOKENS)
+        media = {token for token in tokens if isinstance(token, int)}
         part = cut_batch(self.inputs, self.known_labels(self.labels), self.is_encoder_decoder, media)
         return Sample(self.model, *part)
 
