@@ -65,7 +65,7 @@ class ModelBase(OrdinalBase):
         if len(self.classes_) == 1:
             return
         self._warn_of_lost_rows(X, weights)
-        rows = Rows.of(standardised(X, self._scaler), positions, weights)
+        rows = Rows.from_arrays(standardised(X, self._scaler), positions, weights)
         self._network = self._new_network(rows, random)
         if not self._optimise(rows, random):
             warnings.warn(

@@ -139,7 +139,7 @@ class Rows:
     weight: Tensor
 
     @classmethod
-    def of(cls, features: np.ndarray | SparseRows, *others: np.ndarray) -> Rows:
+    def from_arrays(cls, features: np.ndarray | SparseRows, *others: np.ndarray) -> Rows:
         """Return rows from arrays in the order of the attributes."""
         values = features if isinstance(features, SparseRows) else torch.tensor(features, device="cpu")
         return cls(values, *(torch.tensor(part, device="cpu") for part in others))

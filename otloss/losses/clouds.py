@@ -117,8 +117,8 @@ def cloud_loss(
     )  # fmt: skip
     _check_lists(x, y)
     _check_order(x, y, a, b)
-    one = _Cloud.of("x", x, ("a", a), ("mask_x", mask_x), empty)
-    other = _Cloud.of("y", y, ("b", b), ("mask_y", mask_y), empty)
+    one = _Cloud.make("x", x, ("a", a), ("mask_x", mask_x), empty)
+    other = _Cloud.make("y", y, ("b", b), ("mask_y", mask_y), empty)
     one, other = _both_or_neither(one, other)
     if a is not None or b is not None:
         masked = [f"mask_{k}" for k, w, mask in (("x", a, mask_x), ("y", b, mask_y)) if w is not None is not mask]
@@ -209,7 +209,7 @@ class _Cloud:
     filled: Bool[Tensor, "*batch"]
 
     @staticmethod
-    def of(name: str, points: Any, named_weights: tuple[str, Any], named_mask: tuple[str, Any], empty: str) -> _Cloud:
+    def make(name: str, points: Any, named_weights: tuple[str, Any], named_mask: tuple[str, Any], empty: str) -> _Cloud:
         (name_w, weights), (name_m, mask) = named_weights, named_mask
         if isinstance(points, list | tuple):
             if mask is not None:

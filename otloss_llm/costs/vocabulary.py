@@ -65,7 +65,7 @@ class FewColumns:
     rest: Float[Tensor, " kinds"]
     which: Int[Tensor, " tokens"]
 
-    def of(self, tokens: Int[Tensor, " chunk"]) -> FewColumns:
+    def for_chunk(self, tokens: Int[Tensor, " chunk"]) -> FewColumns:
         """Return the same for a chunk of the tokens."""
         return replace(self, which=self.which[tokens])
 

@@ -53,7 +53,7 @@ class Tokens:
     x_mean: Float[Tensor, " chunk"] | None
 
     @classmethod
-    def of(cls, sums: RowSums, mean_logit: Tensor | None = None, tempered: Tensor | None = None) -> Tokens:
+    def from_sums(cls, sums: RowSums, mean_logit: Tensor | None = None, tempered: Tensor | None = None) -> Tokens:
         """Use the sums over a whole row; the label's entry stays apart, so nll and D keep their digits as q_y -> 1."""
         x_y = sums.z_y - sums.top
         e_y = x_y.exp()
@@ -97,7 +97,7 @@ def _chunks(
     step = config.rows_per_chunk(weight.shape[0], weight.device.type)
     if isinstance(config.cost, FewColumns):
         for tokens in torch.arange(len(labels), device=labels.device).split(step):
-            yield tokens, config.cost.of(tokens)
+            yield tokens, config.cost.for_chunk(tokens)
         return
     # Grouped by label, the groups in no order: frequent tokens have low ids in many vocabularies, and sorting by id
     # would give the last chunks most of the distinct labels, and the buffer of cost rows their size.
@@ -165,12 +165,12 @@ def chunked_pass(
     tempered = None if temperature is None else TemperedLogits(temperature, shard)
     for tokens, cost in _chunks(labels, weight, config):
         h, label = hidden[tokens], labels[tokens]
-        z, cap_derivative = logits.of(h)
+        z, cap_derivative = logits.compute(h)
         sweeps: Any = _sweeps_for(z, config, shard)
         mean_logit = _mean_logit(z, vocab, shard) if "mean_logit" in read else None
         tempered_logsumexp = None if tempered is None else tempered.logsumexp(z)
         sums = sweeps.softmax_rows(z, label, cost, "entropy" in read)
-        chunk = Tokens.of(sums, mean_logit, tempered_logsumexp)
+        chunk = Tokens.from_sums(sums, mean_logit, tempered_logsumexp)
         statistics = Statistics(**{name: getattr(chunk.statistics, name) for name in kept})
         if derivatives is not None:
             value_chunk, gradient_of = statistics.nll, derivatives(tokens)

@@ -108,7 +108,7 @@ class Logits:
         flat = buffer[: rows * vocab]
         return flat.view(rows, vocab) if self.row_major else flat.view(vocab, rows).T
 
-    def of(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def compute(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits, valid until the next call, and the soft cap's derivative where there is one.
 
         In float32 or float64, but untransformed ones of bfloat16 stay as they are if the Triton sweeps read them.

@@ -69,7 +69,7 @@ def test_hidden_layers_learn_what_no_linear_model_can(head: str, linear: Any) ->
 
 def test_batches_count_by_their_weight() -> None:
     weight = np.random.default_rng(0).exponential(size=60) ** 3
-    rows = Rows.of(X[:60], Y[:60], weight)
+    rows = Rows.from_arrays(X[:60], Y[:60], weight)
     objective = PenalisedLoss(Criterion(np.arange(3.0), 2, None, 1.0, 0.2), 0.6, float(weight.sum()))
     network = OrdinalNetwork((3, 4), np.full(3, 1 / 3), "softmax", np.random.RandomState(0))
     met: list[np.ndarray] = []

@@ -90,7 +90,7 @@ def test_rows_beyond_2_to_the_31(device: str) -> None:
         assert torch.equal(got, want)  # type: ignore[arg-type]
     ones = torch.ones(3, device=device)
     for z, rows_ in ((far, far_costs), (near, costs)):
-        scales = Tokens.of(sums).coefficients(Statistics(ones, ones), ones)
+        scales = Tokens.from_sums(sums).coefficients(Statistics(ones, ones), ones)
         rows_triton.gradient_rows(z, sums.top, label, CostRows(rows_, which), scales)
     assert torch.equal(far, near)
 
