@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 _BLOCK_ENTRIES = 2**22
 _LEAST_EXPONENT = -80.0
 _SMALL_PLAN = 2**13  # entries up to which torch takes less time than a call of the kernel of plans
-_FROM_ROWS: set[str] = set()
+FROM_ROWS: set[str] = set()
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _from_rows(method: _Method) -> _Method:
     """Mark a method of `Cost` that follows from the rows: a class with other rows gets it, not its base's formula."""
-    _FROM_ROWS.add(method.__name__)
+    FROM_ROWS.add(method.__name__)
     return method
 
 
@@ -87,7 +87,7 @@ class Cost(ABC):
         super().__init_subclass__(**settings)
         own = vars(cls)
         # The formulas of its base are for other costs. T and the costs within a side are of the class itself.
-        names = _FROM_ROWS if "rows" in own or "row_block" in own else set()
+        names = FROM_ROWS if "rows" in own or "row_block" in own else set()
         if "softmin" in own:
             names = names | {"softmin_at", "kernel_inputs"}
         for name in names.difference(own):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from otloss import emd, lower_bound
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost, as_cost, graph_cost
-from otloss.costs.cost import _FROM_ROWS
+from otloss.costs.cost import FROM_ROWS
 from otloss.costs.dense import SignedCost
 from tests.errors import raising
 from tests.otloss.oracles import as_double, check_questions, cosine_matrix
@@ -101,8 +101,8 @@ def test_each_method_of_a_cost_follows_from_the_rows_or_belongs_to_the_class() -
         "shape", "rows", "T", "batch_shape", "dtype", "device", "tensors", "parameters", "to", "with_tensors",
         "row_blocks", "streamed", "costs_within", "as_points", "as_grid", "as_line",
     }  # fmt: skip
-    assert {name for name in vars(Cost) if not name.startswith("_")} == of_the_class | _FROM_ROWS
-    assert not of_the_class & _FROM_ROWS
+    assert {name for name in vars(Cost) if not name.startswith("_")} == of_the_class | FROM_ROWS
+    assert not of_the_class & FROM_ROWS
 
 
 class Softer(GridCost):
