@@ -54,8 +54,8 @@ begin = time.process_time()
 seconds = time.process_time() - begin
 from otloss._numba.background import _compilations
 for compilation in _compilations.values():
-    if compilation.process is not None:
-        compilation.process.wait()
+    for process in compilation.processes:
+        process.wait()
 others = resource.getrusage(resource.RUSAGE_CHILDREN)
 print()
 print(seconds, others.ru_utime + others.ru_stime, kernels.count, kernels.at_first_step, kernels.elsewhere)

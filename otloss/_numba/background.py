@@ -1,7 +1,7 @@
-"""Compilation by another process, while this one goes on without the kernel.
+"""Compilation by other processes, while this one goes on without the kernel.
 
 A method that can be done without runs within `declining()`. There a kernel that is neither in memory nor on disk raises
-`StillCompilingError`, and a process begins to compile it. What it compiles stays on disk, even if this one ends first.
+`StillCompilingError`, and processes begin to compile it. What they compile stays on disk, even if this one ends first.
 
     python -m otloss._numba.background    compiles what its input names: pickled modules, names and signatures
 """
@@ -14,19 +14,39 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-Kernels = tuple[tuple[Any, tuple[Any, ...]], ...]  # with their signatures
+from otloss._progress import clock
+
+Kernel = tuple[Any, tuple[Any, ...]]  # with its signature
+ENTRIES = 2**25  # a second of the processor in torch; a kernel compiles in 2 to 5
+PROCESSES = 2  # that compile for one call, which has few kernels
 
 
 class StillCompilingError(Exception):
-    """A kernel is compiled by another process."""
+    """Kernels are compiled by these processes."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        super().__init__("a kernel is compiled by another process")
+        self._processes = processes
+
+    def wait(self) -> None:
+        """Wait for the processes. The clock of the call stands still."""
+        from otloss._numba.cache import LONGEST
+
+        clock.pause()
+        try:
+            for process in self._processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(LONGEST)
+        finally:
+            clock.resume()
 
 
 class _State(threading.local):
@@ -35,10 +55,14 @@ class _State(threading.local):
 
 @dataclass
 class _Compilation:
-    """Since when kernels are awaited, and the process that this one has started for them."""
+    """Kernels that are awaited, since when, and the processes that this one has started for them."""
 
+    kernels: tuple[Kernel, ...]
     since: float
-    process: subprocess.Popen[bytes] | None = None
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def running(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self.processes if process.poll() is None]
 
 
 class _Switch:
@@ -49,7 +73,7 @@ class _Switch:
 
 SWITCH = _Switch()
 _state = _State()
-_compilations: dict[Any, _Compilation] = {}
+_compilations: dict[Kernel, _Compilation] = {}
 _ready: set[Any] = set()
 
 
@@ -64,9 +88,12 @@ def compiling_here() -> Iterator[None]:
 
 
 @contextmanager
-def declining() -> Iterator[None]:
-    """Within this context kernels that are not compiled raise `StillCompilingError`."""
-    before, _state.declines = _state.declines, SWITCH.is_on
+def declining(entries: int = 0) -> Iterator[None]:
+    """Within this context kernels that are not compiled raise `StillCompilingError`.
+
+    They do not where torch would compute more than `ENTRIES` of costs in their place.
+    """
+    before, _state.declines = _state.declines, SWITCH.is_on and entries <= ENTRIES
     try:
         yield
     finally:
@@ -90,8 +117,9 @@ def check_compiled(*calls: tuple[Any, Any, Callable[[], tuple[Any, ...]]]) -> No
             _ready.add(kinds)
         else:
             missing.append((kernel, signature))
-    if missing and _is_compiling(tuple(missing)):
-        raise StillCompilingError
+    processes = _processes_for(missing)
+    if processes:
+        raise StillCompilingError(processes)
 
 
 def _kinds(arguments: Any) -> Any:
@@ -109,37 +137,43 @@ def _is_ready(kernel: Any, signature: tuple[Any, ...]) -> bool:
     return is_compiled(kernel, signature) or kernel.stats.cache_path is None or not sys.executable
 
 
-def _is_compiling(missing: Kernels) -> bool:
-    """Whether another process compiles; one is started, unless one of this process still compiles other kernels.
+def _processes_for(missing: Sequence[Kernel]) -> list[subprocess.Popen[bytes]]:
+    """Return the processes to wait for; new ones are started, unless some of this process compile other kernels.
 
-    Several programs may start one each. The cache lets one of these compile a kernel, and the others wait for it.
+    Several programs may start some each. The cache lets one of all processes compile a kernel, and the others wait.
     """
     from otloss._numba.cache import LONGEST
     from otloss._numba.notices import announce
 
-    if missing not in _compilations:
-        _compilations[missing] = _Compilation(since=time.monotonic())
-        announce(missing, elsewhere=True)
-    compilation = _compilations[missing]
-    if time.monotonic() > compilation.since + LONGEST:
-        return False  # it has failed
-    if compilation.process is None:
-        if any(other.process is not None and other.process.poll() is None for other in _compilations.values()):
-            return True
-        try:
-            compilation.process = _start(missing)
-        except OSError:  # no process
-            return False
-    return compilation.process.poll() is None
+    new = tuple(kernel for kernel in missing if kernel not in _compilations)
+    if new:
+        _compilations.update(dict.fromkeys(new, _Compilation(new, since=time.monotonic())))
+        announce(new, elsewhere=True)
+    for compilation in (_compilations[kernel] for kernel in missing):
+        if time.monotonic() > compilation.since + LONGEST:
+            continue  # it has failed
+        if not compilation.processes:
+            running = [process for other in _compilations.values() for process in other.running()]
+            if running:
+                return running
+            compilation.processes = start_compiling(compilation.kernels)
+        if compilation.running():
+            return compilation.running()
+    return []
 
 
-def _start(missing: Kernels) -> subprocess.Popen[bytes]:
-    jobs = [(kernel.py_func.__module__, kernel.py_func.__name__, signature) for kernel, signature in missing]
-    process = start_python("-m", __name__, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    with process.stdin as pipe:
-        pipe.write(pickle.dumps(jobs))
-    return process
+def start_compiling(kernels: Sequence[Kernel], *, processes: int = PROCESSES) -> list[subprocess.Popen[bytes]]:
+    """Start as many processes that compile kernels, where there are as many kernels and cores; none if that fails."""
+    jobs = pickle.dumps([(kernel.py_func.__module__, kernel.py_func.__name__, types) for kernel, types in kernels])
+    started = []
+    with suppress(OSError):  # no process
+        for _ in range(min(processes, len(kernels), os.cpu_count() or 1)):
+            process = start_python("-m", __name__, stdin=subprocess.PIPE)
+            assert process.stdin is not None
+            with process.stdin as pipe:
+                pipe.write(jobs)
+            started.append(process)
+    return started
 
 
 def start_python(*arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
@@ -152,8 +186,10 @@ def start_python(*arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess
 
 
 def _compile_all() -> None:
-    for module, name, signature in pickle.load(sys.stdin.buffer):
-        getattr(import_module(module), name).compile(signature)
+    from otloss._numba.notices import compile_apart
+
+    jobs = pickle.load(sys.stdin.buffer)
+    compile_apart([(getattr(import_module(module), name), signature) for module, name, signature in jobs])
 
 
 if hasattr(os, "register_at_fork"):

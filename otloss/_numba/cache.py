@@ -28,6 +28,7 @@ from typing import Any
 import numba
 from filelock import FileLock
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.runtime import rtsys
 
 _log = logging.getLogger("otloss")
 LONGEST = 120.0  # seconds that a process waits for another one before it compiles for itself
@@ -46,7 +47,6 @@ class KernelCache(FunctionCache):
 
     def is_kept(self, signature: tuple[Any, ...], context: Any) -> bool:
         """Whether there is a file for the signature, of the sources as they are."""
-        context.refresh()
         return self._cache_file.has(self._index_key(signature, context.codegen()))
 
     def is_locked(self, signature: tuple[Any, ...], context: Any) -> bool:
@@ -58,16 +58,21 @@ class KernelCache(FunctionCache):
 
     def load_overload(self, signature: Any, context: Any) -> Any:
         """Read a kernel. Where there is none, wait for the process that compiles it, or keep others from doing so."""
-        kernel = super().load_overload(signature, context)
+        kernel = self._read(signature, context)
         if kernel is not None:
             return kernel
         lock = self._locks.setdefault(signature, FileLock(self._lock_path(signature, context), thread_local=False))
         with suppress(OSError, NotImplementedError):  # a folder or a file system without locks, or the time is over
             lock.acquire(timeout=LONGEST)
-        kernel = super().load_overload(signature, context)
+        kernel = self._read(signature, context)
         if kernel is not None:
             self._release(signature)
         return kernel
+
+    def _read(self, signature: Any, context: Any) -> Any:
+        """Return the kernel or None, without what numba loads before: what compiling needs, in half a second."""
+        rtsys.initialize(context)  # what arrays need that a kernel allocates
+        return self._load_overload(signature, context)
 
     def _release(self, signature: Any) -> None:
         lock = self._locks.pop(signature, None)

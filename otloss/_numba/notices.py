@@ -16,6 +16,7 @@ from typing import Any
 from numba import types
 from numba.core import event
 
+from otloss._numba.background import SWITCH, start_compiling
 from otloss._numba.cache import KernelCache
 from otloss._progress import clock
 
@@ -91,7 +92,14 @@ def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
     if len(missing) > 1:
         announce(missing)
         _listener.announced.update(missing)
-    while compilations:  # each of the processes that need the same kernels compiles others
+        if SWITCH.is_on:
+            start_compiling(missing, processes=1)
+    compile_apart(compilations)
+
+
+def compile_apart(compilations: list[tuple[Any, Any]]) -> None:
+    """Compile kernels or read them from disk; each of the processes that do so at the same time compiles others."""
+    while compilations:
         kernel, signature = next((one for one in compilations if not _is_compiled_elsewhere(*one)), compilations[0])
         kernel.compile(signature)
         compilations.remove((kernel, signature))

@@ -246,7 +246,11 @@ class Cost(ABC):
             part = slice(start, stop)
             plan = plan_rows(rows.detach(), f[..., part], g, (log_p[..., part], log_q), epsilon)
             weights = (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
-            gradients = torch.autograd.grad(rows, leaves, weights, allow_unused=True)
+            with torch.enable_grad():
+                value = torch.dot(
+                    rows.reshape(-1), weights.reshape(-1)
+                )  # with weights, torch would import sympy: 0.5 s
+            gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             for total, gradient in zip(totals, gradients, strict=True):
                 if gradient is not None:
                     total += gradient
@@ -511,12 +515,11 @@ def softmin_of(
     rows: Float[Tensor, "*batch n m"], potential: Float[Tensor, "*batch m"], epsilon: float | Tensor
 ) -> Float[Tensor, "*batch n"]:
     """Return the soft minimum over the last axis of `rows - potential`, in the dtype of the potential."""
-    problems = broadcast_shape(rows.shape[:-2], potential.shape[:-1]).numel()
-    small = is_small(problems * rows.shape[-2] * rows.shape[-1])
-    if not small and may_run_on(rows, potential) and not makes_graph(rows, potential):
+    entries = broadcast_shape(rows.shape[:-2], potential.shape[:-1]).numel() * rows.shape[-2:].numel()
+    if not is_small(entries) and may_run_on(rows, potential) and not makes_graph(rows, potential):
         from otloss.costs.softmin_numba import dense_softmin
 
-        with suppress(StillCompilingError), declining():
+        with suppress(StillCompilingError), declining(entries):
             return dense_softmin(rows, potential, epsilon)
     return softmin_in_torch(rows, potential, epsilon)
 

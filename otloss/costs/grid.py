@@ -99,7 +99,10 @@ class GridCost(Cost):
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked n"]:
         index = self._checked_index(index)
         total = torch.zeros((len(index), *self.cells), dtype=self.dtype, device=self.device)
-        for axis, at in enumerate(torch.unravel_index(index, self.cells)):
+        for axis, cells in enumerate(self.cells):
+            at = (
+                index // math.prod(self.cells[axis + 1 :]) % cells
+            )  # torch.unravel_index imports sympy in half a second
             total += self.axis_costs(axis)[at].reshape(-1, *self._along(axis))
         return total.reshape(len(index), self.shape[1])
 

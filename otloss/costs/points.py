@@ -15,6 +15,7 @@ the centre of y, and u, v for points of length one, products with a vector w nee
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -202,11 +203,14 @@ class PointCost(Cost):
 
         potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
         orders = self._orders_of(self.x, self.y)
-        with suppress(StillCompilingError), declining():
+        with suppress(StillCompilingError), declining(self._entries()):
             return points_softmin(
                 self.x, self.y, potential, epsilon=epsilon, metric=str(self.metric), orders=orders, left_out=left_out
             )
         return super().softmin(potential, epsilon)
+
+    def _entries(self) -> int:
+        return self.batch_shape.numel() * math.prod(self.shape)
 
     def _orders_of(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         return (self._order(x, order_of), self._order(y, order_of)) if can_leave_out(x, y) else None
@@ -248,10 +252,20 @@ class PointCost(Cost):
         epsilon = check_epsilon(epsilon, above_zero=True)
         if self._suits_products():
             return self._gradients_by_products((f, g), (log_p, log_q), epsilon, upstream)
+        with suppress(StillCompilingError), declining(self._entries()):
+            return self._gradients_by_kernel((f, g), (log_p, log_q), epsilon, upstream)
+        return super().plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+
+    def _gradients_by_kernel(
+        self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor,
+        upstream: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return the gradients of `plan_gradients` by the kernel for points, or through a grid."""
         from otloss.costs.points_numba import gradients_in_x
 
+        f, g = potentials
         width = epsilon.unsqueeze(-1) if isinstance(epsilon, Tensor) else epsilon
-        a, b = f + width * log_p, g + width * log_q
+        a, b = (h + width * log_w for h, log_w in zip(potentials, log_weights, strict=True))
         by_points: dict[int, Tensor] = {}
         sums = None
         if a.dim() == b.dim() == 1:
@@ -268,7 +282,7 @@ class PointCost(Cost):
                     )  # fmt: skip
                 gradient = (gradient * upstream[..., None, None].to(gradient)).sum_to_size(points.shape)
                 by_points[id(points)] = by_points[id(points)] + gradient if id(points) in by_points else gradient
-        return tuple(by_points[id(t)] for t in parameters)
+        return tuple(by_points[id(t)] for t in self.parameters())
 
     def _streamed_gradients(
         self, potentials: tuple[Tensor, Tensor], log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor,

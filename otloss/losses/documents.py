@@ -21,7 +21,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._autograd import check_no_transform
-from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_last_axis, check_tensor
+from otloss._checks import (
+    broadcast_shape,
+    check_cloud,
+    check_finite,
+    check_floating,
+    check_integers,
+    check_last_axis,
+    check_tensor,
+)
 from otloss._numba import may_run_on, threads
 from otloss._public import public
 from otloss.costs import DenseCost, PointCost
@@ -115,7 +123,7 @@ def _word_costs(embedding: Tensor, ids_p: Tensor, ids_q: Tensor) -> Float[Tensor
     from otloss.losses.documents_numba import answers, pair_distances
 
     vectors = embedding.detach().to(arithmetic_dtype(embedding.dtype)).contiguous()
-    batch = torch.broadcast_shapes(ids_p.shape[:-1], ids_q.shape[:-1])
+    batch = broadcast_shape(ids_p.shape[:-1], ids_q.shape[:-1])
     n, m = ids_p.shape[-1], ids_q.shape[-1]
     sides = [
         (ids if ids.dim() == 1 else ids.expand(*batch, ids.shape[-1])).reshape(-1, ids.shape[-1]).long().contiguous()

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis
+from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_floating, check_last_axis
 from otloss._numba import may_run_on
 from otloss._public import public
 
@@ -99,7 +99,7 @@ def _order(x: Tensor) -> Tensor:
 def _shares(weights: Tensor, order: Tensor) -> Tensor:
     """Return the weights of sum 1, in this order of the members."""
     share = weights / weights.sum(-1, keepdim=True)
-    batch = torch.broadcast_shapes(share.shape, order.shape)
+    batch = broadcast_shape(share.shape, order.shape)
     return share.expand(batch).gather(-1, order.expand(batch))
 
 

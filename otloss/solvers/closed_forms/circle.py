@@ -36,7 +36,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_positive, check_tensor, has_float64
+from otloss._checks import broadcast_shape, check_positive, check_tensor, has_float64
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.closed_forms.line import both_or_uniform, check_exponent, checked_positions, finite_in, power_of
@@ -134,7 +134,7 @@ def _sorted(weights: Tensor, positions: Tensor, batch: torch.Size) -> tuple[Tens
 
 def _of_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, *, is_shared: bool) -> Tensor:
     """Return W_1: bins at different positions are bins of both, without mass on the other side."""
-    batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
+    batch = broadcast_shape(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
     if not is_shared:
         p, q, x, y = (t.expand(*batch, -1) for t in (p, q, x, y))
         p, q, x = (
@@ -196,7 +196,7 @@ def _cheapest(price: Tensor, partner: Tensor, x: Tensor, period: float) -> Tenso
 
 
 def _above_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, order: float) -> Tensor:
-    batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
+    batch = broadcast_shape(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
     wide = torch.float64 if has_float64(p.device) else p.dtype
     (p, x), (q, y) = (_sorted(w.to(wide), t.to(wide), batch) for w, t in ((p, x), (q, y)))
     fixed_p, fixed_q = p.detach(), q.detach()

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
+from otloss._checks import broadcast_shape, check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs.cost import recomputed
@@ -82,7 +82,7 @@ def sliced_wasserstein(
     b = y.new_full((y.shape[-2],), 1 / y.shape[-2]) if b is None else b
     check_masses(a, b, ("a", "b"))
     a, b = a.unsqueeze(-2), b.unsqueeze(-2)  # (..., 1, n)
-    problems = torch.broadcast_shapes(*(t.shape[:-2] for t in (x, y, a, b))).numel()
+    problems = broadcast_shape(*(t.shape[:-2] for t in (x, y, a, b))).numel()
     blocks = directions.split(max(1, _BLOCK // max(1, problems * (x.shape[-2] + y.shape[-2]))))
     inputs, count = (x, y, a, b, order), directions.shape[0]
     if len(blocks) == 1:

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_integers
+from otloss._checks import broadcast_shape, check_finite, check_floating, check_integers
 from otloss._public import public
 from otloss.solvers.histograms import histogram_pair
 
@@ -70,7 +70,7 @@ def wasserstein_tree(
         raise ValueError(f"p has {n} nodes and q {q.shape[-1]}, expected the same nodes.")
     _check_lengths(length, n)
     ancestors = _ancestors(_parents(parent, n).to(p.device))
-    batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1])
+    batch = broadcast_shape(p.shape[:-1], q.shape[:-1])
     # Nodes first: adding whole rows is fast, and the edges of a node lie side by side.
     weights_p, weights_q = (w.expand(*batch, n).movedim(-1, 0) for w in (pair.p, pair.q))  # (n, ...)
     carried = _carried(weights_p, weights_q, ancestors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 
 from otloss._numba.background import StillCompilingError, declining
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better
@@ -13,28 +12,32 @@ from otloss.solvers.entropic.sinkhorn_cpu import iterate
 from otloss.solvers.problem import Problem
 
 ENTRIES = 2e7  # costs times iterations, some tenths of a second, until one looks for the kernel again
-SMALLEST_COUNT = 16  # iterations until then, at least
+SMALLEST_COUNT = 16  # if these are fewer iterations than so many, all that fit into the time would hardly help
 SHARE = 4  # one in so many iterations of the budget is done without the kernel, at most
-PAUSE = 0.05  # seconds between two looks after that
 
 
 def run_method(method: Method, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
-    """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, iterate without it."""
+    """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, iterate without it.
+
+    Large problems only wait: their iterations would also take the processor from the compilation.
+    """
     result, meanwhile = previous, _unused(budget, previous) // SHARE
+    count = int(ENTRIES / max(1, problem.batch.numel() * math.prod(problem.cost.shape)))
+    if count < SMALLEST_COUNT:
+        meanwhile = 0
     while True:
         part = dataclasses.replace(budget, max_iterations=max(1, _unused(budget, result)))
         try:
             with declining():
                 return better(result, method.run(problem, result, part), budget.tolerance)
-        except StillCompilingError:
-            entries = max(1, problem.batch.numel() * math.prod(problem.cost.shape))
-            count = min(meanwhile, max(SMALLEST_COUNT, int(ENTRIES / entries)))
+        except StillCompilingError as compilation:
+            count = min(meanwhile, count)
             meanwhile -= count
-        if count or result is None:
-            part = dataclasses.replace(budget, patience=math.inf, max_iterations=max(1, count))
-            result = better(result, _iterate(problem, result, part), budget.tolerance)
-        else:
-            time.sleep(PAUSE)
+            if not count:
+                compilation.wait()
+                continue
+        part = dataclasses.replace(budget, patience=math.inf, max_iterations=count)
+        result = better(result, _iterate(problem, result, part), budget.tolerance)
         if result.is_within(budget.tolerance):
             return result
 

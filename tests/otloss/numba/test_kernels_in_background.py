@@ -14,6 +14,7 @@ import torch
 import otloss
 from otloss._numba.background import StillCompilingError
 from otloss.solvers.entropic.newton import SparseNewton
+from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 
 SCRIPT = """
@@ -26,14 +27,27 @@ logging.getLogger("otloss").addHandler(handler)
 logging.getLogger("otloss").setLevel(logging.INFO)
 costs = torch.rand(4, 30, 40, generator=torch.Generator().manual_seed(0))
 first = otloss.sinkhorn(None, None, costs, epsilon=0.1)
-(compilation,) = background._compilations.values()
-assert compilation.process.wait() == 0
+(compilation,) = {id(each): each for each in background._compilations.values()}.values()
+assert [process.wait() for process in compilation.processes] == [0] * len(compilation.processes)
 again = otloss.sinkhorn(None, None, costs, epsilon=0.1)
 from otloss.solvers.entropic.sinkhorn_numba import sinkhorn_problems
 assert sum(sinkhorn_problems.stats.cache_hits.values()) == 1, sinkhorn_problems.stats
 assert len(lines) == 1, lines
 assert "another process" in lines[0]
 torch.testing.assert_close(first, again, rtol=1e-5, atol=0)
+"""
+FIRST_CALLS = """
+import sys, torch, otloss
+from otloss.costs import GridCost
+x, y = torch.rand(4, 20, 2, requires_grad=True), torch.rand(4, 30, 2)
+p = torch.rand(3, 16).softmax(-1)
+def call():
+    otloss.cloud_loss(x, y, blur=0.1).sum().backward()
+    otloss.sinkhorn_divergence(p, p.flip(-1), GridCost((4, 4)), epsilon=0.1)
+    otloss.sliced_wasserstein(x, y)
+    otloss.emd(p, p[:1], torch.rand(16, 16))
+call()
+assert "sympy" not in sys.modules
 """
 
 
@@ -60,6 +74,31 @@ def test_iterations_go_on_without_a_kernel(monkeypatch: pytest.MonkeyPatch, meth
 
 
 def test_another_process_compiles(tmp_path: Path) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    run(SCRIPT, tmp_path)
+
+
+def run(script: str, cache: Path | None = None) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"NUMBA_CACHE_DIR": str(cache)} if cache else {})
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_large_problems_wait_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_kernel, waits = SinkhornOnCPU.run, []
+
+    def not_yet(self: Any, *arguments: Any) -> Any:
+        if len(waits) < 3:
+            raise StillCompilingError
+        return run_kernel(self, *arguments)
+
+    monkeypatch.setattr(SinkhornOnCPU, "run", not_yet)
+    monkeypatch.setattr(StillCompilingError, "wait", lambda self: waits.append(1))
+    monkeypatch.setattr(Sinkhorn, "run", None)
+    costs = torch.rand(32, 200, 200, generator=torch.Generator().manual_seed(0))
+    assert bool(otloss.solve(None, None, costs, epsilon=0.1).converged.all())
+    assert len(waits) == 3
+
+
+def test_compiled_kernels_are_read_without_what_compiling_needs() -> None:
+    run(FIRST_CALLS)  # what is not compiled yet is compiled here, where numba imports much
+    run(FIRST_CALLS + "assert 'scipy.linalg' not in sys.modules\n")
