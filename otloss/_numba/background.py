@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import torch
 
 from otloss._progress import clock
 
@@ -156,18 +157,18 @@ def _processes_for(missing: Sequence[Kernel]) -> list[subprocess.Popen[bytes]]:
             running = [process for other in _compilations.values() for process in other.running()]
             if running:
                 return running
-            compilation.processes = start_compiling(compilation.kernels)
+            compilation.processes = _start(compilation.kernels, max(1, min(PROCESSES, torch.get_num_threads())))
         if compilation.running():
             return compilation.running()
     return []
 
 
-def start_compiling(kernels: Sequence[Kernel], *, processes: int = PROCESSES) -> list[subprocess.Popen[bytes]]:
-    """Start as many processes that compile kernels, where there are as many kernels and cores; none if that fails."""
+def _start(kernels: Sequence[Kernel], processes: int) -> list[subprocess.Popen[bytes]]:
+    """Start processes that compile kernels, at most one for each; none if that fails."""
     jobs = pickle.dumps([(kernel.py_func.__module__, kernel.py_func.__name__, types) for kernel, types in kernels])
     started = []
     with suppress(OSError):  # no process
-        for _ in range(min(processes, len(kernels), os.cpu_count() or 1)):
+        for _ in range(min(processes, len(kernels))):
             process = start_python("-m", __name__, stdin=subprocess.PIPE)
             assert process.stdin is not None
             with process.stdin as pipe:

@@ -16,7 +16,6 @@ from typing import Any
 from numba import types
 from numba.core import event
 
-from otloss._numba.background import SWITCH, start_compiling
 from otloss._numba.cache import KernelCache
 from otloss._progress import clock
 
@@ -92,8 +91,6 @@ def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
     if len(missing) > 1:
         announce(missing)
         _listener.announced.update(missing)
-        if SWITCH.is_on:
-            start_compiling(missing, processes=1)
     compile_apart(compilations)
 
 
