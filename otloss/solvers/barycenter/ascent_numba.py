@@ -25,10 +25,10 @@ import numpy as np
 from otloss._numba.compile import addresses_of, call_at, compiled, inner
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
-from otloss.solvers.entropic.newton_cells_numba import Cells, Side, column_error, evaluate
-from otloss.solvers.entropic.newton_numba import derivative_along, search_along
-from otloss.solvers.entropic.newton_numbers import NEWTON
-from otloss.solvers.entropic.newton_step_numba import (
+from otloss.solvers.entropic.newton_kernels.cells_numba import Cells, Side, column_error, evaluate
+from otloss.solvers.entropic.newton_kernels.newton_numba import derivative_along, search_along
+from otloss.solvers.entropic.newton_kernels.numbers import NEWTON
+from otloss.solvers.entropic.newton_kernels.step_numba import (
     Factor,
     build_conjugate_gradients,
     elimination_order,

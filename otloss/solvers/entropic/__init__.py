@@ -16,13 +16,21 @@ and k = 1 in balanced problems, k_p = rho_p / (rho_p + epsilon) in unbalanced on
 Sources: M. Cuturi, Sinkhorn Distances, 2013; T. Séjourné, J. Feydy, F.-X. Vialard, A. Trouvé, G. Peyré, Sinkhorn
 Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
 
-    potentials      the search, its accuracy, warnings      ladder     which methods, in which order, and dtype
-    interface       what all methods share                  updates    the two updates and the error of the marginals
-    sinkhorn        any cost and device: the reference      sinkhorn_cpu   the numba kernels for matrices
-    coarse_images   large images                            clusters   large clouds
-    newton          Newton's method on the cells of a plan  dual       its dense equations, and the error of potentials
-    dense_newton    accurate potentials                     solution   value, plan, <C, P>, duality gap, bounds
-    implicit_grid   implicit derivatives along axes         implicit_products   the same by streamed products
+    potentials      the search, its accuracy, warnings      ladder      which methods, in which order, and when it ends
+    interface       what all methods share                  solution    value, plan, <C, P>, duality gap, bounds
+
+The methods of the ladder are
+
+    sinkhorn        any cost and device: the reference      sinkhorn_cpu, sinkhorn_gpu      matrices; small problems
+    clusters        large clouds                            coarse_images       large images
+    newton          on the cells of a plan                  newton_products     by products with the plan, on a device
+    sinkhorn_last_resort    in float64, where others end
+
+and `dense_newton` makes potentials accurate after it. The folders have what several files or one algorithm need:
+
+    equations           the two updates, Newton's equations, and the error of potentials
+    sinkhorn_kernels    for sinkhorn_cpu, sinkhorn_gpu      newton_kernels      for newton and barycenters
+    implicit            potentials with a graph
 
 Newton's method starts from exact potentials, so this folder imports `exact`. An exact solver that starts from entropic
 potentials therefore gets `assignment_start` as an argument from its caller, and does not import it.

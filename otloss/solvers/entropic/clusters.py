@@ -46,10 +46,10 @@ from otloss._progress import report
 from otloss.costs import PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.costs.order import grouped
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult, in_float64, potential_of_plan
 from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, iterate
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
 CLUSTERED_METRICS = ("sqeuclidean", "euclidean")

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.dual import ROUNDING, Dual, build_dual, is_dense_fast
+from otloss.solvers.entropic.equations.dual import ROUNDING, Dual, build_dual, is_dense_fast
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
 

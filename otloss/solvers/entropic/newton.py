@@ -19,18 +19,18 @@ from torch import Tensor
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
 from otloss.costs.order import METRICS, order_of
-from otloss.solvers.entropic.dual import with_estimates
+from otloss.solvers.entropic.equations.dual import with_estimates
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.entropic.warnings import check_not_too_small
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.problem import Problem
 
 if TYPE_CHECKING:
-    from otloss.solvers.entropic.newton_cells_numba import Pairs
+    from otloss.solvers.entropic.newton_kernels.cells_numba import Pairs
 
 MAX_STEPS = 1000
 
@@ -149,7 +149,7 @@ def _order(problem: Problem) -> _Order:
 def _pairs(problem: Problem, order: _Order) -> Pairs:
     """Return the costs for the kernel; `matrix` has a first axis of matrices."""
     from otloss.costs.softmin_numba import as_columns
-    from otloss.solvers.entropic.newton_cells_numba import Pairs
+    from otloss.solvers.entropic.newton_kernels.cells_numba import Pairs
 
     cost, points = problem.cost, problem.cost.as_points()
     if points is None:
@@ -162,7 +162,7 @@ def _pairs(problem: Problem, order: _Order) -> Pairs:
 def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, budget: Budget) -> SearchResult:
     """Call the kernel, from g with this error and the cells (problems, 2, cells) of the exact plans."""
     from otloss._numba.compile import addresses_of
-    from otloss.solvers.entropic.newton_numba import (
+    from otloss.solvers.entropic.newton_kernels.newton_numba import (
         NewtonKernels,
         NewtonLimits,
         NewtonProblems,

@@ -13,12 +13,12 @@ from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
 from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.dense_newton import with_accurate_potentials
-from otloss.solvers.entropic.dual import shifted_to_equal_mass
+from otloss.solvers.entropic.equations.dual import shifted_to_equal_mass
+from otloss.solvers.entropic.equations.slow_modes import with_known_error
 from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.entropic.sinkhorn_gpu import is_measured_faster
-from otloss.solvers.entropic.slow_modes import with_known_error
 from otloss.solvers.entropic.warnings import (
     check_not_too_small,
     warn_of_errors,

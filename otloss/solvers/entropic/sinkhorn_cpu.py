@@ -13,6 +13,7 @@ from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss._numba.threads import PASSES, Work, run_on_threads
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import (
     ERROR,
     ITERATIONS,
@@ -25,7 +26,6 @@ from otloss.solvers.entropic.interface import (
     in_float64,
 )
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.options import BOTH_KEPT, of_batch
 from otloss.solvers.problem import Problem
 
@@ -156,14 +156,14 @@ def run_kernel(
     unbalanced problems. The least eigenvalue is the one of the equations for g, estimated from above.
     """
     from otloss._numba.compile import addresses_of
-    from otloss.solvers.entropic.sinkhorn_numba import (
+    from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import (
         KernelBudget,
         empty_results,
         sinkhorn_problems,
         symmetric_problems,
     )
-    from otloss.solvers.entropic.sinkhorn_shared_numba import build_calls, empty_arrays
-    from otloss.solvers.entropic.sinkhorn_unbalanced_numba import build_unbalanced_calls, unbalanced_problems
+    from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import build_calls, empty_arrays
+    from otloss.solvers.entropic.sinkhorn_kernels.unbalanced_numba import build_unbalanced_calls, unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
     results = empty_results(count, n, m, None if g is None else g.detach().numpy())

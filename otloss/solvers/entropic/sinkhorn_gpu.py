@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from otloss._checks import needs_torch
-from otloss.solvers.entropic.dual import with_estimates
+from otloss.solvers.entropic.equations.dual import with_estimates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
@@ -55,7 +55,7 @@ class SinkhornOnGPU(Method):
         """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
         if not is_small(problem):
             return Sinkhorn().run(problem, previous, budget)
-        from otloss.solvers.entropic.small_triton import solve_small
+        from otloss.solvers.entropic.sinkhorn_kernels.small_triton import solve_small
 
         result = solve_small(problem, previous, budget)
         return with_estimates(problem, result) if budget.is_accurate and not problem.is_symmetric else result
@@ -68,7 +68,7 @@ def is_small(problem: Problem) -> bool:
 
 def check_usable(problem: Problem) -> None:
     """Raise ValueError unless the Triton kernel runs on such tensors here."""
-    from otloss.solvers.entropic import small_triton
+    from otloss.solvers.entropic.sinkhorn_kernels import small_triton
 
     device, dtype, other = problem.p.device, problem.cost.dtype, 'use impl="torch" or "auto"'
     if small_triton.triton is None:

@@ -30,7 +30,7 @@ first = otloss.sinkhorn(None, None, costs, epsilon=0.1)
 (compilation,) = {id(each): each for each in background._compilations.values()}.values()
 assert [process.wait() for process in compilation.processes] == [0] * len(compilation.processes)
 again = otloss.sinkhorn(None, None, costs, epsilon=0.1)
-from otloss.solvers.entropic.sinkhorn_numba import sinkhorn_problems
+from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import sinkhorn_problems
 assert sum(sinkhorn_problems.stats.cache_hits.values()) == 1, sinkhorn_problems.stats
 assert len(lines) == 1, lines
 assert "another process" in lines[0]

@@ -192,7 +192,7 @@ def test_the_error_of_potentials_without_a_matrix_is_that_with_one(
     problem = p / p.sum(), q / q.sum(), PointCost(x, y)
     options = {"epsilon": 0.3, "tolerance": 1e-6, "impl": "torch"}
     right = otloss.solve(*problem, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
+    monkeypatch.setattr("otloss.solvers.entropic.equations.dual.LARGEST_FOR_EIGENVALUE", 0)
     answer = otloss.solve(*problem, **options)  # type: ignore[arg-type]
     assert float(answer.potential_error) == pytest.approx(float(right.potential_error), rel=0.5)
 
@@ -213,7 +213,7 @@ def test_the_error_of_potentials_without_a_matrix_sees_one_cell_apart(
     impl: Literal["torch", "compiled"], light: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A noisy disc, and one cell at any place, of any weight, that exchanges next to nothing with it."""
-    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
+    monkeypatch.setattr("otloss.solvers.entropic.equations.dual.LARGEST_FOR_EIGENVALUE", 0)
     size, epsilon = 16, 0.002
     cost = GridCost((size, size), spacing=1 / (size - 1))
     y, x = torch.arange(size)[:, None], torch.arange(size)
@@ -239,7 +239,7 @@ def test_the_error_of_potentials_without_a_matrix_sees_one_cell_apart(
 
 
 def test_uncertain_gradients_are_named_without_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
+    monkeypatch.setattr("otloss.solvers.entropic.equations.dual.LARGEST_FOR_EIGENVALUE", 0)
     p, cost = torch.full((2,), 0.5, dtype=torch.float64), torch.tensor([[0.0, 1.0], [1.5, 0.0]], dtype=torch.float64)
     with pytest.warns(ConvergenceWarning, match="unknown amount"):
         otloss.sinkhorn(p.clone().requires_grad_(), p, cost, epsilon=1 / 32, impl="torch")

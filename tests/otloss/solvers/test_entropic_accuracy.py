@@ -14,7 +14,7 @@ from otloss.solvers.entropic import potentials
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.newton import NewtonFirst
-from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
+from otloss.solvers.entropic.sinkhorn_last_resort import SinkhornAsLastResort
 from otloss.solvers.problem import Problem
 
 
@@ -245,7 +245,7 @@ def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.Mon
     def run(*_: object) -> None:
         raise AssertionError("the last method runs")
 
-    monkeypatch.setattr(SinkhornInFloat64, "run", run)
+    monkeypatch.setattr(SinkhornAsLastResort, "run", run)
     costs = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
     with pytest.raises(otloss.SmallEpsilonError):
         otloss.sinkhorn(None, None, costs, epsilon=1e-12, marginal_penalty=1.0)

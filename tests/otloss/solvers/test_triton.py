@@ -16,9 +16,10 @@ from torch import Tensor
 from otloss import cloud_loss, nn, sinkhorn, solve
 from otloss.costs import Cost, DenseCost, PointCost
 from otloss.solvers.convergence import ConvergenceWarning
-from otloss.solvers.entropic import sinkhorn_gpu, small_triton
+from otloss.solvers.entropic import sinkhorn_gpu
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
+from otloss.solvers.entropic.sinkhorn_kernels import small_triton
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, pose
 from tests.largest_tensor import LargestTensor

@@ -28,8 +28,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss.solvers.entropic.equations.updates import Updates, build_updates, damping_of, log_mass_ratio
 from otloss.solvers.entropic.interface import SCHEDULE, SearchResult
-from otloss.solvers.entropic.updates import Updates, build_updates, damping_of, log_mass_ratio
 from otloss.solvers.linear_systems import factor, solve_factored
 from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem

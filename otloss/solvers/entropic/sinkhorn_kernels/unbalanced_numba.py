@@ -1,15 +1,15 @@
-"""Unbalanced Sinkhorn for a batch of dense problems on a CPU; layout and scaling form as in `sinkhorn_numba`.
+"""Unbalanced Sinkhorn for a batch of dense problems on a CPU; layout and scaling form as in `balanced_numba`.
 
 Let M_p and M_q be the masses, p and q shares of them, r_p = epsilon / rho_p and k_p = 1 / (1 + r_p). The numbers r_q
 and k_q are defined in the same way; r = 0 and k = 1 on a side whose marginal is kept. The plan is P = U G V as in
-`sinkhorn_numba`. In place of the potentials f and g the kernel iterates
+`balanced_numba`. In place of the potentials f and g the kernel iterates
 
     phi = f / epsilon + log M_q,    gamma = g / epsilon + log M_p
 
 The rows of P should sum to t = p exp(log M_p + r_p log M_q - r_p phi). The columns have the same formula, with p and q
 exchanged and gamma in place of phi.
 
-    update          phi <- phi + w k_p log(t / (U G V)): `sinkhorn_steps_numba.damped_update`
+    update          phi <- phi + w k_p log(t / (U G V)): `steps_numba.damped_update`
     shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / (r_p + r_q)
 
 No constant s increases the dual more than this shift does. Where factors underflow, the error is infinite and
@@ -38,15 +38,21 @@ from otloss.solvers.entropic.interface import (
     POTENTIAL_RANGE,
     SCHEDULE,
 )
-from otloss.solvers.entropic.sinkhorn_numba import (
+from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import (
     ITERATION_BOUNDS,
     KernelBudget,
     build_budget,
     error_of_potential,
     is_too_slow,
 )
-from otloss.solvers.entropic.sinkhorn_shared_numba import FACTS, SHARED, build_calls, build_scratch, count_positive
-from otloss.solvers.entropic.sinkhorn_steps_numba import (
+from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import (
+    FACTS,
+    SHARED,
+    build_calls,
+    build_scratch,
+    count_positive,
+)
+from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
     column_sums,
     damped_update,
     largest_size,

@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.dual import ROUNDING
+from otloss.solvers.entropic.equations.dual import ROUNDING
+from otloss.solvers.entropic.equations.updates import Updates, build_updates
 from otloss.solvers.entropic.interface import SCHEDULE, SearchResult, in_float64
-from otloss.solvers.entropic.updates import Updates, build_updates
 from otloss.solvers.problem import Problem
 
 

@@ -1,7 +1,7 @@
 """What the kernels of Sinkhorn's iteration compute once a problem or once an absorption, as kernels of their own.
 
 The balanced, the symmetric and the unbalanced kernel call them by their addresses (`Shared`), so they are compiled once
-for all. `sinkhorn_numba` has the notation.
+for all. `balanced_numba` has the notation.
 
     gather_problem              before the iterations: the bins that take part, their shares of the mass and their costs
     absorb                      whenever factors have become large: potentials and the matrix G
@@ -20,7 +20,13 @@ import numpy as np
 from otloss._numba.compile import call_at, compiled, exp, inner, largest, log64
 from otloss._numba.sums import mass_of
 from otloss.solvers.entropic.interface import LEAST_EIGENVALUE
-from otloss.solvers.entropic.sinkhorn_steps_numba import FAST, least_eigenvalue, product, round_trip, softmin_of_scores
+from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
+    FAST,
+    least_eigenvalue,
+    product,
+    round_trip,
+    softmin_of_scores,
+)
 
 
 class ShareBounds(NamedTuple):
@@ -68,7 +74,7 @@ class Scratch(NamedTuple):
     Attributes:
         alpha, beta: the potentials absorbed so far, in float64 as all down to `absorbed`.
         totals, shifted, scores: exponents.
-        phi, gamma, absorbed: potentials over epsilon of `sinkhorn_unbalanced_numba`.
+        phi, gamma, absorbed: potentials over epsilon of `unbalanced_numba`.
         p, q: shares of the mass, in the dtype of the costs as all down to `costs`.
         u, v: factors.
         row_sums, column_sums: sums of the plan or of G.

@@ -11,7 +11,7 @@ from otloss.solvers.entropic.sinkhorn_cpu import iterate
 from otloss.solvers.problem import Problem
 
 
-class SinkhornInFloat64(Method):
+class SinkhornAsLastResort(Method):
     """The method for what the others leave: they end early, or underflow.
 
     It does not apply where the first method is the same iteration in the same arithmetic, and no other one applies:

@@ -9,7 +9,7 @@ entry of G is above 1 / max(p_i, q_j), so G does not overflow. The entries of li
 heavy bins, so their potentials are as accurate.
 
     absorb      alpha = softmin(beta), and G from it. This is an exact update of f, with exponents in float64.
-    iterate     U = p / (G V),  V = q / (G^T U), over-relaxed: see `sinkhorn_steps_numba`
+    iterate     U = p / (G V),  V = q / (G^T U), over-relaxed: see `steps_numba`
 
 Epsilon falls in stages; each begins with the potentials of the one before. Every problem of the batch stops by itself.
 The transport of p to itself (symmetric) takes the mean of f and softmin(f), which at least halves the error in each
@@ -37,8 +37,8 @@ from otloss.solvers.entropic.interface import (
     POTENTIAL_RANGE,
     SCHEDULE,
 )
-from otloss.solvers.entropic.sinkhorn_shared_numba import FACTS, SHARED, build_scratch
-from otloss.solvers.entropic.sinkhorn_steps_numba import (
+from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import FACTS, SHARED, build_scratch
+from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
     UPDATE_BOUNDS,
     add_logs,
     column_error,
