@@ -201,7 +201,7 @@ def sinkhorn(
             linear system of the size of the smaller side; for balanced problems on large grids by products along the
             axes, and for large ones with impl="triton" by streamed products where float32 determines them.
         tolerance: sum of the errors of both marginals relative to the mass; None for 1e-5 in float32, 1e-8 in float64.
-        max_iterations: at most. Problems that would take more than 250 go to Newton's method, on the CPU: those with
+        max_iterations: at most. Problems of slow iterations go to Newton's method early, on the CPU: those with
             matrices of up to 2**28 entries in all (of images 2**20 each), and pairs of large clouds.
         start: potentials (f, g) of a similar problem.
         impl: "compiled", the numba kernel (scaling form) on the CPU, for matrices; "torch", log domain, any cost and
