@@ -41,7 +41,7 @@ from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import has_float64, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, no_implicit_answer
+from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, singular_equations_error
 from otloss.solvers.entropic.equations.updates import damping_of
 from otloss.solvers.entropic.implicit.grid import suits_axes, with_graph
 from otloss.solvers.entropic.implicit.products import linear_cost_with_graph, suits_products
@@ -317,8 +317,8 @@ class _Equations:
         try:
             solution = solve_systems(among, torch.where(has_mass, right, 0.0).unsqueeze(-1)).squeeze(-1)
         except torch.linalg.LinAlgError:
-            raise no_implicit_answer() from None
+            raise singular_equations_error() from None
         if not bool(torch.isfinite(solution).all()):
-            raise no_implicit_answer()
+            raise singular_equations_error()
         others = right + ((identity - system) @ solution.unsqueeze(-1)).squeeze(-1)
         return torch.where(has_mass, solution, others)

@@ -46,14 +46,14 @@ class Neighbours(NamedTuple):
         largest_count: the median of the places within about epsilon of such a point, up to which Newton's method alone
             takes a third to nine tenths of the time, in all rows of `benchmarks.hard_clouds` of 500 and more points.
         same_place: points within this share of epsilon are counted as one place.
-        least_cost: the median of the costs to the nearest point of the other cloud over epsilon. Below it Sinkhorn's
+        smallest_cost: the median of the costs to the nearest point of the other cloud over epsilon. Below it Sinkhorn's
             iteration begins near the solution.
     """
 
     points: int = 16
     largest_count: float = 1.5
     same_place: float = 0.01
-    least_cost: float = 1.0
+    smallest_cost: float = 1.0
 
 
 NEIGHBOURS = Neighbours()
@@ -89,7 +89,7 @@ class SparseNewton(Method):
         if budget.is_accurate:
             result = with_estimates(slow, result)
         if slow.marginal_penalty is not None:  # light columns, which hardly count, may decide the estimate: no warning
-            result = dataclasses.replace(result, potential_range=None, least_eigenvalue=None)
+            result = dataclasses.replace(result, potential_range=None, smallest_eigenvalue=None)
         return scatter(previous, mask, result)
 
 
@@ -105,7 +105,7 @@ class NewtonFirst(SparseNewton):
         epsilon = problem.epsilon[..., None, None]
         x, y = (cloud[..., :: max(1, cloud.shape[-2] // NEIGHBOURS.points), :] for cloud in (points.x, points.y))
         nearest = (PointCost(x, points.y, metric=points.metric).dense() / epsilon).amin(-1)
-        if float(nearest.median()) < NEIGHBOURS.least_cost:
+        if float(nearest.median()) < NEIGHBOURS.smallest_cost:
             return False
         return all(
             _places(PointCost(some, cloud, metric=points.metric).dense() / epsilon) <= NEIGHBOURS.largest_count

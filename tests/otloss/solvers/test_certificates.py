@@ -288,7 +288,7 @@ def test_uncertain_gradients_between_images_warn(epsilon: float) -> None:
 
 
 def test_islands_off_the_blocks_of_coarse_images_warn_too() -> None:
-    """Blocks of 4 x 4 cells put them nearer to each other, so their least eigenvalue exceeds the least one of cells."""
+    """Blocks of 4 x 4 cells put them nearer to each other, so their smallest eigenvalue exceeds the one of cells."""
     random = torch.rand(2, 64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
     images = []
     for weights, rows, first in zip(random, (slice(0, 16), slice(30, 46)), (29, 31), strict=True):

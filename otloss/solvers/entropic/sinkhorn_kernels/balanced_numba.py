@@ -32,10 +32,10 @@ from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import (
     ERROR,
     ITERATIONS,
-    LEAST_EIGENVALUE,
     POTENTIAL_ERROR,
     POTENTIAL_RANGE,
     SCHEDULE,
+    SMALLEST_EIGENVALUE,
 )
 from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import FACTS, SHARED, build_scratch
 from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
@@ -220,7 +220,7 @@ def _iterate(
 
 
 @inner()
-def error_of_potential(residual: float, least: float, itemsize: int) -> float:
+def error_of_potential(residual: float, smallest_eigenvalue: float, itemsize: int) -> float:
     """Return an estimate of the largest error of g / epsilon after exact updates.
 
     Let e be the error and r the residual P^T 1 / q - 1. To first order (1 - T) e = r. So |e| <= |r| / (1 - lambda) in
@@ -228,7 +228,7 @@ def error_of_potential(residual: float, least: float, itemsize: int) -> float:
     estimate is above SCHEDULE.largest_estimate, the first order does not hold.
     """
     rounding = 1e-6 if itemsize == 4 else 1e-15
-    error = (residual + rounding) / least
+    error = (residual + rounding) / smallest_eigenvalue
     return error if error <= SCHEDULE.largest_estimate else np.inf
 
 
@@ -239,7 +239,7 @@ def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
         f[i] = 0
     for j in range(g.shape[0]):
         g[j] = 0
-    outcome[ERROR], outcome[POTENTIAL_ERROR], outcome[POTENTIAL_RANGE], outcome[LEAST_EIGENVALUE] = 0, 0, 0, 1
+    outcome[ERROR], outcome[POTENTIAL_ERROR], outcome[POTENTIAL_RANGE], outcome[SMALLEST_EIGENVALUE] = 0, 0, 0, 1
 
 
 @spliced
@@ -303,7 +303,7 @@ def _solve(
         for j in range(m):
             residual = max(residual, abs(np.float64(work.column_sums[j] * work.v[j] / work.q[j]) - 1))
         call_at(shared[SHARED.estimate], (work, n, m, outcome))
-        outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, outcome[LEAST_EIGENVALUE], cost.itemsize)
+        outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, outcome[SMALLEST_EIGENVALUE], cost.itemsize)
         outcome[POTENTIAL_RANGE] = highest_g - lowest_g
     outcome[ERROR], outcome[ITERATIONS] = error, iterations
 
@@ -316,7 +316,7 @@ def sinkhorn_problems(counter: Any, shared: Any, problems: Any, limits: Any, res
     problems    p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
                 owner (B,) and epsilon (B,)
     limits      the fields of `KernelBudget`
-    results     f (B, n) and g (B, m) in float64; outcome (B, 5), which gets what `run_kernel` returns: infinity and NaN
+    results     f (B, n) and g (B, m) in float64; outcome (B, 5), as `KernelResults` explains it: infinity and NaN
                 where the problem is not valid. Potentials of a problem without mass are 0
     arrays      what `empty_arrays` returns
     """

@@ -19,12 +19,12 @@ import numpy as np
 
 from otloss._numba.compile import call_at, compiled, exp, inner, largest, log64
 from otloss._numba.sums import mass_of
-from otloss.solvers.entropic.interface import LEAST_EIGENVALUE
+from otloss.solvers.entropic.interface import SMALLEST_EIGENVALUE
 from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
     FAST,
-    least_eigenvalue,
     product,
     round_trip,
+    smallest_eigenvalue,
     softmin_of_scores,
 )
 
@@ -215,7 +215,7 @@ class LanczosBounds(NamedTuple):
     """What `estimate_eigenvalue` reads as constants.
 
     Attributes:
-        steps, first_steps, large_eigenvalue: the method ends after `first_steps` if the least eigenvalue is above
+        steps, first_steps, large_eigenvalue: the method ends after `first_steps` if the smallest eigenvalue is above
             `large_eigenvalue`: the eigenvalue of a few bins among thousands has shown by then, and after three steps
             it has not.
         smallest_length: the length below which a vector is rounding.
@@ -269,30 +269,30 @@ def estimate_eigenvalue(work: Any, n: int, m: int, outcome: Any) -> None:
         round_trip(kernel, p, q, u, v, x, row_sums, sums, n, m)
         diagonal[k] = product(q, x, sums, m)
         count += 1
-        if count == LANCZOS.first_steps and least_eigenvalue(diagonal, beside, count) > LANCZOS.large_eigenvalue:
+        if count == LANCZOS.first_steps and smallest_eigenvalue(diagonal, beside, count) > LANCZOS.large_eigenvalue:
             break
         a, b = number(diagonal[k]), number(beside[k - 1] if k > 0 else 0)
         for j in range(m):
             following = sums[j] - a * x[j] - b * previous[j]
             previous[j], x[j] = x[j], following
-    outcome[LEAST_EIGENVALUE] = least_eigenvalue(diagonal, beside, count)
+    outcome[SMALLEST_EIGENVALUE] = smallest_eigenvalue(diagonal, beside, count)
 
 
 @compiled(by_address=True)
 def write_other_potentials(
-    cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, mass: float, least: float, potential: Any,
-    epsilon: float, out: Any, work: Any,
+    cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, mass: float, smallest_share: float,
+    potential: Any, epsilon: float, out: Any, work: Any,
 ) -> None:  # fmt: skip
     """Write the potentials of the bins that are not among the first `count` places, if there are any.
 
-    They are soft minima over the other side's bins above a share `least` of its mass.
+    They are soft minima over the other side's bins above a share `smallest_share` of its mass.
     """
     if count == out.shape[0]:
         return
     shifted, scores, inverse = work.shifted, work.scores, 1 / mass
     for j in range(weights.shape[0]):
         share = weights[j] * inverse
-        shifted[j] = potential[j] / epsilon + math.log(share) if share > least else -np.inf
+        shifted[j] = potential[j] / epsilon + math.log(share) if share > smallest_share else -np.inf
     at = 0
     for i in range(out.shape[0]):
         if at < count and places[at] == i:

@@ -202,7 +202,7 @@ def round_trip(kernel: Any, p: Any, q: Any, u: Any, v: Any, x: Any, sums_p: Any,
 
 
 @inner()
-def least_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
+def smallest_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
     """Return 1 minus the largest eigenvalue of a symmetric tridiagonal matrix with eigenvalues in [0, 1].
 
     It is accurate to 10 %, and at least 1e-8.

@@ -33,10 +33,10 @@ from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import (
     ERROR,
     ITERATIONS,
-    LEAST_EIGENVALUE,
     POTENTIAL_ERROR,
     POTENTIAL_RANGE,
     SCHEDULE,
+    SMALLEST_EIGENVALUE,
 )
 from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import (
     ITERATION_BOUNDS,
@@ -96,7 +96,7 @@ def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: 
         work.p, work.q, work.u, work.v, work.column_sums, work.alpha, work.beta, work.scores,
     )  # fmt: skip
     phi, gamma = work.phi, work.gamma
-    least = SMALLEST_FACTORS[0] if work.kernel.itemsize == 4 else SMALLEST_FACTORS[1]
+    smallest_factor = SMALLEST_FACTORS[0] if work.kernel.itemsize == 4 else SMALLEST_FACTORS[1]
     for _ in range(ATTEMPTS):
         for j in range(m):
             v[j], beta[j] = q[j], epsilon * gamma[j]
@@ -108,7 +108,7 @@ def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: 
             phi[i] = sides.rows.damping * (work.totals[i] + sides.rows.constant)
             work.shifted[i] = phi[i]
             u[i] = p[i] * math.exp(phi[i] - work.totals[i])
-            is_normal &= u[i] > least and u[i] < 1 / least
+            is_normal &= u[i] > smallest_factor and u[i] < 1 / smallest_factor
         if not is_normal:
             return False
         column_sums(work.kernel, u, sums, n, m)
@@ -390,7 +390,7 @@ def _range(weights: Any, potential: Any) -> float:
 def _write_uncertainty(
     shared: Any, work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
 ) -> None:  # fmt: skip
-    """Write the error of g, and the least eigenvalue of the equations for g without their constant; damping is k_p k_q.
+    """Write the error of g, and the smallest eigenvalue of its equations without their constant; damping is k_p k_q.
 
     The constant has a closed form; the caller shifts g by it.
     """
@@ -407,9 +407,9 @@ def _write_uncertainty(
     for j in range(m):
         q[j] /= mass
     call_at(shared[SHARED.estimate], (work, n, m, outcome))
-    least = 1 - damping * (1 - outcome[LEAST_EIGENVALUE])
-    outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, work.kernel.itemsize)
-    outcome[LEAST_EIGENVALUE] = least
+    eigenvalue = 1 - damping * (1 - outcome[SMALLEST_EIGENVALUE])
+    outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, eigenvalue, work.kernel.itemsize)
+    outcome[SMALLEST_EIGENVALUE] = eigenvalue
 
 
 @compiled(by_address=True)
