@@ -12,7 +12,7 @@ from otloss.solvers.problem import Problem
 
 
 class SinkhornAsLastResort(Method):
-    """The method for what the others leave: they end early, or underflow.
+    """The method for what the others leave, in float64: they end early, or underflow.
 
     It does not apply where the first method is the same iteration in the same arithmetic, and no other one applies:
     then the first one has the whole budget.
