@@ -54,8 +54,8 @@ MODULES = {
     "otloss/metrics/forecasts.py": ["tests/otloss/metrics"],
     # These tests run the kernel as plain Python: a mutant compiles nothing.
     **{
-        f"otloss/solvers/entropic/newton{part}_numba.py": ["tests/otloss/solvers/test_newton_kernel.py"]
-        for part in ("", "_cells", "_step")
+        f"otloss/solvers/entropic/newton_kernels/{part}_numba.py": ["tests/otloss/solvers/test_newton_kernel.py"]
+        for part in ("newton", "cells", "step")
     },
 }
 KILLED, SURVIVED, BROKEN = 1, 0, 2

@@ -28,7 +28,7 @@ TOLERANCE, EXACT = 1e-6, 1e-11
 # digits would decide whether it runs for its most iterations.
 LEAST_EXCESS = 1e-8
 THRESHOLDS = tuple(10.0**-k for k in range(2, 15))
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 ROUNDING = 1e-12
 ByPot = Callable[[np.ndarray, float], np.ndarray]
 
@@ -58,11 +58,11 @@ def compare(
         a = (weights / weights.sum(-1, keepdim=True)).unsqueeze(-2)
         return float(otloss.sinkhorn_divergence(a, p, cost, epsilon=epsilon, tolerance=EXACT).mean())
 
-    least = objective(exact) if debiased else 0.0
+    smallest = objective(exact) if debiased else 0.0
 
     def errors(weights: Tensor) -> tuple[float]:
         if debiased:
-            return (max(objective(weights) / least - 1, LEAST_EXCESS),)
+            return (max(objective(weights) / smallest - 1, LEAST_EXCESS),)
         return (float((weights - exact).abs().sum(-1).max()),)
 
     def pot(threshold: float) -> Tensor:
@@ -71,7 +71,7 @@ def compare(
 
     reached = (max(*errors(ours(TOLERANCE)), ROUNDING),)
     peer = Contestant("POT", "threshold", THRESHOLDS, pot, errors)
-    weights = cheapest(peer, reached, most_seconds=MOST_SECONDS)
+    weights = cheapest(peer, reached, max_seconds=MAX_SECONDS)
     steps: dict[str, Step] = {OURS: partial(ours, TOLERANCE)}
     notes = {OURS: f"{reached[0]:.1e}"}
     if weights.setting is None:  # no time of POT is one at equal error

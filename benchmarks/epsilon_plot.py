@@ -51,10 +51,10 @@ def measured(epsilons: list[float], *, batch: int, n: int, rounds: int) -> dict[
     converged: list[int] = []
     steps: dict[str, Any] = {"exact": lambda: otloss.emd(p, q, matrix)}
     for epsilon in epsilons:
-        answer = otloss.solve(p, q, matrix, epsilon=epsilon)
-        converged.append(int(answer.converged.sum()))
+        solution = otloss.solve(p, q, matrix, epsilon=epsilon)
+        converged.append(int(solution.converged.sum()))
         debiased = otloss.sinkhorn_divergence(p, q, matrix, epsilon=epsilon, **among)
-        for name, results in (("value", answer.value), ("linear", answer.linear_cost), ("debiased", debiased)):
+        for name, results in (("value", solution.value), ("linear", solution.linear_cost), ("debiased", debiased)):
             errors[name].append((results - exact).abs() / exact)
         steps[f"value {epsilon}"] = lambda e=epsilon: otloss.sinkhorn(p, q, matrix, epsilon=e)
         steps[f"debiased {epsilon}"] = lambda e=epsilon: otloss.sinkhorn_divergence(p, q, matrix, epsilon=e, **among)

@@ -57,7 +57,7 @@ TENSORIZED, ONLINE, OTT = "GeomLoss tensorized", "GeomLoss online", "OTT-JAX"
 LARGEST_REFERENCE = 4e7
 REFERENCE_ROWS = 1000
 # No contestant gets a row of more pairs: it would not fit the memory, or take minutes.
-MOST_PAIRS = {TORCH: 2e8, CPU: 3e9, TENSORIZED: 4e8, OTT: 4e8, ONLINE: 2e10, FLASH: 2e10, FLASH_FLOAT32: 2e10,
+MAX_PAIRS = {TORCH: 2e8, CPU: 3e9, TENSORIZED: 4e8, OTT: 4e8, ONLINE: 2e10, FLASH: 2e10, FLASH_FLOAT32: 2e10,
               TRITON: 2e12}  # fmt: skip
 SECONDS = 450.0  # a run takes no longer; what is not measured by then is left to the next one
 LIMIT = 45.0  # seconds of one contestant, with its compilation
@@ -365,7 +365,7 @@ def measure_row(row: Row, names: list[str], run: Run) -> dict[str, dict[str, Any
         reference = None
     for name in names:
         limit = run.limit()
-        if row.pairs > MOST_PAIRS[name]:
+        if row.pairs > MAX_PAIRS[name]:
             fields: dict[str, Any] = {"note": "not tried: too many pairs"}
         elif limit < 1:
             say("  out of time: a further run goes on here")

@@ -105,8 +105,8 @@ def _pot_solve(epsilon: float, grad: str, part: str = "value", **options: Any) -
 
     def value(t: Inputs) -> Tensor:
         cost = t["cost"] if "cost" in t else ot.dist(t["x"], t["y"], metric="euclidean")
-        answer = ot.solve(cost, t["p"], t["q"], reg=epsilon, grad=grad, max_iter=20_000, tol=_tolerance(t), **options)
-        return getattr(answer, part)
+        solution = ot.solve(cost, t["p"], t["q"], reg=epsilon, grad=grad, max_iter=20_000, tol=_tolerance(t), **options)
+        return getattr(solution, part)
 
     return value
 
@@ -162,10 +162,10 @@ def _entropic(epsilon: float) -> list[Contestant]:
 def _our_linear(epsilon: float, **options: Any) -> Value:
     def value(t: Inputs) -> Tensor:
         tolerance = _tolerance(t, wide=1e-10)
-        answer = otloss.solve(
+        solution = otloss.solve(
             t["p"], t["q"], t["cost"], epsilon=epsilon, grad="implicit", tolerance=tolerance, **options
         )
-        return answer.linear_cost
+        return solution.linear_cost
 
     return value
 

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.hard_kinds import BLURS, GIVEN_AXES, KINDS, MANY_AXES, MANY_AXES_SIZES, SIZES, Hard, data_of
+from benchmarks.hard_kinds import AXES_OF_DATA, BLURS, KINDS, MANY_AXES, MANY_AXES_SIZES, SIZES, Hard, data_of
 from benchmarks.hard_references import marginal_error, references
 from benchmarks.measure import SMALL_SIZES, Limit, Settings, hardware, heading, say, table
 
@@ -115,7 +115,8 @@ def takes(cell: Cell) -> bool:
     if "d" in cell.size or cell.kind in MANY_AXES:
         if cell.kind not in MANY_AXES or "d" not in cell.size or cell.work != DIVERGENCE or cell.blur != 0.05:
             return False
-        if cell.kind in GIVEN_AXES and (data_of(cell.kind) is None or not cell.size.endswith(GIVEN_AXES[cell.kind])):
+        axes = AXES_OF_DATA.get(cell.kind)
+        if axes is not None and (data_of(cell.kind) is None or not cell.size.endswith(axes)):
             return False
         return cell.name not in (POT, OTT)
     *batch, n = map(int, cell.size.split("x"))

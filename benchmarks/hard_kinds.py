@@ -22,7 +22,7 @@ KINDS = (
 )  # fmt: skip
 SIZES = ("16x256", "500", "2000", "6000", "20000")
 MANY_AXES = ("gaussian", "low rank", "distant clusters", "sphere", "words", "states")  # these have sizes POINTSdAXES
-GIVEN_AXES = {"words": "d25", "states": "d64"}  # the axes of the data
+AXES_OF_DATA = {"words": "d25", "states": "d64"}  # the axes of the data
 DATA = {"words": "words/glove_twitter_25d.npz", "states": "models/stories260K"}  # in $OTLOSS_DATA
 MANY_AXES_SIZES = ("2000d25", "2000d64", "2000d512")
 BLURS = (0.5, 0.05, 0.01)
@@ -161,7 +161,7 @@ def _states() -> Tensor:
 
 def _embeddings(generator: Generator, kind: str, n: int, axes: int) -> tuple[Tensor, Tensor]:
     """Clouds, or modes of clouds, whose points lie one from the centre in the mean."""
-    if kind in GIVEN_AXES:
+    if kind in AXES_OF_DATA:
         points = _words() if kind == "words" else _states()
         points = points / (points - points.mean(0)).square().sum(-1).mean().sqrt()
         drawn = points[torch.randperm(len(points), generator=generator)[: 2 * n]]

@@ -32,7 +32,7 @@ FIELDS = ("kind", "size", "blur", "penalty", "marginal_error", "values", "gradie
 PROJECTIONS = 16
 BLOCK = 2**22  # entries of a plan at a time
 EXACT = 1e-13
-LEAST_RIDGE, LEAST_SHARE, MOST_STUCK = 1e-15, 0.02, 12
+MIN_RIDGE, MIN_SHARE, MAX_STUCK = 1e-15, 0.02, 12
 LARGEST_ERROR = 1e-9  # in the marginals; rows beyond it are kept, and not compared with
 STEPS, ITERATIONS = 100, 30  # Newton's steps, and Sinkhorn's iterations before them in a symmetric problem
 SIZES = ("16x256", "500", "2000")
@@ -157,7 +157,7 @@ class Dual:
 
     def newton(self, g: Tensor, tolerance: float) -> Tensor:
         """A step that would have to be shortened a lot is taken again with a larger ridge."""
-        best, least, stuck, ridge = g, math.inf, 0, LEAST_RIDGE
+        best, smallest_error, stuck, ridge = g, math.inf, 0, MIN_RIDGE
         for _ in range(STEPS):
             g = self.best_g(self.best_f(g))  # no column without mass
             f = self.best_f(g)
@@ -165,16 +165,16 @@ class Dual:
             rows, columns = plan.sum(-1), plan.sum(-2)
             gradient = columns - self.targets(f, g)[1]
             error = float(gradient.abs().sum())
-            stuck = 0 if error < least / 2 else stuck + 1
-            best, least = (g, error) if error < least else (best, least)
-            if error <= tolerance or stuck > MOST_STUCK:
+            stuck = 0 if error < smallest_error / 2 else stuck + 1
+            best, smallest_error = (g, error) if error < smallest_error else (best, smallest_error)
+            if error <= tolerance or stuck > MAX_STUCK:
                 break
             step, ridge = self._step(plan, rows, columns, gradient, f, g, ridge)
             share, moved = self._moved(f, g, step, columns.sum(), float(gradient @ step))
-            if share < LEAST_SHARE:
+            if share < MIN_SHARE:
                 ridge *= 100
             else:
-                g, ridge = moved, max(ridge / 10, LEAST_RIDGE)
+                g, ridge = moved, max(ridge / 10, MIN_RIDGE)
         return best
 
     def _step(
@@ -208,7 +208,7 @@ class Dual:
             f = self.best_f(moved)
             mass = self.p.sum() if self.rho is None else self.targets(f, moved)[0].sum()
             after = self.objective(f, moved, mass)
-            if after <= now + 1e-4 * share * decrease + 1e-15 * abs(now) or share < LEAST_SHARE:
+            if after <= now + 1e-4 * share * decrease + 1e-15 * abs(now) or share < MIN_SHARE:
                 return share, moved
             share /= 2
 

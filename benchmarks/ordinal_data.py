@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 FEWEST = 4
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class OrdinalSet:
         values, counts = np.unique(labels, return_counts=True)
         kept = np.isin(labels, values[counts >= FEWEST])
         places = np.flatnonzero(kept)
-        if len(places) > MOST_ROWS:
-            places = np.sort(np.random.default_rng(0).choice(places, MOST_ROWS, replace=False))
+        if len(places) > MAX_ROWS:
+            places = np.sort(np.random.default_rng(0).choice(places, MAX_ROWS, replace=False))
             values, counts = np.unique(labels[places], return_counts=True)
             places = places[np.isin(labels[places], values[counts >= FEWEST])]
         X = pd.get_dummies(features.iloc[places]).to_numpy(np.float64)

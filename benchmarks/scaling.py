@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 ROUNDS, SMALL_ROUNDS = 3, 1
 WIDTH = 256
-MOST_BYTES = 8 * 2**30  # dense cross-entropy is skipped above this
+MAX_BYTES = 8 * 2**30  # dense cross-entropy is skipped above this
 CHUNK = 512  # for F.linear_cross_entropy: near its best at most sizes
 FIELDS = ("date", "axis", "tokens", "vocab", "width", "u", "labels", "name", "seconds", "mebibytes", "note", "rounds",
           "hardware", "torch")  # fmt: skip
 CSV, PNG = "scaling.csv", "scaling.png"
-SKIPPED = f"skipped: over {MOST_BYTES / 2**30:.0f} GiB"
+SKIPPED = f"skipped: over {MAX_BYTES / 2**30:.0f} GiB"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure(point: Point, settings: Settings) -> list[Row]:
     common = {"date": date.today().isoformat(), "axis": point.axis, "tokens": str(point.tokens),
               "vocab": str(point.vocab), "width": str(WIDTH), "u": f"{share_distinct(y):.5f}", "labels": labels.name,
               "rounds": str(rounds), "hardware": hardware(), "torch": torch.__version__}  # fmt: skip
-    too_large = 3 * point.tokens * point.vocab * 4 > MOST_BYTES
+    too_large = 3 * point.tokens * point.vocab * 4 > MAX_BYTES
     names = [name for name in contestants() if name != DENSE or not too_large]
     problem = Problem.random(point.vocab, WIDTH, y)
     timings = timed_rounds(steps(names, problem), rounds=rounds)

@@ -37,11 +37,11 @@ GEOMLOSS_SCALING = 0.9  # faster than at our error: its own error is in the rows
 SIZES = (1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 SMALL = (100, 200)
 # The largest clouds of each, for time (about five minutes) or memory.
-MOST = {
+MAX_POINTS = {
     (EXACT, OURS): 100_000, (EXACT, LAZY): 20_000, (EXACT, DENSE): 10_000,
     (WEIGHTED, OURS): 20_000, (WEIGHTED, LAZY): 10_000,
 }  # fmt: skip
-MOST_OF_BACKEND = {"tensorized": 10_000, "multiscale": 50_000}
+MAX_POINTS_OF_BACKEND = {"tensorized": 10_000, "multiscale": 50_000}
 PNG = Path(__file__).parents[1] / "docs" / "reports" / "scaling_clouds.png"
 COLORS = {OURS: "#0072B2"}  # peers are grey, with a marker each
 MARKERS = ("o", "s", "^", "D")
@@ -92,14 +92,14 @@ def measured(work: str, name: str, n: int, *, warm: int) -> dict[str, float]:
     """Seconds, MiB and the value of one call in this process, after one with `warm` points."""
     step = contestants(work)[name]
     step(clouds_of(work, warm))
-    clouds, answer = clouds_of(work, n), {}
+    clouds, solution = clouds_of(work, n), {}
 
     def run() -> None:
         started = time.process_time()
-        answer["value"] = step(clouds)
-        answer["seconds"] = time.process_time() - started
+        solution["value"] = step(clouds)
+        solution["seconds"] = time.process_time() - started
 
-    return {"mebibytes": peak_growth(run) / MIB, **answer}
+    return {"mebibytes": peak_growth(run) / MIB, **solution}
 
 
 def _in_own_process(work: str, name: str, n: int) -> dict[str, float]:
@@ -107,8 +107,8 @@ def _in_own_process(work: str, name: str, n: int) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.scaling_clouds", work, name, str(n)]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True, env=environment,
                           cwd=Path(__file__).parents[1])  # fmt: skip
-    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    solution: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return solution
 
 
 def main(settings: Settings) -> None:
@@ -119,7 +119,7 @@ def main(settings: Settings) -> None:
             heading("scaling_clouds", case, "one call each")
             answers: dict[str, dict[str, float]] = {}
             for name in contestants(work):
-                if n > MOST.get((work, name), MOST_OF_BACKEND.get(name.split()[-1], SIZES[-1])):
+                if n > MAX_POINTS.get((work, name), MAX_POINTS_OF_BACKEND.get(name.split()[-1], SIZES[-1])):
                     continue
                 own = measured(work, name, n, warm=n) if settings.small else _in_own_process(work, name, n)
                 answers[name] = own
@@ -151,11 +151,11 @@ def draw(rows: list[Row], file: Path) -> None:
         (1, DIVERGENCE, "divergence, with gradients"),
     ):
         names = dict.fromkeys(row["name"] for row in rows if row["work"] == work)
-        for row_of_axes, quantity, least in ((0, "seconds", 1e-3), (1, "mebibytes", 1.0)):
+        for row_of_axes, quantity, smallest in ((0, "seconds", 1e-3), (1, "mebibytes", 1.0)):
             ax: Any = grid[row_of_axes][column]
             for name, marker in zip(names, MARKERS, strict=False):
                 mine = [row for row in rows if row["name"] == name and row["work"] == work]
-                x, y = [int(row["n"]) for row in mine], [max(float(row[quantity]), least) for row in mine]
+                x, y = [int(row["n"]) for row in mine], [max(float(row[quantity]), smallest) for row in mine]
                 line(ax, x, y, name, COLORS.get(name, "0.55"), marker)
             ax.set_xscale("log")
             ax.set_yscale("log")

@@ -87,10 +87,10 @@ class Gaps:
 
     def __init__(self, problems: Problems, epsilon: float, *, tolerance: float = 1e-9) -> None:
         self.arrays, self.epsilon = problems.arrays(), epsilon
-        answer = otloss.solve(
+        solution = otloss.solve(
             *map(torch.from_numpy, self.arrays), epsilon=epsilon, tolerance=tolerance, max_iterations=1_000_000
         )
-        f, g = (t.detach().numpy() for t in answer.potentials)
+        f, g = (t.detach().numpy() for t in solution.potentials)
         plan = plan_of(f, g, self.arrays, epsilon)
         p, q, _ = self.arrays
         self.dual = (f * p).sum(-1) + (g * q).sum(-1) - epsilon * (plan.sum((-2, -1)) - 1)

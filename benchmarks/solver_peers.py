@@ -58,23 +58,23 @@ class Found:
     seconds: float
 
 
-def cheapest(contestant: Contestant, limits: Sequence[float], *, most_seconds: float) -> Found:
-    """Try the settings until all errors are within the limits, or a run takes more than `most_seconds`.
+def cheapest(contestant: Contestant, limits: Sequence[float], *, max_seconds: float) -> Found:
+    """Try the settings until all errors are within the limits, or a run takes more than `max_seconds`.
 
     Iterations are then bisected to the smallest number that is accurate enough.
     """
     results, too_few, spent = _tried(contestant, contestant.settings[0], limits), 0, 0.0
     for setting in contestant.settings[1:]:
         spent += results.seconds
-        if results.setting is not None or results.seconds > most_seconds or spent > SWEEP_SECONDS:
+        if results.setting is not None or results.seconds > max_seconds or spent > SWEEP_SECONDS:
             break
         too_few, results = too_few + 1, _tried(contestant, setting, limits)
     if results.setting is not None and contestant.knob == ITERATED and too_few:
-        least, most = int(contestant.settings[too_few - 1]), int(results.setting)
-        while most - least > 1:
-            middle = (least + most) // 2
+        low, high = int(contestant.settings[too_few - 1]), int(results.setting)
+        while high - low > 1:
+            middle = (low + high) // 2
             tried = _tried(contestant, middle, limits)
-            least, most = (least, middle) if tried.setting is not None else (middle, most)
+            low, high = (low, middle) if tried.setting is not None else (middle, high)
             results = tried if tried.setting is not None else results
     _report(contestant, results, limits)
     return results

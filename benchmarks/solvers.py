@@ -186,14 +186,14 @@ def entropic_case(bench: Bench, problems: Problems, epsilon: float, limit: Limit
     gaps = Gaps(problems, epsilon)
     say(f"\n{case}; measured to {gaps.own.max():.1e}")
     mine = ours(problems, epsilon, gaps)
-    results: dict[Contestant, Found] = {mine: cheapest(mine, [gap], most_seconds=60.0)}
+    results: dict[Contestant, Found] = {mine: cheapest(mine, [gap], max_seconds=60.0)}
     setting = results[mine].setting
     if setting is None:
         bench.verdicts.append([limit.what, limit.goal, f"ours reaches a gap of {results[mine].errors[0]:.1e}"])
         return
     our_seconds = timed_rounds({OURS: partial(mine.solve, setting)}, rounds=5)[OURS].median
     for peer in [*pot(problems, epsilon, gaps), geomloss_batch(problems, epsilon, gaps)]:
-        results[peer] = cheapest(peer, [gap], most_seconds=PATIENCE * our_seconds)
+        results[peer] = cheapest(peer, [gap], max_seconds=PATIENCE * our_seconds)
     steps: dict[str, Step] = {c.name: partial(c.solve, f.setting) for c, f in results.items() if f.setting is not None}
     steps[OURS_GRADIENTS] = partial(ours_with_gradients(problems, epsilon), setting)
     notes = {c.name: f"{f.errors[0]:.1e}" for c, f in results.items()}
@@ -313,9 +313,9 @@ def cloud_case(bench: Bench) -> None:
                 contestant.solve(contestant.settings[0])
     case = f"divergence, n={n} in 3-D, blur {solver_clouds.BLUR:g}, value and gradient in x"
     say(f"\n{case}: errors of at most {solver_clouds.LIMITS[0]:g} and {solver_clouds.LIMITS[1]:g}")
-    results = {mine: cheapest(mine, solver_clouds.LIMITS, most_seconds=600.0)}
+    results = {mine: cheapest(mine, solver_clouds.LIMITS, max_seconds=600.0)}
     for peer in peers:
-        results[peer] = cheapest(peer, solver_clouds.LIMITS, most_seconds=CLOUD_PATIENCE * results[mine].seconds)
+        results[peer] = cheapest(peer, solver_clouds.LIMITS, max_seconds=CLOUD_PATIENCE * results[mine].seconds)
     verdict = judge_clouds(bench, case, at_least(f"divergence, n={n}, value and gradient", 1.0), mine, results)
     bench.verdicts.append([*verdict[:2], f"{verdict[2]} ({solver_clouds.WHICH})"])
 
@@ -334,7 +334,7 @@ def planar_cases(bench: Bench) -> None:
             peer = solver_clouds.geomloss(clouds, exact, "multiscale", blur=blur)
             limits = peer.errors(peer.solve(peer.settings[0]))
             say(f"\n{case}: errors of at most {limits[0]:.1e} and {limits[1]:.1e}, the errors of {peer.name}")
-            results = {mine: cheapest(mine, limits, most_seconds=600.0), peer: Found(peer.settings[0], limits, 0.0)}
+            results = {mine: cheapest(mine, limits, max_seconds=600.0), peer: Found(peer.settings[0], limits, 0.0)}
             limit = at_least(f"divergence, n={n} in 2-D, blur {blur:g}", 1.0)
             bench.verdicts.append(judge_clouds(bench, case, limit, mine, results))
 

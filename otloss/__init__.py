@@ -1,10 +1,8 @@
 """Optimal transport as a loss, for PyTorch."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
 from otloss import costs as costs
 from otloss import nn as nn
-from otloss._foreign import missing_name as _missing_name
+from otloss._foreign import explain_missing_names as _explain_missing_names
 from otloss._warm_up import warm_up as warm_up
 from otloss.losses import histogram_loss as histogram_loss
 from otloss.losses import number_token_loss as number_token_loss
@@ -82,8 +80,4 @@ __all__ = [
     "wasserstein_tree",
 ]
 
-if not _TYPE_CHECKING:  # for type checkers a module with this function has every name
-
-    def __getattr__(name: str) -> object:
-        """Raise an error that says what to call in place of a name of another package."""
-        raise _missing_name(__name__, name, __all__)
+_explain_missing_names(__name__, __all__)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 
 class _Keyword(NamedTuple):
@@ -264,6 +265,18 @@ _OF_SUBMODULES = {
 _LATER = ("estimators", "metrics", "plotting")  # submodules that `import otloss` does not load
 # The exponent of POT's functions on a line; `p` are the weights here.
 _EXPONENT = _Keyword("POT", "order", "give order= for the exponent")
+
+
+def explain_missing_names(module: str, own: Iterable[str]) -> None:
+    """Let a module raise errors that say what to call in place of a name of another package.
+
+    The module has a `__getattr__` from here: for type checkers, a module that defines this function has every name.
+    """
+
+    def raise_for(name: str) -> NoReturn:
+        raise missing_name(module, name, own)
+
+    vars(sys.modules[module])["__getattr__"] = raise_for
 
 
 def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:

@@ -245,7 +245,7 @@ def test_every_contestant_solves_the_same_problem() -> None:
     gaps = Gaps(problems, epsilon)
     peers = [*solver_peers.pot(problems, epsilon, gaps)[::3], solver_peers.geomloss_batch(problems, epsilon, gaps)]
     for contestant in (solver_peers.ours(problems, epsilon, gaps), *peers):
-        result = solver_peers.cheapest(contestant, [gap], most_seconds=60.0)
+        result = solver_peers.cheapest(contestant, [gap], max_seconds=60.0)
         assert result.setting is not None, contestant.name
         assert result.errors[0] <= gap
         if contestant.name.startswith("POT"):

@@ -155,11 +155,11 @@ def conclusions(frontiers: Frontiers, baseline: str = "mle") -> list[str]:
             continue
         everywhere = over_range(curves, other)
         places = {"On average over the range of recall that both cover": everywhere}
-        least = min(min(curve.forward) for curve in curves)
+        smallest = min(min(curve.forward) for curve in curves)
         levels = levels_of(other)
         for temperature, level in levels.items():
             places[f"At the recall of {baseline} at T = {temperature:g}"] = at_equal_recall(curves, other, level)
-        missed = [f"{temperature:g}" for temperature, level in levels.items() if level < least]
+        missed = [f"{temperature:g}" for temperature, level in levels.items() if level < smallest]
         if not any(places.values()):
             sentences.append(f"{arm} and {baseline} share no recall in all seeds: nothing can be compared.")
         elif missed:

@@ -133,8 +133,8 @@ class Oracle:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("student_layers", "start_steps", "start_batch", "steps", "batch"), 1)
-        for name, limit in (least | {"length": 2, "texts": 20, "train_texts": 1, "lora_rank": 1}).items():
+        smallest = dict.fromkeys(("student_layers", "start_steps", "start_batch", "steps", "batch"), 1)
+        for name, limit in (smallest | {"length": 2, "texts": 20, "train_texts": 1, "lora_rank": 1}).items():
             if getattr(self, name) is not None and getattr(self, name) < limit:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {limit} or more.")
         if not (self.arms and self.seeds and self.temperatures):

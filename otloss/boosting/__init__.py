@@ -5,9 +5,7 @@ Labels are the positions 0 to K - 1 of classes in their order. Callables fit the
 imported here. Formulas of the loss, its gradient and Hessian: `otloss.boosting.derivatives`.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from otloss._foreign import missing_name as _missing_name
+from otloss._foreign import explain_missing_names as _explain_missing_names
 from otloss.boosting.metrics import lightgbm_metric as lightgbm_metric
 from otloss.boosting.metrics import xgboost_metric as xgboost_metric
 from otloss.boosting.objectives import lightgbm_objective as lightgbm_objective
@@ -16,8 +14,4 @@ from otloss.boosting.start import start_scores as start_scores
 
 __all__ = ["lightgbm_metric", "lightgbm_objective", "start_scores", "xgboost_metric", "xgboost_objective"]
 
-if not _TYPE_CHECKING:  # for type checkers a module with this function has every name
-
-    def __getattr__(name: str) -> object:
-        """Raise an error that says what to call in place of a name of another package."""
-        raise _missing_name(__name__, name, __all__)
+_explain_missing_names(__name__, __all__)

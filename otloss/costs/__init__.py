@@ -12,9 +12,7 @@ whole matrix only when `dense()` asks for it:
 Half-precision data is raised to float32 at construction: 1 - cos cancels, and bfloat16 has 8 bits.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from otloss._foreign import missing_name as _missing_name
+from otloss._foreign import explain_missing_names as _explain_missing_names
 from otloss.costs.cosine import CosineCost as CosineCost
 from otloss.costs.cost import Cost as Cost
 from otloss.costs.dense import DenseCost as DenseCost
@@ -39,8 +37,4 @@ __all__ = [
     "graph_cost",
 ]
 
-if not _TYPE_CHECKING:  # for type checkers a module with this function has every name
-
-    def __getattr__(name: str) -> object:
-        """Raise an error that says what to call in place of a name of another package."""
-        raise _missing_name(__name__, name, __all__)
+_explain_missing_names(__name__, __all__)

@@ -1,8 +1,6 @@
 """scikit-learn classifiers of ordered labels, trained with transport losses, and recalibration of forecasts."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from otloss._foreign import missing_name as _missing_name
+from otloss._foreign import explain_missing_names as _explain_missing_names
 from otloss.estimators.adaptation import TransportAdapter as TransportAdapter
 from otloss.estimators.boosting import OrdinalBoostingClassifier as OrdinalBoostingClassifier
 from otloss.estimators.classifier import OrdinalClassifier as OrdinalClassifier
@@ -31,8 +29,4 @@ __all__ = [
     "TransportAdapter",
 ]
 
-if not _TYPE_CHECKING:  # for type checkers a module with this function has every name
-
-    def __getattr__(name: str) -> object:
-        """Raise an error that says what to call in place of a name of another package."""
-        raise _missing_name(__name__, name, __all__)
+_explain_missing_names(__name__, __all__)

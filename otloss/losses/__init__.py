@@ -1,8 +1,6 @@
 """Losses: ordinal labels, histograms of numbers, number tokens, critics, sets, ensembles, texts."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from otloss._foreign import missing_name as _missing_name
+from otloss._foreign import explain_missing_names as _explain_missing_names
 from otloss.losses.adaptation import jdot_loss as jdot_loss
 from otloss.losses.critic import critic_loss as critic_loss
 from otloss.losses.critic import generator_loss as generator_loss
@@ -41,8 +39,4 @@ __all__ = [
     "threshold_loss",
 ]
 
-if not _TYPE_CHECKING:  # for type checkers a module with this function has every name
-
-    def __getattr__(name: str) -> object:
-        """Raise an error that says what to call in place of a name of another package."""
-        raise _missing_name(__name__, name, __all__)
+_explain_missing_names(__name__, __all__)

@@ -10,9 +10,7 @@ Columns of probabilities follow the sorted labels, as in scikit-learn, unless `c
 y_pred or a fold keep their rank.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from otloss._foreign import missing_name as _missing_name
+from otloss._foreign import explain_missing_names as _explain_missing_names
 from otloss.metrics.decisions import macro_mae as macro_mae
 from otloss.metrics.decisions import maximum_mae as maximum_mae
 from otloss.metrics.decisions import minimum_sensitivity as minimum_sensitivity
@@ -45,8 +43,4 @@ __all__ = [
     "threshold_reliability",
 ]
 
-if not _TYPE_CHECKING:  # for type checkers a module with this function has every name
-
-    def __getattr__(name: str) -> object:
-        """Raise an error that says what to call in place of a name of another package."""
-        raise _missing_name(__name__, name, __all__)
+_explain_missing_names(__name__, __all__)

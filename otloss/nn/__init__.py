@@ -11,9 +11,7 @@ model around it goes to half precision, where neighbouring positions and small c
 The losses of critics have no module: they hold nothing, or take the network itself.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from otloss._foreign import missing_name as _missing_name
+from otloss._foreign import explain_missing_names as _explain_missing_names
 from otloss.nn.cumulative_head import CornHead as CornHead
 from otloss.nn.cumulative_head import CumulativeLinkHead as CumulativeLinkHead
 from otloss.nn.distances import CdfDistance as CdfDistance
@@ -64,8 +62,4 @@ __all__ = [
     "WassersteinTree",
 ]
 
-if not _TYPE_CHECKING:  # for type checkers a module with this function has every name
-
-    def __getattr__(name: str) -> object:
-        """Raise an error that says what to call in place of a name of another package."""
-        raise _missing_name(__name__, name, __all__)
+_explain_missing_names(__name__, __all__)

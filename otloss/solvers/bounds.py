@@ -161,14 +161,14 @@ def _relaxed_marginals(pair: HistogramPair, cost: Cost) -> Tensor:
     entries = broadcast_shape(pair.p.shape[:-1], pair.q.shape[:-1], cost.batch_shape).numel() * math.prod(cost.shape)
     if cost.stored_matrix() is not None or entries <= block_entries():
         matrix = cost.dense()  # one for both sides
-        to_q, to_p = _least_entries(matrix, pair.q), _least_entries(matrix.mT, pair.p)
+        to_q, to_p = _smallest_entries(matrix, pair.q), _smallest_entries(matrix.mT, pair.p)
     else:
         to_q, to_p = _smallest_of_rows(cost, pair.q), _smallest_of_rows(cost.T, pair.p)
     return torch.maximum((pair.p * to_q).sum(-1), (pair.q * to_p).sum(-1))  # (..., n) and (..., m)
 
 
-def _least_entries(matrix: Float[Tensor, "*batch n m"], weights: Float[Tensor, "*batch m"]) -> Tensor:
-    """Return `_least` of a matrix."""
+def _smallest_entries(matrix: Float[Tensor, "*batch n m"], weights: Float[Tensor, "*batch m"]) -> Tensor:
+    """Return `_smallest_of_rows` of a matrix."""
     empty = weights.detach() == 0
     if not empty.any():
         return matrix.amin(-1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 SMALL_STEP = 0.1  # a change of g / epsilon, after which the next step of Newton's method is about its square
-MOST_CORRECTIONS = 50
+MAX_CORRECTIONS = 50
 
 
 def largest_condition(dtype: torch.dtype) -> float:
@@ -28,7 +28,7 @@ def largest_condition(dtype: torch.dtype) -> float:
 def check_condition(condition: Tensor) -> None:
     """Raise RuntimeError where the condition of a problem is above the bound, or is not a number."""
     if condition.numel() and not float(condition.detach().amax()) < largest_condition(condition.dtype):
-        raise no_implicit_answer()
+        raise singular_equations_error()
 
 
 def corrected(step_from: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
@@ -41,16 +41,16 @@ def corrected(step_from: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
     """
     if not b.numel():
         return b
-    for _ in range(MOST_CORRECTIONS):
+    for _ in range(MAX_CORRECTIONS):
         step = step_from(b)
         size = step.abs().amax(-1, keepdim=True)
         b = b + step / size.clamp(min=1.0)
         if bool((size < SMALL_STEP).all()):
             return b
-    raise no_implicit_answer()
+    raise singular_equations_error()
 
 
-def no_implicit_answer() -> RuntimeError:
+def singular_equations_error() -> RuntimeError:
     return RuntimeError(
         'grad="implicit" has no answer here: the plan falls into parts that hardly exchange mass (or has not '
         "converged), and the equations for its derivatives in the weights are singular to rounding. Raise epsilon or "

@@ -41,12 +41,12 @@ from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import has_float64, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, no_implicit_answer
-from otloss.solvers.entropic.implicit_grid import suits_axes, with_graph
-from otloss.solvers.entropic.implicit_products import linear_cost_with_graph, suits_products
-from otloss.solvers.entropic.implicit_products import with_graph as with_products
+from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, singular_equations_error
+from otloss.solvers.entropic.equations.updates import damping_of
+from otloss.solvers.entropic.implicit.grid import suits_axes, with_graph
+from otloss.solvers.entropic.implicit.products import linear_cost_with_graph, suits_products
+from otloss.solvers.entropic.implicit.products import with_graph as with_products
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
-from otloss.solvers.entropic.updates import damping_of
 from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.linear_systems import solve as solve_systems
 from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, is_kept
@@ -249,7 +249,8 @@ def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor,
 class _Equations:
     """Newton's equations for b at the potentials f and g of a solution, with the graph of their inputs.
 
-    They are the equations of `entropic.dual`, divided by the masses of the columns: bins without mass have derivatives.
+    They are the equations of `entropic.equations.dual`, divided by the masses of the columns: bins without mass have
+    derivatives.
     """
 
     ratio: Float[Tensor, "*batch n m"]
@@ -316,8 +317,8 @@ class _Equations:
         try:
             solution = solve_systems(among, torch.where(has_mass, right, 0.0).unsqueeze(-1)).squeeze(-1)
         except torch.linalg.LinAlgError:
-            raise no_implicit_answer() from None
+            raise singular_equations_error() from None
         if not bool(torch.isfinite(solution).all()):
-            raise no_implicit_answer()
+            raise singular_equations_error()
         others = right + ((identity - system) @ solution.unsqueeze(-1)).squeeze(-1)
         return torch.where(has_mass, solution, others)

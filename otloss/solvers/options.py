@@ -63,7 +63,7 @@ class MarginalPenalty:
         return torch.maximum(*(torch.as_tensor(rho).to(self.tensors[0]) for rho in (self.p, self.q)))
 
     @property
-    def least(self) -> float | Float[Tensor, "*batch 1"]:
+    def smallest(self) -> float | Float[Tensor, "*batch 1"]:
         return 1 / MarginalPenalty(1 / self.p, 1 / self.q).largest
 
     @property

@@ -201,7 +201,7 @@ def sinkhorn(
             linear system of the size of the smaller side; for balanced problems on large grids by products along the
             axes, and for large ones with impl="triton" by streamed products where float32 determines them.
         tolerance: sum of the errors of both marginals relative to the mass; None for 1e-5 in float32, 1e-8 in float64.
-        max_iterations: at most. Problems that would take more than 250 go to Newton's method, on the CPU: those with
+        max_iterations: at most. Problems of slow iterations go to Newton's method early, on the CPU: those with
             matrices of up to 2**28 entries in all (of images 2**20 each), and pairs of large clouds.
         start: potentials (f, g) of a similar problem.
         impl: "compiled", the numba kernel (scaling form) on the CPU, for matrices; "torch", log domain, any cost and
@@ -315,11 +315,8 @@ def sinkhorn_divergence(
     value, terms = between.value, [between]
     penalty = problem.marginal_penalty or BOTH_KEPT
     for weights, among, rho in ((problem.p, among_p, penalty.p), (problem.q, among_q, penalty.q)):
-        with_itself = dataclasses.replace(
-            problem, p=weights, q=weights, cost=among.to(problem.cost.dtype), start=None, is_symmetric=True,
-            marginal_penalty=None if is_kept(rho) else MarginalPenalty(rho, rho),
-        )  # fmt: skip
-        terms.append(solve_problem(with_itself, settings))
+        penalties = None if is_kept(rho) else MarginalPenalty(rho, rho)
+        terms.append(solve_problem(_with_itself(problem, weights, among, penalties), settings))
         value = value - terms[-1].value / 2
         if problem.marginal_penalty is not None and is_kept(rho):  # the KL with M = 1
             mass = weights.sum(-1)
@@ -328,6 +325,14 @@ def sinkhorn_divergence(
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
     return _without_error_below_zero(problem, value, terms).to(dtype)
+
+
+def _with_itself(problem: Problem, weights: Tensor, cost: Cost, penalty: MarginalPenalty | None) -> Problem:
+    """Return the problem of the weights of one side with themselves."""
+    return dataclasses.replace(
+        problem, p=weights, q=weights, cost=cost.to(problem.cost.dtype), marginal_penalty=penalty, start=None,
+        is_symmetric=True,
+    )  # fmt: skip
 
 
 def _without_error_below_zero(problem: Problem, value: Tensor, terms: list[Transport]) -> Float[Tensor, "*batch"]:

@@ -110,8 +110,8 @@ def test_a_problem_moves_whole(monkeypatch: pytest.MonkeyPatch, narrow: bool) ->
         for is_faster in (False, True):
             monkeypatch.setattr(search, "is_faster_on_cpu", lambda problem, there=is_faster: there)
             leaves = [w.clone().requires_grad_() for w in (p, q)]
-            answer = otloss.solve(*leaves, cost, **settings)
-            answers.append((answer.value, answer.iterations, *torch.autograd.grad(answer.value.sum(), leaves)))
+            solution = otloss.solve(*leaves, cost, **settings)
+            answers.append((solution.value, solution.iterations, *torch.autograd.grad(solution.value.sum(), leaves)))
         torch.testing.assert_close(answers[1], answers[0])
 
 

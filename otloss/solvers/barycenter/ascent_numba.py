@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import addresses_of, call_at, compiled, inner
+from otloss._numba.compile import addresses_of, call_at, compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
-from otloss.solvers.entropic.newton_cells_numba import Cells, Side, column_error, evaluate
-from otloss.solvers.entropic.newton_numba import derivative_along, search_along
-from otloss.solvers.entropic.newton_numbers import NEWTON
-from otloss.solvers.entropic.newton_step_numba import (
+from otloss.solvers.entropic.newton_kernels.cells_numba import Cells, Side, column_error, evaluate
+from otloss.solvers.entropic.newton_kernels.newton_numba import derivative_along, search_along
+from otloss.solvers.entropic.newton_kernels.numbers import NEWTON
+from otloss.solvers.entropic.newton_kernels.step_numba import (
     Factor,
     build_conjugate_gradients,
     elimination_order,
@@ -300,57 +300,52 @@ def solve_stage(
         is_careful = False
 
 
+@spliced
+def solve_problem(
+    counter: Any, joint_step: Any, all_pairs: Any, problems: Any, limits: Any, results: Any, b: int, stages: int
+) -> None:
+    """Solve problem b from potentials of zeros, in so many stages before the last, and write its results."""
+    p, weights, epsilon = problems.p[b], problems.weights[b], problems.epsilon
+    count, m, n = p.shape[0], p.shape[1], problems.costs.shape[1]
+    masses = np.empty(count * m)
+    for k in range(count):
+        for i in range(m):
+            masses[k * m + i] = p[k, i] * weights[k]
+    rows = Side(masses, np.zeros(count * m), np.zeros(count * m), np.zeros(count * m), np.inf)
+    columns = Side(np.full(count * n, 1.0 / n), np.zeros(count * n), np.zeros(count * n), np.zeros(count * n), np.inf)
+    previous, latest, steps = columns.potential.copy(), np.zeros(count * n), 0
+    for stage in range(stages, -1, -1):
+        if stage < stages - 1:  # two stages have ended: the line through them
+            for j in range(count * n):
+                columns.potential[j] += (latest[j] - previous[j]) / ASCENT.stage_factor
+        error, done = solve_stage(
+            counter, joint_step, all_pairs, rows, columns, weights, epsilon * ASCENT.stage_factor**stage,
+            ASCENT.tolerance_of_stage if stage > 0 else limits.tolerance, limits.max_steps - steps, results.log_a[b],
+        )  # fmt: skip
+        steps += done
+        previous[:] = latest
+        latest[:] = columns.potential
+    for k in range(count):
+        for j in range(n):
+            results.log_u[b, k, j] = columns.potential[k * n + j] / epsilon
+    results.outcome[b, ERROR], results.outcome[b, ITERATIONS] = error, steps
+
+
 @compiled(allocates=True)
 def barycenter_problems(counter: Any, joint_step: Any, problems: Any, limits: Any, results: Any) -> None:
     """Solve each of the `AscentProblems` within the `AscentLimits` from potentials of zeros, to the `AscentResults`.
 
     `joint_step` is the address of `find_joint_step`.
     """
-    p, matrix, epsilon, max_steps = problems.p, problems.costs, problems.epsilon, limits.max_steps
-    log_u, log_a = results.log_u, results.log_a
-    count, m, n = p.shape[1], p.shape[2], matrix.shape[1]
-    all_pairs = all_cells(matrix, count)
-    stages, largest = 0, matrix.max()
-    while epsilon * ASCENT.stage_factor ** (stages + 1) <= ASCENT.first_epsilon * largest:
+    all_pairs = all_cells(problems.costs, problems.p.shape[1])
+    stages, largest = 0, problems.costs.max()
+    while problems.epsilon * ASCENT.stage_factor ** (stages + 1) <= ASCENT.first_epsilon * largest:
         stages += 1
     while True:
         b = next_task(counter)
-        if b >= p.shape[0]:
+        if b >= problems.p.shape[0]:
             return
-        weights, masses = problems.weights[b], np.empty(count * m)
-        for k in range(count):
-            for i in range(m):
-                masses[k * m + i] = p[b, k, i] * weights[k]
-        rows = Side(masses, np.zeros(count * m), np.zeros(count * m), np.zeros(count * m), np.inf)
-        columns = Side(
-            np.full(count * n, 1.0 / n), np.zeros(count * n), np.zeros(count * n), np.zeros(count * n), np.inf
-        )
-        previous, latest, steps = columns.potential.copy(), np.zeros(count * n), 0
-        for stage in range(stages, -1, -1):
-            width = epsilon * ASCENT.stage_factor**stage
-            if stage < stages - 1:  # two stages have ended: the line through them
-                for j in range(count * n):
-                    columns.potential[j] += (latest[j] - previous[j]) / ASCENT.stage_factor
-            stage_tolerance = ASCENT.tolerance_of_stage if stage > 0 else limits.tolerance
-            error, done = solve_stage(
-                counter,
-                joint_step,
-                all_pairs,
-                rows,
-                columns,
-                weights,
-                width,
-                stage_tolerance,
-                max_steps - steps,
-                log_a[b],
-            )
-            steps += done
-            previous[:] = latest
-            latest[:] = columns.potential
-        for k in range(count):
-            for j in range(n):
-                log_u[b, k, j] = columns.potential[k * n + j] / epsilon
-        results.outcome[b, ERROR], results.outcome[b, ITERATIONS] = error, steps
+        solve_problem(counter, joint_step, all_pairs, problems, limits, results, b, stages)
 
 
 def address_of_step(problems: AscentProblems, limits: AscentLimits, results: AscentResults) -> tuple[int, int]:

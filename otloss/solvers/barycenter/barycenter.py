@@ -124,19 +124,19 @@ def find_barycenter(
     first = iterate(
         problem, start, tolerance, max_iterations, patience=NUMBERS.patience, judged_after=judged_after
     )  # fmt: skip
-    iterations_left = max_iterations - first.iterations
+    remaining_iterations = max_iterations - first.iterations
     # The methods, and the error above which a problem takes each.
     methods: list[tuple[Callable[..., BarycenterResult], float]] = [(partial(ascend, with_graph=with_graph), tolerance)]
     if problem.debiased:
-        goes_on = partial(iterate, patience=iterations_left, judged_after=NUMBERS.hard_judged_after)
+        goes_on = partial(iterate, patience=remaining_iterations, judged_after=NUMBERS.hard_judged_after)
         # Smaller errors are the rounding that Newton's method ends with.
         methods = [(continue_in_tau, tolerance), (goes_on, max(tolerance, NUMBERS.small_change))]
     result = first
     for method, largest_error in methods:
-        is_open, iterations_left = ~(result.error <= largest_error), max_iterations - result.iterations
-        if iterations_left <= 0 or not bool(is_open.any()):
+        is_open, remaining_iterations = ~(result.error <= largest_error), max_iterations - result.iterations
+        if remaining_iterations <= 0 or not bool(is_open.any()):
             break
-        other = method(problem.choose(is_open), first.potentials.choose(is_open), tolerance, iterations_left)
+        other = method(problem.choose(is_open), first.potentials.choose(is_open), tolerance, remaining_iterations)
         # Where neither error is known, Newton's method has the better guess.
         result = result.choose_better(is_open, other, at_ties=method is continue_in_tau)
     return result

@@ -143,7 +143,7 @@ class _Clouds:
         return _Clouds(self.clouds.detach(), self.masses.detach(), self.weights.detach(), self.epsilon, self.dtype)
 
     @cached_property
-    def spread(self) -> Tensor:
+    def median_deviation(self) -> Tensor:
         """Return how far half of the mass is from its median, along the axis where that is largest.
 
         A few points far away do not change it. If it is 0, the largest distance from the median is in its place.
@@ -278,7 +278,7 @@ def _step(problem: _Clouds, x: Tensor, a: Tensor, active: Tensor) -> tuple[Tenso
     """Return the points after a step of the active problems, and the largest step over the spread of the clouds."""
     moved = torch.where(active[..., None, None], problem.moved(x, a), x)
     length = (moved - x).square().sum(-1).sqrt().amax(-1)
-    return moved, length / torch.where(problem.spread > 0, problem.spread, 1.0)
+    return moved, length / torch.where(problem.median_deviation > 0, problem.median_deviation, 1.0)
 
 
 def _check_optimize(optimize: str, epsilon: float | None) -> None:

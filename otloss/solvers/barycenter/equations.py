@@ -8,7 +8,8 @@ M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows sum to one, a step i
     sum_k w_k dlog u_k - dlog d + tau dlog a = constant - (sum_k w_k log u_k - log d + tau log a)
 
 and a keeps the mass of the histograms. Plain barycenters have no d and no tau. Derivatives hold at bins with a share
-of the mass. The step of `entropic.dual` does not serve here: it has one plan and fixed marginals, and a is unknown.
+of the mass. The step of `entropic.equations.dual` does not serve here: it has one plan and fixed marginals, and a is
+unknown.
 
 The same equations tell the error of a debiased barycenter, as the change of a in a step at tau = 0. At a bin that the
 barycenter leaves empty the gradient exceeds the constant by g > 0, and the equation is a g = 0: its derivative adds

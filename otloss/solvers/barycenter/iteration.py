@@ -253,7 +253,7 @@ class ProductStep:
     debiased: bool
 
     def run(self, logs: Array, iterations: int) -> Cycle:
-        xp, count, tiny = self.xp, self.p.shape[-2], math.exp(NUMBERS.least_exponent)
+        xp, count, tiny = self.xp, self.p.shape[-2], math.exp(NUMBERS.smallest_exponent)
         start = xp.exp(logs).clip(min=tiny)
         u, d = start[..., :count, :], start[..., count:, :]
         a, us, ds = d, [u], [d]
@@ -305,5 +305,5 @@ def build_gibbs_kernel(cost: Cost, epsilon: float) -> GibbsKernel | None:
 
 def exponentiate(cost: Tensor, epsilon: float) -> Tensor:
     """Return exp(-C / epsilon), and 0 below the normal numbers, products with which are slow."""
-    exponent, least = cost.double() / -epsilon, NUMBERS.least_exponent
-    return torch.where(exponent > least, exponent.clamp(min=least).exp(), 0.0)
+    exponent, smallest = cost.double() / -epsilon, NUMBERS.smallest_exponent
+    return torch.where(exponent > smallest, exponent.clamp(min=smallest).exp(), 0.0)

@@ -27,7 +27,7 @@ def continue_in_tau(
     best = BarycenterResult(start, torch.full_like(tau[..., 0], UNKNOWN), 0, tau)
     potentials, equations = start, linearise(problem, matrix, start)
     iterations, fruitless = 0, torch.zeros_like(best.error)
-    while iterations < max_iterations and float(tau.max()) >= NUMBERS.least_tau:
+    while iterations < max_iterations and float(tau.max()) >= NUMBERS.smallest_tau:
         steps = min(NUMBERS.steps, max_iterations - iterations)
         end = solve_at(problem, matrix, potentials, equations, tau, tolerance, steps)
         potentials, equations, iterations = end.potentials, end.equations, iterations + end.iterations
@@ -84,7 +84,7 @@ def solve_at(
         change = torch.where(share > 0, change, torch.inf)
         stalls = is_whole & (change < NUMBERS.small_change) & (change >= smallest / 2)
         small_steps, smallest = torch.where(stalls, small_steps + 1, 0.0), torch.minimum(smallest, change)
-        is_done = is_whole & (change <= max(tolerance / 100, NUMBERS.least_change)) | (share == 0)
+        is_done = is_whole & (change <= max(tolerance / 100, NUMBERS.smallest_change)) | (share == 0)
         if iterations > NUMBERS.steps_to_fall:
             is_done = is_done | (change > NUMBERS.divergence * smallest)
         if bool((is_done | (small_steps >= NUMBERS.stalled_steps)).all()):

@@ -34,7 +34,7 @@ class Numbers:
     numpy_entries: int = 2**14
     numpy_kernel: int = 2**18
     largest_matrix: int = 2**24  # entries of exp(-C / epsilon) that are held
-    least_exponent: float = -690.0  # exp of it is near the least normal number; products with smaller ones are slow.
+    smallest_exponent: float = -690.0  # exp of it is near the least normal number; products with smaller ones are slow.
     # Newton's method on the dual, for plain barycenters (`ascent`)
     ascent_entries: int = 2**24  # plans of one problem; each entry takes 20 bytes on each thread
     ascent_steps: int = 1000  # Hard clouds take up to a hundred.
@@ -49,7 +49,7 @@ class Numbers:
     divergence: float = 100.0
     first_tau: float = 0.01  # 0.25 takes up to twice the time; at 1e-4 some do not converge.
     fall_of_tau: float = 32.0  # Smaller falls take more steps, and end at a larger tau, as rounding adds up.
-    least_tau: float = 5e-15  # Rounding hides the equations below.
+    smallest_tau: float = 5e-15  # Rounding hides the equations below.
     # The step that tells the error is linear. Beside exact arithmetic 2 % of 510 errors are too small, by at most 2.9,
     # and without the margin half of them by a few per cent.
     rounding: float = 1e-12  # the gradient is a difference of logarithms up to 1,000
@@ -58,7 +58,7 @@ class Numbers:
     empty_log: float = (
         -25.0
     )  # the logarithm of a bin over the largest one below which its mass counts as none in a step
-    least_change: float = 1e-12  # Smaller changes are rounding.
+    smallest_change: float = 1e-12  # Smaller changes are rounding.
     small_change: float = 1e-3  # Only smaller changes show rounding when they stop to halve.
     stalled_steps: int = 3  # steps whose change does not halve: rounding stops Newton's method at this tau
     fruitless_falls: int = 2  # falls of tau without a smaller error

@@ -16,13 +16,28 @@ and k = 1 in balanced problems, k_p = rho_p / (rho_p + epsilon) in unbalanced on
 Sources: M. Cuturi, Sinkhorn Distances, 2013; T. Séjourné, J. Feydy, F.-X. Vialard, A. Trouvé, G. Peyré, Sinkhorn
 Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
 
-    potentials      the search, its accuracy, warnings      ladder     which methods, in which order, and dtype
-    interface       what all methods share                  updates    the two updates and the error of the marginals
-    sinkhorn        any cost and device: the reference      sinkhorn_cpu   the numba kernels for matrices
-    coarse_images   large images                            clusters   large clouds
-    newton          Newton's method on the cells of a plan  dual       its dense equations, and the error of potentials
-    dense_newton    accurate potentials                     solution   value, plan, <C, P>, duality gap, bounds
-    implicit_grid   implicit derivatives along axes         implicit_products   the same by streamed products
+    potentials      the search from a problem to its potentials: the place to begin reading
+    ladder          which methods search, in which order, and when the search ends
+    interface       what all methods share: start, budget, result, `applies` and `run`
+    solution        value, plan, <C, P>, duality gap and bounds at potentials
+
+The methods of the ladder, one in each file:
+
+    sinkhorn                    the reference, for any cost and device
+    sinkhorn_cpu                matrices, by numba kernels
+    sinkhorn_gpu                small problems on a GPU, by a Triton kernel
+    clusters, coarse_images     large clouds, and large images
+    newton, newton_products     on the cells of a plan, and by products with the plan on a device
+    sinkhorn_last_resort        in float64, where the others end early
+
+Around the ladder `meanwhile` iterates while a kernel is compiled, `selection` chooses problems of a batch,
+`dense_newton` makes potentials accurate, and `warnings` says what is uncertain. `assignment_start` is for exact
+assignments.
+
+    equations/          the two updates, Newton's equations, and the error of potentials
+    sinkhorn_kernels/   for sinkhorn_cpu and sinkhorn_gpu
+    newton_kernels/     for newton and for barycenters
+    implicit/           potentials with a graph
 
 Newton's method starts from exact potentials, so this folder imports `exact`. An exact solver that starts from entropic
 potentials therefore gets `assignment_start` as an argument from its caller, and does not import it.

@@ -10,7 +10,7 @@ from torch import Tensor
 from otloss._numba import may_run_on
 from otloss.costs import PointCost
 from otloss.solvers.entropic.interface import ERROR, Budget
-from otloss.solvers.entropic.sinkhorn_cpu import run_kernel
+from otloss.solvers.entropic.sinkhorn_cpu import MatrixProblems, run_kernel
 from otloss.solvers.problem import Problem
 
 # Assignments between clouds of so many points (in up to three dimensions, and in more) start from Sinkhorn where means
@@ -54,10 +54,11 @@ def assignment_start(problem: Problem, matrix: Float[Tensor, "*batch n n"]) -> t
     epsilon = START_EPSILON / n**2 * torch.linalg.vector_norm(costs, 1, (-2, -1)).double()
     if not bool((epsilon > 0).all()):
         return None
-    f, g, outcome = run_kernel(
-        p.reshape(-1, n), q.reshape(-1, n), costs.sub_(costs.amin((-2, -1), keepdim=True)),
-        owner=np.arange(len(costs)), epsilon=epsilon.numpy(), budget=Budget(START_TOLERANCE, START_ITERATIONS),
-    )  # fmt: skip
+    costs = costs.sub_(costs.amin((-2, -1), keepdim=True))
+    problems = MatrixProblems(
+        p.reshape(-1, n), q.reshape(-1, n), costs, owner=np.arange(len(costs)), epsilon=epsilon.numpy()
+    )
+    f, g, outcome = run_kernel(problems, Budget(START_TOLERANCE, START_ITERATIONS))
     if not bool(outcome[:, ERROR].isfinite().all()):
         return None
     return f.reshape(*batch, n), (g + by_column.squeeze(-2)).reshape(*batch, n)

@@ -46,10 +46,10 @@ from otloss._progress import report
 from otloss.costs import PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.costs.order import grouped
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult, in_float64, potential_of_plan
 from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, iterate
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.problem import Problem
 
 CLUSTERED_METRICS = ("sqeuclidean", "euclidean")
@@ -205,14 +205,14 @@ class _Clusters:
         """Return the potential of the points of q that follows from the potential f of the clusters of p."""
         return self.cost.softmin(f + self.epsilon * self.log_p, self.epsilon)
 
-    def correction(self, change: Tensor, weights: Tensor, at_rest: Tensor) -> Tensor:
+    def correction(self, change: Tensor, weights: Tensor, g_of_clusters: Tensor) -> Tensor:
         """Return epsilon M (I - M)^-1 d at the points, for the change d (m,) and the weights of the points."""
         sums = torch.zeros_like(self.q).index_add_(0, self.of_members, (weights * change)[self.members])
         mean = sums / self.q
         assert self.factor is not None
         solution = torch.cholesky_solve((self.scale * mean).unsqueeze(-1), self.factor).squeeze(-1) / self.scale
         solution = solution - (solution * self.q).sum() / self.q.sum()
-        return self.potential_of_points(self.f - self.epsilon * (self.rows @ solution)) - at_rest
+        return self.potential_of_points(self.f - self.epsilon * (self.rows @ solution)) - g_of_clusters
 
 
 def _build_clusters(problem: Problem) -> _Clusters | None:
@@ -272,8 +272,8 @@ class _ClusterSearch:
     def __init__(self, problem: Problem, clusters: _Clusters, *, share: float) -> None:
         self.clusters, self.share = clusters, share
         self.updates, self.iterations = build_updates(problem), 0
-        self.at_rest = clusters.potential_of_points(clusters.f)
-        self.f, self.g = clusters.f_of_points.double(), self.at_rest.double()
+        self.g_of_clusters = clusters.potential_of_points(clusters.f)
+        self.f, self.g = clusters.f_of_points.double(), self.g_of_clusters.double()
         self.best: Tensor | None = None  # g
         self.sums: GaussianSums | None = None
         self.by_pairs = False  # where sums through a grid take longer, or are not for this problem
@@ -308,7 +308,7 @@ class _ClusterSearch:
                 step = (f + updated) / 2 - self.g
             else:
                 change = (updated - self.g) / epsilon
-                step = updated - self.g + self.clusters.correction(change, weights, self.at_rest)
+                step = updated - self.g + self.clusters.correction(change, weights, self.g_of_clusters)
             self.g = history.next(self.g, step)
         if self.best is not None:
             self.g = self.best

@@ -77,9 +77,9 @@ def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*
         start, w = _start_from_blocks(coarse)
         result = Sinkhorn().run(coarse, start, budget, relaxation=w)
     else:
-        # Any change is small enough, but the kernel estimates the least eigenvalue.
+        # Any change is small enough, but the kernel estimates the smallest eigenvalue.
         result = SinkhornOnCPU().run(coarse, None, dataclasses.replace(budget, largest_change=sys.float_info.max))
-        eigenvalue = result.least_eigenvalue
+        eigenvalue = result.smallest_eigenvalue
         w = torch.ones_like(result.error) if eigenvalue is None else 2 / (1 + eigenvalue.clamp(0, 1).sqrt())
     f, g = (_interpolated(potential, larger.cells, cost.cells) for potential in result.start)
     return dataclasses.replace(result, f=f, g=g, error=torch.zeros_like(result.error)), w

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.dual import ROUNDING, Dual, build_dual, is_dense_fast
+from otloss.solvers.entropic.equations.dual import ROUNDING, Dual, build_dual, is_dense_fast
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
 
@@ -49,7 +49,7 @@ def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Bud
 
     It is the result itself where nothing is left to do.
     """
-    error, range_of_g, eigenvalue = result.potential_error, result.potential_range, result.least_eigenvalue
+    error, range_of_g, eigenvalue = result.potential_error, result.potential_range, result.smallest_eigenvalue
     if error is None or range_of_g is None or eigenvalue is None or not result.iterations.numel():
         return result
     allowed = budget.largest_change * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
@@ -79,7 +79,7 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     for _ in range(min(DENSE_NEWTON.max_steps, budget.max_iterations)):
         gradient, curvature = dual.derivatives(b, ridge=DENSE_NEWTON.ridge)
         step, failed = solve_ex(curvature, gradient)
-        step_range = spread_of(step, is_balanced=dual.is_balanced)
+        step_range = range_of_step(step, is_balanced=dual.is_balanced)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         error = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
         is_active = (error > 0.1 * budget.tolerance) | ((step_range > DENSE_NEWTON.smallest_step) & (error > ROUNDING))
@@ -123,11 +123,11 @@ def shortened(
 
 def safe_share(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:
     """Return the share of a step that always increases the dual; see `shortened`."""
-    step_range = spread_of(step, is_balanced=is_balanced)
+    step_range = range_of_step(step, is_balanced=is_balanced)
     return torch.log1p(step_range) / step_range
 
 
-def spread_of(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:
+def range_of_step(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:
     """Return the largest entry of a step minus the least, or twice the largest size where a constant counts."""
     step_range = step.amax(-1) - step.amin(-1) if is_balanced else 2 * step.abs().amax(-1)
     return step_range.clamp(min=torch.finfo(step.dtype).tiny)

@@ -19,8 +19,8 @@ from otloss._checks import has_float64
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
-# The columns of what the kernels write for each problem; `sinkhorn_cpu.run_kernel` explains them.
-ERROR, ITERATIONS, POTENTIAL_ERROR, POTENTIAL_RANGE, LEAST_EIGENVALUE = range(5)
+# The columns of what the kernels write for each problem; `sinkhorn_cpu.KernelResults` explains them.
+ERROR, ITERATIONS, POTENTIAL_ERROR, POTENTIAL_RANGE, SMALLEST_EIGENVALUE = range(5)
 
 
 class Schedule(NamedTuple):
@@ -93,7 +93,7 @@ class SearchResult:
         potential_error: (...), an estimate of the largest error of g, NaN where it is not known. This and the next two
             are None where they were not asked for or are not known.
         potential_range: (...), the largest g minus the least, over bins with mass.
-        least_eigenvalue: (...), of the equations for g, or a bound from above.
+        smallest_eigenvalue: (...), of the equations for g, or a bound from above.
     """
 
     f: Float[Tensor, "*batch n"]
@@ -102,7 +102,7 @@ class SearchResult:
     iterations: Int[Tensor, "*batch"]
     potential_error: Float[Tensor, "*batch"] | None = None
     potential_range: Float[Tensor, "*batch"] | None = None
-    least_eigenvalue: Float[Tensor, "*batch"] | None = None
+    smallest_eigenvalue: Float[Tensor, "*batch"] | None = None
 
     def to(self, device: torch.device) -> SearchResult:
         """Return the same numbers on another device."""
@@ -143,7 +143,7 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
     column = is_new.unsqueeze(-1)
     merged = {
         name: _where(is_new, getattr(new, name), getattr(previous, name))
-        for name in ("potential_error", "potential_range", "least_eigenvalue")
+        for name in ("potential_error", "potential_range", "smallest_eigenvalue")
     }
     return SearchResult(
         torch.where(column, new.f, previous.f),
@@ -165,7 +165,7 @@ class Method(Protocol):
     """A way to find the potentials of entropic problems.
 
     In each result f is an exact update from g. Where `budget.is_accurate` and the problem is not symmetric, a result
-    should hold `potential_error`, `potential_range` and `least_eigenvalue`. With None for one of the first two the
+    should hold `potential_error`, `potential_range` and `smallest_eigenvalue`. With None for one of the first two the
     caller is not warned of uncertain gradients, and with None for any of them `dense_newton` keeps the result as it is.
 
     `applies` decides by `impl`, the device and whether there is a start; Newton's method runs with any `impl`. Their

@@ -28,15 +28,15 @@ from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
 from otloss.solvers.entropic.newton_products import NewtonByProducts
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
-from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
 from otloss.solvers.entropic.sinkhorn_gpu import SinkhornOnGPU
+from otloss.solvers.entropic.sinkhorn_last_resort import SinkhornAsLastResort
 from otloss.solvers.problem import Problem
 
 LADDER: tuple[tuple[Method, ...], ...] = (
     (SinkhornOnGPU(), Clusters(), NewtonFirst(), SinkhornOnCPU(), CoarseImages(), Sinkhorn()),
     (NewtonByProducts(),),
     (SparseNewton(),),
-    (SinkhornInFloat64(),),
+    (SinkhornAsLastResort(),),
 )
 PATIENCE = 250  # Newton's method with its exact start takes less time than so many iterations of Sinkhorn
 

@@ -19,18 +19,18 @@ from torch import Tensor
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
 from otloss.costs.order import METRICS, order_of
-from otloss.solvers.entropic.dual import with_estimates
+from otloss.solvers.entropic.equations.dual import with_estimates
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.entropic.warnings import check_not_too_small
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.problem import Problem
 
 if TYPE_CHECKING:
-    from otloss.solvers.entropic.newton_cells_numba import Pairs
+    from otloss.solvers.entropic.newton_kernels.cells_numba import Pairs
 
 MAX_STEPS = 1000
 
@@ -46,14 +46,14 @@ class Neighbours(NamedTuple):
         largest_count: the median of the places within about epsilon of such a point, up to which Newton's method alone
             takes a third to nine tenths of the time, in all rows of `benchmarks.hard_clouds` of 500 and more points.
         same_place: points within this share of epsilon are counted as one place.
-        least_cost: the median of the costs to the nearest point of the other cloud over epsilon. Below it Sinkhorn's
+        smallest_cost: the median of the costs to the nearest point of the other cloud over epsilon. Below it Sinkhorn's
             iteration begins near the solution.
     """
 
     points: int = 16
     largest_count: float = 1.5
     same_place: float = 0.01
-    least_cost: float = 1.0
+    smallest_cost: float = 1.0
 
 
 NEIGHBOURS = Neighbours()
@@ -89,7 +89,7 @@ class SparseNewton(Method):
         if budget.is_accurate:
             result = with_estimates(slow, result)
         if slow.marginal_penalty is not None:  # light columns, which hardly count, may decide the estimate: no warning
-            result = dataclasses.replace(result, potential_range=None, least_eigenvalue=None)
+            result = dataclasses.replace(result, potential_range=None, smallest_eigenvalue=None)
         return scatter(previous, mask, result)
 
 
@@ -105,7 +105,7 @@ class NewtonFirst(SparseNewton):
         epsilon = problem.epsilon[..., None, None]
         x, y = (cloud[..., :: max(1, cloud.shape[-2] // NEIGHBOURS.points), :] for cloud in (points.x, points.y))
         nearest = (PointCost(x, points.y, metric=points.metric).dense() / epsilon).amin(-1)
-        if float(nearest.median()) < NEIGHBOURS.least_cost:
+        if float(nearest.median()) < NEIGHBOURS.smallest_cost:
             return False
         return all(
             _places(PointCost(some, cloud, metric=points.metric).dense() / epsilon) <= NEIGHBOURS.largest_count
@@ -149,7 +149,7 @@ def _order(problem: Problem) -> _Order:
 def _pairs(problem: Problem, order: _Order) -> Pairs:
     """Return the costs for the kernel; `matrix` has a first axis of matrices."""
     from otloss.costs.softmin_numba import as_columns
-    from otloss.solvers.entropic.newton_cells_numba import Pairs
+    from otloss.solvers.entropic.newton_kernels.cells_numba import Pairs
 
     cost, points = problem.cost, problem.cost.as_points()
     if points is None:
@@ -162,7 +162,7 @@ def _pairs(problem: Problem, order: _Order) -> Pairs:
 def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, budget: Budget) -> SearchResult:
     """Call the kernel, from g with this error and the cells (problems, 2, cells) of the exact plans."""
     from otloss._numba.compile import addresses_of
-    from otloss.solvers.entropic.newton_numba import (
+    from otloss.solvers.entropic.newton_kernels.newton_numba import (
         NewtonKernels,
         NewtonLimits,
         NewtonProblems,

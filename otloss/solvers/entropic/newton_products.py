@@ -34,13 +34,13 @@ from torch import Tensor
 from otloss._checks import has_float64
 from otloss._progress import report
 from otloss.costs.cost import PlanProducts
-from otloss.solvers.entropic.conjugate_gradients import Equations, conjugate_gradients
 from otloss.solvers.entropic.dense_newton import shortened
-from otloss.solvers.entropic.dual import with_estimates
+from otloss.solvers.entropic.equations.conjugate_gradients import Equations, conjugate_gradients
+from otloss.solvers.entropic.equations.dual import with_estimates
+from otloss.solvers.entropic.equations.looks import Looks
+from otloss.solvers.entropic.equations.updates import Updates, build_updates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64, is_queued
-from otloss.solvers.entropic.looks import Looks
 from otloss.solvers.entropic.sinkhorn import exact_updates, falling_epsilons
-from otloss.solvers.entropic.updates import Updates, build_updates
 from otloss.solvers.problem import Problem
 
 

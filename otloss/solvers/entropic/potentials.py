@@ -13,12 +13,12 @@ from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
 from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.dense_newton import with_accurate_potentials
-from otloss.solvers.entropic.dual import shifted_to_equal_mass
+from otloss.solvers.entropic.equations.dual import shifted_to_equal_mass
+from otloss.solvers.entropic.equations.slow_modes import with_known_error
 from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.entropic.sinkhorn_gpu import is_measured_faster
-from otloss.solvers.entropic.slow_modes import with_known_error
 from otloss.solvers.entropic.warnings import (
     check_not_too_small,
     warn_of_errors,
@@ -65,39 +65,56 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
     """
     if not problem.is_symmetric:  # a few iterations
         warn_where_slow(problem, settings.grad)
+    problem = _choose_cost(problem)
+    has_weight_graph = makes_graph(problem.p, problem.q)
+    budget = _build_budget(problem, settings, is_accurate=is_accurate or has_weight_graph)
+    with torch.no_grad():
+        result = _search(problem, budget)
+    if not result.is_within(budget.tolerance):
+        warn_of_errors(problem, result, settings)
+        return problem, _without_unknown(result)
+    if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
+        result = with_known_error(problem, result)
+        warn_of_uncertain(problem, result)
+    return problem, result
+
+
+def _choose_cost(problem: Problem) -> Problem:
+    """Return the problem with the form of its cost, and in the arithmetic, that the search uses."""
     if problem.impl == "triton":
         problem = dataclasses.replace(problem, cost=problem.cost.streamed() or problem.cost)
     if _rounds_costs(problem):
         problem = in_float64(problem, with_graph=True)
     cost = problem.cost.with_matrix()
-    if cost is not problem.cost:
-        problem = dataclasses.replace(problem, cost=cost)
-    tolerance = tolerance_of(problem, settings)
-    has_weight_graph = makes_graph(problem.p, problem.q)
-    change = math.inf
-    if is_accurate or has_weight_graph:
+    return problem if cost is problem.cost else dataclasses.replace(problem, cost=cost)
+
+
+def _build_budget(problem: Problem, settings: Settings, *, is_accurate: bool) -> Budget:
+    tolerance, change = tolerance_of(problem, settings), math.inf
+    if is_accurate:
         is_wide = problem.cost.dtype == torch.float64
         change = POTENTIAL_TOLERANCE.largest_change if is_wide else POTENTIAL_TOLERANCE.largest_change_float32
         change = max(change, 100 * tolerance)
-    budget = Budget(tolerance, settings.max_iterations, largest_change=change)
-    with torch.no_grad():
-        searched = _prepared(problem)
-        result = shifted_to_equal_mass(searched, search(searched, budget))
-        check_not_too_small(searched, result, tolerance)
-        if budget.is_accurate and not problem.is_symmetric:
-            accurate_result = with_accurate_potentials(searched, result, budget)
-            if accurate_result is not result:
-                result = shifted_to_equal_mass(searched, accurate_result)
-        result = result.to(problem.p.device)
-    if result.is_within(tolerance):
-        if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
-            result = with_known_error(problem, result)
-            warn_of_uncertain(problem, result)
-        return problem, result
-    warn_of_errors(problem, result, settings)
-    unknown = ~result.error.isfinite().unsqueeze(-1)  # a value whose error is not known must be NaN
+    return Budget(tolerance, settings.max_iterations, largest_change=change)
+
+
+def _search(problem: Problem, budget: Budget) -> SearchResult:
+    """Return the result of the ladder, with accurate potentials if the budget asks for them."""
+    searched = _prepared(problem)
+    result = shifted_to_equal_mass(searched, search(searched, budget))
+    check_not_too_small(searched, result, budget.tolerance)
+    if budget.is_accurate and not problem.is_symmetric:
+        accurate_result = with_accurate_potentials(searched, result, budget)
+        if accurate_result is not result:
+            result = shifted_to_equal_mass(searched, accurate_result)
+    return result.to(problem.p.device)
+
+
+def _without_unknown(result: SearchResult) -> SearchResult:
+    """Return the result with potentials of NaN where the error is not known, so that the value is NaN too."""
+    unknown = ~result.error.isfinite().unsqueeze(-1)
     f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
-    return problem, dataclasses.replace(result, f=f, g=g)
+    return dataclasses.replace(result, f=f, g=g)
 
 
 def _rounds_costs(problem: Problem) -> bool:

@@ -2,8 +2,8 @@
 
 A cost without a matrix needs none. A matrix is copied once, transposed (`updates`).
 
-This is the reference implementation of the numba kernels (`sinkhorn_numba`, `sinkhorn_unbalanced_numba`). Stages of
-epsilon, updates and over-relaxation follow the same formulas (see `sinkhorn_steps_numba`) and the same `Schedule`, with
+This is the reference implementation of the numba kernels (`balanced_numba`, `unbalanced_numba`). Stages of
+epsilon, updates and over-relaxation follow the same formulas (see `steps_numba`) and the same `Schedule`, with
 bounds that suit whole batches and logarithms. A problem that has converged stays as it is.
 
 Unbalanced problems are also shifted to f + t and g - t, with the best t in closed form. Without that, the balance of
@@ -24,10 +24,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._progress import report
-from otloss.solvers.entropic.dual import with_estimates
+from otloss.solvers.entropic.equations.dual import with_estimates
+from otloss.solvers.entropic.equations.looks import Looks
+from otloss.solvers.entropic.equations.updates import Updates, build_updates
 from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult, is_queued
-from otloss.solvers.entropic.looks import Looks
-from otloss.solvers.entropic.updates import Updates, build_updates
 from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,19 +13,9 @@ from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss._numba.threads import PASSES, Work, run_on_threads
-from otloss.solvers.entropic.interface import (
-    ERROR,
-    ITERATIONS,
-    LEAST_EIGENVALUE,
-    POTENTIAL_ERROR,
-    POTENTIAL_RANGE,
-    Budget,
-    Method,
-    SearchResult,
-    in_float64,
-)
+from otloss.solvers.entropic.equations.updates import build_updates
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.options import BOTH_KEPT, of_batch
 from otloss.solvers.problem import Problem
 
@@ -74,34 +64,30 @@ class SinkhornOnCPU(Method):
     def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
         """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
         (n, m), batch = problem.cost.shape, problem.batch
-        p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
-        costs = problem.cost.dense().detach()
-        owner = np.arange(costs.shape[:-2].numel())
-        if costs.shape[:-2] != batch:
-            owner = np.ascontiguousarray(np.broadcast_to(owner.reshape(costs.shape[:-2]), batch)).reshape(-1)
-        f, g, outcome = run_kernel(
-            p, q, costs.reshape(-1, n, m), owner=owner,
-            epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
-            g=None if previous is None else previous.start[1].reshape(-1, m),
-            penalties=None if problem.marginal_penalty is None else penalties_of(problem),
-            symmetric=problem.is_symmetric, budget=budget,
-        )  # fmt: skip
-        error, iterations = (outcome[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
-        f, g = f.reshape(*batch, n), g.reshape(*batch, m)
-        penalty = problem.marginal_penalty
-        penalty_limit = None if penalty is None else of_batch(penalty.least)
-        if penalty_limit is not None and bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * penalty_limit).any()):
+        start = None if previous is None else previous.start[1].reshape(-1, m)
+        results = run_kernel(build_matrix_problems(problem), budget, g=start)
+        f, g = results.f.reshape(*batch, n), results.g.reshape(*batch, m)
+        if _rounds_potentials(problem):
             updates = build_updates(in_float64(problem))
             g = updates.g_from(f)
             f = updates.f_from(g)
+        columns = (results.outcome[:, column].reshape(batch) for column in range(results.outcome.shape[1]))
+        error, iterations, potential_error, potential_range, eigenvalue = columns
         result = SearchResult(f, g, error, iterations.long())
         if not budget.is_accurate or problem.is_symmetric:  # no estimate of the error of g
             return result
-        columns = (POTENTIAL_ERROR, POTENTIAL_RANGE, LEAST_EIGENVALUE)
-        potential_error, range_of_g, eigenvalue = (outcome[:, column].reshape(batch) for column in columns)
         return dataclasses.replace(
-            result, potential_error=potential_error, potential_range=range_of_g, least_eigenvalue=eigenvalue
+            result, potential_error=potential_error, potential_range=potential_range, smallest_eigenvalue=eigenvalue
         )
+
+
+def _rounds_potentials(problem: Problem) -> bool:
+    """Return whether the mass of the plan multiplies the rounding of potentials by more than `largest_ratio`."""
+    penalty = problem.marginal_penalty
+    penalty_limit = None if penalty is None else of_batch(penalty.smallest)
+    if penalty_limit is None:
+        return False
+    return bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * penalty_limit).any())
 
 
 def iterate(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
@@ -119,13 +105,52 @@ def penalties_of(problem: Problem) -> Float[np.ndarray, "problems 2"]:
     return penalties
 
 
+class MatrixProblems(NamedTuple):
+    """Entropic problems with matrices, without a graph. With `penalties` they are unbalanced.
+
+    Attributes:
+        p, q: (problems, n) and (problems, m).
+        costs: (matrices, n, m). Problem k has the matrix `costs[owner[k]]`.
+        owner, epsilon: (problems,).
+        penalties: (problems, 2), the marginal penalties rho_p and rho_q.
+        is_symmetric: whether p = q and the costs are symmetric.
+    """
+
+    p: Float[Tensor, "problems n"]
+    q: Float[Tensor, "problems m"]
+    costs: Float[Tensor, "matrices n m"]
+    owner: np.ndarray
+    epsilon: np.ndarray
+    penalties: Float[np.ndarray, "problems 2"] | None = None
+    is_symmetric: bool = False
+
+
+def build_matrix_problems(problem: Problem) -> MatrixProblems:
+    """Return the problems of a batch, which may share matrices."""
+    costs = problem.cost.dense().detach()
+    owner = np.arange(costs.shape[:-2].numel())
+    if costs.shape[:-2] != problem.batch:
+        owner = np.broadcast_to(owner.reshape(costs.shape[:-2]), problem.batch)
+        owner = np.ascontiguousarray(owner).reshape(-1)
+    p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
+    return MatrixProblems(
+        p, q, costs.reshape(-1, *costs.shape[-2:]), owner,
+        epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
+        penalties=None if problem.marginal_penalty is None else penalties_of(problem),
+        is_symmetric=problem.is_symmetric,
+    )  # fmt: skip
+
+
 class KernelResults(NamedTuple):
     """What the kernels write.
 
     Attributes:
         f, g: (problems, n) and (problems, m), the potentials.
         outcome: (problems, 5), the columns `ERROR`, `ITERATIONS`, `POTENTIAL_ERROR`, `POTENTIAL_RANGE` and
-            `LEAST_EIGENVALUE` of `interface`.
+            `SMALLEST_EIGENVALUE` of `interface`. The error is infinite where a number is not valid, and in unbalanced
+            problems where a side has no mass. If the budget asks for accurate potentials, `POTENTIAL_ERROR` is an
+            estimate of the largest error of g, and a bound in unbalanced problems. `SMALLEST_EIGENVALUE` belongs to the
+            equations for g, and is an estimate from above. They are NaN otherwise.
     """
 
     f: Float[Tensor, "problems n"]
@@ -134,64 +159,58 @@ class KernelResults(NamedTuple):
 
 
 def run_kernel(
-    p: Float[Tensor, "problems n"],
-    q: Float[Tensor, "problems m"],
-    costs: Float[Tensor, "matrices n m"],
-    *,
-    owner: np.ndarray,
-    epsilon: np.ndarray,
-    budget: Budget,
-    g: Float[Tensor, "problems m"] | None = None,
-    symmetric: bool = False,
-    penalties: Float[np.ndarray, "problems 2"] | None = None,
+    problems: MatrixProblems, budget: Budget, *, g: Float[Tensor, "problems m"] | None = None
 ) -> KernelResults:
-    """Run the kernels for matrices, without a graph.
-
-    Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`; owner and epsilon are (problems,). Without a start
-    `g`, epsilon falls in stages. The error is infinite where a number is not valid. `symmetric` is for p = q at
-    symmetric costs. With marginal penalties (rho_p, rho_q) problems are unbalanced: the error is infinite too where a
-    side has no mass.
-
-    If the budget asks for accurate potentials or the eigenvalue, the largest error of g is estimated. It is a bound in
-    unbalanced problems. The least eigenvalue is the one of the equations for g, estimated from above.
-    """
+    """Run the kernel for such problems from a start `g`, or without one in falling stages of epsilon."""
     from otloss._numba.compile import addresses_of
-    from otloss.solvers.entropic.sinkhorn_numba import (
-        KernelBudget,
-        empty_results,
-        sinkhorn_problems,
-        symmetric_problems,
-    )
-    from otloss.solvers.entropic.sinkhorn_shared_numba import build_calls, empty_arrays
-    from otloss.solvers.entropic.sinkhorn_unbalanced_numba import build_unbalanced_calls, unbalanced_problems
+    from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import empty_results
+    from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import empty_arrays
 
-    (count, n), m = p.shape, q.shape[1]
+    (count, n), m = problems.p.shape, problems.q.shape[1]
+    kernel, called = _choose_kernel(problems)
+    inputs: tuple[np.ndarray, ...] = tuple(t.contiguous().numpy() for t in (problems.p, problems.q, problems.costs))
+    weights, costs = inputs[0].dtype, inputs[2].dtype
+    inputs += (problems.owner, problems.epsilon)
+    if problems.penalties is not None:
+        inputs += (problems.penalties,)
     results = empty_results(count, n, m, None if g is None else g.detach().numpy())
-    matrices = costs.contiguous().numpy()
-    kernel = sinkhorn_problems if penalties is None else unbalanced_problems
-    if symmetric and penalties is None:
-        kernel = symmetric_problems
-    problems: tuple[np.ndarray, ...] = (p.contiguous().numpy(), q.contiguous().numpy(), matrices, owner, epsilon)
-    if penalties is not None:
-        problems = (*problems, penalties)
-    last = int(min(budget.max_iterations, budget.patience))
-    limits = KernelBudget(
-        tolerance=budget.tolerance,
-        largest_change=budget.largest_change,
-        max_iterations=last,
-        patience=float(budget.patience),
-        is_warm=g is not None,
-        estimates_error=budget.is_accurate,
+    arguments = (inputs, _kernel_budget(budget, is_warm=g is not None), results)
+    addresses = addresses_of(
+        (kernel, weights, costs),
+        lambda unknown: (kernel, (np.zeros(3, np.int64), unknown, *arguments, *empty_arrays(1, 1, costs))),
+        lambda: called(weights, costs),
     )
+    last = _last_iteration(budget)
     passes = min(last, max(PASSES, last // 50))  # a limit of iterations is rarely reached
-    counter, arguments = np.zeros(3, np.int64), (problems, tuple(limits), results)
-    shared = addresses_of(
-        (kernel, problems[0].dtype, matrices.dtype),
-        lambda addresses: (kernel, (counter, addresses, *arguments, *empty_arrays(1, 1, matrices.dtype))),
-        lambda: (build_calls if penalties is None else build_unbalanced_calls)(problems[0].dtype, matrices.dtype),
-    )
     run_on_threads(
-        kernel, count, (shared, *arguments), lambda: empty_arrays(n, m, matrices.dtype),
+        kernel, count, (addresses, *arguments), lambda: empty_arrays(n, m, costs),
         work=Work("Sinkhorn iterations", count * n * m, budget.tolerance, passes=passes),
     )  # fmt: skip
     return KernelResults(*map(torch.from_numpy, results))
+
+
+def _choose_kernel(problems: MatrixProblems) -> tuple[Any, Any]:
+    """Return the kernel for such problems, and the function that returns the kernels that it calls."""
+    from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import sinkhorn_problems, symmetric_problems
+    from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import build_calls
+    from otloss.solvers.entropic.sinkhorn_kernels.unbalanced_numba import build_unbalanced_calls, unbalanced_problems
+
+    if problems.penalties is not None:
+        return unbalanced_problems, build_unbalanced_calls
+    return (symmetric_problems if problems.is_symmetric else sinkhorn_problems), build_calls
+
+
+def _last_iteration(budget: Budget) -> int:
+    return int(min(budget.max_iterations, budget.patience))
+
+
+def _kernel_budget(budget: Budget, *, is_warm: bool) -> tuple[Any, ...]:
+    """Return the fields of `KernelBudget`."""
+    from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import KernelBudget
+
+    return tuple(
+        KernelBudget(
+            budget.tolerance, budget.largest_change, max_iterations=_last_iteration(budget),
+            patience=float(budget.patience), is_warm=is_warm, estimates_error=budget.is_accurate,
+        )
+    )  # fmt: skip

@@ -8,13 +8,18 @@ holds for that GPU, batches of at least so many problems between "points" or wit
 many bins. `python -m benchmarks.gpu transport` writes such rows. Without one for a device, "auto" does not take the
 kernel there.
 
-Why one launch up to `LARGEST_SIDE`: a program runs on one multiprocessor, which computes 16 exponentials a clock, and
-an iteration has one for each pair and side. For 1,024 x 1,024 bins that is 131,072 clocks at least, also for a batch of
-16, which leaves 116 of 132 multiprocessors without work. Step by step, several programs share a problem, and the 16
-take 15,888 clocks. But such an iteration is about 85 operations of torch, each a launch, so it would be faster only if
-they took less than 1,360 clocks each, under a microsecond. With 2,048 bins a side they may take 5,400. Programs that
-share a problem within one launch would have to wait for each other, for which Triton has no barrier. The numbers are
-counts: nothing here was measured on a device.
+Why `LARGEST_SIDE` is 1,024, for a batch of 16 problems on a GPU of 132 multiprocessors: an iteration has an exponential
+for each pair and side, and a multiprocessor computes 16 of them a clock. In one launch each problem has one of them for
+itself. Step by step all of them share the work, but an iteration is about 85 operations of torch, each a launch.
+
+    clocks of an iteration                  1,024 bins a side                   2,048 bins a side
+    one launch, 16 multiprocessors work     2 x 1,024^2 / 16 = 131,072          524,288
+    step by step, without the launches      131,072 x 16 / 132 = 15,888         63,550
+    so the launches may take, each          (131,072 - 15,888) / 85 = 1,355     5,421
+
+1,355 clocks are less than a microsecond, which no launch takes, so one launch is faster there. The numbers are counts:
+nothing was measured on a device. Programs that share a problem within one launch would have to wait for each other, for
+which Triton has no barrier.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from otloss._checks import needs_torch
-from otloss.solvers.entropic.dual import with_estimates
+from otloss.solvers.entropic.equations.dual import with_estimates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
@@ -55,7 +60,7 @@ class SinkhornOnGPU(Method):
         """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
         if not is_small(problem):
             return Sinkhorn().run(problem, previous, budget)
-        from otloss.solvers.entropic.small_triton import solve_small
+        from otloss.solvers.entropic.sinkhorn_kernels.small_triton import solve_small
 
         result = solve_small(problem, previous, budget)
         return with_estimates(problem, result) if budget.is_accurate and not problem.is_symmetric else result
@@ -68,7 +73,7 @@ def is_small(problem: Problem) -> bool:
 
 def check_usable(problem: Problem) -> None:
     """Raise ValueError unless the Triton kernel runs on such tensors here."""
-    from otloss.solvers.entropic import small_triton
+    from otloss.solvers.entropic.sinkhorn_kernels import small_triton
 
     device, dtype, other = problem.p.device, problem.cost.dtype, 'use impl="torch" or "auto"'
     if small_triton.triton is None:

@@ -11,7 +11,7 @@ import torch
 from otloss._numba import may_run_on
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.entropic.dense_newton import DENSE_NEWTON
-from otloss.solvers.entropic.implicit_grid import suits_axes
+from otloss.solvers.entropic.implicit.grid import suits_axes
 from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.options import BOTH_KEPT, Settings, SmallEpsilonError
 from otloss.solvers.problem import Problem, tolerance_of

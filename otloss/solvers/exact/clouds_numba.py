@@ -417,9 +417,9 @@ def split_flows(groups: Any, masses: Any, groups_of_flows: Any, flows: Any) -> t
     for at in range(moved.shape[0]):
         is_last_member = i + 1 == groups.shape[0] or groups[i + 1] != groups[i]
         is_last_flow = k + 1 == flows.shape[0] or groups_of_flows[k + 1] != groups_of_flows[k]
-        units, rest = max(masses[i] - gone, 0.0), max(flows[k] - used, 0.0)
-        closes_member = is_last_flow or (not is_last_member and units <= rest)
-        members[at], parts[at], moved[at] = i, k, units if closes_member else rest
+        units, remaining_flow = max(masses[i] - gone, 0.0), max(flows[k] - used, 0.0)
+        closes_member = is_last_flow or (not is_last_member and units <= remaining_flow)
+        members[at], parts[at], moved[at] = i, k, units if closes_member else remaining_flow
         gone, used = gone + moved[at], used + moved[at]
         if closes_member:
             i, gone = i + 1, 0.0

@@ -234,11 +234,11 @@ def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced:
         flow[v] += moved if v < n else -moved
         v = parent[v]
     node, above = (row, column) if behind_row else (column, row)
-    left_behind = parent[out]
+    old_parent = parent[out]
     begin, end = _reattach(tree, flow, node, above, out, moved)
-    while left_behind != top:
-        size[left_behind] -= end - begin
-        left_behind = parent[left_behind]
+    while old_parent != top:
+        size[old_parent] -= end - begin
+        old_parent = parent[old_parent]
     while above != top:
         size[above] += end - begin
         above = parent[above]

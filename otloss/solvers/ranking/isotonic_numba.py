@@ -66,10 +66,10 @@ def _gather(x: Any, order: Any, falling: Any, trim: int, share: float) -> tuple[
     n = order.shape[0]
     for i in range(n):
         falling[i] = x[order[n - 1 - i]]
-    spread, middle = falling[0] - falling[n - 1], falling[trim] - falling[n - 1 - trim]
-    if middle > 0 and middle * share < spread:
+    width, middle = falling[0] - falling[n - 1], falling[trim] - falling[n - 1 - trim]
+    if middle > 0 and middle * share < width:
         return middle * share, trim, share
-    return spread, 0, 1.0
+    return width, 0, 1.0
 
 
 @compiled()
@@ -91,12 +91,12 @@ def project_rows(
         if task * ROWS >= rows:
             return
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
-            spread, _, _ = _gather(x[row], order[row], falling, trim, share)
+            width, _, _ = _gather(x[row], order[row], falling, trim, share)
             low = falling[n - 1]
-            per_unit = scale / spread if spread > 0 else 0.0
+            per_unit = scale / width if width > 0 else 0.0
             base = falling if sorts else w
             for i in range(n):
-                z[i] = w[i] * spread if sorts else (falling[i] - low) * per_unit
+                z[i] = w[i] * width if sorts else (falling[i] - low) * per_unit
                 y[i] = z[i] - epsilon * base[i]
             _find_blocks(y, mean, blocks[row])
             # Two averages, so that equal entries, and entries that are not pooled, are not rounded.
@@ -119,9 +119,9 @@ def project_backward(
         if task * ROWS >= rows:
             return
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
-            spread, end, times = _gather(x[row], order[row], falling, trim, share)
+            width, end, times = _gather(x[row], order[row], falling, trim, share)
             low = falling[n - 1]
-            per_unit = scale / (epsilon * spread) if spread > 0 else 0.0
+            per_unit = scale / (epsilon * width) if width > 0 else 0.0
             for i in range(n):
                 fitted[i] = upstream[row, i] if sorts else upstream[row, order[row, n - 1 - i]]
             _average(fitted, blocks[row], mean)
@@ -134,6 +134,6 @@ def project_backward(
                 else:
                     # These gradients sum to 0 over a row, so the least entry acts through the width alone.
                     gradient[row, at] = by_z * per_unit
-                    by_range -= gradient[row, at] * ((falling[i] - low) / spread if spread > 0 else 0.0)
+                    by_range -= gradient[row, at] * ((falling[i] - low) / width if width > 0 else 0.0)
             gradient[row, order[row, n - 1 - end]] += times * by_range
             gradient[row, order[row, end]] -= times * by_range

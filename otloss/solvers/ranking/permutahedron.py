@@ -57,9 +57,9 @@ def trim(n: int) -> tuple[int, float]:
     return cut, 3 * (n - 1) / max(n - 1 - 2 * cut, 1)
 
 
-def check_range(spread: Float[Tensor, "*batch"]) -> None:
+def check_range(row_range: Float[Tensor, "*batch"]) -> None:
     """Raise ValueError where the range of a row is infinite."""
-    if torch.isinf(spread.detach()).any():
+    if torch.isinf(row_range.detach()).any():
         raise ValueError("the range of a row of x is beyond float64, expected less than 1.7e308; rescale x.")
 
 

@@ -341,8 +341,8 @@ def _plan_change(plan: Tensor, change: Tensor) -> Tensor:
 def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
     """Apply Newton's method to b; a keeps the rows' sums at one throughout.
 
-    The columns' errors are the gradient of the dual. Its Hessian by `entropic.dual`, for masses and penalties of any
-    kind, takes 1.2 to 1.6 times as long; the step is shortened as there.
+    The columns' errors are the gradient of the dual. Its Hessian by `entropic.equations.dual`, for masses and penalties
+    of any kind, takes 1.2 to 1.6 times as long; the step is shortened as there.
     """
     shifted = torch.empty_like(scores)  # Allocating new memory would take as long as the sum.
     for _ in range(LIMITS.newton_steps):

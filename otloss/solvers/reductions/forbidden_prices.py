@@ -29,7 +29,7 @@ from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.weight_rounding import rounding_of_value
 
 MAX_ENTRIES = 2**22  # all matrices together
-LEAST_RATIO = 1e3  # a price over the largest cost below it, as for exact problems
+SMALLEST_RATIO = 1e3  # a price over the largest cost below it, as for exact problems
 
 
 def without_prices(problem: Problem) -> Problem | None:
@@ -81,6 +81,6 @@ def _levels(cost: Float[Tensor, "n m"], epsilon: float) -> list[float]:
         return []
     shifted = entries - entries[0].clamp(max=0.0)
     price = (min(cost.shape) + 1) * (shifted[:-1] + EPSILONS_PER_PAIR * epsilon)
-    is_level = shifted[1:] > torch.maximum(price, LEAST_RATIO * shifted[:-1])
+    is_level = shifted[1:] > torch.maximum(price, SMALLEST_RATIO * shifted[:-1])
     levels: list[float] = entries[:-1][is_level].tolist()
     return levels

@@ -140,15 +140,16 @@ def test_implicit_derivatives_raise_where_parts_hardly_exchange_mass(by_products
 
 def test_slow_problems_warn() -> None:
     cost, large = GridCost((48, 48), spacing=1 / 48), GridCost((128, 128), spacing=1 / 128)
-    least = large.least_epsilon_for_products
+    smallest = large.least_epsilon_for_products
     with pytest.raises(UserWarning, match=r'"implicit" between 48 x 48 cells \(1 problem\).*Use grad="envelope"'):
         otloss.sinkhorn(None, None, cost, epsilon=0.05, grad="implicit", marginal_penalty=1.0)
     with pytest.raises(UserWarning, match="needs a matrix of 4096 x 4096 costs"):
         otloss.sinkhorn(None, None, GridCost((64, 64)), epsilon=1.0, mass=0.5)
-    with pytest.raises(UserWarning, match=rf"epsilon is {0.95 * least:.3g} .*below {least:.3g} products .* Raise epsi"):
-        otloss.sinkhorn(None, None, large, epsilon=0.95 * least, tolerance=1.0, max_iterations=1)
+    message = rf"epsilon is {0.95 * smallest:.3g} .*below {smallest:.3g} products .* Raise epsi"
+    with pytest.raises(UserWarning, match=message):
+        otloss.sinkhorn(None, None, large, epsilon=0.95 * smallest, tolerance=1.0, max_iterations=1)
     otloss.sinkhorn(None, None, cost, epsilon=0.05, grad="implicit")
-    otloss.solve(None, None, large, epsilon=1.05 * least, tolerance=1.0)
+    otloss.solve(None, None, large, epsilon=1.05 * smallest, tolerance=1.0)
 
 
 test_bad_input = raising(

@@ -50,10 +50,10 @@ def test_no_small_step_lowers_the_objective(model: Any, power: int) -> None:
         return float((weight @ losses + penalty) / weight.sum())
 
     best = parameters_to_vector(parameters).detach().numpy().copy()
-    least = naive(best)
+    smallest = naive(best)
     random = np.random.default_rng(1)
     steps = random.normal(size=(30, len(best))) * 10.0 ** random.uniform(-4, -1, (30, 1))
-    assert all(naive(best + step) >= least - 1e-12 for step in steps)
+    assert all(naive(best + step) >= smallest - 1e-12 for step in steps)
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

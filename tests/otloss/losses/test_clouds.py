@@ -53,8 +53,8 @@ def test_the_default_blur_is_that_of_geomloss_and_one_too_small_for_the_clouds_i
     for options, told in (({}, "blur is 0.05 by default"), ({"blur": 0.1, "metric": "euclidean"}, "blur is 0.1,")):
         with pytest.raises(ValueError, match=rf"{told}.* expected at least \S+ for clouds of this size") as error:
             cloud_loss(1e12 * x, 1e12 * y, **options)
-        least = float(re.findall(r"at least (\S+)", str(error.value))[0])
-        assert cloud_loss(1e12 * x, 1e12 * y, **{**options, "blur": 1e3 * least}).isfinite()
+        smallest = float(re.findall(r"at least (\S+)", str(error.value))[0])
+        assert cloud_loss(1e12 * x, 1e12 * y, **{**options, "blur": 1e3 * smallest}).isfinite()
     with pytest.warns(otloss.ConvergenceWarning, match=r"Raise epsilon \(blur, for cloud_loss\)"):
         cloud_loss(100 * draw(200, 2), 100 * draw(200, 2, seed=1), blur=0.01, tolerance=1e-18)
 

@@ -56,8 +56,8 @@ def plain(z: list[float], y: int, values: list[float], options: dict[str, Any]) 
         d = min(abs(place(v) - place(w)), bound)
         if squash is None or d == 0:
             return d
-        least, most = min(apart), max(apart)
-        return 1.0 if least == most else 1 + (d - least) * (squash - 1) / (most - least)
+        smallest, most = min(apart), max(apart)
+        return 1.0 if smallest == most else 1 + (d - smallest) * (squash - 1) / (most - smallest)
 
     e = [math.exp(entry - max(z)) for entry in z]
     numbers = [j for j, v in enumerate(values) if not math.isnan(v)]

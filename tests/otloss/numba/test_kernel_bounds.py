@@ -155,6 +155,18 @@ def test_part_newton_between_points(axes: int, n: int, m: int, monkeypatch: pyte
         assert float(result.error) <= 1e-8
 
 
+@checked
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "m"), SIZES[3:])
+def test_part_light_bins_of_unbalanced_problems(n: int, m: int, dtype: torch.dtype) -> None:
+    """Bins with next to no mass are updated after the others, on each side in arrays of the longer side."""
+    for count, other in ((n, m), (m, n)):
+        p, q = weights(count).to(dtype), weights(other).to(dtype)
+        p[0] = q[-1] = 1e-30 if dtype == torch.float32 else 1e-160
+        cost = draw(count, other).to(dtype)
+        check(otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=1.0, impl="compiled"))
+
+
 # ---- the sweep -------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import otloss
+from otloss._numba import background, notices
 from otloss._numba.background import StillCompilingError
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
@@ -30,7 +31,7 @@ first = otloss.sinkhorn(None, None, costs, epsilon=0.1)
 (compilation,) = {id(each): each for each in background._compilations.values()}.values()
 assert [process.wait() for process in compilation.processes] == [0] * len(compilation.processes)
 again = otloss.sinkhorn(None, None, costs, epsilon=0.1)
-from otloss.solvers.entropic.sinkhorn_numba import sinkhorn_problems
+from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import sinkhorn_problems
 assert sum(sinkhorn_problems.stats.cache_hits.values()) == 1, sinkhorn_problems.stats
 assert len(lines) == 1, lines
 assert "another process" in lines[0]
@@ -102,3 +103,19 @@ def test_large_problems_wait_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 def test_compiled_kernels_are_read_without_what_compiling_needs() -> None:
     run(FIRST_CALLS)  # what is not compiled yet is compiled here, where numba imports much
     run(FIRST_CALLS + "assert 'scipy.linalg' not in sys.modules\n")
+
+
+def test_kernels_are_announced_once_though_some_are_compiled_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        def poll(self) -> None:
+            return None
+
+    started, announced, process = [], [], Process()
+    monkeypatch.setattr(background, "_compilations", {})
+    monkeypatch.setattr(background, "start_compiling", lambda kernels: started.append(kernels) or [process])
+    monkeypatch.setattr(notices, "announce", lambda kernels, **_: announced.append(kernels))
+    first, second, third = (("first", ()), ("second", ()), ("third", ()))
+    for missing in ((first, second), (second,), (second, third), (third,)):
+        assert background._processes_for(missing) == [process]
+    assert announced == [(first, second), (third,)]
+    assert started == [(first, second)]  # the other one waits for this process

@@ -72,9 +72,9 @@ def test_figures_show_the_numbers_of_the_metrics() -> None:
     texts = {text.get_position(): text.get_text() for text in ax.texts}
     assert texts == {(0, 0): "1\n50%", (2, 0): "1\n50%", (1, 1): "1\n100%", (2, 2): "2\n67%", (1, 2): "1\n33%"}
     x, z = torch.tensor([3.0, 0.0, 1.0]), torch.tensor([0.0, 2.0])
-    answer = otloss.solve(torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.75, 0.25]), (x[:, None] - z).abs())
-    mesh = plotting.plot_transport_plan(answer, x=x, y=z).collections[0]
-    np.testing.assert_allclose(mesh.get_array(), answer.plan()[[1, 2, 0]])
+    solution = otloss.solve(torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.75, 0.25]), (x[:, None] - z).abs())
+    mesh = plotting.plot_transport_plan(solution, x=x, y=z).collections[0]
+    np.testing.assert_allclose(mesh.get_array(), solution.plan()[[1, 2, 0]])
     np.testing.assert_allclose(mesh.get_coordinates()[:, 0, 1], [-0.5, 0.5, 2.0, 4.0])
 
 

@@ -129,8 +129,8 @@ def test_no_problems_no_second_derivatives_and_masses_that_agree_up_to_rounding(
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(value, leaf, create_graph=True)
     half = draw(2, 12).softmax(-1).half()  # a ConvergenceWarning would be an error
-    answer = barycenter(half, LINE, epsilon=0.1, debiased=debiased)
-    torch.testing.assert_close(answer.double().sum(), half.double().sum() / 2, rtol=1e-3, atol=0)
+    solution = barycenter(half, LINE, epsilon=0.1, debiased=debiased)
+    torch.testing.assert_close(solution.double().sum(), half.double().sum() / 2, rtol=1e-3, atol=0)
 
 
 def test_debiased_barycenters_that_do_not_converge_say_so_and_keep_the_mass() -> None:

@@ -59,13 +59,13 @@ def test_gap_and_potential_error_hold_what_they_say(first: int, balanced: bool) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # parts that exchange nothing warn
             try:
-                answer = otloss.solve(*case[:3], epsilon=case.epsilon, marginal_penalty=case.marginal_penalty)
+                solution = otloss.solve(*case[:3], epsilon=case.epsilon, marginal_penalty=case.marginal_penalty)
             except otloss.solvers.options.SmallEpsilonError:
                 continue
         epsilon = float(torch.tensor(case.epsilon, dtype=case.cost.dtype))
-        posed = [w.double().tolist() for w in (answer._problem.p, answer._problem.q)]  # balanced in their dtype
-        g = answer._solution.potentials[1].tolist()
-        told = float(answer._solution.potential_error)
+        posed = [w.double().tolist() for w in (solution._problem.p, solution._problem.q)]  # balanced in their dtype
+        g = solution._solution.potentials[1].tolist()
+        told = float(solution._solution.potential_error)
         unknown += math.isinf(told)
         try:
             _, right, optimum = precise_potentials(*posed, case.cost.tolist(), epsilon, case.marginal_penalty, g)
@@ -76,8 +76,8 @@ def test_gap_and_potential_error_hold_what_they_say(first: int, balanced: bool) 
         shift = (max(off) + min(off)) / 2 if balanced else 0.0
         rounding = 1e-12 * max(*map(abs, g), epsilon) + 1e-7 * epsilon * (case.cost.dtype == torch.float32)
         assert max(abs(x - shift) for x in off) <= 2 * told + rounding, seed
-        missing = float(optimum - float(answer.dual_value))
-        assert 0 <= missing <= float(answer.gap), seed
+        missing = float(optimum - float(solution.dual_value))
+        assert 0 <= missing <= float(solution.gap), seed
     assert unknown <= 4
 
 
@@ -105,8 +105,8 @@ def test_an_unknown_error_of_the_potentials_is_infinite_and_warned_of() -> None:
     p, cost = torch.full((2,), 0.5, dtype=torch.float64), torch.tensor([[0.0, 1.0], [1.5, 0.0]], dtype=torch.float64)
     assert float(otloss.solve(p, p, cost, epsilon=1 / 16).potential_error) < 1e-3
     with pytest.warns(ConvergenceWarning, match="unknown amount"):
-        answer = otloss.solve(p.clone().requires_grad_(), p, cost, epsilon=1 / 32)
-    assert bool(answer.potential_error.isinf())
+        solution = otloss.solve(p.clone().requires_grad_(), p, cost, epsilon=1 / 32)
+    assert bool(solution.potential_error.isinf())
 
 
 def test_parts_of_equally_many_bins_of_equal_mass() -> None:
@@ -114,17 +114,17 @@ def test_parts_of_equally_many_bins_of_equal_mass() -> None:
     p, q = torch.full((2,), 0.5), torch.full((4,), 0.25)
     cost = torch.tensor([[0.0, 1.56, 3.04, 0.92], [2.63, 0.0, 2.94, 3.07]])
     with pytest.warns(ConvergenceWarning, match="unknown amount"):
-        answer = otloss.solve(p.clone().requires_grad_(), q, cost, epsilon=0.03)
-    assert bool(answer.potential_error.isinf())
+        solution = otloss.solve(p.clone().requires_grad_(), q, cost, epsilon=0.03)
+    assert bool(solution.potential_error.isinf())
 
 
 def test_a_light_bin_far_from_its_start() -> None:
     """With a penalty, its potential moves by some hundred epsilons, and hardly counts in the marginal error."""
     p, q = torch.tensor([[1.34, 8e-9], [0.65, 8e-9]], dtype=torch.float64)
     cost = torch.tensor([[0.0, 10.0], [1.0, 0.0]], dtype=torch.float64)
-    answer = otloss.solve(p, q, cost, epsilon=0.01, marginal_penalty=12.5)
-    f, g, _ = precise_potentials(p.tolist(), q.tolist(), cost.tolist(), 0.01, 12.5, answer.potentials[1].tolist())
-    for potential, right in zip(answer.potentials, (f, g), strict=True):
+    solution = otloss.solve(p, q, cost, epsilon=0.01, marginal_penalty=12.5)
+    f, g, _ = precise_potentials(p.tolist(), q.tolist(), cost.tolist(), 0.01, 12.5, solution.potentials[1].tolist())
+    for potential, right in zip(solution.potentials, (f, g), strict=True):
         expected = torch.tensor([float(x) for x in right], dtype=torch.float64)
         torch.testing.assert_close(potential, expected, rtol=0.0, atol=1e-5)
 
@@ -143,14 +143,14 @@ def test_bins_too_light_for_the_factors_of_the_kernel(
     """With wrong potentials they would hold more mass than all others, and no gradient of theirs would be right."""
     weights, other = (torch.tensor(w, dtype=dtype) for w in (p, q))
     cost = torch.tensor([[0.0, far], [far, 0.0]], dtype=dtype)
-    answer = otloss.solve(weights.clone().requires_grad_(), other, cost, epsilon=epsilon, marginal_penalty=penalty)
-    epsilon, start = float(torch.tensor(epsilon, dtype=dtype)), answer.potentials[1].tolist()
+    solution = otloss.solve(weights.clone().requires_grad_(), other, cost, epsilon=epsilon, marginal_penalty=penalty)
+    epsilon, start = float(torch.tensor(epsilon, dtype=dtype)), solution.potentials[1].tolist()
     f, g, optimum = precise_potentials(weights.tolist(), other.tolist(), cost.tolist(), epsilon, penalty, start)
     rounding = 1e-5 * (penalty + epsilon)
-    assert bool(answer.converged)
-    assert float(answer.value.detach()) == pytest.approx(float(optimum), abs=rounding)
-    assert 0 <= float(optimum - float(answer.dual_value.detach())) <= float(answer.gap.detach()) < rounding
-    for potential, right in zip(answer.potentials, (f, g), strict=True):
+    assert bool(solution.converged)
+    assert float(solution.value.detach()) == pytest.approx(float(optimum), abs=rounding)
+    assert 0 <= float(optimum - float(solution.dual_value.detach())) <= float(solution.gap.detach()) < rounding
+    for potential, right in zip(solution.potentials, (f, g), strict=True):
         assert potential.detach().tolist() == pytest.approx([float(x) for x in right], rel=1e-3, abs=0.1 * epsilon)
 
 
@@ -168,11 +168,11 @@ def test_the_gap_counts_the_rounding_of_weights(kind: str, metric: str, monkeypa
         wide = p.double(), q.double() * (p.double().sum() / q.double().sum())
         options: dict[str, float] = {"mass": 0.9} if kind == "partial" else {}
         options |= {"epsilon": 0.1} if kind == "entropic" else {}
-        answer = otloss.solve(p, q, PointCost(x, x.clone(), metric=metric), **options)
+        solution = otloss.solve(p, q, PointCost(x, x.clone(), metric=metric), **options)
         right = otloss.solve(*wide, PointCost(x.double(), x.clone().double(), metric=metric).dense(), **options)
-        error = abs(float(answer.value) - float(right.value))
-        assert error <= float(answer.gap) + 1e-7 * abs(float(right.value)), seed
-        assert float(answer.gap) < 2e-6 * float(PointCost(x, metric=metric).largest())
+        error = abs(float(solution.value) - float(right.value))
+        assert error <= float(solution.gap) + 1e-7 * abs(float(right.value)), seed
+        assert float(solution.gap) < 2e-6 * float(PointCost(x, metric=metric).largest())
 
 
 def test_equal_weights_have_no_rounding_of_their_own() -> None:
@@ -192,9 +192,9 @@ def test_the_error_of_potentials_without_a_matrix_is_that_with_one(
     problem = p / p.sum(), q / q.sum(), PointCost(x, y)
     options = {"epsilon": 0.3, "tolerance": 1e-6, "impl": "torch"}
     right = otloss.solve(*problem, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
-    answer = otloss.solve(*problem, **options)  # type: ignore[arg-type]
-    assert float(answer.potential_error) == pytest.approx(float(right.potential_error), rel=0.5)
+    monkeypatch.setattr("otloss.solvers.entropic.equations.dual.LARGEST_FOR_EIGENVALUE", 0)
+    solution = otloss.solve(*problem, **options)  # type: ignore[arg-type]
+    assert float(solution.potential_error) == pytest.approx(float(right.potential_error), rel=0.5)
 
 
 def newton_step(p: Tensor, q: Tensor, cost: Tensor, b: Tensor) -> tuple[Tensor, float]:
@@ -213,7 +213,7 @@ def test_the_error_of_potentials_without_a_matrix_sees_one_cell_apart(
     impl: Literal["torch", "compiled"], light: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A noisy disc, and one cell at any place, of any weight, that exchanges next to nothing with it."""
-    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
+    monkeypatch.setattr("otloss.solvers.entropic.equations.dual.LARGEST_FOR_EIGENVALUE", 0)
     size, epsilon = 16, 0.002
     cost = GridCost((size, size), spacing=1 / (size - 1))
     y, x = torch.arange(size)[:, None], torch.arange(size)
@@ -226,11 +226,11 @@ def test_the_error_of_potentials_without_a_matrix_sees_one_cell_apart(
         p, q, has_mass = p / p.sum(), q / q.sum(), q > 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            answer = otloss.solve(p, q, cost, epsilon=epsilon, tolerance=1e-5, impl=impl)
+            solution = otloss.solve(p, q, cost, epsilon=epsilon, tolerance=1e-5, impl=impl)
         inside = cost.dense().double()[has_mass][:, has_mass] / epsilon
-        lacks, least = newton_step(p[has_mass], q[has_mass], inside, answer.potentials[1][has_mass] / epsilon)
-        told = float(answer.potential_error) / epsilon
-        if least < 1e-11:  # rounding decides
+        lacks, smallest = newton_step(p[has_mass], q[has_mass], inside, solution.potentials[1][has_mass] / epsilon)
+        told = float(solution.potential_error) / epsilon
+        if smallest < 1e-11:  # rounding decides
             assert told == math.inf
         else:
             assert float(lacks.abs().max()) < 3 * told
@@ -239,17 +239,17 @@ def test_the_error_of_potentials_without_a_matrix_sees_one_cell_apart(
 
 
 def test_uncertain_gradients_are_named_without_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otloss.solvers.entropic.dual.LARGEST_FOR_EIGENVALUE", 0)
+    monkeypatch.setattr("otloss.solvers.entropic.equations.dual.LARGEST_FOR_EIGENVALUE", 0)
     p, cost = torch.full((2,), 0.5, dtype=torch.float64), torch.tensor([[0.0, 1.0], [1.5, 0.0]], dtype=torch.float64)
     with pytest.warns(ConvergenceWarning, match="unknown amount"):
         otloss.sinkhorn(p.clone().requires_grad_(), p, cost, epsilon=1 / 32, impl="torch")
 
 
 def test_the_gap_without_weights() -> None:
-    answer = otloss.solve(
+    solution = otloss.solve(
         torch.tensor([1.0]), torch.tensor([0.0, 1.0]), torch.tensor([[0.0, 1.0]]), epsilon=1e-4, marginal_penalty=1e-4
     )
-    assert 0 <= float(answer.gap) < 1e-9
+    assert 0 <= float(solution.gap) < 1e-9
 
 
 def test_divergences_are_below_zero_for_a_reason_only() -> None:
@@ -272,9 +272,9 @@ def test_divergences_are_below_zero_for_a_reason_only() -> None:
 @pytest.mark.parametrize("epsilon", [None, 0.1])
 def test_a_constant_in_the_start_changes_nothing(epsilon: float | None) -> None:
     one, cost = torch.ones(1, dtype=torch.float64), torch.full((1, 1), 0.38, dtype=torch.float64)
-    answer = otloss.solve(one, one, cost, epsilon=epsilon, start=(-3e12 * one, 3e12 * one))
-    assert float(answer.value) == pytest.approx(0.38)
-    assert float(answer.gap) < 1e-12
+    solution = otloss.solve(one, one, cost, epsilon=epsilon, start=(-3e12 * one, 3e12 * one))
+    assert float(solution.value) == pytest.approx(0.38)
+    assert float(solution.gap) < 1e-12
 
 
 @pytest.mark.parametrize("epsilon", [0.01, 0.001])
@@ -288,7 +288,7 @@ def test_uncertain_gradients_between_images_warn(epsilon: float) -> None:
 
 
 def test_islands_off_the_blocks_of_coarse_images_warn_too() -> None:
-    """Blocks of 4 x 4 cells put them nearer to each other, so their least eigenvalue exceeds the least one of cells."""
+    """Blocks of 4 x 4 cells put them nearer to each other, so their smallest eigenvalue exceeds the one of cells."""
     random = torch.rand(2, 64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
     images = []
     for weights, rows, first in zip(random, (slice(0, 16), slice(30, 46)), (29, 31), strict=True):
@@ -311,13 +311,13 @@ def test_a_marginal_error_of_zero_in_float32_does_not_settle_the_constant(penalt
     p = torch.tensor([0.23549841344356537, 0.2593940794467926, 0.35235193371772766, 0.15275558829307556])
     cost, one = torch.tensor([[4.75], [5.0], [5.875], [2.625]]), torch.ones(1)
     sides = (penalty, None) if kept else (None, penalty)
-    answer = otloss.solve(p, one, cost, epsilon=1.4375, marginal_penalty=sides)
+    solution = otloss.solve(p, one, cost, epsilon=1.4375, marginal_penalty=sides)
     rho = (penalty, math.inf) if kept else (math.inf, penalty)
-    g = answer.potentials[1].tolist()
+    g = solution.potentials[1].tolist()
     f, g, _ = precise_potentials(p.tolist(), [1.0], cost.tolist(), 1.4375, rho, g)
-    for potential, right in zip(answer.potentials, (f, g), strict=True):
+    for potential, right in zip(solution.potentials, (f, g), strict=True):
         off = max(abs(float(a) - b) for a, b in zip(right, potential.tolist(), strict=True))
-        assert off <= float(answer.potential_error)
+        assert off <= float(solution.potential_error)
 
 
 def test_the_gap_counts_the_rounding_of_the_mass_at_costs_below_zero() -> None:
@@ -327,8 +327,8 @@ def test_the_gap_counts_the_rounding_of_the_mass_at_costs_below_zero() -> None:
     shares = q.double() / q.double().sum()
     optimum = float(cost[0].double() @ shares)
     for epsilon in (None, 2.0**-8):
-        answer = otloss.solve(torch.ones(1), q, cost, epsilon=epsilon)
-        assert float(answer.dual_value) <= optimum <= float(answer.dual_value + answer.gap)
+        solution = otloss.solve(torch.ones(1), q, cost, epsilon=epsilon)
+        assert float(solution.dual_value) <= optimum <= float(solution.dual_value + solution.gap)
 
 
 @pytest.mark.parametrize("sides", [(0.75, None), (None, 0.75), None])
@@ -342,8 +342,8 @@ def test_derivatives_of_the_linear_cost_hold_the_shift_of_costs_below_zero(
 
     def linear_cost(p: Tensor, q: Tensor, cost: Tensor, part: Tensor) -> Tensor:
         moved = {"mass": part} if sides is None else {"marginal_penalty": sides}
-        answer = otloss.solve(p + 0.1, q + 0.1, cost - 0.7, epsilon=0.125, grad="implicit", tolerance=1e-13, **moved)
-        return answer.linear_cost + 0.0 * part
+        solution = otloss.solve(p + 0.1, q + 0.1, cost - 0.7, epsilon=0.125, grad="implicit", tolerance=1e-13, **moved)
+        return solution.linear_cost + 0.0 * part
 
     leaves = [t.requires_grad_() for t in (p, q, cost, part)]
     assert torch.autograd.gradcheck(linear_cost, leaves, eps=1e-5, atol=1e-6)
@@ -357,7 +357,7 @@ def test_a_light_bin_that_has_to_pay_a_price_is_no_rounding_beside_a_small_epsil
     cost = torch.tensor([[487.0, 113.0], [2.0**39, 2.0**39], [233.0, 1027.0]], dtype=dtype)
     exact = float(otloss.emd(p, q, cost))
     try:
-        answer = otloss.solve(p, q, cost, epsilon=14.0)
+        solution = otloss.solve(p, q, cost, epsilon=14.0)
     except otloss.SmallEpsilonError:
         return
-    assert float(answer.value) >= exact * (1 - 1e-5)
+    assert float(solution.value) >= exact * (1 - 1e-5)

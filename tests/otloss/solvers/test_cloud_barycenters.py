@@ -29,12 +29,12 @@ def test_equal_sizes_are_the_fixed_point_of_assignments() -> None:
     clouds, start = draw.normal(size=(2, 3, 7, 2)), draw.normal(size=(7, 2))
     clouds[1, 0] += 1e3  # far away
     weights = np.array([[0.5, 0.3, 0.2], [0.1, 0.0, 0.9]])
-    answer = cloud_barycenter(as_double(clouds), None, as_double(weights), start=as_double(start))
-    assert bool(answer.converged.all())
+    solution = cloud_barycenter(as_double(clouds), None, as_double(weights), start=as_double(start))
+    assert bool(solution.converged.all())
     for k in range(2):
         points, value = by_assignments(clouds[k], start, weights[k])
-        np.testing.assert_allclose(answer.points[k], points, atol=1e-9)
-        assert answer.value[k].item() == pytest.approx(value)
+        np.testing.assert_allclose(solution.points[k], points, atol=1e-9)
+        assert solution.value[k].item() == pytest.approx(value)
 
 
 def test_on_a_line_it_is_the_mean_of_the_quantiles() -> None:
@@ -42,8 +42,8 @@ def test_on_a_line_it_is_the_mean_of_the_quantiles() -> None:
     draw = np.random.default_rng(1)
     clouds = [as_double(draw.normal(size=(size, 1))) for size in (4, 8, 12)]
     quantiles = [np.sort(cloud[:, 0].numpy()).reshape(4, -1).mean(1) for cloud in clouds]
-    answer = cloud_barycenter(clouds, start=as_double(draw.normal(size=(4, 1))))
-    np.testing.assert_allclose(np.sort(answer.points[:, 0].numpy()), np.mean(quantiles, 0), atol=1e-9)
+    solution = cloud_barycenter(clouds, start=as_double(draw.normal(size=(4, 1))))
+    np.testing.assert_allclose(np.sort(solution.points[:, 0].numpy()), np.mean(quantiles, 0), atol=1e-9)
     weights = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     single = cloud_barycenter(clouds, None, weights, start=1, generator=torch.Generator().manual_seed(0))
     expected = sum(w * cloud.mean() for w, cloud in zip(weights, clouds, strict=True))
@@ -59,7 +59,7 @@ def test_the_points_are_stationary_and_the_value_has_its_gradient(epsilon: float
     masses = as_double(masses / masses.sum(-1, keepdims=True))
     with torch.no_grad():
         clouds[2, 0] = 30.0
-    answer = cloud_barycenter(
+    solution = cloud_barycenter(
         clouds, masses, start=4, epsilon=epsilon, generator=torch.Generator().manual_seed(1), tolerance=1e-7
     )
 
@@ -69,14 +69,14 @@ def test_the_points_are_stationary_and_the_value_has_its_gradient(epsilon: float
             return otloss.emd(a, masses, cost).mean()
         return otloss.sinkhorn_divergence(a, masses, cost, epsilon=epsilon, tolerance=1e-11).mean()
 
-    x = answer.points.clone().requires_grad_()
+    x = solution.points.clone().requires_grad_()
     here = value(x, clouds)
     by_x, by_clouds = torch.autograd.grad(here, (x, clouds))
-    assert answer.value.item() == pytest.approx(here.item(), rel=1e-6)
+    assert solution.value.item() == pytest.approx(here.item(), rel=1e-6)
     assert float(by_x.abs().max()) <= 1e-5
-    torch.testing.assert_close(torch.autograd.grad(answer.value, clouds)[0], by_clouds, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(solution.value, clouds)[0], by_clouds, rtol=1e-5, atol=1e-6)
     for seed in range(5):
-        other = answer.points + 1e-3 * torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))
+        other = solution.points + 1e-3 * torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))
         assert value(other, clouds.detach()) >= here.detach() - 1e-9
 
 

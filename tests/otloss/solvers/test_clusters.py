@@ -84,13 +84,13 @@ def test_value_and_gradients_equal_those_of_the_matrix(kind: str, metric: str, d
         assert off < tolerance * (1 if name == "value" else 100), (name, off)
 
 
-LEAST = 400
+SMALLEST = 400
 
 
 @pytest.fixture
 def without_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """From this size on the dense solver is left."""
-    monkeypatch.setattr(exact_clouds, "CLOUD_LIMITS", exact_clouds.CloudLimits(min_pairs=LEAST**2))
+    monkeypatch.setattr(exact_clouds, "CLOUD_LIMITS", exact_clouds.CloudLimits(min_pairs=SMALLEST**2))
 
 
 def _clouds(n: int, m: int, axes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,7 +172,7 @@ def test_a_subclass_with_other_costs_is_not_solved_between_clusters_of_its_metri
 @pytest.mark.usefixtures("without_matrix")
 @pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1"])
 def test_gradients_are_those_of_the_matrix(metric: str) -> None:
-    p, q, x, y = _clouds(LEAST, LEAST, 2)
+    p, q, x, y = _clouds(SMALLEST, SMALLEST, 2)
     p = torch.where(p > 0, p, 1e-4)
     p = p / p.sum()
     inputs = [t.clone().requires_grad_() for t in (p, q, x, y)]
@@ -186,7 +186,7 @@ def test_gradients_are_those_of_the_matrix(metric: str) -> None:
 
 @pytest.mark.usefixtures("without_matrix")
 def test_a_transport_between_clouds_answers_as_others_do() -> None:
-    p, q, x, y = _clouds(LEAST, LEAST, 3)
+    p, q, x, y = _clouds(SMALLEST, SMALLEST, 3)
     cost = PointCost(x, y)
     answer, dense = solve(p[None], q, cost), solve(p[None], q, cost.dense())
     assert answer.value.shape == answer.iterations.shape == (1,)
@@ -203,14 +203,14 @@ def test_a_transport_between_clouds_answers_as_others_do() -> None:
 
 @pytest.mark.usefixtures("without_matrix")
 def test_what_has_no_answer_raises() -> None:
-    _, _, x, y = _clouds(LEAST, LEAST, 3)
+    _, _, x, y = _clouds(SMALLEST, SMALLEST, 3)
     target = y.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(emd(None, None, PointCost(x, target)), target, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         gradient.sum().backward()
     with pytest.raises((ValueError, RuntimeError), match=r"finite|rescale"):
         emd(None, None, PointCost(1e200 * x, y))
-    p = torch.cat([torch.zeros(1), torch.ones(LEAST - 1)]).double() / (LEAST - 1)
+    p = torch.cat([torch.zeros(1), torch.ones(SMALLEST - 1)]).double() / (SMALLEST - 1)
     answer = solve(p, p, PointCost(x, y))
     x.mul_(3.0)
     with pytest.raises(RuntimeError, match="changed in place"):

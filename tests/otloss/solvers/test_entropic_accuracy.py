@@ -14,7 +14,7 @@ from otloss.solvers.entropic import potentials
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.newton import NewtonFirst
-from otloss.solvers.entropic.sinkhorn_float64 import SinkhornInFloat64
+from otloss.solvers.entropic.sinkhorn_last_resort import SinkhornAsLastResort
 from otloss.solvers.problem import Problem
 
 
@@ -53,12 +53,12 @@ def test_light_bins(dtype: torch.dtype) -> None:
 def test_bins_so_light_that_the_kernel_leaves_them_out_on_both_sides(dtype: torch.dtype, light: float) -> None:
     p = torch.tensor([1.0, light], dtype=dtype)
     cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=dtype, requires_grad=True)
-    answer = otloss.solve(p, p, cost, epsilon=0.001)
-    answer.value.backward()
+    solution = otloss.solve(p, p, cost, epsilon=0.001)
+    solution.value.backward()
     # Entries of light bins are of their mass, not 1e36, though not to many digits.
-    for plan in (answer.plan().detach(), cost.grad):
+    for plan in (solution.plan().detach(), cost.grad):
         assert bool(((plan - torch.diag(p)).abs() <= 2 * light).all())
-    assert float(answer.linear_cost.detach()) < 2 * light
+    assert float(solution.linear_cost.detach()) < 2 * light
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -70,20 +70,20 @@ def test_bounds_hold_or_epsilon_is_out_of_range(dtype: torch.dtype) -> None:
             with pytest.raises(ValueError, match="rounding"):
                 call(p, q, cost, epsilon=epsilon)
     for epsilon in (1e8, 1e12, 1e20):  # the product of the weights
-        answer = otloss.solve(p, q, cost, epsilon=epsilon)
-        assert float(answer.dual_value) <= 0.5 <= float(answer.dual_value + answer.gap) < 0.5 + 1e-6
-        torch.testing.assert_close(otloss.sinkhorn(p, q, cost, epsilon=epsilon), answer.value.new_tensor(0.5))
+        solution = otloss.solve(p, q, cost, epsilon=epsilon)
+        assert float(solution.dual_value) <= 0.5 <= float(solution.dual_value + solution.gap) < 0.5 + 1e-6
+        torch.testing.assert_close(otloss.sinkhorn(p, q, cost, epsilon=epsilon), solution.value.new_tensor(0.5))
     for epsilon in (1e-7, 1e-4, 1e3, 1e7):
-        answer = otloss.solve(p, q, cost, epsilon=epsilon)
+        solution = otloss.solve(p, q, cost, epsilon=epsilon)
         # Of four cells one is free: P_11 = t, and a one-dimensional minimum.
         t = torch.linspace(0, 0.25, 200_001, dtype=torch.float64)
         plan = torch.stack([t, 0.5 - t, 0.25 - t, 0.25 + t])
         product = torch.tensor([0.125, 0.375, 0.125, 0.375], dtype=torch.float64)[:, None]
         objective = plan[1] + plan[2] + epsilon * torch.xlogy(plan, plan / product).sum(0)
-        assert float(answer.dual_value) <= float(objective.min()) + 1e-15 * epsilon
-        least = float(objective.min()) - 1e-9 * (1 + epsilon)  # the grid's own error
-        assert least <= float(answer.dual_value + answer.gap)
-        assert float(answer.certificate.lower) <= 0.25 <= float(answer.certificate.upper) + 1e-8
+        assert float(solution.dual_value) <= float(objective.min()) + 1e-15 * epsilon
+        smallest = float(objective.min()) - 1e-9 * (1 + epsilon)  # the grid's own error
+        assert smallest <= float(solution.dual_value + solution.gap)
+        assert float(solution.certificate.lower) <= 0.25 <= float(solution.certificate.upper) + 1e-8
 
 
 def test_light_bins_of_a_divergence_are_settled() -> None:
@@ -111,13 +111,13 @@ def test_weight_gradients_of_slow_modes() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # single problems may warn
             otloss.sinkhorn(p, q, costs.to(dtype), epsilon=epsilon).sum().backward()
-        answer = otloss.solve(p, q.detach(), costs.to(dtype), epsilon=epsilon)
+        solution = otloss.solve(p, q.detach(), costs.to(dtype), epsilon=epsilon)
         sure = []
         for k in range(16):
-            right, least = _newton(costs[k].to(dtype).double(), epsilon, answer.potentials[1][k].double())
+            right, smallest = _newton(costs[k].to(dtype).double(), epsilon, solution.potentials[1][k].double())
             off = float((q.grad[k].double() - right).norm() / right.norm())
-            told = float(answer.potential_error[k] / right.std(correction=0))
-            if least > 1e-12:  # rounding decides about the others, and they say so
+            told = float(solution.potential_error[k] / right.std(correction=0))
+            if smallest > 1e-12:  # rounding decides about the others, and they say so
                 assert off < 1e-3
                 assert off < 10 * told + 1e-4
                 sure.append(k)
@@ -138,8 +138,8 @@ def _newton(cost: Tensor, epsilon: float, g: Tensor) -> tuple[Tensor, float]:
         if spread < 1e-9:
             break
         b = b + step * (math.log1p(spread) / spread if spread > 1e-3 else 1.0)
-    least = float(torch.linalg.eigvalsh(hessian * n).amin())
-    return epsilon * (b - b.mean()), least
+    smallest = float(torch.linalg.eigvalsh(hessian * n).amin())
+    return epsilon * (b - b.mean()), smallest
 
 
 @pytest.mark.parametrize(("light", "dtype"), [(1e-3, torch.float32), (1e-6, torch.float64), (1e-8, torch.float32)])
@@ -150,10 +150,10 @@ def test_gradients_at_bins_that_are_light_on_both_sides(light: float, dtype: tor
     p[0], q[3] = 1, 1
     p, q = (w / w.sum() for w in (p, q))
     exact = otloss.solve(p, q, cost, epsilon=0.1, tolerance=1e-14, max_iterations=100_000)
-    answer = otloss.solve(p.to(dtype), q.to(dtype), cost.to(dtype), epsilon=0.1)
-    allowed = float(answer.potential_error) + 1e-5
+    solution = otloss.solve(p.to(dtype), q.to(dtype), cost.to(dtype), epsilon=0.1)
+    allowed = float(solution.potential_error) + 1e-5
     assert allowed < (2e-3 if dtype == torch.float32 else 5e-5)
-    for actual, expected in zip(answer.potentials, exact.potentials, strict=True):
+    for actual, expected in zip(solution.potentials, exact.potentials, strict=True):
         torch.testing.assert_close((actual - actual.mean()).double(), expected - expected.mean(), atol=allowed, rtol=0)
 
 
@@ -169,8 +169,8 @@ def test_far_clusters_pay_nothing_for_the_rounding_of_weights(apart: float, size
     p = p / p.sum()
     q = (p.double() * (1 + 6e-8 * torch.randn(size, generator=generator, dtype=torch.float64))).float()
     x.requires_grad_()
-    answer = otloss.solve(p, q, PointCost(x, x.detach().clone()), epsilon=epsilon)
-    (gradient,) = torch.autograd.grad(answer.value, x)
+    solution = otloss.solve(p, q, PointCost(x, x.detach().clone()), epsilon=epsilon)
+    (gradient,) = torch.autograd.grad(solution.value, x)
     expected = 0.0
     for part in (first, ~first):
         of_p, of_q = p[part].double(), q[part].double()
@@ -183,8 +183,8 @@ def test_far_clusters_pay_nothing_for_the_rounding_of_weights(apart: float, size
             torch.testing.assert_close(
                 gradient[part].double(), torch.autograd.grad(alone, points)[0], rtol=1e-3, atol=1e-5
             )
-    error = abs(float(answer.value.detach()) - expected)
-    assert error <= float(answer.gap) + 1e-7 * expected
+    error = abs(float(solution.value.detach()) - expected)
+    assert error <= float(solution.gap) + 1e-7 * expected
     assert error <= (1e-3 if apart == 30 else 1e-6) * expected
 
 
@@ -245,7 +245,7 @@ def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.Mon
     def run(*_: object) -> None:
         raise AssertionError("the last method runs")
 
-    monkeypatch.setattr(SinkhornInFloat64, "run", run)
+    monkeypatch.setattr(SinkhornAsLastResort, "run", run)
     costs = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
     with pytest.raises(otloss.SmallEpsilonError):
         otloss.sinkhorn(None, None, costs, epsilon=1e-12, marginal_penalty=1.0)

@@ -74,8 +74,8 @@ test_bad_input = raising(
 INF = torch.inf
 
 
-def random_cost(*shape, share, least=-3.0):
-    cost = torch.rand(*shape, dtype=torch.float64) * 6 + least
+def random_cost(*shape, share, smallest=-3.0):
+    cost = torch.rand(*shape, dtype=torch.float64) * 6 + smallest
     return cost.masked_fill(torch.rand(*shape) < share, INF)
 
 
@@ -124,7 +124,7 @@ def test_one_plan_only(n, dtype):
 
 def test_unbalanced():
     torch.manual_seed(0)
-    p, q, cost = weights(2, 4), 2 * weights(2, 5), random_cost(2, 4, 5, share=0.3, least=0.0)
+    p, q, cost = weights(2, 4), 2 * weights(2, 5), random_cost(2, 4, 5, share=0.3, smallest=0.0)
     cost[0] = INF  # no pair at all: all mass vanishes and appears
     actual = otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=1.0)
     far = otloss.sinkhorn(p, q, cost.clamp(max=1e3), epsilon=0.1, marginal_penalty=1.0)
@@ -176,12 +176,12 @@ def problem(batch: int = 3) -> list[Tensor]:
 
 def test_exact_is_that_of_pot_at_every_mass() -> None:
     p, q, cost, mass = problem()
-    answer = otloss.solve(p, q, cost, mass=mass)
+    solution = otloss.solve(p, q, cost, mass=mass)
     for k in range(3):
         theirs = ot.partial.partial_wasserstein(p[k].numpy(), q[k].numpy(), cost[k].numpy(), m=float(mass[k]))
-        np.testing.assert_allclose(float(answer.value[k]), (theirs * cost[k].numpy()).sum(), rtol=1e-9)
-    torch.testing.assert_close(answer.value, otloss.emd(p, q, cost, mass=mass))
-    plan = answer.plan()
+        np.testing.assert_allclose(float(solution.value[k]), (theirs * cost[k].numpy()).sum(), rtol=1e-9)
+    torch.testing.assert_close(solution.value, otloss.emd(p, q, cost, mass=mass))
+    plan = solution.plan()
     torch.testing.assert_close(plan.sum((-2, -1)), mass)
     assert (plan.sum(-1) <= p + 1e-12).all()
     assert (plan.sum(-2) <= q + 1e-12).all()
@@ -196,9 +196,10 @@ def test_entropic_tends_to_exact_and_moves_the_mass() -> None:
     p, q, cost, mass = problem()
     for dtype, rtol in ((torch.float64, 1e-4), (torch.float32, 1e-3)):
         given = [t.to(dtype) for t in (p, q, cost)]
-        answer = otloss.solve(*given, epsilon=1e-3, mass=mass.to(dtype))
-        torch.testing.assert_close(answer.linear_cost.double(), otloss.emd(p, q, cost, mass=mass), rtol=rtol, atol=1e-3)
-        torch.testing.assert_close(answer.plan().sum((-2, -1)).double(), mass, rtol=1e-5, atol=0.0)
+        solution = otloss.solve(*given, epsilon=1e-3, mass=mass.to(dtype))
+        expected = otloss.emd(p, q, cost, mass=mass)
+        torch.testing.assert_close(solution.linear_cost.double(), expected, rtol=rtol, atol=1e-3)
+        torch.testing.assert_close(solution.plan().sum((-2, -1)).double(), mass, rtol=1e-5, atol=0.0)
 
 
 p0, q0, cost0, mass0 = problem()

@@ -31,7 +31,7 @@ def root_of(matrix: np.ndarray) -> np.ndarray:
 
 
 def along_symmetric(A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """The gradient in A by finite differences of symmetric changes, relative to its least eigenvalue."""
+    """The gradient in A by finite differences of symmetric changes, relative to its smallest eigenvalue."""
     step = 1e-3 * np.linalg.eigvalsh(A)[0]
     return central_gradients(lambda t: truth((t + t.T) / 2, B), A, step)
 

@@ -52,13 +52,13 @@ CASES = [(kind, penalty) for kind in KINDS for penalty in (None, 1.0, 100.0)]
 def test_converges(kind: str, penalty: float | None) -> None:
     x, y = (cloud(kind, 3, 96, seed).double() for seed in (1, 2))
     for epsilon in (5e-3, 1e-3):
-        answer, narrow = (
+        solution, narrow = (
             otloss.solve(None, None, cost, epsilon=epsilon, marginal_penalty=penalty)
             for cost in (PointCost(x, y), PointCost(x.float(), y.float()))
         )
-        expected, errors = price(torch.cdist(x, y).square(), epsilon, penalty, *answer.potentials)
+        expected, errors = price(torch.cdist(x, y).square(), epsilon, penalty, *solution.potentials)
         assert float(errors.max()) < 1e-7
-        torch.testing.assert_close(answer.value, expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(solution.value, expected, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(narrow.value.double(), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -84,9 +84,10 @@ def test_barycenters_converge(kind: str) -> None:
         transport = otloss.sinkhorn(histograms.unsqueeze(1), p, cost, epsilon=epsilon, tolerance=1e-10).mean(1)
         return transport + epsilon * torch.xlogy(histograms, histograms).sum(-1)
 
-    least = float(objective(a.unsqueeze(0)))
+    smallest = float(objective(a.unsqueeze(0)))
     for share in (1e-3, 0.1):
-        assert float(objective((1 - share) * a + share * torch.cat([p, others])).min()) > least - 1e-7 * abs(least)
+        value = float(objective((1 - share) * a + share * torch.cat([p, others])).min())
+        assert value > smallest - 1e-7 * abs(smallest)
 
 
 @pytest.mark.parametrize("blur", sampled(1, [0.02, 0.1]))

@@ -11,8 +11,9 @@ from torch import Tensor
 from otloss import sinkhorn_divergence, solve
 from otloss.costs import Cost, DenseCost, PointCost
 from otloss.solvers import derivatives
-from otloss.solvers.entropic import implicit_products, sinkhorn_gpu
-from otloss.solvers.entropic.implicit_products import RoundTrip
+from otloss.solvers.entropic import sinkhorn_gpu
+from otloss.solvers.entropic.implicit import products
+from otloss.solvers.entropic.implicit.products import RoundTrip
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
 from tests.largest_tensor import LargestTensor
@@ -94,10 +95,10 @@ def test_derivatives_of_both_orders(
     kind: str, axes: int, penalty: Any, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With potentials in the dtype that they have on a GPU, and on a CPU; for the plan, its matrix is formed."""
-    monkeypatch.setattr(implicit_products, "dtype_of_potentials", lambda _: dtype)
+    monkeypatch.setattr(products, "dtype_of_potentials", lambda _: dtype)
     inputs = draw(device, axes=axes)
     solved = []
-    run = implicit_products.with_graph
+    run = products.with_graph
     monkeypatch.setattr(derivatives, "with_products", lambda *given: solved.append(run(*given)) or solved[-1])
     options = {"marginal_penalty": penalty, "has_plan": True}
     ours = results(inputs, kind, dtype=torch.float32, impl="triton", **options)
@@ -143,7 +144,7 @@ def test_first_derivatives_of_points_make_no_matrix(device: str) -> None:
 
 def test_parts_that_exchange_nothing_go_to_the_dense_equations(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    run = implicit_products.with_graph
+    run = products.with_graph
     monkeypatch.setattr(derivatives, "with_products", lambda *given: runs.append(run(*given)) or runs[-1])
     p, q, x, y = draw(device)
     x[:, :3], y[:, 3:6] = x[:, :3] + 7, y[:, 3:6] + 7

@@ -15,14 +15,14 @@ import otloss
 from otloss.costs import Cost, DenseCost, PointCost
 from otloss.costs.cost import plan_rows
 from otloss.solvers.entropic import newton
-from otloss.solvers.entropic.conjugate_gradients import Equations, conjugate_gradients
-from otloss.solvers.entropic.dual import build_dual
+from otloss.solvers.entropic.equations.conjugate_gradients import Equations, conjugate_gradients
+from otloss.solvers.entropic.equations.dual import build_dual
+from otloss.solvers.entropic.equations.looks import Looks
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget
-from otloss.solvers.entropic.looks import Looks
 from otloss.solvers.entropic.newton_products import NewtonByProducts, Point
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.solution import dual_value
-from otloss.solvers.entropic.updates import build_updates
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, pose
 

@@ -84,19 +84,19 @@ def test_blocks_that_only_prices_connect(epsilon: float | None, dtype: torch.dty
         leaves = [w.requires_grad_() for w in problem[:3]]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # how blocks compare is uncertain
-            answer = otloss.solve(*leaves, epsilon=epsilon)
-        gradients = torch.autograd.grad(answer.value, leaves)
+            solution = otloss.solve(*leaves, epsilon=epsilon)
+        gradients = torch.autograd.grad(solution.value, leaves)
         problem = Priced(*(t.detach() for t in problem))
         value, *expected = by_blocks(problem, epsilon)
-        assert float(answer.value.detach()) == pytest.approx(value, abs=size)
+        assert float(solution.value.detach()) == pytest.approx(value, abs=size)
         for gradient, labels, right in zip(gradients, labels_of(problem), expected, strict=False):
             torch.testing.assert_close(centred(gradient, *labels), right, rtol=0.0, atol=5 * size)
         crossing = gradients[2][problem.rows[:, None] != problem.columns].sum()
         assert 0 <= float(crossing) < 1e-5
         # What the rounding of the weights would pay is left.
-        assert 0 <= float(answer.gap) < 1e3 * size + 40 * torch.finfo(dtype).eps * float(problem.cost.max())
+        assert 0 <= float(solution.gap) < 1e3 * size + 40 * torch.finfo(dtype).eps * float(problem.cost.max())
         if epsilon is None:
-            f, g = (potential.detach().double() for potential in answer.potentials)
+            f, g = (potential.detach().double() for potential in solution.potentials)
             assert float((f[:, None] + g - problem.cost.double()).max()) < size
 
 
@@ -132,12 +132,12 @@ def test_light_weights_are_no_rounding(light: float, epsilon: float | None) -> N
     x = torch.tensor([1.0, 2.0, 3.0, 10.0, 1000.0, 1e6])
     cost = (x[:, None] - x).abs()
     p = torch.tensor([0.5, 0.3, 0.2 - light, 0.0, 0.0, light], requires_grad=True)
-    answer = otloss.solve(p, torch.eye(6)[1], cost, epsilon=epsilon)
-    (gradient,) = torch.autograd.grad(answer.value, p)
+    solution = otloss.solve(p, torch.eye(6)[1], cost, epsilon=epsilon)
+    (gradient,) = torch.autograd.grad(solution.value, p)
     right = float(p.detach().double() @ cost[:, 1].double())
-    assert float(answer.value.detach()) == pytest.approx(right, rel=1e-6)
+    assert float(solution.value.detach()) == pytest.approx(right, rel=1e-6)
     assert float(gradient[-1] - gradient[0]) == pytest.approx(1e6 - 3, rel=1e-5)
-    assert float(answer.dual_value) <= right * (1 + 1e-6) <= float(answer.dual_value + answer.gap) + 1e-5
+    assert float(solution.dual_value) <= right * (1 + 1e-6) <= float(solution.dual_value + solution.gap) + 1e-5
 
 
 def test_weights_of_16_bits_are_as_they_are() -> None:
@@ -166,12 +166,12 @@ def test_clouds_far_apart_keep_small_potentials(dtype: torch.dtype, monkeypatch:
     x, y = torch.randn(2, 300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[:150], y[:150] = x[:150] + 1e4, y[:150] + 1e4
     cost = PointCost(x.to(dtype), y.to(dtype))
-    answer = otloss.solve(None, None, cost)
+    solution = otloss.solve(None, None, cost)
     near = otloss.solve(None, None, PointCost(cost.x[:150], cost.y[:150])).value
     rest = otloss.solve(None, None, PointCost(cost.x[150:], cost.y[150:])).value
-    torch.testing.assert_close(answer.value, (near + rest) / 2)
-    assert max(float(potential.abs().max()) for potential in answer.potentials) < 1e3
-    assert float(answer.gap) < 1e-4  # what rounding of weights in float64 would pay between the clusters
+    torch.testing.assert_close(solution.value, (near + rest) / 2)
+    assert max(float(potential.abs().max()) for potential in solution.potentials) < 1e3
+    assert float(solution.gap) < 1e-4  # what rounding of weights in float64 would pay between the clusters
 
 
 def test_clusters_so_far_apart_that_costs_between_them_have_no_digits_for_those_within(
@@ -185,8 +185,8 @@ def test_clusters_so_far_apart_that_costs_between_them_have_no_digits_for_those_
     for k, part in enumerate(parts):
         x[part], y[part], q[part] = x[part] + k * 1e8, y[part] + k * 1e8, q[part] * (p[part].sum() / q[part].sum())
     weights = (p / p.sum()).requires_grad_()
-    answer = otloss.solve(weights, q / q.sum(), PointCost(x, y))
-    (gradient,) = torch.autograd.grad(answer.value, weights)
+    solution = otloss.solve(weights, q / q.sum(), PointCost(x, y))
+    (gradient,) = torch.autograd.grad(solution.value, weights)
     right = 0.0
     for part in parts:
         own = (p[part] / p[part].sum()).requires_grad_()
@@ -194,8 +194,8 @@ def test_clusters_so_far_apart_that_costs_between_them_have_no_digits_for_those_
         (expected,) = torch.autograd.grad(value, own)
         right += float(value.detach() * p[part].sum() / p.sum())
         torch.testing.assert_close(gradient[part] - gradient[part].mean(), expected)
-    assert float(answer.value.detach()) == pytest.approx(right, rel=1e-7)
-    assert float(answer.potential_error.detach()) < 1e-12
+    assert float(solution.value.detach()) == pytest.approx(right, rel=1e-7)
+    assert float(solution.potential_error.detach()) < 1e-12
 
 
 @pytest.mark.parametrize("epsilon", [None, 1e-3])
@@ -207,8 +207,8 @@ def test_finite_prices_beside_infinite_ones(dtype: torch.dtype, epsilon: float |
         among = problem.rows[:, None] != problem.columns
         matrix = problem.cost.masked_fill(among & (torch.rand(among.shape) < 0.5), torch.inf)
         right = otloss.solve(problem.p, problem.q, problem.cost, epsilon=epsilon)
-        answer = otloss.solve(problem.p, problem.q, matrix, epsilon=epsilon)
-        torch.testing.assert_close(answer.value, right.value, rtol=1e-4, atol=1e-5)
+        solution = otloss.solve(problem.p, problem.q, matrix, epsilon=epsilon)
+        torch.testing.assert_close(solution.value, right.value, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_points_in_clusters_far_apart() -> None:
@@ -259,9 +259,9 @@ def test_weights_of_float32_are_balanced_by_block_beside_bins_of_next_to_no_mass
     cost[3, 3] = cost[4, 4] = 0.0
     p = torch.tensor([0.31, 0.26, 0.23, 0.2, light[0]], requires_grad=True)
     q = torch.tensor([0.22, 0.29, 0.29, 0.2, light[1]])
-    answer = otloss.solve(p, q, cost.double() if wide else cost)
-    (gradient,) = torch.autograd.grad(answer.value, p)
-    assert float(answer.value.detach()) == pytest.approx(2.44, rel=1e-5)
+    solution = otloss.solve(p, q, cost.double() if wide else cost)
+    (gradient,) = torch.autograd.grad(solution.value, p)
+    assert float(solution.value.detach()) == pytest.approx(2.44, rel=1e-5)
     assert float(gradient[1] - gradient[0]) == pytest.approx(-0.1, abs=1e-3)
 
 
@@ -293,17 +293,17 @@ def test_weights_that_agree_up_to_rounding_pay_no_price(dtype: torch.dtype, pric
         among = problem.rows[:, None] != problem.columns
         value, _, _ = by_blocks(problem, None)
         p = problem.p.clone().requires_grad_()
-        answer = otloss.solve(p, problem.q, problem.cost.masked_fill(among, price))
-        (gradient,) = torch.autograd.grad(answer.value, p)
+        solution = otloss.solve(p, problem.q, problem.cost.masked_fill(among, price))
+        (gradient,) = torch.autograd.grad(solution.value, p)
         infinite = otloss.emd(problem.p, problem.q, problem.cost.masked_fill(among, torch.inf))
         size = 2 * torch.finfo(dtype).eps
-        assert float(answer.value.detach()) == pytest.approx(value, abs=size, rel=1e-5)
+        assert float(solution.value.detach()) == pytest.approx(value, abs=size, rel=1e-5)
         assert float(infinite) == pytest.approx(value, abs=size, rel=1e-2)
-        f, g = (potential.detach().double() for potential in answer.potentials)
+        f, g = (potential.detach().double() for potential in solution.potentials)
         assert float((f[:, None] + g - problem.cost.masked_fill(among, price)).max()) < size
         assert float(problem.p.double() @ f + problem.q.double() @ g) == pytest.approx(value, abs=8 * size, rel=1e-4)
         assert float(gradient.abs().max()) < 3
-        assert 0 < float(answer.gap) < 20 * size * price
+        assert 0 < float(solution.gap) < 20 * size * price
 
 
 def test_weights_that_stay_in_place_with_prices_between_them() -> None:
@@ -362,12 +362,12 @@ def test_prices_below_a_thousand_times_what_is_paid() -> None:
         problem = priced(seed, dtype, largest=3.5)
         among = problem.rows[:, None] != problem.columns
         cost = torch.where(among, problem.cost * 10 ** (-2.5 * (seed + 1) / 24), problem.cost)
-        answer = otloss.solve(*problem[:2], cost)
+        solution = otloss.solve(*problem[:2], cost)
         p, q, wide = (t.double() for t in (*problem[:2], cost))
         right = linprog_value(p.numpy(), (q * (p.sum() / q.sum())).numpy(), wide.numpy())
-        f, g = (potential.double() for potential in answer.potentials)
+        f, g = (potential.double() for potential in solution.potentials)
         rounding = 4 * torch.finfo(dtype).eps * float(cost.max())
-        assert abs(float(answer.value) - right) <= float(answer.gap) + 1e-7 * right, seed
+        assert abs(float(solution.value) - right) <= float(solution.gap) + 1e-7 * right, seed
         assert float((f[:, None] + g - wide).max()) <= rounding
         assert float(p @ f + q @ g) == pytest.approx(right, abs=rounding)
 
@@ -404,11 +404,11 @@ def test_many_far_clusters(count: int, dtype: torch.dtype, monkeypatch: pytest.M
         own, among = labels == k, PointCost(cost.x[labels == k].double(), cost.y[labels == k].double())
         right += float(otloss.emd(p[own].double(), q[own].double() * (p[own].sum() / q[own].sum()), among))
     p.requires_grad_()
-    answer = otloss.solve(p, q, cost)
-    (gradient,) = torch.autograd.grad(answer.value, p)
-    assert float(answer.value.detach()) == pytest.approx(right, rel=1e-5)
+    solution = otloss.solve(p, q, cost)
+    (gradient,) = torch.autograd.grad(solution.value, p)
+    assert float(solution.value.detach()) == pytest.approx(right, rel=1e-5)
     assert float(gradient.abs().max()) < 100
-    assert 0 < float(answer.gap) < 3 * len(labels) * torch.finfo(dtype).eps * float(cost.largest())
+    assert 0 < float(solution.gap) < 3 * len(labels) * torch.finfo(dtype).eps * float(cost.largest())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -424,10 +424,10 @@ def test_chains_of_far_clusters(count: int, scale: float, dtype: torch.dtype, mo
     sums = torch.zeros(2, count, dtype=torch.float64).index_add_(1, labels, weights)
     p, q = (weights / sums[:, labels] / len(labels.unique())).to(dtype)
     cost = PointCost(x.to(dtype), y.to(dtype), metric="euclidean")
-    answer = otloss.solve(p, q, cost)
+    solution = otloss.solve(p, q, cost)
     exact = otloss.emd(p.double(), q.double(), cost.to(torch.float64).dense())
     rounding = torch.finfo(dtype).eps * float(cost.largest())
-    assert abs(float(answer.value) - float(exact)) <= float(answer.gap) + 4 * rounding
+    assert abs(float(solution.value) - float(exact)) <= float(solution.gap) + 4 * rounding
 
 
 @pytest.mark.parametrize("separation", [1e3, 1e4])
@@ -489,12 +489,12 @@ def test_a_chain_that_the_weights_leave_no_choice(price: float) -> None:
     p = torch.tensor([0.5, 0.5], dtype=torch.float64, requires_grad=True)
     cost = torch.tensor([[3.0, 1.0], [price, 2.0]], dtype=torch.float64, requires_grad=True)
     with pytest.warns(ConvergenceWarning, match="gradients of the weights are uncertain"):
-        answer = otloss.solve(p, p.detach(), cost, epsilon=1e-3)
-    answer.value.backward()
+        solution = otloss.solve(p, p.detach(), cost, epsilon=1e-3)
+    solution.value.backward()
     plan = torch.diag(torch.full((2,), 0.5, dtype=torch.float64))
-    assert float(answer.value.detach()) == pytest.approx(2.5 + 1e-3 * math.log(2))
+    assert float(solution.value.detach()) == pytest.approx(2.5 + 1e-3 * math.log(2))
     torch.testing.assert_close(cost.grad, plan, rtol=0.0, atol=1e-9)
-    torch.testing.assert_close(answer.plan().detach(), plan, rtol=0.0, atol=1e-9)
+    torch.testing.assert_close(solution.plan().detach(), plan, rtol=0.0, atol=1e-9)
     q = p.detach() + torch.tensor([-1e-3, 1e-3], dtype=torch.float64)
     assert float(otloss.sinkhorn(p, q, cost, epsilon=1e-3).detach()) < 3
     with pytest.raises(otloss.SmallEpsilonError):  # a thousandth has to pay

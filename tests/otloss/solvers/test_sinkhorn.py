@@ -126,10 +126,10 @@ def test_what_does_not_converge_says_so_at_the_line_of_the_caller(impl: str) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             solved = partial(solve, p[0], q[0], matrix[0], epsilon=1e-3, marginal_penalty=penalty, max_iterations=most)
-            answer = solved(impl=impl, tolerance=1e-15)
-            assert penalty or 0 < int(answer.iterations) <= most
+            solution = solved(impl=impl, tolerance=1e-15)
+            assert penalty or 0 < int(solution.iterations) <= most
             try:
-                assert abs(float(solved(grad="implicit").value - solved().value)) < 0.02 * float(answer.value)
+                assert abs(float(solved(grad="implicit").value - solved().value)) < 0.02 * float(solution.value)
             except RuntimeError as error:
                 assert "has no answer here" in str(error)  # noqa: PT017 - a value or this error
 
@@ -144,10 +144,10 @@ def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> No
     cost = (x - places).square()
     weights = torch.full((4, n), 1 / n, dtype=torch.float64)
     weights[1] = torch.linspace(1, 2, n, dtype=torch.float64) / torch.linspace(1, 2, n, dtype=torch.float64).sum()
-    answer = solve(weights, weights, cost, epsilon=epsilon, impl=impl)
-    assert answer.converged.all()
-    assert (answer.gap < 1e-8).all()
-    assert (answer.iterations < 1100).all()
+    solution = solve(weights, weights, cost, epsilon=epsilon, impl=impl)
+    assert solution.converged.all()
+    assert (solution.gap < 1e-8).all()
+    assert (solution.iterations < 1100).all()
 
 
 p0, q0, matrix0 = transport_problem()
@@ -172,16 +172,16 @@ def test_the_error_is_that_of_the_returned_potentials() -> None:
     p, q = torch.rand(2, 60, generator=generator)
     p, q, epsilon = p / p.sum(), q / q.sum(), float((cost.mean() * 1e-3).half())
     first = solve(p, q, cost, epsilon=epsilon)
-    answer = solve(p, q, cost, epsilon=epsilon, tolerance=1e-9, start=first.potentials)
-    f, g = answer._solution.search.start  # in their own dtype
+    solution = solve(p, q, cost, epsilon=epsilon, tolerance=1e-9, start=first.potentials)
+    f, g = solution._solution.search.start  # in their own dtype
     p, q = p.double(), q.double() * (p.double().sum() / q.double().sum())
     plan = p[:, None] * ((f[:, None] + g - cost.double()) / epsilon).exp() * q / p.sum()
-    assert bool(answer.converged)
+    assert bool(solution.converged)
     assert float((plan.sum(1) - p).abs().sum() + (plan.sum(0) - q).abs().sum()) < 1e-8
 
 
 def test_symmetric_float32_problems_reach_tolerances_of_float64() -> None:
     x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
-    answer = solve(None, None, PointCost(x), epsilon=0.05, tolerance=1e-9)
-    assert bool(answer.converged)
-    assert float(answer.marginal_error) <= 1e-9
+    solution = solve(None, None, PointCost(x), epsilon=0.05, tolerance=1e-9)
+    assert bool(solution.converged)
+    assert float(solution.marginal_error) <= 1e-9

@@ -16,9 +16,10 @@ from torch import Tensor
 from otloss import cloud_loss, nn, sinkhorn, solve
 from otloss.costs import Cost, DenseCost, PointCost
 from otloss.solvers.convergence import ConvergenceWarning
-from otloss.solvers.entropic import sinkhorn_gpu, small_triton
+from otloss.solvers.entropic import sinkhorn_gpu
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
+from otloss.solvers.entropic.sinkhorn_kernels import small_triton
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, pose
 from tests.largest_tensor import LargestTensor
@@ -144,11 +145,11 @@ def test_partial_problems_and_forbidden_pairs_against_float64(
     def results(impl: str, dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in (p, q, matrix)]
         given = {name: t.to(dtype) if isinstance(t, Tensor) else t for name, t in options.items()}
-        answer = solve(*leaves, epsilon=0.3, tolerance=1e-6, impl=impl, **given)
-        assert bool(answer.converged.all())
-        moved = (answer.apply(y.to(dtype)), answer.apply_transpose(x.to(dtype)))
-        return [t.detach() for t in (answer.value, answer.plan(), *moved)] + list(
-            torch.autograd.grad(answer.value.sum(), leaves)
+        solution = solve(*leaves, epsilon=0.3, tolerance=1e-6, impl=impl, **given)
+        assert bool(solution.converged.all())
+        moved = (solution.apply(y.to(dtype)), solution.apply_transpose(x.to(dtype)))
+        return [t.detach() for t in (solution.value, solution.plan(), *moved)] + list(
+            torch.autograd.grad(solution.value.sum(), leaves)
         )
 
     exact = results("torch", torch.float64)
@@ -167,10 +168,10 @@ def test_products_with_plans_of_points_make_no_matrix(
     p, q = (torch.rand(n, generator=generator).to(device) + 0.1 for n in (80, 90))
     p[2], q[3] = 0.0, 0.0
     p, q = p / p.sum(), q / q.sum()
-    answer = solve(p, q, PointCost(x, y), epsilon=2.0, marginal_penalty=penalty, impl="triton")
+    solution = solve(p, q, PointCost(x, y), epsilon=2.0, marginal_penalty=penalty, impl="triton")
     exact = solve(p.double(), q.double(), PointCost(x.double(), y.double()), epsilon=2.0, marginal_penalty=penalty)
     with LargestTensor() as largest:
-        products = answer.apply(y), answer.apply_transpose(x), answer.barycentric_map(y)
+        products = solution.apply(y), solution.apply_transpose(x), solution.barycentric_map(y)
     assert largest.entries < 80 * 90 / 4
     wanted = exact.apply(y.double()), exact.apply_transpose(x.double()), exact.barycentric_map(y.double())
     assert bool(products[2][2].isnan().all())  # no mass there

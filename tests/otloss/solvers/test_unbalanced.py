@@ -90,9 +90,9 @@ def test_a_side_without_mass_gives_up_the_mass_of_the_other(impl: str) -> None:
     torch.testing.assert_close(value[1].detach(), 0.3 * q[1].detach().sum())
     (gradient,) = torch.autograd.grad(value[1], q)
     torch.testing.assert_close(gradient[1], torch.full_like(gradient[1], 0.3))
-    answer = otloss.solve(p, q.detach(), cost.detach(), **options)  # type: ignore[arg-type]
-    assert not bool(answer.plan()[1].any())
-    assert float(answer.gap[1]) == 0.0
+    solution = otloss.solve(p, q.detach(), cost.detach(), **options)  # type: ignore[arg-type]
+    assert not bool(solution.plan()[1].any())
+    assert float(solution.gap[1]) == 0.0
     with pytest.raises(ValueError, match="holds no mass in a problem"):
         otloss.sinkhorn(p.requires_grad_(), q.detach(), cost.detach(), **options)  # type: ignore[arg-type]
 
@@ -131,21 +131,21 @@ def test_a_penalty_for_each_side_against_50_digits(rho: tuple[float | None, floa
         if seed % 2:
             p[0], q[-1], cost[:, 0] = 1e-7, 1e-9, np.round(cost[:, 0])
         inputs = [torch.tensor(t, requires_grad=True) for t in (p, q, cost)]
-        answer = otloss.solve(*inputs, epsilon=epsilon, marginal_penalty=rho, impl=impl, tolerance=1e-10)  # type: ignore[misc]
+        solution = otloss.solve(*inputs, epsilon=epsilon, marginal_penalty=rho, impl=impl, tolerance=1e-10)  # type: ignore[misc]
         f, g, value = precise_potentials(
-            p.tolist(), q.tolist(), cost.tolist(), epsilon, prices, answer.potentials[1].tolist()
+            p.tolist(), q.tolist(), cost.tolist(), epsilon, prices, solution.potentials[1].tolist()
         )
         f, g = (np.array([float(t) for t in potential]) for potential in (f, g))
         size = 1e-7 * max(1.0, float(np.abs(g).max()), float(np.abs(f).max()))
-        assert abs(answer.value.item() - float(value)) <= 1e-8 * max(1.0, abs(float(value)))
-        assert answer.dual_value.item() <= float(value) <= (answer.dual_value + answer.gap).item()
-        assert answer.gap.item() <= 1e-6 * max(1.0, abs(float(value)))
+        assert abs(solution.value.item() - float(value)) <= 1e-8 * max(1.0, abs(float(value)))
+        assert solution.dual_value.item() <= float(value) <= (solution.dual_value + solution.gap).item()
+        assert solution.gap.item() <= 1e-6 * max(1.0, abs(float(value)))
         plan = p[:, None] * q * np.exp((f[:, None] + g - cost) / epsilon)
-        gradients = torch.autograd.grad(answer.value, inputs)
+        gradients = torch.autograd.grad(solution.value, inputs)
         np.testing.assert_allclose(gradients[2], plan, rtol=1e-6, atol=1e-8 * plan.max())
-        np.testing.assert_allclose(answer.plan().detach(), plan, rtol=1e-6, atol=1e-8 * plan.max())
+        np.testing.assert_allclose(solution.plan().detach(), plan, rtol=1e-6, atol=1e-8 * plan.max())
         for actual, potential, price, mass, derivative in zip(
-            answer.potentials, (f, g), prices, (q.sum(), p.sum()), gradients, strict=False
+            solution.potentials, (f, g), prices, (q.sum(), p.sum()), gradients, strict=False
         ):
             np.testing.assert_allclose(actual.detach(), potential, rtol=1e-6, atol=size)
             share = np.exp(-potential / price)
@@ -154,7 +154,7 @@ def test_a_penalty_for_each_side_against_50_digits(rho: tuple[float | None, floa
             np.testing.assert_allclose(derivative, kept - epsilon * (share - mass), rtol=1e-6, atol=scale)
         for side, (weights, price) in enumerate(zip((p, q), prices, strict=True)):
             if price == np.inf:
-                np.testing.assert_allclose(answer.plan().detach().sum(1 - side), weights, rtol=1e-6)
+                np.testing.assert_allclose(solution.plan().detach().sum(1 - side), weights, rtol=1e-6)
 
 
 def test_pot_takes_a_penalty_for_each_side() -> None:
@@ -269,19 +269,19 @@ def test_costs_below_zero_against_50_digits(rho: tuple[float | None, float | Non
         leaves = [torch.tensor(t, dtype=torch.float64, requires_grad=True) for t in (p, q, cost, epsilon)]
         matrix = torch.where(leaves[2] < 1e5, leaves[2], torch.inf)
         options = {"marginal_penalty": rho, "grad": grad, "tolerance": 1e-11}
-        answer = otloss.solve(*leaves[:2], matrix, epsilon=leaves[3], **options)  # type: ignore[arg-type]
-        start = answer.potentials[1].tolist()
+        solution = otloss.solve(*leaves[:2], matrix, epsilon=leaves[3], **options)  # type: ignore[arg-type]
+        start = solution.potentials[1].tolist()
         f, g, value = precise_potentials(p.tolist(), q.tolist(), cost.tolist(), epsilon, prices, start)
         f, g = (np.array([float(t) for t in potential]) for potential in (f, g))
         plan = p[:, None] * q * np.exp((f[:, None] + g - cost) / epsilon)
         size = max(1.0, abs(float(value)), plan.sum())
         close = {"rtol": 1e-7, "atol": 1e-8 * size}
-        np.testing.assert_allclose(answer.value.item(), float(value), **close)
-        assert answer.dual_value.item() <= float(value) <= (answer.dual_value + answer.gap).item()
-        assert answer.gap.item() <= 1e-7 * size
+        np.testing.assert_allclose(solution.value.item(), float(value), **close)
+        assert solution.dual_value.item() <= float(value) <= (solution.dual_value + solution.gap).item()
+        assert solution.gap.item() <= 1e-7 * size
         for actual, expected in (
-            (answer.plan(), plan), (answer.linear_cost, (plan * cost).sum()), (answer.potentials[0], f),
-            (answer.potentials[1], g),
+            (solution.plan(), plan), (solution.linear_cost, (plan * cost).sum()), (solution.potentials[0], f),
+            (solution.potentials[1], g),
         ):  # fmt: skip
             np.testing.assert_allclose(actual.detach(), expected, **close)
         shares = [np.exp(-t / price) for t, price in zip((f, g), prices, strict=True)]
@@ -290,7 +290,7 @@ def test_costs_below_zero_against_50_digits(rho: tuple[float | None, float | Non
             for t, share, price, mass in zip((f, g), shares, prices, (q.sum(), p.sum()), strict=True)
         ]
         entropy = (plan * (f[:, None] + g - cost)).sum() / epsilon - plan.sum() + p.sum() * q.sum()
-        gradients = torch.autograd.grad(answer.value, leaves)
+        gradients = torch.autograd.grad(solution.value, leaves)
         for derivative, expected in zip(gradients, (*by_weights, plan, entropy), strict=True):
             np.testing.assert_allclose(derivative, expected, rtol=1e-6, atol=1e-7 * size)
 
@@ -310,8 +310,8 @@ def test_a_bad_start_is_left_for_what_iterations_find() -> None:
     p, q = (torch.rand(n, generator=generator, dtype=torch.float64) for n in (60, 50))
     start = torch.full_like(p, 3.0), torch.full_like(q, 3.0)
     with pytest.warns(otloss.ConvergenceWarning):
-        answer = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05, start=start, max_iterations=10)
-    assert float((answer.potentials[0] - 3.0).abs().max()) > 0.1
+        solution = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05, start=start, max_iterations=10)
+    assert float((solution.potentials[0] - 3.0).abs().max()) > 0.1
     found = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05, start=start)
     expected = otloss.solve(p, q, costs, epsilon=1e-3, marginal_penalty=0.05)
     torch.testing.assert_close(found.value, expected.value, rtol=1e-8, atol=0)

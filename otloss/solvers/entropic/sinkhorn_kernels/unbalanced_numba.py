@@ -1,15 +1,15 @@
-"""Unbalanced Sinkhorn for a batch of dense problems on a CPU; layout and scaling form as in `sinkhorn_numba`.
+"""Unbalanced Sinkhorn for a batch of dense problems on a CPU; layout and scaling form as in `balanced_numba`.
 
 Let M_p and M_q be the masses, p and q shares of them, r_p = epsilon / rho_p and k_p = 1 / (1 + r_p). The numbers r_q
 and k_q are defined in the same way; r = 0 and k = 1 on a side whose marginal is kept. The plan is P = U G V as in
-`sinkhorn_numba`. In place of the potentials f and g the kernel iterates
+`balanced_numba`. In place of the potentials f and g the kernel iterates
 
     phi = f / epsilon + log M_q,    gamma = g / epsilon + log M_p
 
 The rows of P should sum to t = p exp(log M_p + r_p log M_q - r_p phi). The columns have the same formula, with p and q
 exchanged and gamma in place of phi.
 
-    update          phi <- phi + w k_p log(t / (U G V)): `sinkhorn_steps_numba.damped_update`
+    update          phi <- phi + w k_p log(t / (U G V)): `steps_numba.damped_update`
     shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / (r_p + r_q)
 
 No constant s increases the dual more than this shift does. Where factors underflow, the error is infinite and
@@ -33,20 +33,29 @@ from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import (
     ERROR,
     ITERATIONS,
-    LEAST_EIGENVALUE,
     POTENTIAL_ERROR,
     POTENTIAL_RANGE,
     SCHEDULE,
+    SMALLEST_EIGENVALUE,
 )
-from otloss.solvers.entropic.sinkhorn_numba import (
+from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import (
     ITERATION_BOUNDS,
     KernelBudget,
+    budget_of_stage,
     build_budget,
     error_of_potential,
     is_too_slow,
 )
-from otloss.solvers.entropic.sinkhorn_shared_numba import FACTS, SHARED, build_calls, build_scratch, count_positive
-from otloss.solvers.entropic.sinkhorn_steps_numba import (
+from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import (
+    FACTS,
+    SHARED,
+    OneProblem,
+    Outputs,
+    build_calls,
+    build_scratch,
+    count_positive,
+)
+from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
     column_sums,
     damped_update,
     largest_size,
@@ -73,14 +82,15 @@ class Side(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Both sides."""
+    """Both sides at an epsilon."""
 
     rows: Side
     columns: Side
+    epsilon: float
 
 
 @spliced
-def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any) -> bool:
+def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, sides: Any) -> bool:
     """Absorb gamma and update phi exactly; while a column is lost, update gamma exactly and absorb it again.
 
     Returns whether the factors are normal numbers. `totals` then holds alpha / epsilon, and `shifted` and `absorbed`
@@ -89,8 +99,8 @@ def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: 
     p, q, u, v, sums, alpha, beta, scores = (
         work.p, work.q, work.u, work.v, work.column_sums, work.alpha, work.beta, work.scores,
     )  # fmt: skip
-    phi, gamma = work.phi, work.gamma
-    least = SMALLEST_FACTORS[0] if work.kernel.itemsize == 4 else SMALLEST_FACTORS[1]
+    phi, gamma, epsilon = work.phi, work.gamma, sides.epsilon
+    smallest_factor = SMALLEST_FACTORS[0] if work.kernel.itemsize == 4 else SMALLEST_FACTORS[1]
     for _ in range(ATTEMPTS):
         for j in range(m):
             v[j], beta[j] = q[j], epsilon * gamma[j]
@@ -102,7 +112,7 @@ def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: 
             phi[i] = sides.rows.damping * (work.totals[i] + sides.rows.constant)
             work.shifted[i] = phi[i]
             u[i] = p[i] * math.exp(phi[i] - work.totals[i])
-            is_normal &= u[i] > least and u[i] < 1 / least
+            is_normal &= u[i] > smallest_factor and u[i] < 1 / smallest_factor
         if not is_normal:
             return False
         column_sums(work.kernel, u, sums, n, m)
@@ -173,9 +183,8 @@ def _update_exactly(work: Any, n: int, m: int, sides: Any, shift: float) -> tupl
 
 @spliced
 def _iterate(
-    shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float,
-    largest_change: float, max_iterations: int, patience: float, is_last: bool,
-) -> tuple[float, int, float]:  # fmt: skip
+    shared: Any, cost: Any, work: Any, n: int, m: int, sides: Any, limits: Any, is_last: bool
+) -> tuple[float, int, float]:
     """Iterate on phi and gamma until the error, relative to the mass of the plan, is within the tolerance.
 
     Returns the error, the number of iterations, and at the last epsilon the largest relative error of a column. The
@@ -190,26 +199,28 @@ def _iterate(
             for j in range(m):
                 gamma[j] -= shift
             must_absorb, since_absorption, shift = False, 0, 0.0
-            if not _absorb_factors(shared, cost, work, n, m, epsilon, sides):
+            if not _absorb_factors(shared, cost, work, n, m, sides):
                 final_error = np.inf
                 break
         error, step_of_shift, count_far = _damped_updates(work, n, m, sides, shift, w)
         shift += step_of_shift
         iterations += 1
         since_absorption += 1
-        is_at_end = iterations >= max_iterations or is_given_up
-        if error <= tolerance or is_at_end or not error < np.inf:
+        is_at_end = iterations >= limits.max_iterations or is_given_up
+        if error <= limits.tolerance or is_at_end or not error < np.inf:
             if not is_last or not error < np.inf:
                 final_error = error
                 break
             change, final_error, residual = _update_exactly(work, n, m, sides, shift)
-            is_within = final_error <= tolerance
+            is_within = final_error <= limits.tolerance
             count_within += is_within
-            is_accurate = change <= largest_change or count_within > SCHEDULE.extra_iterations
+            is_accurate = change <= limits.largest_change or count_within > SCHEDULE.extra_iterations
             if (is_within and is_accurate) or is_at_end:
                 break
         if since_absorption == ITERATION_BOUNDS.check_every:
-            is_given_up = not is_settling and is_too_slow(iterations, error, previous_error, tolerance, patience)
+            is_given_up = not is_settling and is_too_slow(
+                iterations, error, previous_error, limits.tolerance, limits.patience
+            )
             contraction = (error / previous_error) ** (1.0 / since_absorption)
             w, smallest_error, is_settling = next_relaxation(w, error, smallest_error, contraction, is_settling)
             previous_error, since_absorption = error, 0
@@ -238,20 +249,16 @@ def _run_stages(
         width /= SCHEDULE.stage_factor
     while True:
         is_last = width <= epsilon
-        remaining = limits.max_iterations - iterations
-        is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
         pull_p, pull_q = width / penalties[0], width / penalties[1]
         sides = Sides(
             Side(pull_p, 1 / (1 + pull_p), log_p + pull_p * log_q),
             Side(pull_q, 1 / (1 + pull_q), log_q + pull_q * log_p),
+            width,
         )
         for j in range(m):
             gamma[j] = gamma[j] / width + log_p
-        error, count, residual = _iterate(
-            shared, cost, work, n, m, width, sides, limits.tolerance if is_last else ITERATION_BOUNDS.stage_error,
-            limits.largest_change, remaining if is_cut else ITERATION_BOUNDS.stage_iterations,
-            limits.patience if is_last else np.inf, is_last,
-        )  # fmt: skip
+        stage_limits = budget_of_stage(limits, iterations, is_last)
+        error, count, residual = _iterate(shared, cost, work, n, m, sides, stage_limits, is_last)
         iterations += count
         if is_last:
             break
@@ -262,12 +269,10 @@ def _run_stages(
 
 
 @spliced
-def _solve(
-    shared: Any, p: Any, q: Any, cost: Any, epsilon: float, penalties: Any, f: Any, g: Any, outcome: Any, limits: Any,
-    work: Any,
-) -> None:  # fmt: skip
+def _solve(shared: Any, problem: Any, penalties: Any, limits: Any, work: Any, outputs: Any) -> None:
+    cost, g, outcome = problem.cost, outputs.g, outputs.outcome
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
-    call_at(shared[SHARED.gather], (p, q, cost, work))
+    call_at(shared[SHARED.gather], (problem, work))
     facts, gamma = work.facts, work.gamma
     mass_p, mass_q = facts[FACTS.mass_p], facts[FACTS.mass_q]
     # Written so that NaN fails too. Sides without mass are left to the caller.
@@ -277,12 +282,10 @@ def _solve(
     for j in range(m):
         gamma[j] = g[work.columns[j]]  # times epsilon for now
     block = work.costs if n < cost.shape[0] or m < cost.shape[1] else cost
-    error, iterations, residual, sides = _run_stages(shared, block, work, n, m, epsilon, penalties, limits)
+    error, iterations, residual, sides = _run_stages(shared, block, work, n, m, problem.epsilon, penalties, limits)
     outcome[ITERATIONS] = iterations
     if error < np.inf:
-        call_at(shared[SHARED.write], (
-            shared, p, q, cost, work, n, m, epsilon, sides, limits, error, residual, f, g, outcome,
-        ))  # fmt: skip
+        call_at(shared[SHARED.write], (shared, problem, work, sides, limits, error, residual, outputs))
 
 
 @compiled()
@@ -299,49 +302,50 @@ def unbalanced_problems(counter: Any, shared: Any, problems: Any, limits: Any, r
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(shared, p[k], q[k], costs[owner[k]], epsilon[k], penalties[k], f[k], g[k], outcome[k], bounds, work)
+        problem = OneProblem(p[k], q[k], costs[owner[k]], epsilon[k])
+        _solve(shared, problem, penalties[k], bounds, work, Outputs(f[k], g[k], outcome[k]))
 
 
 @inner()
 def _update_others(
-    shared: Any, cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, mass: float, potential: Any,
-    epsilon: float, side: Any, out: Any, work: Any,
-) -> None:  # fmt: skip
-    """Update the potentials of one side exactly, but for the bins at the first `count` places."""
-    call_at(shared[SHARED.others], (
-        cost, is_transposed, places, count, weights, mass, 0.0, potential, epsilon, out, work,
-    ))  # fmt: skip
+    shared: Any, problem: Any, work: Any, sides: Any, is_transposed: bool, count: int, potential: Any, out: Any
+) -> None:
+    """Update f, or with `is_transposed` g, exactly but for the first `count` bins that take part.
+
+    They follow from the `potential` of the other side. `out` may be longer than the side.
+    """
+    call_at(shared[SHARED.others], (problem, work, is_transposed, count, 0.0, potential, out))
+    places, side = (work.columns, sides.columns) if is_transposed else (work.rows, sides.rows)
     at = 0
-    for i in range(out.shape[0]):
+    for i in range(problem.cost.shape[1 if is_transposed else 0]):
         if at < count and places[at] == i:
             at += 1
         else:
-            out[i] = side.damping * (out[i] + epsilon * side.constant)
+            out[i] = side.damping * (out[i] + problem.epsilon * side.constant)
 
 
 @inner()
 def _join_light(
-    shared: Any, p: Any, q: Any, cost: Any, work: Any, m: int, has_light_rows: bool, epsilon: float, sides: Any,
-    tolerance: float, largest_change: float, f: Any, g: Any,
-) -> tuple[float, float]:  # fmt: skip
+    shared: Any, problem: Any, work: Any, sides: Any, tolerance: float, largest_change: float, f: Any, g: Any
+) -> tuple[float, float]:
     """Update all bins exactly, light ones too; return the error of all columns and a bound of g's error over epsilon.
 
     A light bin may count: with wrong potentials it would hold more mass than all others, and heavy bins that are far
     from each other keep less mass than it does. The bound is of the columns that light bins change (`is_changed`).
     """
-    updated, is_changed, columns = work.beta, work.alpha, sides.columns
-    mass_p, mass_q = work.facts[FACTS.mass_p], work.facts[FACTS.mass_q]
-    has_light_columns = m < count_positive(q)
+    updated, is_changed, columns, q, epsilon = work.beta, work.alpha, sides.columns, problem.q, problem.epsilon
+    m, mass_q = int(work.facts[FACTS.m]), work.facts[FACTS.mass_q]
+    has_light_rows, has_light_columns = int(work.facts[FACTS.n]) < count_positive(problem.p), m < count_positive(q)
     for j in range(g.shape[0]):
         is_changed[j] = 1.0 if has_light_rows and has_light_columns else 0.0
     for j in range(m):
         is_changed[work.columns[j]] = 0.0
     error, change = np.inf, np.inf
     for k in range(JOINT_UPDATES):
-        _update_others(shared, cost, np.bool_(False), work.rows, 0, q, mass_q, g, epsilon, sides.rows, f, work)
+        _update_others(shared, problem, work, sides, np.bool_(False), 0, g, f)
         for j in range(g.shape[0]):
             updated[j] = g[j]
-        _update_others(shared, cost, np.bool_(True), work.columns, 0, p, mass_p, f, epsilon, columns, updated, work)
+        _update_others(shared, problem, work, sides, np.bool_(True), 0, f, updated)
         difference, total, change = 0.0, 0.0, 0.0
         is_start = k == 0 and has_light_columns  # their potentials are arbitrary
         for j in range(g.shape[0]):
@@ -381,15 +385,13 @@ def _range(weights: Any, potential: Any) -> float:
 
 
 @inner()
-def _write_uncertainty(
-    shared: Any, work: Any, n: int, m: int, epsilon: float, residual: float, damping: float, outcome: Any
-) -> None:  # fmt: skip
-    """Write the error of g, and the least eigenvalue of the equations for g without their constant; damping is k_p k_q.
+def _write_uncertainty(shared: Any, work: Any, sides: Any, residual: float, outcome: Any) -> None:
+    """Write the error of g, and the smallest eigenvalue of its equations without their constant.
 
     The constant has a closed form; the caller shifts g by it.
     """
     p, q, u, v, sums, number = work.p, work.q, work.u, work.v, work.column_sums, work.u.dtype.type
-    mass = number(0)
+    n, m, mass = int(work.facts[FACTS.n]), int(work.facts[FACTS.m]), number(0)
     for j in range(m):
         q[j] = sums[j] * v[j]
         mass += q[j]
@@ -401,21 +403,21 @@ def _write_uncertainty(
     for j in range(m):
         q[j] /= mass
     call_at(shared[SHARED.estimate], (work, n, m, outcome))
-    least = 1 - damping * (1 - outcome[LEAST_EIGENVALUE])
-    outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, least, work.kernel.itemsize)
-    outcome[LEAST_EIGENVALUE] = least
+    eigenvalue = 1 - sides.rows.damping * sides.columns.damping * (1 - outcome[SMALLEST_EIGENVALUE])
+    outcome[POTENTIAL_ERROR] = sides.epsilon * error_of_potential(residual, eigenvalue, work.kernel.itemsize)
+    outcome[SMALLEST_EIGENVALUE] = eigenvalue
 
 
 @compiled(by_address=True)
 def write_unbalanced_potentials(
-    shared: Any, p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, limits: Any,
-    error: float, residual: float, f: Any, g: Any, outcome: Any,
-) -> None:  # fmt: skip
+    shared: Any, problem: Any, work: Any, sides: Any, limits: Any, error: float, residual: float, outputs: Any
+) -> None:
     """Write f and g on all bins, from phi and gamma of the bins that take part, and the outcome but for the iterations.
 
     Bins without mass, and light rows, get the exact update from the others.
     """
-    mass_p, mass_q = work.facts[FACTS.mass_p], work.facts[FACTS.mass_q]
+    f, g, outcome, epsilon = outputs.f, outputs.g, outputs.outcome, problem.epsilon
+    n, m = int(work.facts[FACTS.n]), int(work.facts[FACTS.m])
     for j in range(g.shape[0]):
         g[j] = 0.0  # light columns: near the size of a right potential, from which `_join_light` begins
     for i in range(n):
@@ -423,31 +425,27 @@ def write_unbalanced_potentials(
     for j in range(m):
         g[work.columns[j]] = epsilon * work.gamma[j]
     # np.bool_ is no literal: numba would compile `_update_others` once for each literal.
-    _update_others(shared, cost, np.bool_(False), work.rows, n, q, mass_q, g, epsilon, sides.rows, f, work)
-    _update_others(shared, cost, np.bool_(True), work.columns, m, p, mass_p, f, epsilon, sides.columns, g, work)
-    has_light_rows, uncertain = n < count_positive(p), 0.0
-    if has_light_rows or m < count_positive(q):
+    _update_others(shared, problem, work, sides, np.bool_(False), n, g, f)
+    _update_others(shared, problem, work, sides, np.bool_(True), m, f, g)
+    uncertain = 0.0
+    if n < count_positive(problem.p) or m < count_positive(problem.q):
         error, uncertain = _join_light(
-            shared, p, q, cost, work, m, has_light_rows, epsilon, sides, max(limits.tolerance, error),
-            limits.largest_change, f, g,
-        )  # fmt: skip
+            shared, problem, work, sides, max(limits.tolerance, error), limits.largest_change, f, g
+        )
         if not error < np.inf:
             return
-    _subtract(epsilon * math.log(mass_q), f)
-    _subtract(epsilon * math.log(mass_p), g)
+    _subtract(epsilon * math.log(work.facts[FACTS.mass_q]), f)
+    _subtract(epsilon * math.log(work.facts[FACTS.mass_p]), g)
     outcome[ERROR] = error
     if limits.estimates_error:
-        damping = sides.rows.damping * sides.columns.damping
-        _write_uncertainty(shared, work, n, m, epsilon, residual, damping, outcome)
-        outcome[POTENTIAL_RANGE] = _range(q, g)
+        _write_uncertainty(shared, work, sides, residual, outcome)
+        outcome[POTENTIAL_RANGE] = _range(problem.q, g)
         outcome[POTENTIAL_ERROR] = max(outcome[POTENTIAL_ERROR], epsilon * uncertain)
 
 
 def build_unbalanced_calls(weights: Any, costs: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     """Return what `build_calls` does, with the kernel that writes potentials of unbalanced problems."""
-    *calls, (_, arguments) = build_calls(weights, costs)
-    shared, masses, _, cost, work, *_, wide, _ = arguments
+    *calls, (_, (shared, problem, work, outputs)) = build_calls(weights, costs)
     side, limits = Side(1.0, 1.0, 1.0), KernelBudget(1.0, 1.0, 1, 1.0, True, True)
-    return (*calls, (write_unbalanced_potentials, (
-        shared, masses, masses, cost, work, 1, 1, 1.0, Sides(side, side), limits, 1.0, 1.0, wide, wide, wide,
-    )))  # fmt: skip
+    arguments = shared, problem, work, Sides(side, side, 1.0), limits, 1.0, 1.0, outputs
+    return (*calls, (write_unbalanced_potentials, arguments))

@@ -12,9 +12,9 @@ On a side that is kept rho is infinite: a = p and k_p = 1, or t = q and r_q = 0.
 nothing. Where both penalties are large, a constant changes next to nothing: the marginal error, an error of masses,
 tells it only up to the penalty times the tolerance. But the best constant has a closed form (`shifted_to_equal_mass`).
 
-The error of g is at most the largest relative error of the columns over the least eigenvalue of H, where constants are
-left out, and where both are taken in the metric of t. This is a linear model. Near the limit of its validity the true
-error may be many times larger, so that an estimate above `Schedule.largest_estimate` becomes infinite.
+The error of g is at most the largest relative error of the columns over the smallest eigenvalue of H, where constants
+are left out, and where both are taken in the metric of t. This is a linear model. Near the limit of its validity the
+true error may be many times larger, so that an estimate above `Schedule.largest_estimate` becomes infinite.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss.solvers.entropic.equations.updates import Updates, build_updates, damping_of, log_mass_ratio
 from otloss.solvers.entropic.interface import SCHEDULE, SearchResult
-from otloss.solvers.entropic.updates import Updates, build_updates, damping_of, log_mass_ratio
 from otloss.solvers.linear_systems import factor, solve_factored
 from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
@@ -84,7 +84,7 @@ class Dual:
         return rows, masses, (masses.unsqueeze(-2) @ rows).squeeze(-2)
 
     def error(self, b: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-        """Return the largest relative error of columns over the least eigenvalue of H; infinite where it is unknown."""
+        """Return the largest relative error of columns over the smallest eigenvalue of H, infinite where unknown."""
         gradient, curvature = self.derivatives(b)
         target = self.target(b)
         if not self.is_balanced:
@@ -93,7 +93,7 @@ class Dual:
         scale = torch.where(has_mass, target, 1.0).sqrt()
         # Bins without mass get the eigenvalue 1. The projection gives it to the constant.
         scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((~has_mass).to(b.dtype))
-        smallest = _least_eigenvalue(scaled)
+        smallest = _smallest_eigenvalue(scaled)
         residual = torch.where(has_mass, gradient / scale.square(), 0.0).abs().amax(-1)
         error = (residual + ROUNDING) / smallest
         return torch.where(error <= SCHEDULE.largest_estimate, error, torch.inf)
@@ -137,7 +137,7 @@ def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
         result,
         potential_error=estimate_error(problem, result.g),
         potential_range=range_of_g,
-        least_eigenvalue=torch.ones_like(range_of_g),  # the estimate has taken account of it
+        smallest_eigenvalue=torch.ones_like(range_of_g),  # the estimate has taken account of it
     )
 
 
@@ -181,8 +181,8 @@ def _constants(target: Tensor) -> Tensor:
     return target.unsqueeze(-1) * target.unsqueeze(-2) / total.clamp(min=tiny).unsqueeze(-1)
 
 
-def _least_eigenvalue(matrix: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch"]:
-    """Return the least eigenvalue of symmetric matrices with eigenvalues of at least 0; 0 if they are singular."""
+def _smallest_eigenvalue(matrix: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch"]:
+    """Return the smallest eigenvalue of symmetric matrices with eigenvalues of at least 0; 0 if they are singular."""
     factors, pivots, failed = factor(matrix)
     # A start with a pattern is orthogonal to some eigenvectors of uniform weights.
     # Random numbers of torch are an error inside torch.vmap.

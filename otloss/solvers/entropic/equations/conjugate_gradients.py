@@ -1,7 +1,7 @@
 """Conjugate gradients for batches of equations A b = c that are known by products, on any device.
 
-A is self-adjoint and positive in an inner product that belongs to each problem. `newton_step_numba` has conjugate
-gradients for one plan, whose cells give the preconditioner.
+A is self-adjoint and positive in an inner product that belongs to each problem. `newton_kernels.step_numba` has
+conjugate gradients for one plan, whose cells give the preconditioner.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss.solvers.entropic.looks import Looks
+from otloss.solvers.entropic.equations.looks import Looks
 
 
 class Equations(NamedTuple):

@@ -11,8 +11,8 @@ from otloss.solvers.entropic.sinkhorn_cpu import iterate
 from otloss.solvers.problem import Problem
 
 
-class SinkhornInFloat64(Method):
-    """The method for what the others leave: they end early, or underflow.
+class SinkhornAsLastResort(Method):
+    """The method for what the others leave, in float64: they end early, or underflow.
 
     It does not apply where the first method is the same iteration in the same arithmetic, and no other one applies:
     then the first one has the whole budget.

@@ -36,7 +36,7 @@ import numpy as np
 from otloss._numba.compile import call_at, compiled, inner, result_at, spliced
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
-from otloss.solvers.entropic.newton_cells_numba import (
+from otloss.solvers.entropic.newton_kernels.cells_numba import (
     Cells,
     Pairs,
     Side,
@@ -49,8 +49,8 @@ from otloss.solvers.entropic.newton_cells_numba import (
     target,
     update_columns,
 )
-from otloss.solvers.entropic.newton_numbers import NEWTON
-from otloss.solvers.entropic.newton_step_numba import elimination_order, find_step
+from otloss.solvers.entropic.newton_kernels.numbers import NEWTON
+from otloss.solvers.entropic.newton_kernels.step_numba import elimination_order, find_step
 
 
 class NewtonKernels(NamedTuple):

@@ -145,7 +145,7 @@ def _options(problem: Problem, metric: str | None, width: int) -> dict[str, Any]
 _CONSTANTS = {
     "STAGE_FACTOR": SCHEDULE.stage_factor, "STAGE_ITERATIONS": STAGE_ITERATIONS, "CHECK_EVERY": CHECK_EVERY,
     "FIRST_CHECK": SCHEDULE.first_check, "EARLY_CHECK": SCHEDULE.early_check, "EARLY_FACTOR": SCHEDULE.early_factor,
-    "EXTRA": SCHEDULE.extra_iterations, "OVERSHOOT": SCHEDULE.overshoot, "LEAST_CHANGE": SCHEDULE.smallest_change,
+    "EXTRA": SCHEDULE.extra_iterations, "OVERSHOOT": SCHEDULE.overshoot, "SMALLEST_CHANGE": SCHEDULE.smallest_change,
     "LARGEST_STEP": SCHEDULE.largest_relaxed_step,
 }  # fmt: skip
 
@@ -162,7 +162,7 @@ def _whole(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGE_FACTOR: tl.constexpr, STAGE_ITERATIONS: tl.constexpr, CHECK_EVERY: tl.constexpr, FIRST_CHECK: tl.constexpr,
     EARLY_CHECK: tl.constexpr, EARLY_FACTOR: tl.constexpr, EXTRA: tl.constexpr, OVERSHOOT: tl.constexpr,
-    LEAST_CHANGE: tl.constexpr, LARGEST_STEP: tl.constexpr,
+    SMALLEST_CHANGE: tl.constexpr, LARGEST_STEP: tl.constexpr,
 ):  # fmt: skip
     problem = tl.program_id(0).to(tl.int64)
     potentials += problem * (n + m)
@@ -285,7 +285,7 @@ def _whole(  # type: ignore[no-untyped-def]
                     eigenvalue = tl.minimum((c + w - 1.0) * (c + w - 1.0) / (w * w * tl.maximum(c, 1e-30)), 1.0)
                     best = tl.minimum(2.0 / (1.0 + tl.sqrt(1.0 - eigenvalue)), 1.0 + w / 2.0)
                     is_usable = (c > w - 1.0) & (c < 1.0) & (is_worse == 0) & (settling == 0)
-                    is_raised = is_usable & (best > w + LEAST_CHANGE)
+                    is_raised = is_usable & (best > w + SMALLEST_CHANGE)
                     w = tl.where(is_worse, (1.0 + w) / 2.0, tl.where(is_raised, best, w))
                     settling = is_worse | is_raised
                     smallest = tl.where(is_worse, error, tl.minimum(smallest, error))

@@ -1,7 +1,7 @@
 """What the kernels of Sinkhorn's iteration compute once a problem or once an absorption, as kernels of their own.
 
 The balanced, the symmetric and the unbalanced kernel call them by their addresses (`Shared`), so they are compiled once
-for all. `sinkhorn_numba` has the notation.
+for all. `balanced_numba` has the notation.
 
     gather_problem              before the iterations: the bins that take part, their shares of the mass and their costs
     absorb                      whenever factors have become large: potentials and the matrix G
@@ -19,8 +19,14 @@ import numpy as np
 
 from otloss._numba.compile import call_at, compiled, exp, inner, largest, log64
 from otloss._numba.sums import mass_of
-from otloss.solvers.entropic.interface import LEAST_EIGENVALUE
-from otloss.solvers.entropic.sinkhorn_steps_numba import FAST, least_eigenvalue, product, round_trip, softmin_of_scores
+from otloss.solvers.entropic.interface import SMALLEST_EIGENVALUE
+from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
+    FAST,
+    product,
+    round_trip,
+    smallest_eigenvalue,
+    softmin_of_scores,
+)
 
 
 class ShareBounds(NamedTuple):
@@ -62,13 +68,30 @@ class Shared(NamedTuple):
 SHARE_BOUNDS, FACTS, SHARED = ShareBounds(), Facts(), Shared()
 
 
+class OneProblem(NamedTuple):
+    """One problem of a batch, on all bins: p (n,), q (m,), cost (n, m) and epsilon."""
+
+    p: Any
+    q: Any
+    cost: Any
+    epsilon: float
+
+
+class Outputs(NamedTuple):
+    """What is written for a problem: f (n,), g (m,) and outcome (5,), as `sinkhorn_cpu.KernelResults` explains them."""
+
+    f: Any
+    g: Any
+    outcome: Any
+
+
 class Scratch(NamedTuple):
     """The arrays that a thread works in. Vectors have the length of the longer side.
 
     Attributes:
         alpha, beta: the potentials absorbed so far, in float64 as all down to `absorbed`.
         totals, shifted, scores: exponents.
-        phi, gamma, absorbed: potentials over epsilon of `sinkhorn_unbalanced_numba`.
+        phi, gamma, absorbed: potentials over epsilon of `unbalanced_numba`.
         p, q: shares of the mass, in the dtype of the costs as all down to `costs`.
         u, v: factors.
         row_sums, column_sums: sums of the plan or of G.
@@ -160,8 +183,9 @@ def _gather_costs(cost: Any, work: Any, n: int, m: int) -> float:
 
 
 @compiled(by_address=True)
-def gather_problem(p: Any, q: Any, cost: Any, work: Any) -> None:
+def gather_problem(problem: Any, work: Any) -> None:
     """Write shares and places of the bins that take part, and the facts; and the costs, if other bins take none."""
+    p, q, cost = problem.p, problem.q, problem.cost
     negligible = SHARE_BOUNDS.negligible_32 if cost.itemsize == 4 else SHARE_BOUNDS.negligible_64
     facts = work.facts
     highest, mass_p, mass_q = highest_cost(cost), mass_of(p), mass_of(q)
@@ -209,7 +233,7 @@ class LanczosBounds(NamedTuple):
     """What `estimate_eigenvalue` reads as constants.
 
     Attributes:
-        steps, first_steps, large_eigenvalue: the method ends after `first_steps` if the least eigenvalue is above
+        steps, first_steps, large_eigenvalue: the method ends after `first_steps` if the smallest eigenvalue is above
             `large_eigenvalue`: the eigenvalue of a few bins among thousands has shown by then, and after three steps
             it has not.
         smallest_length: the length below which a vector is rounding.
@@ -263,32 +287,36 @@ def estimate_eigenvalue(work: Any, n: int, m: int, outcome: Any) -> None:
         round_trip(kernel, p, q, u, v, x, row_sums, sums, n, m)
         diagonal[k] = product(q, x, sums, m)
         count += 1
-        if count == LANCZOS.first_steps and least_eigenvalue(diagonal, beside, count) > LANCZOS.large_eigenvalue:
+        if count == LANCZOS.first_steps and smallest_eigenvalue(diagonal, beside, count) > LANCZOS.large_eigenvalue:
             break
         a, b = number(diagonal[k]), number(beside[k - 1] if k > 0 else 0)
         for j in range(m):
             following = sums[j] - a * x[j] - b * previous[j]
             previous[j], x[j] = x[j], following
-    outcome[LEAST_EIGENVALUE] = least_eigenvalue(diagonal, beside, count)
+    outcome[SMALLEST_EIGENVALUE] = smallest_eigenvalue(diagonal, beside, count)
 
 
 @compiled(by_address=True)
 def write_other_potentials(
-    cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, mass: float, least: float, potential: Any,
-    epsilon: float, out: Any, work: Any,
-) -> None:  # fmt: skip
-    """Write the potentials of the bins that are not among the first `count` places, if there are any.
+    problem: Any, work: Any, is_transposed: bool, count: int, smallest_share: float, potential: Any, out: Any
+) -> None:
+    """Write the f, or with `is_transposed` the g, of the bins that are not among the first `count` that take part.
 
-    They are soft minima over the other side's bins above a share `least` of its mass.
+    They are soft minima over the other side's bins above a share `smallest_share` of its mass, whose potentials are
+    `potential`. `out` may be longer than the side.
     """
-    if count == out.shape[0]:
+    cost, epsilon, bins = problem.cost, problem.epsilon, problem.cost.shape[1 if is_transposed else 0]
+    if count == bins:
         return
+    places = work.columns if is_transposed else work.rows
+    weights = problem.p if is_transposed else problem.q
+    mass = work.facts[FACTS.mass_p if is_transposed else FACTS.mass_q]
     shifted, scores, inverse = work.shifted, work.scores, 1 / mass
     for j in range(weights.shape[0]):
         share = weights[j] * inverse
-        shifted[j] = potential[j] / epsilon + math.log(share) if share > least else -np.inf
+        shifted[j] = potential[j] / epsilon + math.log(share) if share > smallest_share else -np.inf
     at = 0
-    for i in range(out.shape[0]):
+    for i in range(bins):
         if at < count and places[at] == i:
             at += 1
             continue
@@ -309,34 +337,32 @@ def count_positive(weights: Any) -> int:
 
 
 @compiled(by_address=True)
-def write_potentials(
-    shared: Any, p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, f: Any, g: Any
-) -> None:
+def write_potentials(shared: Any, problem: Any, work: Any, outputs: Any) -> None:
     """Write f and g on all bins, from the potentials alpha and beta of the bins that take part."""
-    rows, columns, mass_p, mass_q = work.rows, work.columns, work.facts[FACTS.mass_p], work.facts[FACTS.mass_q]
-    negligible = SHARE_BOUNDS.negligible_32 if cost.itemsize == 4 else SHARE_BOUNDS.negligible_64
+    f, g, n, m = outputs.f, outputs.g, int(work.facts[FACTS.n]), int(work.facts[FACTS.m])
+    negligible = SHARE_BOUNDS.negligible_32 if problem.cost.itemsize == 4 else SHARE_BOUNDS.negligible_64
     for i in range(n):
-        f[rows[i]] = work.alpha[i]
+        f[work.rows[i]] = work.alpha[i]
     for j in range(m):
-        g[columns[j]] = work.beta[j]
-    call_at(shared[SHARED.others], (cost, False, rows, n, q, mass_q, negligible, g, epsilon, f, work))
-    call_at(shared[SHARED.others], (cost, True, columns, m, p, mass_p, negligible, f, epsilon, g, work))
-    if n < count_positive(p) and m < count_positive(q):
+        g[work.columns[j]] = work.beta[j]
+    call_at(shared[SHARED.others], (problem, work, False, n, negligible, g, f))
+    call_at(shared[SHARED.others], (problem, work, True, m, negligible, f, g))
+    if n < count_positive(problem.p) and m < count_positive(problem.q):
         # Both sides have light bins. With potentials from heavy bins alone, they would exchange more mass than they
         # hold.
-        call_at(shared[SHARED.others], (cost, True, columns, m, p, mass_p, 0.0, f, epsilon, g, work))
-        call_at(shared[SHARED.others], (cost, False, rows, n, q, mass_q, 0.0, g, epsilon, f, work))
+        call_at(shared[SHARED.others], (problem, work, True, m, 0.0, f, g))
+        call_at(shared[SHARED.others], (problem, work, False, n, 0.0, g, f))
 
 
 def build_calls(weights: Any, costs: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     """Return the kernels in the order of `Shared`, each with arguments, for weights and costs of these dtypes."""
-    matrix, masses, wide, places = np.ones((1, 1), costs), np.ones(1, weights), np.ones(5), np.zeros(1, np.int64)
+    matrix, masses, wide = np.ones((1, 1), costs), np.ones(1, weights), np.ones(5)
     work = build_scratch.py_func(np.zeros(3, np.int64), *empty_arrays(1, 1, costs))
-    others = matrix, False, places, 1, masses, 1.0, 0.0, wide, 1.0, wide, work
+    problem = OneProblem(masses, masses, matrix, 1.0)
     return (
-        (gather_problem, (masses, masses, matrix, work)),
+        (gather_problem, (problem, work)),
         (absorb, (matrix, work, 1, 1, 1.0)),
-        (write_other_potentials, others),
+        (write_other_potentials, (problem, work, False, 1, 0.0, wide, wide)),
         (estimate_eigenvalue, (work, 1, 1, wide)),
-        (write_potentials, (((0, 0),) * len(SHARED), masses, masses, matrix, work, 1, 1, 1.0, wide, wide)),
+        (write_potentials, (((0, 0),) * len(SHARED), problem, work, Outputs(wide, wide, wide))),
     )

@@ -35,7 +35,7 @@ from otloss._numba.compile import compiled, exp64, inner, largest
 from otloss.costs.order import BLOCK, ROWS
 from otloss.costs.pair_cost_numba import pair_cost
 from otloss.costs.softmin_numba import CHUNK, distances_of, select
-from otloss.solvers.entropic.newton_numbers import NEWTON
+from otloss.solvers.entropic.newton_kernels.numbers import NEWTON
 
 CHECKED = bool(numba.config.BOUNDSCHECK)  # a constant of compiled code: without it the assertions cost nothing
 

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-LEAST_WAIT = 4  # iterations between two looks
+MIN_WAIT = 4  # iterations between two looks
 
 
 class Looks:
     """When the host looks at the results of a device. Each look makes it wait for all the work that is queued.
 
     On a CPU, whose work is never queued, it looks after each iteration. Elsewhere it looks after as many iterations as
-    the contraction since the last look asks for, `LEAST_WAIT` at least, and at most as many as are done already. So 200
+    the contraction since the last look asks for, `MIN_WAIT` at least, and at most as many as are done already. So 200
     iterations take some seven looks.
 
     Args:
@@ -24,7 +24,7 @@ class Looks:
 
     def __init__(self, *, is_queued: bool) -> None:
         self.is_queued = is_queued
-        self.next_count = LEAST_WAIT
+        self.next_count = MIN_WAIT
         self.previous_count, self.previous_excess = 0, math.inf
 
     def is_due(self, count: int) -> bool:
@@ -40,6 +40,6 @@ class Looks:
         if 1 < worst < self.previous_excess < math.inf:
             speed = math.log(self.previous_excess / worst) / (count - self.previous_count)
             wait = min(count, math.ceil(math.log(worst) / speed))
-        self.next_count = count + max(wait, LEAST_WAIT)
+        self.next_count = count + max(wait, MIN_WAIT)
         self.previous_count, self.previous_excess = count, worst
         return worst

@@ -1,4 +1,4 @@
-"""The updates of Sinkhorn in scaling form, on one problem; `sinkhorn_numba` has the notation and their order.
+"""The updates of Sinkhorn in scaling form, on one problem; `balanced_numba` has the notation and their order.
 
     exact           U <- U r,    r = p / (U G V)            (and the same for V, by columns)
     over-relaxed    U <- U r^w,  that is f <- f + w (softmin(g) - f)
@@ -9,7 +9,7 @@ iterated:
 
     damped          phi <- phi + w k log(t / (U G V)),    U = p exp(phi - alpha / epsilon)
 
-The targets t are explained in `sinkhorn_unbalanced_numba`. Balanced problems would have k = 1 and t = p, but the
+The targets t are explained in `unbalanced_numba`. Balanced problems would have k = 1 and t = p, but the
 logarithm and the exponentials of this form take as long as a product with some hundred columns of G.
 
 w follows from the contraction c of the error per iteration, as in successive over-relaxation:
@@ -202,7 +202,7 @@ def round_trip(kernel: Any, p: Any, q: Any, u: Any, v: Any, x: Any, sums_p: Any,
 
 
 @inner()
-def least_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
+def smallest_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
     """Return 1 minus the largest eigenvalue of a symmetric tridiagonal matrix with eigenvalues in [0, 1].
 
     It is accurate to 10 %, and at least 1e-8.

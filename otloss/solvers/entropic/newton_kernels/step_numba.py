@@ -22,7 +22,7 @@ import numpy as np
 
 from otloss._numba.compile import bits_of_float64, compiled, inner
 from otloss._numba.tasks import is_stopped
-from otloss.solvers.entropic.newton_cells_numba import (
+from otloss.solvers.entropic.newton_kernels.cells_numba import (
     CHECKED,
     check_masses,
     check_shares,
@@ -30,7 +30,7 @@ from otloss.solvers.entropic.newton_cells_numba import (
     resize,
     target,
 )
-from otloss.solvers.entropic.newton_numbers import NEWTON
+from otloss.solvers.entropic.newton_kernels.numbers import NEWTON
 
 # ---- the approximate factor ------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ entry of G is above 1 / max(p_i, q_j), so G does not overflow. The entries of li
 heavy bins, so their potentials are as accurate.
 
     absorb      alpha = softmin(beta), and G from it. This is an exact update of f, with exponents in float64.
-    iterate     U = p / (G V),  V = q / (G^T U), over-relaxed: see `sinkhorn_steps_numba`
+    iterate     U = p / (G V),  V = q / (G^T U), over-relaxed: see `steps_numba`
 
 Epsilon falls in stages; each begins with the potentials of the one before. Every problem of the batch stops by itself.
 The transport of p to itself (symmetric) takes the mean of f and softmin(f), which at least halves the error in each
@@ -32,13 +32,19 @@ from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import (
     ERROR,
     ITERATIONS,
-    LEAST_EIGENVALUE,
     POTENTIAL_ERROR,
     POTENTIAL_RANGE,
     SCHEDULE,
+    SMALLEST_EIGENVALUE,
 )
-from otloss.solvers.entropic.sinkhorn_shared_numba import FACTS, SHARED, build_scratch
-from otloss.solvers.entropic.sinkhorn_steps_numba import (
+from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import (
+    FACTS,
+    SHARED,
+    OneProblem,
+    Outputs,
+    build_scratch,
+)
+from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
     UPDATE_BOUNDS,
     add_logs,
     column_error,
@@ -106,6 +112,18 @@ def build_budget(values: Any) -> KernelBudget:
     return KernelBudget(tolerance, largest_change, max_iterations, patience, is_warm, estimates_error)
 
 
+@inner()
+def budget_of_stage(limits: Any, iterations: int, is_last: bool) -> KernelBudget:
+    """Return when a stage ends, after the iterations of the stages before it. The last one has what is left of all."""
+    remaining = limits.max_iterations - iterations
+    is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
+    return KernelBudget(
+        limits.tolerance if is_last else ITERATION_BOUNDS.stage_error, limits.largest_change,
+        remaining if is_cut else ITERATION_BOUNDS.stage_iterations, limits.patience if is_last else np.inf,
+        limits.is_warm, limits.estimates_error,
+    )  # fmt: skip
+
+
 @spliced
 def _absorb_factors(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float) -> float:
     """Absorb the factors into the potentials; while a column is lost, update g exactly and absorb again.
@@ -167,9 +185,8 @@ def _update_exactly(work: Any, n: int, m: int) -> tuple[float, float]:
 
 @spliced
 def _iterate(
-    shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, tolerance: float, largest_change: float,
-    max_iterations: int, patience: float, is_last: bool,
-) -> tuple[float, int]:  # fmt: skip
+    shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, limits: Any, is_last: bool
+) -> tuple[float, int]:
     """Iterate until the error is within the tolerance; return it, and the number of iterations.
 
     beta then holds g, and after the last epsilon alpha holds f. Wherever the loop may end, `column_sums` holds G^T U.
@@ -190,20 +207,20 @@ def _iterate(
             error, is_steep = _relaxed_updates(work, n, m, w)
             iterations += 1
             since_absorption += 1
-        is_at_end = iterations >= max_iterations or is_given_up
-        if error <= tolerance or is_at_end:
+        is_at_end = iterations >= limits.max_iterations or is_given_up
+        if error <= limits.tolerance or is_at_end:
             if not is_last:
                 break
             change, final_error = _update_exactly(work, n, m)
-            is_within = final_error <= tolerance
+            is_within = final_error <= limits.tolerance
             count_within += is_within
-            is_accurate = change <= largest_change or count_within > SCHEDULE.extra_iterations
+            is_accurate = change <= limits.largest_change or count_within > SCHEDULE.extra_iterations
             if (is_within and is_accurate) or is_at_end:
                 break
         if iterations - checked == ITERATION_BOUNDS.check_every:
             is_given_up = is_stopped(work.counter, error, np.nan) or (
                 iterations - relaxed > ITERATION_BOUNDS.check_every
-                and is_too_slow(iterations, error, checked_error, tolerance, patience)
+                and is_too_slow(iterations, error, checked_error, limits.tolerance, limits.patience)
             )
             checked, checked_error = iterations, error
         if since_absorption == ITERATION_BOUNDS.check_every:
@@ -220,7 +237,7 @@ def _iterate(
 
 
 @inner()
-def error_of_potential(residual: float, least: float, itemsize: int) -> float:
+def error_of_potential(residual: float, smallest_eigenvalue: float, itemsize: int) -> float:
     """Return an estimate of the largest error of g / epsilon after exact updates.
 
     Let e be the error and r the residual P^T 1 / q - 1. To first order (1 - T) e = r. So |e| <= |r| / (1 - lambda) in
@@ -228,7 +245,7 @@ def error_of_potential(residual: float, least: float, itemsize: int) -> float:
     estimate is above SCHEDULE.largest_estimate, the first order does not hold.
     """
     rounding = 1e-6 if itemsize == 4 else 1e-15
-    error = (residual + rounding) / least
+    error = (residual + rounding) / smallest_eigenvalue
     return error if error <= SCHEDULE.largest_estimate else np.inf
 
 
@@ -239,13 +256,11 @@ def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
         f[i] = 0
     for j in range(g.shape[0]):
         g[j] = 0
-    outcome[ERROR], outcome[POTENTIAL_ERROR], outcome[POTENTIAL_RANGE], outcome[LEAST_EIGENVALUE] = 0, 0, 0, 1
+    outcome[ERROR], outcome[POTENTIAL_ERROR], outcome[POTENTIAL_RANGE], outcome[SMALLEST_EIGENVALUE] = 0, 0, 0, 1
 
 
 @spliced
-def _run_stages(
-    shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, limits: Any
-) -> tuple[float, int]:  # fmt: skip
+def _run_stages(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, limits: Any) -> tuple[float, int]:
     """Iterate at falling values of epsilon, from the potentials in beta; return the error and the iterations."""
     beta, highest = work.beta, work.facts[FACTS.highest]
     iterations, width, error = 0, epsilon, np.inf
@@ -253,13 +268,8 @@ def _run_stages(
         width /= SCHEDULE.stage_factor
     while True:
         is_last = width <= epsilon
-        remaining = limits.max_iterations - iterations
-        is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
-        error, count = _iterate(
-            shared, cost, work, n, m, width, limits.tolerance if is_last else ITERATION_BOUNDS.stage_error,
-            limits.largest_change, remaining if is_cut else ITERATION_BOUNDS.stage_iterations,
-            limits.patience if is_last else np.inf, is_last,
-        )  # fmt: skip
+        stage_limits = budget_of_stage(limits, iterations, is_last)
+        error, count = _iterate(shared, cost, work, n, m, width, stage_limits, is_last)
         iterations += count
         if is_last:
             break
@@ -274,19 +284,18 @@ def _run_stages(
 
 
 @spliced
-def _solve(
-    shared: Any, p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, outcome: Any, limits: Any, work: Any
-) -> None:  # fmt: skip
+def _solve(shared: Any, problem: Any, limits: Any, work: Any, outputs: Any) -> None:
     """Solve one problem from the start in g; write f and g on all bins."""
+    cost, epsilon, g, outcome = problem.cost, problem.epsilon, outputs.g, outputs.outcome
     outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
-    call_at(shared[SHARED.gather], (p, q, cost, work))
+    call_at(shared[SHARED.gather], (problem, work))
     facts, alpha, beta = work.facts, work.alpha, work.beta
     # Written so that NaN fails too. The masses were compared before.
     if not (facts[FACTS.highest] < np.inf and facts[FACTS.mass_p] < np.inf and facts[FACTS.mass_q] < np.inf):
         return
     n, m = int(facts[FACTS.n]), int(facts[FACTS.m])
     if n == 0 or m == 0:
-        _write_zeros(f, g, outcome)
+        _write_zeros(outputs.f, g, outcome)
         return
     for i in range(n):
         alpha[i] = 0
@@ -294,7 +303,7 @@ def _solve(
         beta[j] = g[work.columns[j]]
     block = work.costs if n < cost.shape[0] or m < cost.shape[1] else cost
     error, iterations = _run_stages(shared, block, work, n, m, epsilon, limits)
-    call_at(shared[SHARED.write], (shared, p, q, cost, work, n, m, epsilon, f, g))
+    call_at(shared[SHARED.write], (shared, problem, work, outputs))
     if limits.estimates_error:
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
@@ -303,7 +312,7 @@ def _solve(
         for j in range(m):
             residual = max(residual, abs(np.float64(work.column_sums[j] * work.v[j] / work.q[j]) - 1))
         call_at(shared[SHARED.estimate], (work, n, m, outcome))
-        outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, outcome[LEAST_EIGENVALUE], cost.itemsize)
+        outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, outcome[SMALLEST_EIGENVALUE], cost.itemsize)
         outcome[POTENTIAL_RANGE] = highest_g - lowest_g
     outcome[ERROR], outcome[ITERATIONS] = error, iterations
 
@@ -316,7 +325,7 @@ def sinkhorn_problems(counter: Any, shared: Any, problems: Any, limits: Any, res
     problems    p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
                 owner (B,) and epsilon (B,)
     limits      the fields of `KernelBudget`
-    results     f (B, n) and g (B, m) in float64; outcome (B, 5), which gets what `run_kernel` returns: infinity and NaN
+    results     f (B, n) and g (B, m) in float64; outcome (B, 5), as `KernelResults` explains it: infinity and NaN
                 where the problem is not valid. Potentials of a problem without mass are 0
     arrays      what `empty_arrays` returns
     """
@@ -327,7 +336,8 @@ def sinkhorn_problems(counter: Any, shared: Any, problems: Any, limits: Any, res
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        _solve(shared, p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], outcome[k], bounds, work)
+        problem = OneProblem(p[k], q[k], costs[owner[k]], epsilon[k])
+        _solve(shared, problem, bounds, work, Outputs(f[k], g[k], outcome[k]))
 
 
 @inner()
@@ -389,7 +399,8 @@ def symmetric_problems(counter: Any, shared: Any, problems: Any, limits: Any, re
         if k >= p.shape[0]:
             return
         cost, start = costs[owner[k]], g[k]
-        call_at(shared[SHARED.gather], (p[k], p[k], cost, work))
+        problem, outputs = OneProblem(p[k], p[k], cost, epsilon[k]), Outputs(f[k], start, outcome[k])
+        call_at(shared[SHARED.gather], (problem, work))
         n, mass = int(work.facts[FACTS.n]), work.facts[FACTS.mass_p]
         outcome[k, ERROR], outcome[k, ITERATIONS] = 0, 0
         if mass == 0:
@@ -401,4 +412,4 @@ def symmetric_problems(counter: Any, shared: Any, problems: Any, limits: Any, re
         outcome[k, ERROR], outcome[k, ITERATIONS] = _iterate_symmetric(
             shared, block, work, n, epsilon[k], bounds.tolerance, bounds.largest_change, bounds.max_iterations
         )
-        call_at(shared[SHARED.write], (shared, p[k], p[k], cost, work, n, n, epsilon[k], f[k], start))
+        call_at(shared[SHARED.write], (shared, problem, work, outputs))

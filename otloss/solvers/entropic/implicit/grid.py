@@ -9,8 +9,8 @@ S R is self-adjoint in the inner product weighted by q and has the constants as 
 take as many products as the plan's slowest mode needs. C is a sum over the axes, so G is a product of one small matrix
 for each axis, taken as conditional means: every number stays near those that are averaged.
 
-Whether there is an answer depends on the least eigenvalue of I - S R on vectors without a constant, a share of the mass
-that parts of the plan exchange. Conjugate gradients with a random right-hand side c estimate it: the quotient
+Whether there is an answer depends on the smallest eigenvalue of I - S R on vectors without a constant, a share of the
+mass that parts of the plan exchange. Conjugate gradients with a random right-hand side c estimate it: the quotient
 <b, c> / <b, b> of each iterate b is at least that eigenvalue, and tends to it where it is far below the others.
 """
 
@@ -28,13 +28,13 @@ from otloss._autograd import once_only
 from otloss._checks import has_tangent
 from otloss.costs import GridCost
 from otloss.costs.grid import LEAST_EXPONENT, SHIFT
-from otloss.solvers.condition import check_condition, corrected, no_implicit_answer
-from otloss.solvers.entropic.conjugate_gradients import Equations, conjugate_gradients
+from otloss.solvers.condition import check_condition, corrected, singular_equations_error
+from otloss.solvers.entropic.equations.conjugate_gradients import Equations, conjugate_gradients
+from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.interface import potential_of_plan
-from otloss.solvers.entropic.looks import Looks
 from otloss.solvers.problem import Problem
 
-LEAST_CELLS = 512  # fewer are solved as dense systems, with third derivatives
+MIN_CELLS = 512  # fewer are solved as dense systems, with third derivatives
 RESIDUAL, MAX_PRODUCTS = 1e-11, 3000  # where conjugate gradients end
 RESIDUAL_OF_ESTIMATE = 1e-6  # a random right-hand side has every mode with a weight of about 1 / sqrt(cells)
 _THIRD = "third derivatives between the cells of a grid are given up to 512 cells; drop create_graph=True."
@@ -43,7 +43,7 @@ _THIRD = "third derivatives between the cells of a grid are given up to 512 cell
 def suits_axes(problem: Problem) -> bool:
     """Whether products along the axes give the implicit derivatives of this problem."""
     cost, epsilon = problem.cost.as_grid(), problem.epsilon
-    if cost is None or problem.marginal_penalty is not None or cost.shape[0] < LEAST_CELLS:
+    if cost is None or problem.marginal_penalty is not None or cost.shape[0] < MIN_CELLS:
         return False
     if epsilon.requires_grad or has_tangent(problem.p, problem.q) or cost.device.type == "mps" or not epsilon.numel():
         return False
@@ -139,7 +139,7 @@ class _Equations:
         looks = Looks(is_queued=right.device.type != "cpu")
         result = conjugate_gradients(equations, start, precision, max_products=MAX_PRODUCTS, looks=looks, check=check)
         if not bool(result.is_solved.all()):
-            raise no_implicit_answer()
+            raise singular_equations_error()
         return result.solution
 
     def _centred(self, b: Tensor) -> Tensor:

@@ -33,12 +33,12 @@ from torch import Tensor
 from otloss._checks import broadcast_shape, has_tangent
 from otloss.costs import Cost
 from otloss.costs.cost import PlanProducts, recomputed
-from otloss.solvers.condition import largest_condition, no_implicit_answer
-from otloss.solvers.entropic.conjugate_gradients import Conjugate, Equations, conjugate_gradients
+from otloss.solvers.condition import largest_condition, singular_equations_error
+from otloss.solvers.entropic.equations.conjugate_gradients import Conjugate, Equations, conjugate_gradients
+from otloss.solvers.entropic.equations.looks import Looks
+from otloss.solvers.entropic.equations.updates import damping_of
 from otloss.solvers.entropic.interface import dtype_of_potentials, is_queued, log_weights
-from otloss.solvers.entropic.looks import Looks
 from otloss.solvers.entropic.sinkhorn_gpu import is_small
-from otloss.solvers.entropic.updates import damping_of
 from otloss.solvers.options import BOTH_KEPT, is_kept
 from otloss.solvers.problem import Problem
 
@@ -161,7 +161,7 @@ class RoundTrip:
     def _inverse(self, right: Tensor) -> Tensor:
         result = self._conjugate_gradients(right, RESIDUAL)
         if not bool(result.is_solved.all()):
-            raise no_implicit_answer()
+            raise singular_equations_error()
         return result.solution
 
     def _conjugate_gradients(self, right: Tensor, precision: float) -> Conjugate:

@@ -1,7 +1,7 @@
 """The error of the potentials of balanced problems too large for the dense equations of `dual`.
 
 Let S be the plan with rows scaled to one, and S' its transpose with rows scaled to one. `dual` divides the largest
-relative error of the columns by the least eigenvalue of H, which is 1 - l for the largest eigenvalue l of S' S where
+relative error of the columns by the smallest eigenvalue of H, which is 1 - l for the largest eigenvalue l of S' S where
 constants are left out. S' S is self-adjoint in the inner product of the weights q, and Lanczos' method finds l in some
 tens of products. Averages S v come from soft minima, since S (1 + v) = 1 + S v is positive for small v:
 
@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.dual import ROUNDING
+from otloss.solvers.entropic.equations.dual import ROUNDING
+from otloss.solvers.entropic.equations.updates import Updates, build_updates
 from otloss.solvers.entropic.interface import SCHEDULE, SearchResult, in_float64
-from otloss.solvers.entropic.updates import Updates, build_updates
 from otloss.solvers.problem import Problem
 
 
@@ -74,12 +74,12 @@ def _estimate(updates: Updates, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "
     received = updates.g_from(f)
     differences = ((g - received) / updates.epsilon).clamp(max=80.0).expm1().abs()
     residual = differences.masked_fill(updates.log_q == -torch.inf, 0.0).amax(-1) + ROUNDING
-    error = residual / _least_eigenvalue(updates, f, g, received)
+    error = residual / _smallest_eigenvalue(updates, f, g, received)
     return torch.where(error <= SCHEDULE.largest_estimate, error, torch.inf) * updates.epsilon.squeeze(-1)
 
 
-def _least_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor) -> Float[Tensor, "*batch"]:
-    """Return the least eigenvalue of H without constants, less the bound of its error."""
+def _smallest_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tensor) -> Float[Tensor, "*batch"]:
+    """Return the smallest eigenvalue of H without constants, less the bound of its error."""
     weights = updates.log_q.exp()
     random = torch.Generator("cpu").manual_seed(0)
     start = torch.rand(weights.shape[-1], dtype=weights.dtype, generator=random, device="cpu") - 0.5
