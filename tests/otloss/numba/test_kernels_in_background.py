@@ -112,7 +112,7 @@ def test_kernels_are_announced_once_though_some_are_compiled_before_others(monke
 
     started, announced, process = [], [], Process()
     monkeypatch.setattr(background, "_compilations", {})
-    monkeypatch.setattr(background, "start_compiling", lambda kernels: started.append(kernels) or [process])
+    monkeypatch.setattr(background, "_start", lambda kernels, _: started.append(kernels) or [process])
     monkeypatch.setattr(notices, "announce", lambda kernels, **_: announced.append(kernels))
     first, second, third = (("first", ()), ("second", ()), ("third", ()))
     for missing in ((first, second), (second,), (second, third), (third,)):
