@@ -38,8 +38,7 @@ def ascend(
         settings = Settings(tolerance=max(tolerance, 2 * float(error[b])), grad="envelope")
         log_u[b, i] = log_a[b] + find_potentials(plan, settings)[1].f / problem.epsilon
     log_u, log_a, error = (t.to(problem.p.device) for t in (log_u, log_a + mass[..., 0, :].log(), error))
-    tau = torch.full_like(log_a[..., :1], NUMBERS.gradient_tau)
-    return BarycenterResult(Potentials(log_u, torch.zeros_like(log_a), log_a), error, steps, tau)
+    return BarycenterResult(Potentials(log_u, torch.zeros_like(log_a), log_a), error, steps)
 
 
 def run_kernel(

@@ -5,8 +5,9 @@
 The entropy blurs a; debiased, a is the minimum of the weighted Sinkhorn divergences, and the barycenter of equal
 histograms is that histogram. Both are found by the plain iteration (`iteration`: J.-D. Benamou et al., Iterative
 Bregman Projections for Regularized Transportation Problems, 2015; H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn
-barycenters, 2020). Where it is slow Newton's method follows: on the dual of plain barycenters (`ascent`), and for
-debiased ones at a falling regularisation (`newton`). The same equations give the derivatives (`gradient`).
+barycenters, 2020). Where it is slow Newton's method follows: on the dual of plain barycenters (`ascent`), and on the
+equations of debiased ones (`newton`). These equations (`equations`) also give the error of debiased barycenters
+(`debiased_error`) and the derivatives (`gradient`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from otloss.costs.cost import makes_graph
 from otloss.solvers.barycenter.ascent import ascend
 from otloss.solvers.barycenter.gradient import attach_gradient
 from otloss.solvers.barycenter.iteration import iterate
-from otloss.solvers.barycenter.newton import continue_in_tau
+from otloss.solvers.barycenter.newton import take_newton_steps
 from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, BarycenterResult
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.histograms import MASS_TOLERANCE
@@ -62,7 +63,8 @@ def barycenter(
         weights: (..., k) of the histograms, >= 0 with sum 1; 1 / k each by default.
         epsilon: above 0, in the unit of the cost. It blurs the barycenter, by about sqrt(epsilon / 2) for squared
             distances.
-        debiased: whether to take that blur out; for a symmetric cost between the same bins.
+        debiased: whether to take that blur out; for a symmetric cost between the same bins. Where exp(-cost / epsilon)
+            has negative eigenvalues there may be several barycenters: a `ConvergenceWarning` tells it up to 256 bins.
         tolerance: None for 1e-5 in float32, 1e-8 in float64: of the error, an estimate of the sum of the absolute
             errors of the barycenter as a share of its mass. Debiased with more than 256 bins it may be too low where
             the blur is far wider than the details of the histograms.
@@ -102,6 +104,7 @@ def barycenter(
     if with_graph and not has_tangent(*inputs):
         check_no_transform()  # torch.func differentiates as create_graph=True does
     with torch.no_grad():
+        warn_of_several_barycenters(problem.detach())
         result = find_barycenter(problem.detach(), tolerance, max_iterations, with_graph=with_graph)
     if not bool((result.error <= tolerance).all()):
         warn_of_convergence(result, tolerance, max_iterations, debiased=debiased)
@@ -130,7 +133,7 @@ def find_barycenter(
     if problem.debiased:
         goes_on = partial(iterate, patience=remaining_iterations, judged_after=NUMBERS.hard_judged_after)
         # Smaller errors are the rounding that Newton's method ends with.
-        methods = [(continue_in_tau, tolerance), (goes_on, max(tolerance, NUMBERS.small_change))]
+        methods = [(take_newton_steps, tolerance), (goes_on, max(tolerance, NUMBERS.small_change))]
     result = first
     for method, largest_error in methods:
         is_open, remaining_iterations = ~(result.error <= largest_error), max_iterations - result.iterations
@@ -138,7 +141,7 @@ def find_barycenter(
             break
         other = method(problem.choose(is_open), first.potentials.choose(is_open), tolerance, remaining_iterations)
         # Where neither error is known, Newton's method has the better guess.
-        result = result.choose_better(is_open, other, at_ties=method is continue_in_tau)
+        result = result.choose_better(is_open, other, at_ties=method is take_newton_steps)
     return result
 
 
@@ -155,6 +158,25 @@ def warn_of_convergence(result: BarycenterResult, tolerance: float, max_iteratio
         ConvergenceWarning,
         stacklevel=level_of_the_caller(),
     )
+
+
+def warn_of_several_barycenters(problem: BarycenterProblem) -> None:
+    """Warn where exp(-C / epsilon) has a negative eigenvalue: the objective of debiased barycenters is not convex."""
+    n = problem.cost.shape[0]
+    if not problem.debiased or n > NUMBERS.newton_bins:
+        return
+    cost = problem.cost.dense()
+    kernel = ((cost.amin() - cost) / problem.epsilon).exp()  # at most 1
+    smallest = max(NUMBERS.negative_eigenvalue, n * torch.finfo(problem.dtype).eps)
+    eye = torch.eye(n, dtype=kernel.dtype, device=kernel.device)
+    if bool(torch.linalg.cholesky_ex(kernel + smallest * eye)[1]):
+        warnings.warn(
+            "the debiased barycenter may be one of several: exp(-cost / epsilon) has a negative eigenvalue, so that "
+            "the objective is not convex. Use distances or squared distances of points, or zeros on the diagonal of "
+            "the cost and a smaller epsilon.",
+            ConvergenceWarning,
+            stacklevel=level_of_the_caller(),
+        )
 
 
 def read_problem(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> BarycenterProblem:

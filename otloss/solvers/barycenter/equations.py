@@ -10,10 +10,6 @@ M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows sum to one, a step i
 and a keeps the mass of the histograms. Plain barycenters have no d and no tau. Derivatives hold at bins with a share
 of the mass. The step of `entropic.equations.dual` does not serve here: it has one plan and fixed marginals, and a is
 unknown.
-
-The same equations tell the error of a debiased barycenter, as the change of a in a step at tau = 0. At a bin that the
-barycenter leaves empty the gradient exceeds the constant by g > 0, and the equation is a g = 0: its derivative adds
-g dlog a, so that such a bin loses no more than its mass.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, Potentials
+from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, Potentials
 from otloss.solvers.linear_systems import invert, solve_ex
 
 
@@ -89,35 +85,15 @@ def find_newton_step(equations: Equations, tau: Tensor | None = None) -> NewtonS
     system, right = equations.system, equations.right
     if tau is not None:
         system, right = system + torch.diag_embed(tau.expand(right.shape)), right - tau * equations.log_a
-    by_a = solve_with_mass(system, equations.shares, right, equations.lack)
-    by_row = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device) - equations.rows.remainder
-    by_u = (by_row @ (by_a.unsqueeze(-2) - equations.off).unsqueeze(-1)).squeeze(-1)
+    return complete_step(equations, solve_with_mass(system, equations.shares, right, equations.lack))
+
+
+def complete_step(equations: Equations, by_a: Tensor) -> NewtonStep:
+    """Return the step that changes log a by by_a."""
+    changes = by_a.unsqueeze(-2) - equations.off
+    by_u = changes - (equations.rows.remainder @ changes.unsqueeze(-1)).squeeze(-1)
     by_d = by_a if equations.d_by_a is None else (equations.d_by_a @ by_a.unsqueeze(-1)).squeeze(-1)
     return NewtonStep(by_a, by_u, by_d)
-
-
-def find_error(equations: Equations) -> Float[Tensor, "*batch"]:
-    """Return the error of a debiased barycenter: what a step at tau = 0 changes of a, as a share of its mass.
-
-    A first step finds the bins that empty: they lose more than half of their mass. Only they have a g in a second step.
-    """
-    shares = equations.shares
-    gradient = (shares * equations.right).sum(-1, keepdim=True) - equations.right
-    is_empty = shares <= NUMBERS.no_mass
-    excess = gradient.clamp(min=NUMBERS.rounding)
-    excess = torch.where(is_empty, excess.clamp(min=1.0), excess)  # Rounding decides the gradient at bins without mass.
-    error = torch.zeros_like(equations.lack)
-    for _ in range(2):
-        by_a = solve_with_mass(equations.system + torch.diag_embed(excess), shares, equations.right, equations.lack)
-        error = torch.maximum(error, (shares * by_a.abs()).sum(-1).nan_to_num(UNKNOWN))
-        excess = torch.where(is_empty | (by_a < -0.5), excess, NUMBERS.rounding)
-    # An empty bin whose gradient is below the constant gains mass: each iteration multiplies it by about
-    # exp(-gradient), until it is about -gradient.
-    growth = (-NUMBERS.patience * gradient).clamp(min=0.0)
-    regrown = torch.minimum(-gradient, (shares.log() + growth).exp())
-    regrown = torch.where(is_empty & (shares > NUMBERS.judged_mass), regrown, 0.0).amax(-1)
-    error = torch.maximum(error, regrown)
-    return (NUMBERS.error_margin * error).clamp(max=UNKNOWN)
 
 
 def find_rows(problem: BarycenterProblem, matrix: Tensor, at: Potentials, shares: Tensor) -> Rows:
@@ -148,6 +124,10 @@ def attach_graph(problem: BarycenterProblem, matrix: Tensor) -> Tensor:
 
 def solve_with_mass(system: Tensor, shares: Tensor, right: Tensor, lack: Tensor) -> Tensor:
     """Return the x, and drop the constant, of system x + constant = right and shares x = lack."""
+    return solve_ex(border(system, shares), torch.cat([right, lack.unsqueeze(-1)], -1))[0][..., :-1]
+
+
+def border(system: Tensor, shares: Tensor) -> Tensor:
+    """Return the matrix of system x + constant = right and shares x = lack."""
     system = torch.cat([system, torch.ones_like(system[..., :1])], -1)
-    system = torch.cat([system, torch.nn.functional.pad(shares, (0, 1)).unsqueeze(-2)], -2)
-    return solve_ex(system, torch.cat([right, lack.unsqueeze(-1)], -1))[0][..., :-1]
+    return torch.cat([system, torch.nn.functional.pad(shares, (0, 1)).unsqueeze(-2)], -2)

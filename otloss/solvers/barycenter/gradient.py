@@ -24,7 +24,8 @@ def attach_gradient(problem: BarycenterProblem, result: BarycenterResult) -> Ten
             f"{NUMBERS.gradient_entries}; detach the histograms and the weights, or take fewer bins."
         )
     equations = linearise(problem, problem.cost.dense(), result.potentials)
-    step = find_newton_step(equations, result.tau if problem.debiased else None)
+    tau = torch.full_like(equations.shares[..., :1], NUMBERS.gradient_tau) if problem.debiased else None
+    step = find_newton_step(equations, tau)
     if not bool(torch.isfinite(step.by_a.detach()).all()):
         raise RuntimeError("the gradient of the barycenter is singular to rounding; raise epsilon.")
     sizes = [torch.linalg.matrix_norm(t, torch.inf) for t in (equations.rows.matrix, equations.rows.inverse)]

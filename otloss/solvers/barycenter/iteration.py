@@ -28,7 +28,8 @@ from torch import Tensor
 
 from otloss._checks import needs_torch
 from otloss.costs import Cost, GridCost
-from otloss.solvers.barycenter.equations import find_error, linearise
+from otloss.solvers.barycenter.debiased_error import HistogramDetails, find_error
+from otloss.solvers.barycenter.equations import linearise
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
 
 Array = Any  # a tensor, or an array of numpy for small problems on a CPU: its calls take a third of the time
@@ -72,11 +73,11 @@ def iterate(
         torch.as_tensor(t, dtype=problem.p.dtype, device=problem.p.device) for t in (log_a, logs, errors.current)
     )
     log_d = logs[..., count, :] if problem.debiased else start.log_d
-    tau = torch.full_like(log_a[..., :1], NUMBERS.gradient_tau)
     last = Potentials(logs[..., :count, :], log_d, log_a)
     if problem.suits_newton:  # The changes of iterations miss what is very slow.
-        error = find_error(linearise(problem, problem.cost.dense(), last))
-    return BarycenterResult(last, error, iterations, tau)
+        matrix = problem.cost.dense()
+        error, _ = find_error(linearise(problem, matrix, last), HistogramDetails.build(problem, matrix), tolerance)
+    return BarycenterResult(last, error, iterations)
 
 
 def from_tensor(xp: Any, t: Tensor) -> Array:

@@ -1,7 +1,9 @@
 """Debiased barycenters by Newton's method, for details much finer than the blur, where the plain iteration is slow.
 
-It solves the equations of `equations` at a tau that falls as far as rounding allows. The barycenters at falling tau
-converge: once tau is below the small eigenvalues of the equations, by the factor of the fall.
+Each step is at the tau that tells the least error (`debiased_error`). Far from the barycenter that does not converge:
+the equations of `equations` are then solved at one tau after the other, which falls as far as rounding allows, and the
+steps start there. The barycenters at falling tau converge: once tau is below the small eigenvalues of the equations, by
+the factor of the fall.
 """
 
 from __future__ import annotations
@@ -10,40 +12,99 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.barycenter.equations import Equations, NewtonStep, find_error, find_newton_step, linearise
+from otloss.solvers.barycenter.debiased_error import HistogramDetails, find_error
+from otloss.solvers.barycenter.equations import Equations, NewtonStep, complete_step, find_newton_step, linearise
 from otloss.solvers.barycenter.iteration import LogStep
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
 
 
-def continue_in_tau(
+def take_newton_steps(
     problem: BarycenterProblem, start: Potentials, tolerance: float, max_iterations: int
 ) -> BarycenterResult:
-    """Take Newton steps at falling tau, and return the result at the tau of the least error."""
+    """Take steps at the tau of the least error, from the start, and then from where a falling tau leads."""
     matrix = problem.cost.dense()
-    tau = torch.full_like(start.log_a[..., :1], NUMBERS.first_tau)
-    best = BarycenterResult(start, torch.full_like(tau[..., 0], UNKNOWN), 0, tau)
-    potentials, equations = start, linearise(problem, matrix, start)
-    iterations, fruitless = 0, torch.zeros_like(best.error)
-    while iterations < max_iterations and float(tau.max()) >= NUMBERS.smallest_tau:
-        steps = min(NUMBERS.steps, max_iterations - iterations)
-        end = solve_at(problem, matrix, potentials, equations, tau, tolerance, steps)
-        potentials, equations, iterations = end.potentials, end.equations, iterations + end.iterations
-        # Where errors are not known, the one at the smallest tau that converged is the best guess.
-        is_guess = (best.error >= UNKNOWN) & (end.change < NUMBERS.small_change)
-        is_better = (end.error < best.error) | is_guess
-        best = best.replace(is_better, BarycenterResult(potentials, end.error, 0, tau).choose(is_better))
-        fruitless = torch.where(is_better, 0.0, fruitless + 1)
-        is_last = (best.error < NUMBERS.small_change) & (fruitless >= NUMBERS.fruitless_falls)
-        # Where rounding makes a tau diverge, smaller ones do too; changes by rounding grow as tau falls.
-        is_last = is_last | ~(end.change < NUMBERS.small_change) & ~end.is_stalled
-        is_last = is_last | end.is_stalled & (NUMBERS.fall_of_tau * end.change >= best.error)
-        if bool((is_last | (best.error <= tolerance)).all()):
-            break
-        tau = tau / NUMBERS.fall_of_tau
-    return dataclasses.replace(best, iterations=iterations)
+    search = Search(problem, matrix, HistogramDetails.build(problem, matrix), tolerance)
+    result = search.take_steps(start, max_iterations)
+    is_open = result.error > tolerance
+    if result.iterations < max_iterations and bool(is_open.any()):
+        search = dataclasses.replace(search, problem=problem.choose(is_open), details=search.details.choose(is_open))
+        far = search.continue_in_tau(start.choose(is_open), max_iterations - result.iterations)
+        near = search.take_steps(far.potentials, max_iterations - result.iterations - far.iterations)
+        result = result.choose_better(is_open, dataclasses.replace(near, iterations=near.iterations + far.iterations))
+    return result
+
+
+@dataclass(frozen=True)
+class Search:
+    """What all steps share."""
+
+    problem: BarycenterProblem
+    matrix: Float[Tensor, "n n"]
+    details: HistogramDetails
+    tolerance: float
+
+    def linearise(self, potentials: Potentials) -> Equations:
+        return linearise(self.problem, self.matrix, potentials)
+
+    def take_steps(self, potentials: Potentials, max_iterations: int) -> BarycenterResult:
+        """Take steps, each at the tau that tells the least error, until it is small or does not fall."""
+        best = BarycenterResult(potentials, torch.full_like(potentials.log_a[..., 0], UNKNOWN), 0)
+        iteration, iterations, fruitless = LogStep.build(self.problem), 0, torch.zeros_like(best.error)
+        while True:
+            equations = self.linearise(potentials)
+            error, tau = find_error(equations, self.details, self.tolerance)
+            fruitless = torch.where(error < best.error / 2, 0.0, fruitless + 1)
+            everything = torch.ones_like(error, dtype=torch.bool)
+            best = best.choose_better(everything, BarycenterResult(potentials, error, 0))
+            is_done = (best.error <= self.tolerance) | (fruitless > NUMBERS.fruitless_steps)
+            if iterations >= max_iterations or bool(is_done.all()):
+                return dataclasses.replace(best, iterations=iterations)
+            potentials = iteration.update(move_bins(potentials, equations, find_newton_step(equations, tau)))
+            iterations += 1
+
+    def continue_in_tau(self, potentials: Potentials, max_iterations: int) -> BarycenterResult:
+        """Solve the equations at falling tau, and return the potentials of the least error."""
+        tau = torch.full_like(potentials.log_a[..., :1], NUMBERS.first_tau)
+        best = BarycenterResult(potentials, torch.full_like(tau[..., 0], UNKNOWN), 0)
+        iterations = 0
+        while iterations < max_iterations and float(tau.max()) >= NUMBERS.smallest_tau:
+            end = self.solve_at(tau, potentials, min(NUMBERS.steps, max_iterations - iterations))
+            potentials, iterations = end.potentials, iterations + end.iterations
+            error = find_error(self.linearise(potentials), self.details, self.tolerance).error + end.change
+            converges = end.change < NUMBERS.small_change
+            # Where errors are not known, the one at the smallest tau that converged is the best guess.
+            is_better = (error < best.error) | (best.error >= UNKNOWN) & converges
+            result = BarycenterResult(potentials, error.clamp(max=UNKNOWN), 0)
+            best = best.replace(is_better, result.choose(is_better))
+            # Where rounding makes a tau diverge, smaller ones do too; changes by rounding grow as tau falls.
+            if bool(
+                (~converges | (NUMBERS.fall_of_tau * end.change >= best.error) | (best.error <= self.tolerance)).all()
+            ):
+                break
+            tau = tau / NUMBERS.fall_of_tau
+        return dataclasses.replace(best, iterations=iterations)
+
+    def solve_at(self, tau: Tensor, potentials: Potentials, max_steps: int) -> NewtonEnd:
+        """Take Newton steps at one tau until they change nothing, or rounding stops them."""
+        smallest = change = torch.full_like(tau[..., 0], torch.inf)
+        stalled, iterations = torch.zeros_like(smallest), 0
+        sufficient = max(self.tolerance / 100, NUMBERS.smallest_change)
+        is_done = torch.zeros_like(smallest, dtype=torch.bool)
+        while iterations < max_steps and not bool(is_done.all()):
+            equations = self.linearise(potentials)
+            step = find_newton_step(equations, tau)
+            potentials, share = move_by_share(potentials, equations, step)
+            change, is_whole = (step.by_a.abs() * equations.shares).sum(-1), share == 1
+            change = torch.where(share > 0, change, torch.inf)
+            stalls = is_whole & (change < NUMBERS.small_change) & (change >= smallest / 2)
+            stalled, smallest = torch.where(stalls, stalled + 1, 0.0), torch.minimum(smallest, change)
+            is_done = is_whole & (change <= sufficient) | (share == 0) | (stalled >= NUMBERS.stalled_steps)
+            iterations += 1
+        # An iteration brings the log u of empty bins, which drift from step to step, back to the equations.
+        return NewtonEnd(LogStep.build(self.problem).update(potentials), change, iterations)
 
 
 @dataclass(frozen=True)
@@ -52,64 +113,44 @@ class NewtonEnd:
 
     Attributes:
         potentials: the last ones.
-        equations: the linear equations at these potentials.
         change: what the last step changed of a, as a share of its mass.
-        is_stalled: whether rounding ended the steps.
         iterations: the number of steps.
     """
 
     potentials: Potentials
-    equations: Equations
     change: Float[Tensor, "*batch"]
-    is_stalled: Bool[Tensor, "*batch"]
     iterations: int
 
-    @property
-    def error(self) -> Float[Tensor, "*batch"]:
-        """The error of a as a share of its mass: what a step at tau = 0 would change, and what the last step did."""
-        return (find_error(self.equations) + self.change).clamp(max=UNKNOWN)
 
+def move_bins(potentials: Potentials, equations: Equations, step: NewtonStep) -> Potentials:
+    """Return the potentials after a step that changes each bin by no more than the longest step.
 
-def solve_at(
-    problem: BarycenterProblem, matrix: Tensor, potentials: Potentials, equations: Equations, tau: Tensor,
-    tolerance: float, steps: int,
-) -> NewtonEnd:  # fmt: skip
-    """Take Newton steps at one tau until they change nothing, or rounding stops them."""
-    smallest = change = torch.full_like(tau[..., 0], torch.inf)
-    small_steps, iterations = torch.zeros_like(smallest), 0
-    for iterations in range(1, steps + 1):
-        step = find_newton_step(equations, tau)
-        potentials, share = move(potentials, equations, step)
-        change, is_whole = (step.by_a.abs() * equations.shares).sum(-1), share == 1
-        change = torch.where(share > 0, change, torch.inf)
-        stalls = is_whole & (change < NUMBERS.small_change) & (change >= smallest / 2)
-        small_steps, smallest = torch.where(stalls, small_steps + 1, 0.0), torch.minimum(smallest, change)
-        is_done = is_whole & (change <= max(tolerance / 100, NUMBERS.smallest_change)) | (share == 0)
-        if iterations > NUMBERS.steps_to_fall:
-            is_done = is_done | (change > NUMBERS.divergence * smallest)
-        if bool((is_done | (small_steps >= NUMBERS.stalled_steps)).all()):
-            break
-        if iterations < steps:
-            equations = linearise(problem, matrix, potentials)
-    # An iteration brings the log u of empty bins, which drift from step to step, back to the equations.
-    potentials = LogStep.build(problem).update(potentials)
-    equations = linearise(problem, matrix, potentials)
-    return NewtonEnd(potentials, equations, change, small_steps >= NUMBERS.stalled_steps, iterations)
-
-
-def move(potentials: Potentials, equations: Equations, step: NewtonStep) -> tuple[Potentials, Float[Tensor, "*batch"]]:
-    """Return the potentials after the step, or a share of it that changes no bin too much, and the share.
-
-    Singular equations may have a step that is not finite: its share is 0.
+    Near the barycenter only bins with little mass change by more. Nearly empty ones may lose all mass in one step.
     """
+    depth = equations.log_a - equations.log_a.amax(-1, keepdim=True)
+    by_a = step.by_a.clamp(max=NUMBERS.longest_step)
+    by_a = torch.where(depth < NUMBERS.empty_log, by_a, by_a.clamp(min=-NUMBERS.longest_step))
+    return move(potentials, equations, complete_step(equations, by_a), torch.ones_like(by_a[..., :1]))[0]
+
+
+def move_by_share(
+    potentials: Potentials, equations: Equations, step: NewtonStep
+) -> tuple[Potentials, Float[Tensor, "*batch"]]:
+    """Return the potentials after the step, or a share of it that changes no bin too much, and the share."""
     depth = equations.log_a - equations.log_a.amax(-1, keepdim=True)
     # Mass that comes back to an empty bin may do so in one step, and it may leave in one.
     reach = step.by_a.abs() / (NUMBERS.empty_log - depth).clamp(min=NUMBERS.longest_step)
     reach = reach.masked_fill((step.by_a < 0) & (depth < NUMBERS.empty_log), 0.0)
-    share = 1 / reach.amax(-1, keepdim=True).clamp(min=1.0)
+    return move(potentials, equations, step, 1 / reach.amax(-1, keepdim=True).clamp(min=1.0))
+
+
+def move(
+    potentials: Potentials, equations: Equations, step: NewtonStep, share: Tensor
+) -> tuple[Potentials, Float[Tensor, "*batch"]]:
+    """Return the potentials after the share (..., 1) of a step, and the share: 0 where the step is not finite."""
     log_d = potentials.log_d + share * step.by_d
     log_d = torch.maximum(log_d, log_d.amax(-1, keepdim=True) - NUMBERS.empty_bin)
     moved = Potentials(potentials.log_u + share.unsqueeze(-1) * step.by_u, log_d, equations.log_a)
-    are_finite = moved.are_finite
+    are_finite = moved.are_finite  # Singular equations may have a step that is not finite.
     moved = potentials.replace(are_finite, moved.choose(are_finite))
     return moved, torch.where(are_finite, share[..., 0], 0.0)

@@ -40,33 +40,32 @@ class Numbers:
     ascent_steps: int = 1000  # Hard clouds take up to a hundred.
     # Errors of barycenters over errors of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
     ascent_factor: float = 2.0
-    # Newton's method at falling tau, for debiased barycenters (`newton`)
+    # Newton's method for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.
     newton_entries: int = 2**22  # plans of all problems together, which a step holds several times
     steps: int = 60  # at each tau, at most
-    # After so many steps, steps that converge change at most ten times as much as the smallest one.
-    steps_to_fall: int = 15
-    divergence: float = 100.0
     first_tau: float = 0.01  # 0.25 takes up to twice the time; at 1e-4 some do not converge.
     fall_of_tau: float = 32.0  # Smaller falls take more steps, and end at a larger tau, as rounding adds up.
     smallest_tau: float = 5e-15  # Rounding hides the equations below.
-    # The step that tells the error is linear. Beside exact arithmetic 2 % of 510 errors are too small, by at most 2.9,
-    # and without the margin half of them by a few per cent.
-    rounding: float = 1e-12  # the gradient is a difference of logarithms up to 1,000
-    error_margin: float = 1.5
+    smallest_change: float = 1e-12  # Smaller changes are rounding.
+    stalled_steps: int = 3  # steps whose change does not halve: rounding stops Newton's method at this tau
+    fruitless_steps: int = 4  # steps in a row that do not halve the error
     longest_step: float = 2.0  # in the logarithm of a bin with mass; steps twice as long diverge for some problems
     empty_log: float = (
         -25.0
     )  # the logarithm of a bin over the largest one below which its mass counts as none in a step
-    smallest_change: float = 1e-12  # Smaller changes are rounding.
-    small_change: float = 1e-3  # Only smaller changes show rounding when they stop to halve.
-    stalled_steps: int = 3  # steps whose change does not halve: rounding stops Newton's method at this tau
-    fruitless_falls: int = 2  # falls of tau without a smaller error
+    small_change: float = 1e-3  # Steps with larger ones have not converged.
     empty_bin: float = 80.0  # log of the largest d over the least one that is told from 0
+    # The error of debiased barycenters (`debiased_error`)
+    # Ten times closer ones tell the same errors within a factor of 2.
+    taus: tuple[float, ...] = (1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
+    iterations_of_plan: int = 10  # The plan of a histogram to itself converges by a factor of 2 in each.
+    error_margin: float = 1.5  # Without it a few errors are too small by a few per cent, as a step is linear.
+    negative_eigenvalue: float = 1e-8  # of exp(-C / epsilon), over its largest entry: distances round to smaller ones
     # Derivatives (`gradient`)
     gradient_entries: int = 2**26  # plans of all problems together, which the gradient holds
     largest_condition: float = 1e15  # beyond it, some derivatives are wrong by more than a thousandth
-    gradient_tau: float = 1e-8  # where the barycenter is not by Newton's method
+    gradient_tau: float = 1e-9  # Eigenvalues below have no derivatives: at 1e-12 rounding shows.
     no_mass: float = 1e-12  # the share of the mass below which a bin counts as empty
     judged_mass: float = 1e-30  # Potentials of bins with less are cut off; the gradient there tells nothing.
 
@@ -110,17 +109,15 @@ class BarycenterResult:
 
     Attributes:
         potentials: the last potentials, or the potentials of the least error.
-        error: (...), an estimate of the sum of the absolute errors of the barycenter, as a share of its mass. For
-            debiased ones with few bins the equations tell it; else it is what the last steps changed, and what steps
-            with their contraction still change.
+        error: (...), an estimate of the sum of the absolute errors of the barycenter, as a share of its mass. The
+            equations give it for debiased barycenters with few bins (`debiased_error`). For others it is what the last
+            steps changed, and what steps with their contraction still change.
         iterations: how many iterations or steps were taken.
-        tau: (..., 1), at which the potentials solve the equations of `equations`.
     """
 
     potentials: Potentials
     error: Float[Tensor, "*batch"]
     iterations: int
-    tau: Float[Tensor, "*batch 1"]
 
     def replace(self, choice: Bool[Tensor, "*batch"], other: BarycenterResult) -> BarycenterResult:
         """Return this result, with the other one in the places of the chosen problems."""
@@ -128,11 +125,10 @@ class BarycenterResult:
             self.potentials.replace(choice, other.potentials),
             put(self.error, choice, other.error),
             self.iterations + other.iterations,
-            put(self.tau, choice, other.tau),
         )
 
     def choose(self, choice: Bool[Tensor, "*batch"]) -> BarycenterResult:
-        return BarycenterResult(self.potentials.choose(choice), self.error[choice], self.iterations, self.tau[choice])
+        return BarycenterResult(self.potentials.choose(choice), self.error[choice], self.iterations)
 
     def choose_better(
         self, choice: Bool[Tensor, "*batch"], other: BarycenterResult, *, at_ties: bool = False
