@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs.distances import by_problems
+from otloss.costs.products import product
 
 
 def drift(
@@ -22,12 +23,11 @@ def drift(
 
     def centred(x: Tensor, y: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor]:  # p and q (..., 1, n)
         centre = y.detach().mean(-2, keepdim=True)  # far from the origin the sums would cancel
-        return (p @ (x - centre) - q @ (y - centre),)
+        return (product(p, x - centre) - product(q, y - centre),)
 
-    with torch.autocast(x.device.type, enabled=False):
-        if x is y:
-            return _moment(p - q, x - x.detach().mean(-2, keepdim=True))
-        return by_problems(centred, x, y, p.unsqueeze(-2), q.unsqueeze(-2))[0].squeeze(-2)
+    if x is y:
+        return _moment(p - q, x - x.detach().mean(-2, keepdim=True))
+    return by_problems(centred, x, y, p.unsqueeze(-2), q.unsqueeze(-2))[0].squeeze(-2)
 
 
 def power_of_drift(drift: Tensor, mass: Tensor, power: float) -> Tensor:
@@ -48,13 +48,12 @@ def between_directions(
     Each zero row is on an axis of its own: it costs 1 to every other point, like one that is orthogonal to all of them.
     """
     mass = mass.unsqueeze(-1)
-    with torch.autocast(u.device.type, enabled=False):
-        moved = _moment(p - q, u) if u is v else _moment(p, u) - _moment(q, v)
-        square = power_of_drift(moved, mass, 2).sum(-1)
-        for weights, points in ((p - q, u),) if u is v else ((p, u), (q, v)):
-            is_zero = torch.linalg.vector_norm(points.detach(), dim=-1) == 0
-            square = square + (power_of_drift(weights, mass, 2) * is_zero).sum(-1)
-        return square / 2
+    moved = _moment(p - q, u) if u is v else _moment(p, u) - _moment(q, v)
+    square = power_of_drift(moved, mass, 2).sum(-1)
+    for weights, points in ((p - q, u),) if u is v else ((p, u), (q, v)):
+        is_zero = torch.linalg.vector_norm(points.detach(), dim=-1) == 0
+        square = square + (power_of_drift(weights, mass, 2) * is_zero).sum(-1)
+    return square / 2
 
 
 def or_one(mass: Tensor) -> Tensor:
@@ -63,4 +62,4 @@ def or_one(mass: Tensor) -> Tensor:
 
 
 def _moment(weights: Tensor, points: Tensor) -> Tensor:
-    return (weights.unsqueeze(-2) @ points).squeeze(-2)
+    return product(weights.unsqueeze(-2), points).squeeze(-2)

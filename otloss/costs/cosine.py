@@ -14,6 +14,7 @@ from torch import Tensor
 from otloss._checks import check_floating
 from otloss.costs.centroids import between_directions
 from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph, unit_rows
+from otloss.costs.products import product
 
 
 class CosineCost(Cost):
@@ -65,11 +66,11 @@ class CosineCost(Cost):
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked V"]:
         """Return the costs C[index, :] by one matrix product."""
         index = self._checked_index(index)
-        # Autocast would run the product in half precision, where 1 - cos has no correct digit left near 0.
-        with torch.autocast(self.device.type, enabled=False):
-            if makes_graph(self.unit):
-                costs = 1 - self.unit[index] @ self.unit.T
-            else:  # fastest on a CPU where a column of memory is a row
+        if makes_graph(self.unit):
+            costs = 1 - product(self.unit[index], self.unit.T)
+        else:
+            # Autocast would run the product in half precision, where 1 - cos has no correct digit left near 0.
+            with torch.autocast(self.device.type, enabled=False):  # fastest on a CPU where a column of memory is a row
                 ones = self.unit.new_ones(self.shape[0], len(index))
                 costs = ones.addmm_(self.unit, self.unit[index].T, alpha=-1).T  # (picked, V)
         return costs.clamp_(0, 2).scatter_(1, index.unsqueeze(1), 0.0)
@@ -80,10 +81,9 @@ class CosineCost(Cost):
     def apply(self, v: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
         """Return C v in O(V d); the absolute error is as large as for a sum over `|v|`, since the product cancels."""
         cost, v = self._product_arguments(v)
-        with torch.autocast(self.device.type, enabled=False):
-            product = v.sum(-1, keepdim=True) - (v @ cost.unit) @ cost.unit.T  # (..., V)
+        moved = v.sum(-1, keepdim=True) - product(product(v, cost.unit), cost.unit.T)  # (..., V)
         # A zero row has no product with itself to cancel its own mass.
-        return product - v * cost.zero_rows
+        return moved - v * cost.zero_rows
 
     def largest(self) -> Tensor:
         """Return 2, which no cosine cost exceeds."""

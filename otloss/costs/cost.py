@@ -35,6 +35,7 @@ from otloss._checks import (
 )
 from otloss._numba import is_small, may_run_on
 from otloss._numba.background import StillCompilingError, declining
+from otloss.costs.products import product
 
 if TYPE_CHECKING:
     from otloss.costs.grid import GridCost
@@ -165,11 +166,9 @@ class Cost(ABC):
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         """Return C v over the last axis, in the promoted dtype of the cost and `v`, block by block of rows."""
         cost, v = self._product_arguments(v)
-        with torch.autocast(self.device.type, enabled=False):
-            blocks = [
-                (cost.row_block(*block) @ v.unsqueeze(-1)).squeeze(-1) for block in cost.row_blocks(cost.batch_shape)
-            ]
-        return torch.cat(blocks, dim=-1)
+        column, blocks = v.unsqueeze(-1), cost.row_blocks(cost.batch_shape)
+        products = [product(cost.row_block(*block), column).squeeze(-1) for block in blocks]
+        return torch.cat(products, dim=-1)
 
     @_from_rows
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:

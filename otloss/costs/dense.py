@@ -12,6 +12,7 @@ from torch import Tensor
 from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating
 from otloss._numba import may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, scaled_plan_rows, softmin_of
+from otloss.costs.products import product
 
 if TYPE_CHECKING:
     from otloss.costs.streams_triton import Matrix
@@ -88,8 +89,7 @@ class DenseCost(Cost):
 
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         cost, v = self._product_arguments(v)
-        with torch.autocast(self.device.type, enabled=False):
-            return (cost.matrix @ v.unsqueeze(-1)).squeeze(-1)
+        return product(cost.matrix, v.unsqueeze(-1)).squeeze(-1)
 
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
         check_floating("potential", potential)

@@ -25,6 +25,7 @@ from otloss._checks import check_positive
 from otloss._numba import may_run_on
 from otloss.costs.centroids import power_of_drift
 from otloss.costs.cost import CentroidBound, Cost, block_entries, makes_graph, recomputed, softmin_of
+from otloss.costs.products import product
 
 # Costs over epsilon up to which exp(-C / eps) is held as a number in float64: along all axes at once, and along one by
 # itself. There both factors of a product are larger by exp(SHIFT), so that sums reach from exp(2 SHIFT) times the
@@ -116,9 +117,8 @@ class GridCost(Cost):
         for axis in range(len(self.cells)):
             others = [k - len(self.cells) for k in range(len(self.cells)) if k != axis]
             marginal = v.sum(others) if others else v  # (*batch, cells of the axis)
-            with torch.autocast(self.device.type, enabled=False):
-                product = marginal @ cost.axis_costs(axis)
-            total = total + product.reshape(*product.shape[:-1], *self._along(axis))
+            moved = product(marginal, cost.axis_costs(axis))
+            total = total + moved.reshape(*moved.shape[:-1], *self._along(axis))
         return total.flatten(-len(self.cells))
 
     def softmin(self, potential: Float[Tensor, "*batch n"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:

@@ -49,6 +49,7 @@ from otloss.costs.distances import PRODUCTS, are_near, by_problems, distances, s
 from otloss.costs.gaussian_sums import SUMMATION, GaussianSums, in_blocks
 from otloss.costs.order import METRICS as METRICS_OF_KERNELS
 from otloss.costs.order import can_leave_out, order_of
+from otloss.costs.products import product
 
 if TYPE_CHECKING:
     from otloss.costs.streams_triton import Points
@@ -178,10 +179,7 @@ class PointCost(Cost):
         if self.metric not in ("sqeuclidean", "cosine"):
             return super().apply(v)
         cost, v = self._product_arguments(v)
-        with torch.autocast(self.device.type, enabled=False):
-            if self.metric == "cosine":
-                return _cosine_product(cost, v)
-            return _square_product(cost, v)
+        return _cosine_product(cost, v) if self.metric == "cosine" else _square_product(cost, v)
 
     def softmin(
         self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor, *, left_out: float = 0.0
@@ -520,9 +518,8 @@ def _pulls(forces: Float[Tensor, "*batch n m"], x: Tensor, y: Tensor) -> Float[T
     dtype, wide_y = forces.dtype, y.to(forces.dtype)
     centre = wide_y.detach().mean(-2, keepdim=True)
     a, b = x.to(dtype) - centre, wide_y - centre
-    with torch.autocast(x.device.type, enabled=False):
-        terms = forces.sum(-1).unsqueeze(-1) * a
-        pulls = terms - forces @ b
+    terms = forces.sum(-1).unsqueeze(-1) * a
+    pulls = terms - product(forces, b)
     if dtype != torch.float32 or not (x.numel() and y.numel()) or x.device.type == "mps":
         return pulls.to(x.dtype)
     if float(terms.detach().abs().amax()) <= 1e3 * float(pulls.detach().abs().mean()):
@@ -532,8 +529,7 @@ def _pulls(forces: Float[Tensor, "*batch n m"], x: Tensor, y: Tensor) -> Float[T
 
 def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
     if metric == "cosine":
-        with torch.autocast(x.device.type, enabled=False):
-            return (1 - x @ y.mT).clamp(0, 2)
+        return (1 - product(x, y.mT)).clamp(0, 2)
     if needs_torch(x, y):
         return _plain_distances(x.unsqueeze(-2) - y.unsqueeze(-3), metric)
     if metric == "sqeuclidean":
@@ -598,16 +594,16 @@ def _gradients_of_lengths(x: Tensor, y: Tensor, lengths: Tensor, upstream: Tenso
 def _square_product(cost: PointCost, v: Tensor) -> Tensor:
     centre = cost.y.detach().mean(-2, keepdim=True)
     x, y = cost.x - centre, cost.y - centre
-    moment = (v.unsqueeze(-2) @ y).squeeze(-2)  # (..., d)
+    moment = product(v.unsqueeze(-2), y).squeeze(-2)  # (..., d)
     square = (v * y.square().sum(-1)).sum(-1, keepdim=True)
-    mixed = (x @ moment.unsqueeze(-1)).squeeze(-1)  # (..., n)
+    mixed = product(x, moment.unsqueeze(-1)).squeeze(-1)  # (..., n)
     return x.square().sum(-1) * v.sum(-1, keepdim=True) - 2 * mixed + square
 
 
 def _cosine_product(cost: PointCost, v: Tensor) -> Tensor:
-    moment = (v.unsqueeze(-2) @ cost.y).squeeze(-2)  # (..., d)
-    product = v.sum(-1, keepdim=True) - (cost.x @ moment.unsqueeze(-1)).squeeze(-1)
+    moment = product(v.unsqueeze(-2), cost.y).squeeze(-2)  # (..., d)
+    moved = v.sum(-1, keepdim=True) - product(cost.x, moment.unsqueeze(-1)).squeeze(-1)
     if cost.x is not cost.y:
-        return product
+        return moved
     # A point at the origin has no product with itself to cancel its own mass.
-    return product - v * (cost.x.detach() == 0).all(-1)
+    return moved - v * (cost.x.detach() == 0).all(-1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged, without_gradient
 from otloss._checks import check_finite, check_floating
+from otloss.costs.products import product
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 from otloss.solvers.weight_rounding import rounding_of_value
@@ -168,19 +169,19 @@ class Transport:
     def apply(self, v: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch n k"]:
         """Return P v, for example (divided by p) the mean position that each bin of p moves to."""
         v = self._columns("v", v, self._problem.q)
-        product = self._streamed_product(v, is_transposed=False)
-        if product is None:
-            product = torch.cat([_product(plan, self._factor(v, plan)) for _, plan in self._plan_blocks()], dim=-2)
-        return self._guarded_cast(product, v)
+        moved = self._streamed_product(v, is_transposed=False)
+        if moved is None:
+            moved = torch.cat([product(plan, self._factor(v, plan)) for _, plan in self._plan_blocks()], dim=-2)
+        return self._guarded_cast(moved, v)
 
     def apply_transpose(self, u: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch m k"]:
         """Return P^T u."""
         u = self._columns("u", u, self._problem.p)
-        product = self._streamed_product(u, is_transposed=True)
-        if product is None:
-            parts = [_product(plan.mT, self._factor(u, plan)[..., rows, :]) for rows, plan in self._plan_blocks()]
-            product = torch.stack(parts).sum(0)
-        return self._guarded_cast(product, u)
+        moved = self._streamed_product(u, is_transposed=True)
+        if moved is None:
+            parts = [product(plan.mT, self._factor(u, plan)[..., rows, :]) for rows, plan in self._plan_blocks()]
+            moved = torch.stack(parts).sum(0)
+        return self._guarded_cast(moved, u)
 
     def barycentric_map(self, y: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n d"]:
         """Return where each bin of p moves on average: P y over the mass of its row in P, which may differ from p.
@@ -254,8 +255,3 @@ class Transport:
         if message is None:
             return self._cast(tensor)
         return without_gradient(self._cast(tensor), message, *self._problem.inputs, *inputs)
-
-
-def _product(plan: Tensor, columns: Tensor) -> Tensor:
-    with torch.autocast(plan.device.type, enabled=False):
-        return plan @ columns

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_index
 from otloss.costs import CosineCost
+from otloss.costs.products import product
 from otloss_llm.costs.near_duplicates import describe_criteria, find_near_duplicates
 from otloss_llm.costs.vocabulary import LabelRows, VocabularyCost
 from otloss_llm.models.heads import find_head
@@ -255,8 +256,10 @@ def remove_directions(
             "removing the leading directions of an embedding of %d rows of width %d, once; this can take minutes on a "
             "CPU", int(number), width,
         )  # fmt: skip
-    leading = agreed(torch.linalg.eigh(total(centred.T @ centred)).eigenvectors[:, width - count :].contiguous())
-    kept = centred - centred @ leading @ leading.T
+    leading = agreed(
+        torch.linalg.eigh(total(product(centred.T, centred))).eigenvectors[:, width - count :].contiguous()
+    )
+    kept = centred - product(product(centred, leading), leading.T)
     lengths = torch.linalg.vector_norm(rows / size, dim=1, keepdim=True)
     kept[(torch.linalg.vector_norm(kept, dim=1, keepdim=True) < NOTHING_LEFT * lengths).squeeze(1)] = 0.0
     return kept * size

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss.costs.products import product
+
 LABELS, DRAWS, LEAST_DRAWS = 4, 512, 64
 RARE = 0.1  # relative to the mean count: a token that occurs less often is seldom trained
 WORK = 2**33  # multiplications, a third of a second on one core of a CPU
@@ -48,7 +50,7 @@ def hub_share(unit: Float[Tensor, "V d"], counts: Float[Tensor, " V"]) -> float 
     labels = torch.searchsorted(shares, points, right=True).clamp(max=len(unit) - 1).view(draws, LABELS).to(unit.device)
     hubs = 0
     for some in labels.split(LEAST_DRAWS):
-        nearness = unit[some].mean(1) @ unit.T  # 1 - m_j
+        nearness = product(unit[some].mean(1), unit.T)  # 1 - m_j
         own = nearness.gather(1, some).amax(1)
         hubs += int((nearness.masked_fill(~rare, -2.0).amax(1) > own).sum())
     return hubs / draws

@@ -21,6 +21,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from otloss.costs.products import product
+
 CRITERIA = ((1e-3, 1), (1e-2, 3))  # cost, and how many other rows lie within it
 _SKETCH, _ORDERS, _WIDTH = 32, 8, 64
 _WHOLE = 1024  # so many rows are compared with each other at once
@@ -85,8 +87,7 @@ def sketch(unit: Float[Tensor, "V d"]) -> Float[Tensor, "V s"]:
         return unit
     generator = torch.Generator("cpu").manual_seed(0)
     directions = torch.randn(width, _SKETCH, generator=generator, dtype=torch.float32, device="cpu") / _SKETCH**0.5
-    with torch.autocast(unit.device.type, enabled=False):
-        return unit @ directions.to(unit)
+    return product(unit, directions.to(unit))
 
 
 def likely_neighbours(z: Float[Tensor, "V s"], criteria: list[tuple[float, int]]) -> Int[Tensor, "V kept"]:
@@ -118,7 +119,7 @@ def _neighbours_in(order: Int[Tensor, " V"], z: Float[Tensor, "V s"], half_squar
     nearest = torch.full((len(names) * width, _KEPT), -1, device=z.device)
     step = max(1, _AT_ONCE // (width * names.shape[1]))
     for first in range(0, len(names), step):
-        score = torch.bmm(stretches[first : first + step], windows[first : first + step])
+        score = product(stretches[first : first + step], windows[first : first + step])
         score.diagonal(margin, 1, 2).fill_(-math.inf)  # A row is its own nearest neighbour.
         some = (score.amax(2) > -half_square).flatten().nonzero().squeeze(1)
         best = score.flatten(0, 1)[some].topk(min(_KEPT, width), dim=1)

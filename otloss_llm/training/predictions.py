@@ -60,6 +60,7 @@ def _summed(z: Float[Tensor, "tokens vocab"], y: Int[Tensor, " tokens"]) -> Floa
     z = z.sub_(z.amax(-1, keepdim=True)).clamp_(min=LOGIT_FLOOR)
     e = z.exp()
     total = e.sum(-1)
-    entropy = total.log() - torch.linalg.vecdot(e, z) / total
+    with torch.autocast(z.device.type, enabled=False):
+        entropy = total.log() - torch.linalg.vecdot(e, z) / total
     hits = z.gather(-1, y.unsqueeze(-1)).squeeze(-1) == 0
     return torch.stack([entropy.sum(), hits.float().sum(), entropy.new_tensor(float(len(y)))])

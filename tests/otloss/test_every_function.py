@@ -275,12 +275,11 @@ def defaults(dtype: torch.dtype) -> Iterator[None]:
 
 def results(entry: Entry, dtype: torch.dtype, *, autocast: bool = False) -> tuple[Tensor, ...]:
     leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in entry.inputs.items()}
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):  # the backward pass, too
         value = entry.value({**leaves, **entry.fixed})
-    # Backward passes belong outside of autocast: torch would run the backward passes of its own products in bfloat16.
-    if not value.requires_grad:
-        return (value,)
-    return value, *torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
+        if not value.requires_grad:
+            return (value,)
+        return value, *torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
 
 
 @pytest.mark.parametrize("name", most(ENTRIES))

@@ -31,6 +31,7 @@ from otloss._autograd import check_no_tangent, check_no_transform
 from otloss._checks import check_cloud, check_count, check_positive, has_float64
 from otloss._public import public
 from otloss.costs import PointCost
+from otloss.costs.products import product
 from otloss.solvers.convergence import ConvergenceWarning
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.options import Settings
@@ -85,7 +86,7 @@ class Registration:
 
     def apply(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return points moved by the fit."""
-        return x @ self.rotation.mT + self.translation
+        return product(x, self.rotation.mT) + self.translation
 
 
 @public

@@ -21,6 +21,7 @@ from otloss._checks import broadcast_shape, check_broadcast, check_cloud, check_
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs.cost import recomputed
+from otloss.costs.products import product
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 from otloss.solvers.histograms import check_masses
 
@@ -93,8 +94,7 @@ def sliced_wasserstein(
 
 
 def _share_of_mean(directions: Tensor, count: int, x: Tensor, y: Tensor, a: Tensor, b: Tensor, order: float) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):
-        along_x, along_y = directions @ x.mT, directions @ y.mT  # (..., k, n)
+    along_x, along_y = product(directions, x.mT), product(directions, y.mT)  # (..., k, n)
     # Divided before the sum, which could overflow where the mean does not.
     return (wasserstein_1d(a, b, x=along_x, y=along_y, order=order) / count).sum(-1)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from otloss._checks import broadcast_shape, check_finite, check_floating, check_integers
 from otloss._public import public
+from otloss.costs.products import product
 from otloss.solvers.histograms import histogram_pair
 
 
@@ -75,8 +76,7 @@ def wasserstein_tree(
     weights_p, weights_q = (w.expand(*batch, n).movedim(-1, 0) for w in (pair.p, pair.q))  # (n, ...)
     carried = _carried(weights_p, weights_q, ancestors)
     lengths = length.to(pair.p.dtype).masked_fill(ancestors[0] == n, 0.0)  # the root has no edge
-    with torch.autocast(p.device.type, enabled=False):
-        return torch.tensordot(lengths, carried, dims=1).to(pair.dtype)
+    return product(lengths, carried.reshape(n, batch.numel())).reshape(batch).to(pair.dtype)
 
 
 def _carried(p: Tensor, q: Tensor, ancestors: list[Tensor]) -> Tensor:

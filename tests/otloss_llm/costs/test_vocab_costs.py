@@ -2,15 +2,17 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otloss_llm import EmbeddingCost, all_but_the_top
+from otloss_llm import EMO, EmbeddingCost, all_but_the_top, dense_token_loss, emo_loss, token_loss
 from otloss_llm.costs.embedding import without_tf32
 from otloss_llm.costs.vocabulary import LabelRows
+from otloss_llm.training.predictions import logit_sums
 from tests.errors import raising
 from tests.otloss.oracles import cosine_matrix
 
@@ -155,3 +157,22 @@ def test_all_but_the_top_by_singular_vectors() -> None:
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
             all_but_the_top(wrong, directions)  # type: ignore[arg-type]
+
+
+def test_autocast_changes_no_digit_of_a_cost_or_of_a_loss_on_logits() -> None:
+    """The backward pass is inside of it, too."""
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(60, 40, generator=generator) + 0.5
+    logits, labels = torch.randn(9, 60, generator=generator), torch.arange(9)
+
+    def results() -> list[torch.Tensor]:
+        leaf, cost = logits.clone().requires_grad_(), EmbeddingCost(embedding, directions=2)
+        both: dict[str, Any] = {"objective": EMO(), "cost": cost}
+        losses = [emo_loss(leaf, labels, embedding), token_loss(leaf, labels, **both).loss]
+        losses += [dense_token_loss(leaf, logits.softmax(-1), bound=b, **both).loss for b in ("residual", "difference")]
+        gradients = torch.autograd.grad(sum(losses), leaf)
+        return [all_but_the_top(embedding, 2), cost.rows(labels), *losses, *gradients, logit_sums(logits, labels)]
+
+    expected = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(a, e) for a, e in zip(results(), expected, strict=True))
