@@ -60,7 +60,7 @@ def upper_bound(
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of the cost times the unit of the mass.
-        Differentiable in p and q (centred over the bins) and in the cost. "residual" has a kink where p_i = q_i; the
+        Differentiable in p and q (centred over all bins) and in the cost. "residual" has a kink where p_i = q_i; the
         gradient there is finite, and zero at p = q but for the diagonal of the cost.
 
     Raises:
@@ -115,7 +115,7 @@ def lower_bound(
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of the cost times the unit of the mass.
-        Differentiable in p and q (centred over the bins) and in the cost.
+        Differentiable in p and q (centred over all bins) and in the cost.
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.

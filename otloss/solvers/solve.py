@@ -125,12 +125,12 @@ def emd(
     Returns:
         (...), in the promoted dtype (16-bit points of a cost object count as float32); its unit is the unit of the
         cost times the unit of the mass. Solved in float64 on the CPU.
-        Differentiable once in p, q (centred over the bins; one-sided derivatives at bins without mass; a subgradient
-        where the optimum is degenerate, so at p = q a step against it may lead away from that minimum; order 1 of
-        `wasserstein_1d` has 0 there) and in the cost, or whatever the cost object was built from. One
-        problem between two large clouds of a `PointCost` (from 2^21 pairs of at least 256 points each in up to three
-        dimensions, else from 2^25 pairs) is solved without a matrix, in memory that grows with n + m. A `LineCost`
-        of power >= 1 is solved and differentiated by `wasserstein_1d`.
+        Differentiable once in p, q (centred over all bins, with and without mass; one-sided derivatives at bins without
+        mass; a subgradient where the optimum is degenerate, so at p = q a step against it may lead away from that
+        minimum; order 1 of `wasserstein_1d` has 0 there) and in the cost, or whatever the cost object was built from.
+        One problem between two large clouds of a `PointCost` (from 2^21 pairs of at least 256 points each in up to
+        three dimensions, else from 2^25 pairs) is solved without a matrix, in memory that grows with n + m. A
+        `LineCost` of power >= 1 is solved and differentiated by `wasserstein_1d`.
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.
@@ -218,8 +218,9 @@ def sinkhorn(
     Returns:
         (...), in the promoted dtype; its unit is the unit of the cost times the unit of the mass. Where the rounding of
         float32 costs between points would change the plan, the arithmetic is in float64. Differentiable in p and q
-        (gradients centred over the bins unless `marginal_penalty` is given, one-sided at bins without mass), the cost,
-        and what a cost object was built from. Where p and q hold no mass the value and its gradients are 0.
+        (gradients centred over all bins, with and without mass, unless `mass` or `marginal_penalty` is given; one-sided
+        at bins without mass), the cost, and what a cost object was built from. Where p and q hold no mass the value and
+        its gradients are 0.
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.

@@ -73,7 +73,7 @@ def wasserstein_circular(
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of x to the power `order`, times the unit of the mass.
-        Differentiable in p, q (centred over the bins; one-sided derivatives at bins without mass), x and y. Where more
+        Differentiable in p, q (centred over all bins; one-sided derivatives at bins without mass), x and y. Where more
         than one shift is optimal the value has a kink, and the gradient is a subgradient.
 
     Raises:

@@ -67,7 +67,7 @@ def cdf_distance(
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of x times the unit of the mass to the power `power`.
-        Differentiable in p, q (centred over the bins) and x. Where F = G at power 1 the value has a kink, and the
+        Differentiable in p, q (centred over all bins) and x. Where F = G at power 1 the value has a kink, and the
         gradient is a subgradient; for bins without mass beyond the others' mass it is the one-sided derivative.
 
     Raises:
@@ -169,7 +169,7 @@ def wasserstein_1d(
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of x to the power `order`, times the unit of the mass.
-        Differentiable in p, q (centred over the bins; one-sided derivatives at bins without mass), x and y. Where
+        Differentiable in p, q (centred over all bins; one-sided derivatives at bins without mass), x and y. Where
         levels of F and G coincide the value has a kink, and the gradient is a subgradient.
 
     Raises:

@@ -58,9 +58,9 @@ def sliced_wasserstein(
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of the points to the power `order`, times the unit of the
-        mass. Differentiable in x, y and the weights (centred; one-sided derivatives at points without mass), not in
-        given directions. Memory is bounded: directions that do not fit at once are taken in blocks, and recomputed for
-        the gradient.
+        mass. Differentiable in x, y and the weights (centred over all points; one-sided derivatives at points without
+        mass), not in given directions. Memory is bounded: directions that do not fit at once are taken in blocks, and
+        recomputed for the gradient.
 
     Raises:
         TypeError: if x, y, a or b is not a floating tensor, or order not a number.

@@ -46,7 +46,7 @@ def wasserstein_tree(
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of the length times the unit of the mass.
-        Differentiable in p, q (centred over the nodes; one-sided derivatives at nodes without mass) and length. Where
+        Differentiable in p, q (centred over all nodes; one-sided derivatives at nodes without mass) and length. Where
         an edge carries nothing between two parts with mass the value has a kink, and the gradient is a subgradient.
 
     Raises:

@@ -102,7 +102,7 @@ def fused_gromov(
 
     Returns:
         A `FusedGromov`, in the promoted dtype. The value is differentiable once in C_x, C_y, feature_cost, p and q. The
-        gradients hold at the local minimum; gradients in the weights are centred.
+        gradients hold at the local minimum; gradients in the weights are centred over all bins.
 
     Raises:
         TypeError, ValueError: shapes that do not fit, numbers that are not finite or whose squares overflow float64,
