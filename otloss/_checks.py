@@ -216,13 +216,27 @@ def check_reduction(reduction: str) -> None:
 
 
 def check_number(name: str, value: Any) -> float:
-    """Return `value` if it is a real number, of Python or numpy and no bool, else raise TypeError."""
+    """Return `value` if it is a real number, of Python or numpy and no bool, else raise TypeError.
+
+    Raises:
+        ValueError: for a whole number beyond 64 bits, which neither torch nor numpy takes.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name} is a {type(value).__name__} ({value!r}), expected a number; "
             f"convert it first, for example with float({name})."
         )
+    if isinstance(value, Integral):
+        _check_64_bits(name, value)
     return value  # type: ignore[return-value]
+
+
+def _check_64_bits(name: str, value: Integral) -> None:
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(
+            f"{name} is a whole number of {int(value).bit_length()} bits, expected at most 63; write a large number as "
+            "a float, such as 1e30."
+        )
 
 
 def check_positive(name: str, value: Any) -> float:
@@ -258,10 +272,16 @@ def check_generator(generator: Any) -> None:
 
 def check_count(name: str, value: Any, minimum: int = 1) -> None:
     """Raise TypeError unless `value` is a whole number and no bool, ValueError if it is below the least."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}, expected a whole number.")
+    check_whole(name, value)
     if value < minimum:
         raise ValueError(f"{name} is {value}, expected a whole number of at least {minimum}.")
+
+
+def check_whole(name: str, value: Any, expected: str = "a whole number") -> None:
+    """Raise TypeError unless `value` is a whole number and no bool, ValueError if it is one beyond 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}, expected {expected}.")
+    _check_64_bits(name, value)
 
 
 def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:

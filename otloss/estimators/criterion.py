@@ -11,7 +11,6 @@ train as 0, 1, 2 do.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,14 +107,7 @@ def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
 def check_real(name: str, value: Any, *, minimum: float, above: bool = False, maximum: float = np.inf) -> float:
     """Return `value` if it is a finite number from `least` (or above it) up to `most`, else raise."""
     number = check_number(name, value)
-    if not (minimum < number if above else minimum <= number) or not number <= maximum or not _is_finite(number):
+    if not (minimum < number if above else minimum <= number) or not number <= maximum or number == np.inf:
         top = "" if maximum == np.inf else f" and at most {maximum:g}"
         raise ValueError(f"{name} is {value}, expected a finite number {'above' if above else '>='} {minimum:g}{top}.")
     return number
-
-
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # a whole number beyond floats
-        return False

@@ -29,6 +29,7 @@ from otloss._checks import (
     check_integers,
     check_last_axis,
     check_tensor,
+    check_whole,
 )
 from otloss._numba import may_run_on, threads
 from otloss._public import public
@@ -206,6 +207,7 @@ def document_search(query: Any, corpus: Any, embedding: Float[Tensor, "vocabular
     queries, batch = _bags("query", query, len(embedding))
     documents, shape = _bags("corpus", corpus, len(embedding))
     with_words = np.flatnonzero(np.diff(documents.starts))
+    check_whole("k", k)
     if len(shape) != 1 or not 1 <= k <= len(with_words):
         raise ValueError(
             f"k is {k} and the corpus has shape {(*shape, len(embedding))}, {len(with_words)} documents with words; "

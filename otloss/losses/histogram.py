@@ -25,7 +25,7 @@ from jaxtyping import Float, Real
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from otloss._checks import check_finite, check_positive, check_tensor, is_differentiated
+from otloss._checks import check_count, check_finite, check_positive, check_tensor, is_differentiated
 from otloss._ordered_classes import check_choice
 from otloss._public import public
 from otloss.losses.geometry import Line, check_power, increasing
@@ -179,6 +179,7 @@ def histogram_labels(
     """
     _check_options(encoding, sigma, outside)
     dtype = _promoted(None, values=values, bins=bins)
+    check_count("count", count)
     placed = _bins(bins, count, torch.promote_types(dtype, torch.float32))
     labels = _labels(values, placed, encoding=encoding, sigma=sigma, outside=outside)
     return (one_hot(labels, count) if encoding == "one_hot" else labels).to(dtype)

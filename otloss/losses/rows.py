@@ -11,7 +11,6 @@ hold anything, and their gradient is zero. The numbers of the others are read on
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from otloss._checks import (
     check_not_recorded,
     check_reduction,
     check_tensor,
+    check_whole,
     numbers,
 )
 from otloss.losses.geometry import Geometry, GeometrySettings
@@ -228,6 +228,7 @@ def _classes_last(logits: Tensor, target: Tensor, dim: int | None) -> tuple[Tens
                 "on axis 1; choose one by dim=-1 or dim=1."
             )
         return logits, target
+    check_whole("dim", dim, "an axis of the logits, or None")
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"dim is {dim}, expected an axis of the logits {shape}.")
     axis = dim % len(shape)
@@ -267,8 +268,8 @@ def _is_soft(target: Tensor, logits: Tensor) -> bool:
 
 def check_ignore_index(ignore_index: Any) -> None:
     """Raise TypeError unless it is None or an integer, such as labels are."""
-    if ignore_index is not None and not isinstance(ignore_index, Integral):
-        raise TypeError(f"ignore_index is {ignore_index!r}, expected an int, as the labels are, or None.")
+    if ignore_index is not None:
+        check_whole("ignore_index", ignore_index, "an int, as the labels are, or None")
 
 
 def check_positions(name: str, target: Tensor, classes: int, ignore_index: int | None) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
-from otloss._checks import check_floating, check_last_axis
+from otloss._checks import check_count, check_floating, check_last_axis
 from otloss._ordered_classes import check_choice
 from otloss.losses import cumulative_log_probabilities, decode_classes
 from otloss.losses.cumulative import LINKS, quantiles
@@ -22,8 +22,8 @@ class _Head(nn.Module):
 
     def __init__(self, in_features: int, num_classes: int) -> None:
         super().__init__()
-        if num_classes < 2:
-            raise ValueError(f"num_classes is {num_classes}, expected at least 2.")
+        check_count("in_features", in_features)
+        check_count("num_classes", num_classes, 2)
         self.in_features, self.num_classes = in_features, num_classes
 
     def predict(

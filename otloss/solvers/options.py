@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_floating, check_positive
+from otloss._checks import check_count, check_floating, check_positive
 
 # The sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
 DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
@@ -115,7 +115,7 @@ def _checked_side(name: str, rho: Any) -> float | Tensor:
                 f"{name} is a {type(rho).__name__}, expected a number, a tensor of one per problem, or a pair of these "
                 "or None, (rho_p, rho_q)."
             )
-        return float(check_positive(name, float(rho)))
+        return float(check_positive(name, rho))
     check_floating(name, rho)
     if rho.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient, which is not given; expected {name}.detach().")
@@ -152,11 +152,9 @@ class Settings:
             if isinstance(tolerance, bool) or not isinstance(tolerance, Real):
                 kind = type(tolerance).__name__
                 raise TypeError(f"tolerance is a {kind}, expected a number; a tensor gives .item().")
-            object.__setattr__(self, "tolerance", float(check_positive("tolerance", float(tolerance))))
+            object.__setattr__(self, "tolerance", float(check_positive("tolerance", tolerance)))
         object.__setattr__(self, "marginal_penalty", _checked_penalty(self.marginal_penalty))
-        is_whole = isinstance(self.max_iterations, Integral) and not isinstance(self.max_iterations, bool)
-        if not is_whole or self.max_iterations < 1:
-            raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
+        check_count("max_iterations", self.max_iterations)
 
     @cached_property
     def non_defaults(self) -> set[str]:

@@ -182,7 +182,7 @@ def _checked_epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
     else:
         if isinstance(epsilon, bool) or not isinstance(epsilon, Real):
             raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number or a tensor of one per problem.")
-        smallest = float(check_positive("epsilon", float(epsilon)))
+        smallest = float(check_positive("epsilon", epsilon))
         width = torch.tensor(smallest, dtype=cost.dtype, device=cost.device)
     tiny = torch.finfo(cost.dtype).tiny
     if smallest < tiny:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from otloss._checks import NotFiniteError, check_finite, check_floating, check_reduction, check_tensor
+from otloss._checks import (
+    NotFiniteError,
+    check_count,
+    check_finite,
+    check_floating,
+    check_number,
+    check_positive,
+    check_reduction,
+    check_tensor,
+    check_whole,
+)
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost, as_vocabulary_cost
 from otloss_llm.objectives import EMO, Objective, Statistics, Sum
 
@@ -109,8 +118,8 @@ def check_kernel(impl: str, chunk_size: int | None) -> None:
     """Raise ValueError unless the kernel exists and the chunk size is a positive whole number."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
-    if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected a positive whole number of tokens, or None.")
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size)
 
 
 def check_transform(logit_scale: float, logit_softcap: float | None) -> tuple[float, float | None]:
@@ -125,6 +134,8 @@ def check_transform(logit_scale: float, logit_softcap: float | None) -> tuple[fl
                 f"{name} is a tensor that requires grad, expected a number; make a learned scale part of the graph by "
                 "passing hidden * scale."
             )
+        if not (isinstance(value, Tensor) or (value is None and name == "logit_softcap")):
+            check_number(name, value)
     scale, softcap = float(logit_scale), None if logit_softcap is None else float(logit_softcap)
     if not math.isfinite(scale):
         raise ValueError(f"logit_scale is {scale}, expected a finite number.")
@@ -149,16 +160,16 @@ def check_token_reduction(reduction: str, num_items: int | Tensor | None) -> Non
         return
     if reduction != "mean":
         raise ValueError(f'num_items={num_items} needs reduction="mean", got {reduction!r}.')
-    count = torch.as_tensor(num_items)
-    if count.numel() != 1 or not 0 < float(count) < math.inf:
+    if not isinstance(num_items, Tensor):
+        check_positive("num_items", num_items)
+    elif num_items.numel() != 1 or not 0 < float(num_items) < math.inf:
         raise ValueError(f"num_items is {num_items}, expected one positive count.")
 
 
 def valid_positions(labels: Tensor, batch: torch.Size, vocab: int, ignore_index: int, beside: str) -> Tensor:
     """Mask of labelled positions; raises on labels of another shape, dtype or range."""
     check_tensor("labels", labels)
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index is {ignore_index!r}, expected a whole number that is no label, such as -100.")
+    check_whole("ignore_index", ignore_index, "a whole number that is no label, such as -100")
     if labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels have dtype {labels.dtype}, expected int64 (or int32) token ids.")
     if labels.shape != batch:

@@ -150,13 +150,14 @@ class EMO:
     def __post_init__(self) -> None:
         if self.ratio_clip == "default":
             object.__setattr__(self, "ratio_clip", DEFAULT_CLIP if self.weighting == "ratio" else None)
-        fixed = isinstance(self.weighting, Real)
-        if self.weighting not in ("ratio", "transport") and not (fixed and 0.0 <= float(self.weighting) < math.inf):
+        fixed, clip = isinstance(self.weighting, Real), self.ratio_clip
+        if fixed:
+            check_not_negative("weighting", self.weighting)
+        elif self.weighting not in ("ratio", "transport"):
             raise ValueError(
                 f'weighting is {self.weighting!r}, expected "ratio", "transport" or a finite, non-negative number.'
             )
-        clip = self.ratio_clip
-        if clip is not None and (fixed or isinstance(clip, str) or not clip > 0):
+        if clip is not None and (fixed or isinstance(clip, str) or not check_number("ratio_clip", clip) > 0):
             raise ValueError(
                 f"ratio_clip is {clip} with weighting={self.weighting!r}, expected None, or a positive "
                 'number with "ratio" or "transport".'

@@ -135,6 +135,8 @@ def register(
     """
     _check(x, y, steps, restarts)
     epsilon = float(check_positive("epsilon", epsilon))
+    if marginal_penalty is not None:
+        check_positive("marginal_penalty", marginal_penalty)
     dtype, wide = torch.promote_types(x.dtype, y.dtype), torch.float64 if has_float64(x.device) else torch.float32
     # Far points have the weight exp(-distance / marginal_penalty), which underflows in float32.
     cost = PointCost(x.to(wide), y.to(wide))

@@ -10,14 +10,21 @@ projected: the distance stays, and clouds far from the origin keep their digits.
 from __future__ import annotations
 
 import functools
-from numbers import Integral
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
+from otloss._checks import (
+    broadcast_shape,
+    check_broadcast,
+    check_cloud,
+    check_count,
+    check_finite,
+    check_floating,
+    check_last_axis,
+)
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs.cost import recomputed
@@ -121,12 +128,8 @@ def _directions(projections: Any, d: int, generator: torch.Generator | None) -> 
         if not torch.isfinite(directions).all():
             row = int((~torch.isfinite(directions)).any(-1).nonzero()[0])
             raise ValueError(f"projections[{row}] is zero, expected directions; drop this row.")
-    elif isinstance(projections, bool) or not isinstance(projections, Integral) or projections < 1:
-        raise ValueError(
-            f"projections is {projections!r}, expected how many directions to draw, at least 1 (such as 128), or a "
-            "tensor of them."
-        )
     else:
+        check_count("projections", projections)
         # Drawn in float64 whatever the clouds' dtype, so that the same generator gives the same directions.
         device = "cpu" if generator is None else generator.device
         directions = torch.randn(int(projections), d, generator=generator, device=device, dtype=torch.float64)

@@ -39,7 +39,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_positive
+from otloss._checks import check_finite, check_floating, check_number, check_positive
 from otloss._public import public
 from otloss.solvers.entropic.dense_newton import safe_share
 from otloss.solvers.linear_systems import solve
@@ -239,7 +239,7 @@ def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Flo
 
 
 def _check_top_k(x: Any, k: Any, epsilon: Any, regularization: str) -> None:
-    _check("soft_top_k", x, epsilon, regularization)
+    _check("soft_top_k", x, check_number("epsilon", epsilon), regularization)
     if isinstance(k, bool) or not isinstance(k, Integral):
         raise TypeError(f"k is a {type(k).__name__}, expected a whole number.")
     if not 0 <= int(k) <= x.shape[-1]:
