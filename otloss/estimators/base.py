@@ -155,7 +155,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         self._criterion = make_criterion(self._order, self)
         self.classes_, self.categories_ = self._order.classes, self._order.categories
         X, positions, weights = self._weighted_rows(self._as_features(X), y, sample_weight)
-        random = check_random_state(self.random_state)
+        random = checked_random_state(self.random_state)
         self._calibration = None
         if self.calibration is None or len(self.classes_) == 1:
             self._train(X, positions, weights, random=random, **training)
@@ -188,6 +188,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         self._check_decode()
         check_choice("calibration", self.calibration, (None, *CALIBRATIONS))
         check_real("validation_fraction", self.validation_fraction, minimum=0.0, above=True, maximum=0.9)
+        checked_random_state(self.random_state)
 
     def _check_decode(self) -> None:
         check_choice("decode", self.decode, RULES)
@@ -208,6 +209,19 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _logits(self, X: Any) -> np.ndarray:
         raise NotImplementedError
+
+
+def checked_random_state(random_state: Any) -> np.random.RandomState:
+    """Return `sklearn.utils.check_random_state`, whose error does not name the parameter; raises ValueError."""
+    try:
+        random: np.random.RandomState = check_random_state(random_state)
+    except ValueError as error:
+        fix = "; give a RandomState, or the seed itself" if isinstance(random_state, np.random.Generator) else ""
+        raise ValueError(
+            f"random_state is {random_state!r}, expected None, a whole number from 0 to 2**32 - 1 or a "
+            f"numpy.random.RandomState{fix}."
+        ) from error
+    return random
 
 
 @contextmanager
@@ -238,6 +252,7 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
             names an unknown label.
     """
     weights = read_weights(sample_weight, len(positions))
+    _check_finite_sum("sample_weight", weights)
     if class_weight is None:
         return weights
     if isinstance(class_weight, dict):
@@ -255,9 +270,19 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
         )
     else:
         raise ValueError(f"class_weight is {class_weight!r}, expected None, 'balanced' or a dict of labels.")
+    _check_finite_sum("sample_weight times class_weight", weights)
     if not weights.any():
         raise ValueError(f"class_weight {class_weight!r} leaves no row a weight above zero; expected one at least.")
     return weights
+
+
+def _check_finite_sum(name: str, weights: np.ndarray) -> None:
+    with np.errstate(over="ignore"):
+        total = weights.sum()
+    if not total < np.inf:
+        raise ValueError(
+            f"{name} is up to {weights.max():g}, whose sum is beyond float64; divide the weights by the largest."
+        )
 
 
 def split_off(

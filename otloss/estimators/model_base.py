@@ -21,6 +21,7 @@ from otloss.estimators.features import SMALLEST_FEATURE, fitted_scaler, standard
 from otloss.estimators.training import OrdinalNetwork, PenalisedLoss, Rows, restarted, train_lbfgs
 
 LEAST_SHARE_OF_PENALTY = 1e-6  # Coefficients are of this size where the weights sum to so small a part of alpha.
+SMALLEST_SUM = 1e-300  # of the weights of all rows; the largest is its inverse
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -60,6 +61,7 @@ class ModelBase(OrdinalBase):
         check_count("max_iter", self.max_iter)
 
     def _train(self, X: Any, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState) -> None:
+        self._check_sum_of_weights(float(weights.sum()))
         self._scaler = fitted_scaler(X, weights, with_std=bool(self.standardize))
         self.n_iter_ = 1
         if len(self.classes_) == 1:
@@ -72,6 +74,15 @@ class ModelBase(OrdinalBase):
                 f"{type(self).__name__} did not converge in max_iter={self.max_iter} iterations; raise {self._remedy}.",
                 ConvergenceWarning,
                 stacklevel=4,
+            )
+
+    def _check_sum_of_weights(self, mass: float) -> None:
+        """Raise ValueError where quotients with the sum of the weights, such as `alpha / mass`, would overflow."""
+        smallest, largest = SMALLEST_SUM * max(1.0, float(self.alpha)), 1 / SMALLEST_SUM
+        if not smallest <= mass <= largest:
+            raise ValueError(
+                f"the weights of the rows sum to {mass:g}, expected {smallest:g} to {largest:g} with alpha="
+                f"{self.alpha:g}; divide sample_weight by its mean."
             )
 
     def _warn_of_lost_rows(self, X: Any, weights: np.ndarray) -> None:

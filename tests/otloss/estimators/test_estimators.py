@@ -466,7 +466,7 @@ def test_settings_may_be_numbers_of_numpy(kind: type) -> None:
     OrdinalClassifier(alpha=kind(0.5), tol=kind(1e-3), validation_fraction=kind(0.25)).fit(X, RANK)
 
 
-NAMED = {"categories": NAMES}
+NAMED, GENERATOR = {"categories": NAMES}, np.random.default_rng(0)
 DIGITS = ["1", "2", "3", "4", "5"]
 test_bad_settings_and_labels_are_named = raising(
     (OrdinalClassifier, {"cost": -np.ones((3, 3))}, RANK, r"cost\[0, 0\] is -1, expected finite numbers"),
@@ -474,6 +474,22 @@ test_bad_settings_and_labels_are_named = raising(
     (OrdinalClassifier, {"decode": "cost"}, RANK, "decode is 'cost' without a cost matrix"),
     (OrdinalClassifier, {"warm_start": np.ones(3)}, RANK, r"warm_start is array.*, expected one of \(True, False\)"),
     (OrdinalClassifier, {"alpha": 10**400}, RANK, "alpha is a whole number of 1329 bits, expected at most 63"),
+    *(
+        (
+            kind,
+            {"random_state": bad},
+            np.zeros(len(RANK), int),
+            rf"random_state is {shown}.*, expected None, a whole number",
+        )
+        for kind in (OrdinalClassifier, OrdinalNetworkClassifier, OrdinalBoostingClassifier)
+        for bad, shown in (
+            ("x", "'x'"),
+            (-1, "-1"),
+            (2**40, "1099511627776"),
+            (1.5, "1.5"),
+            (GENERATOR, r"Generator\("),
+        )
+    ),
     (OrdinalClassifier, {"values": [0, 1, 10**400]}, RANK, TypeError, "values cannot be read: int too large"),
     (OrdinalClassifier, {"class_weight": {"tall": 2.0}}, RANK, "class_weight names the label 'tall'"),
     (OrdinalClassifier, {"class_weight": {1: -2.0}}, RANK, r"class_weight\[1\] is \-2\.0"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
+from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes
 
@@ -179,3 +180,14 @@ def test_small_features_are_not_lost() -> None:
 def test_weights_that_vanish_beside_the_penalty_are_warned_of(model: Any) -> None:
     with pytest.warns(UserWarning, match=r"the weights of the rows sum to 4.*e-38, .* beside alpha=0.3"):
         model.fit(X, y, sample_weight=np.full(len(X), 1e-40))
+
+
+@pytest.mark.parametrize("model", [OrdinalClassifier(), CumulativeLinkClassifier(), OrdinalNetworkClassifier()])
+@pytest.mark.parametrize("class_weight", [None, "balanced"])
+@pytest.mark.parametrize("weight", [1e-320, 1e-310, 1e301, 1e308])
+def test_weights_beyond_the_range_of_float64_are_the_cause_that_is_named(
+    model: Any, class_weight: Any, weight: float
+) -> None:
+    model = clone(model).set_params(class_weight=class_weight)
+    with pytest.raises(ValueError, match=r"(weights .* sum to|sample_weight) .*divide (sample_weight|the weights) by"):
+        model.fit(X, y, sample_weight=np.full(len(X), weight))
