@@ -270,6 +270,11 @@ def check_generator(generator: Any) -> None:
         )
 
 
+def device_of(generator: torch.Generator | None) -> torch.device | str:
+    """Return the device on which the generator draws; the CPU for torch's own, whatever the default device is."""
+    return "cpu" if generator is None else generator.device
+
+
 def check_count(name: str, value: Any, minimum: int = 1) -> None:
     """Raise TypeError unless `value` is a whole number and no bool, ValueError if it is below the least."""
     check_whole(name, value)

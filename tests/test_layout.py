@@ -89,6 +89,26 @@ def test_no_file_names_a_path_of_a_machine_or_a_host_of_a_registry() -> None:
     assert [f"{path.relative_to(ROOT)}: {line.strip()}" for path, line in lines if FOREIGN.search(line)] == []
 
 
+MAKERS = {
+    "arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
+    "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+
+
+def test_no_tensor_is_made_on_the_default_device() -> None:
+    """A tensor lies where the inputs do, or on the CPU: a program may have set another default device."""
+    unnamed = []
+    for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_call = isinstance(node, ast.Call) and ast.unparse(node.func).partition(".")[0] == "torch"
+            if not is_call or ast.unparse(node.func).partition(".")[2] not in {*MAKERS, "Generator"}:
+                continue
+            is_generator = ast.unparse(node.func) == "torch.Generator"
+            if not (node.args if is_generator else {word.arg for word in node.keywords} & {"device", "out"}):
+                unnamed.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not unnamed
+
+
 def test_the_modules_and_tests_of_mutation_testing_are_there() -> None:
     modules = runpy.run_path(str(ROOT / ".ci/mutants.py"))["MODULES"]
     assert [path for entry in modules.items() for path in (entry[0], *entry[1]) if not (ROOT / path).exists()] == []

@@ -125,7 +125,7 @@ def likelihood_summary(
             "coefficients grow until training stops, and have no standard errors. Leave features out, merge classes, "
             "or add rows."
         )
-    X, target, weight = (torch.tensor(part) for part in (standardised(parts[0], scaler), *parts[1:]))
+    X, target, weight = (torch.tensor(part, device="cpu") for part in (standardised(parts[0], scaler), *parts[1:]))
     inputs = X.shape[1]
     layer = network.layers[0]
     gaps = network.log_gaps.detach().exp()

@@ -60,7 +60,9 @@ class MarginalPenalty:
     def largest(self) -> float | Float[Tensor, "*batch 1"]:
         if not self.tensors:
             return max(self.p, self.q)
-        return torch.maximum(*(torch.as_tensor(rho).to(self.tensors[0]) for rho in (self.p, self.q)))
+        first = self.tensors[0]
+        both = (torch.as_tensor(rho, dtype=first.dtype, device=first.device) for rho in (self.p, self.q))
+        return torch.maximum(*both)
 
     @property
     def smallest(self) -> float | Float[Tensor, "*batch 1"]:

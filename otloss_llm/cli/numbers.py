@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.objectives import Sum
 from otloss_llm.training.batches import label_counts
@@ -30,7 +28,7 @@ def report_numbers(trainer: Any, objective: str) -> None:
     if counts is None:  # a stream
         return
     values = number_tokens(trainer.processing_class, vocab).values[:vocab]
-    numbers, labels = int(counts[~torch.as_tensor(values).isnan()].sum()), int(counts.sum())
+    numbers, labels = int(counts[~values.isnan()].sum()), int(counts.sum())
     if not numbers:
         plain = "emo" if kind == "mixed" else "mle"
         raise ValueError(

@@ -101,7 +101,7 @@ def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings, *, see
     key = (vocab_size, numbers.scaling, torch.get_default_dtype())
     cost: NumberCost = _kept_for(tokenizer, key, lambda: NumberCost.from_tokens(tokens, scaling=numbers.scaling))
     if numbers.control == "shuffled":
-        return cost.shuffled(torch.Generator().manual_seed(seed))
+        return cost.shuffled(torch.Generator("cpu").manual_seed(seed))
     return cost.equal() if numbers.control == "equal" else cost
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_index
+from otloss._checks import check_finite, check_floating, check_index, device_of
 from otloss.costs import CosineCost
 from otloss.costs.products import product
 from otloss_llm.costs.near_duplicates import describe_criteria, find_near_duplicates
@@ -175,12 +175,14 @@ class EmbeddingCost(CosineCost, VocabularyCost):
     def random_like(self, generator: torch.Generator | None = None) -> EmbeddingCost:
         """The control without semantics: Gaussian rows of the same shape, so that c is near 1 between all tokens."""
         unit = self.unit
-        rows = torch.randn(unit.shape, generator=generator, dtype=unit.dtype)
+        rows = torch.randn(unit.shape, generator=generator, dtype=unit.dtype, device=device_of(generator))
         return EmbeddingCost(rows.to(unit.device), near_duplicates="keep")
 
     def shuffled(self, generator: torch.Generator | None = None) -> EmbeddingCost:
         """Return the control with the same geometry but tokens assigned to it at random."""
-        order = torch.randperm(self.unit.shape[0], generator=generator).to(self.unit.device)
+        order = torch.randperm(self.unit.shape[0], generator=generator, device=device_of(generator)).to(
+            self.unit.device
+        )
         shuffled = EmbeddingCost(self.unit[order], near_duplicates="keep")
         shuffled.near_duplicates = self.near_duplicates[order]
         return shuffled

@@ -45,7 +45,9 @@ def hub_share(unit: Float[Tensor, "V d"], counts: Float[Tensor, " V"]) -> float 
         return None
     rare = (counts < RARE * counts.mean()).to(unit.device)
     # Draws by the inverse of the cumulative shares: torch.multinomial takes 2^24 tokens at most.
-    points = torch.rand(draws * LABELS, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64)
+    points = torch.rand(
+        draws * LABELS, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu"
+    )
     shares = counts.cpu().cumsum(0) / counts.sum().cpu()
     labels = torch.searchsorted(shares, points, right=True).clamp(max=len(unit) - 1).view(draws, LABELS).to(unit.device)
     hubs = 0

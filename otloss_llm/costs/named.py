@@ -50,7 +50,7 @@ def load_cost(
 
 
 def _load_embedding(source: str, model: Any, seed: int, tokenizer: Any) -> EmbeddingCost:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     if source in ("as-is", "random"):
         own = EmbeddingCost.from_model(model, near_duplicates="keep")
         return own if source == "as-is" else own.random_like(generator)
@@ -105,4 +105,5 @@ def _read_array(source: str) -> Tensor:
             f"{source!r} has NaN or infinity in {len(wrong)} of {len(array)} rows, the first is row {wrong[0]}; "
             "expected finite numbers (a row of zeros stands for a token without a meaning)."
         )
-    return torch.as_tensor(array if array.dtype in (np.float32, np.float64) else array.astype(np.float32))
+    array = array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+    return torch.as_tensor(array, device="cpu")

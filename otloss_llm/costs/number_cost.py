@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_index, check_positive
+from otloss._checks import check_index, check_positive, device_of
 from otloss.costs import Cost
 from otloss.losses.number_line import TEXT_OVER_WORST, checked_values, number_line
 from otloss_llm.costs.tokenizer_numbers import Coverage, NumberTokens
@@ -135,7 +135,7 @@ class NumberCost(ValuesCost):
         Tokens of one value, such as "7" and " 7", keep one value.
         """
         distinct, which = self.values[self.is_number].unique(return_inverse=True)
-        order = torch.randperm(len(distinct), generator=generator).to(distinct.device)
+        order = torch.randperm(len(distinct), generator=generator, device=device_of(generator)).to(distinct.device)
         return self._with_values(self.values.masked_scatter(self.is_number, distinct[order][which]))
 
     def equal(self) -> Self:

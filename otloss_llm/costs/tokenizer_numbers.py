@@ -162,8 +162,8 @@ class NumberTokens:
             token: value for token, text in enumerate(texts) if text and (value := read_number(text)) is not None
         }
         numbers |= _checked_overrides({} if values is None else values, set(tokenizer.get_vocab().values()), name)
-        token_values = torch.full((size,), math.nan, dtype=torch.float64)
-        token_values[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.float64)
+        token_values = torch.full((size,), math.nan, dtype=torch.float64, device="cpu")
+        token_values[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
         if token_values.isnan().all():
             shown = [text for text in texts if text and text.strip() and _UNREADABLE not in text]
             raise ValueError(

@@ -76,7 +76,11 @@ class NumberDistribution:
 
     def crps(self, value: float) -> float:
         """Return the continuous ranked probability score of the right number, in its unit; the lower, the better."""
-        return float(crps(self.values, torch.tensor(value, dtype=self.values.dtype), self.probabilities))
+        return float(
+            crps(
+                self.values, torch.tensor(value, dtype=self.values.dtype, device=self.values.device), self.probabilities
+            )
+        )
 
     def pit(self, value: float) -> tuple[float, float]:
         """Return F(y-) and F(y), between which the probability integral transform of the right number is uniform."""
@@ -220,8 +224,8 @@ def score_number_distributions(
         )
     pairs = list(zip(distributions, expected, strict=True))
     intervals = [distribution.pit(y) for distribution, y in pairs]
-    low, high = torch.tensor(intervals, dtype=torch.float64).unsqueeze(-1).unbind(1)
-    edges = torch.linspace(0.0, 1.0, _PIT_BINS + 1, dtype=torch.float64)
+    low, high = torch.tensor(intervals, dtype=torch.float64, device="cpu").unsqueeze(-1).unbind(1)
+    edges = torch.linspace(0.0, 1.0, _PIT_BINS + 1, dtype=torch.float64, device="cpu")
 
     def below(u: Tensor) -> Tensor:
         """The mean share of the PIT up to u; a right number outside of all values has a PIT of one point."""
@@ -229,7 +233,7 @@ def score_number_distributions(
         share = torch.where(high > low, inside.clamp(0.0, 1.0), (u >= low.clamp(min=1e-12)).double())
         return share.mean(dim=0)
 
-    inner = below(torch.tensor([0.05, 0.95], dtype=torch.float64))
+    inner = below(torch.tensor([0.05, 0.95], dtype=torch.float64, device="cpu"))
     return DistributionScores(
         questions=len(expected),
         mean_absolute_error=sum(abs(distribution.decode(by) - y) for distribution, y in pairs) / len(pairs),
@@ -259,7 +263,9 @@ def _parts(texts: list[str]) -> _Parts:
     start = [i for i, text in enumerate(texts) if text and _START.fullmatch(text.strip())]
     digits = [i for i, text in enumerate(texts) if _DIGITS.fullmatch(text)]
     point = [i for i, text in enumerate(texts) if _WITH_POINT.fullmatch(text)]
-    begin, inside, further = (torch.tensor(ids, dtype=torch.long) for ids in (start, digits, digits + point))
+    begin, inside, further = (
+        torch.tensor(ids, dtype=torch.long, device="cpu") for ids in (start, digits, digits + point)
+    )
     return _Parts(begin, inside, further, texts)
 
 
@@ -328,7 +334,7 @@ def _next_logits(model: Any, prompt: list[int], beginnings: list[list[int]]) -> 
 
 def _add(ended: dict[float, float], value: float, log_p: float) -> None:
     """Texts of one value, as "7" and " 7", are one number."""
-    terms = torch.tensor([ended.get(value, -math.inf), log_p], dtype=torch.float64)
+    terms = torch.tensor([ended.get(value, -math.inf), log_p], dtype=torch.float64, device="cpu")
     ended[value] = float(terms.logsumexp(0))
 
 
@@ -338,6 +344,6 @@ def _distribution(ended: dict[float, float], prompt: str, longest: int) -> Numbe
             f"no number of at most {longest} tokens is among the likely answers to {prompt!r}; expected "
             "answers that begin with one: raise longest or beam, or decode this model greedily."
         )
-    values = torch.tensor(sorted(ended), dtype=torch.float64)
-    log_p = torch.tensor([ended[value] for value in values.tolist()], dtype=torch.float64)
+    values = torch.tensor(sorted(ended), dtype=torch.float64, device="cpu")
+    log_p = torch.tensor([ended[value] for value in values.tolist()], dtype=torch.float64, device="cpu")
     return NumberDistribution(values, log_p.softmax(dim=0), min(float(log_p.logsumexp(0).exp()), 1.0))

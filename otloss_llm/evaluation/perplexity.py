@@ -151,4 +151,4 @@ def check_fit(model: Any, length: int, low: int, high: int) -> None:
 
 
 def _exp(nats: float) -> float:
-    return float(torch.tensor(nats, dtype=torch.float64).exp())  # inf rather than OverflowError
+    return float(torch.tensor(nats, dtype=torch.float64, device="cpu").exp())  # inf rather than OverflowError

@@ -229,7 +229,7 @@ def reduction_factor(
         return torch.ones((), dtype=dtype, device=like.device)
     if isinstance(num_items, Tensor):
         return 1.0 / num_items.to(device=like.device, dtype=dtype).reshape(())
-    count = max(1, len(like)) if num_items is None else torch.as_tensor(num_items).item()
+    count = max(1, len(like)) if num_items is None else num_items
     return 1.0 / torch.full((), count, dtype=dtype, device=like.device)
 
 

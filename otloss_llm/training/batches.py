@@ -137,7 +137,8 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
 
     def padded(key: str) -> Tensor:
         fill = IGNORE_INDEX if key == "labels" else 0
-        columns = [torch.as_tensor(item[key]) for item in masked]
+        values = [item[key] for item in masked]
+        columns = [one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in values]
         return nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=fill)
 
     return {key: padded(key) for key in masked[0]}
@@ -190,7 +191,7 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
         return None
     if hasattr(rows, "with_format"):
         rows = rows.with_format("numpy", columns=["labels"])  # no lists of Python's numbers
-    counts, read = torch.zeros(vocab, dtype=torch.int64), 0
+    counts, read = torch.zeros(vocab, dtype=torch.int64, device="cpu"), 0
     for start in range(0, len(rows), 1000):
         chunk = rows[start : start + 1000]
         columns = chunk["labels"] if isinstance(chunk, Mapping) else [row["labels"] for row in chunk]

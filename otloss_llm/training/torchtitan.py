@@ -68,7 +68,11 @@ class ObjectiveLoss(ChunkedLossWrapper):
             raise ValueError(
                 f"ObjectiveLoss has {got}; call set_lm_head(head) first, and pass one tensor of hidden states."
             )
-        count = None if global_valid_tokens is None else torch.as_tensor(global_valid_tokens).clamp(min=1)
+        count = (
+            None
+            if global_valid_tokens is None
+            else torch.as_tensor(global_valid_tokens, device=pred.device).clamp(min=1)
+        )
         results: list[TokenLoss] = []
         head = LanguageModelHead(self.lm_head, "the torchtitan model")
 

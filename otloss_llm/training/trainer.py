@@ -265,7 +265,7 @@ class ObjectiveMixin:
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
-        labelled = num_items is None or bool(torch.as_tensor(num_items) > 0)
+        labelled = num_items is None or bool(num_items > 0)
         if not labelled and not self._warned_unlabelled:
             self._warned_unlabelled = True
             logger.warning("no token of this step is labelled (all labels are -100, or weigh 0): its loss is 0")

@@ -108,10 +108,11 @@ def check_sample(cost: TokenCost | None, folder: str | Path) -> None:
 def _sample(cost: TokenCost | None) -> Tensor:
     """The costs between some of the tokens that have any (number tokens of a cost of numbers); (0, 0) for None."""
     if cost is None:
-        return torch.empty(0, 0)
+        return torch.empty(0, 0, device="cpu")
     tokens = torch.arange(cost.shape[0], device=cost.device)
     tokens = tokens[as_vocabulary_cost(cost).positions(tokens, tokens >= 0)]
-    ids = tokens[torch.linspace(0, len(tokens) - 1, min(SAMPLED_TOKENS, len(tokens))).long().to(tokens.device)]
+    places = torch.linspace(0, len(tokens) - 1, min(SAMPLED_TOKENS, len(tokens)), device="cpu").long()
+    ids = tokens[places.to(tokens.device)]
     rows = cost.rows(ids) if isinstance(cost, Cost | NumberCost) else _rows(cost.for_labels(ids), ids, cost.shape[1])
     return rows[:, ids].float().cpu()
 

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import check_no_tangent, check_no_transform
-from otloss._checks import check_cloud, check_count, check_positive, has_float64
+from otloss._checks import check_cloud, check_count, check_positive, device_of, has_float64
 from otloss._public import public
 from otloss.costs import PointCost
 from otloss.costs.products import product
@@ -220,7 +220,7 @@ def _fit(x: Tensor, moved: Tensor, weights: Tensor) -> tuple[Float[Tensor, "star
 
 def _random_rotations(count: int, d: int, generator: torch.Generator | None) -> Float[Tensor, "count d d"]:
     """Return rotations about random axes, by angles that rise evenly to half a turn."""
-    device = "cpu" if generator is None else generator.device
+    device = device_of(generator)
     drawn = torch.randn(count, d, d, generator=generator, dtype=torch.float64, device=device)
     turns = drawn - drawn.mT
     largest = torch.linalg.matrix_norm(turns, ord=2).clamp(min=torch.finfo(turns.dtype).tiny)

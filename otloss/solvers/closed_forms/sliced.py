@@ -24,6 +24,7 @@ from otloss._checks import (
     check_finite,
     check_floating,
     check_last_axis,
+    device_of,
 )
 from otloss._per_example import per_example
 from otloss._public import public
@@ -131,7 +132,7 @@ def _directions(projections: Any, d: int, generator: torch.Generator | None) -> 
     else:
         check_count("projections", projections)
         # Drawn in float64 whatever the clouds' dtype, so that the same generator gives the same directions.
-        device = "cpu" if generator is None else generator.device
+        device = device_of(generator)
         directions = torch.randn(int(projections), d, generator=generator, device=device, dtype=torch.float64)
     return directions / directions.norm(dim=-1, keepdim=True)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from otloss_llm import EmbeddingCost, NumberCost
 from otloss_llm.costs.tokenizer_numbers import read_number, token_texts
 from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.evaluation import NumberDistribution, decode_numbers, number_distributions, score_number_distributions
@@ -123,3 +124,26 @@ def test_invalid_settings_raise(model: Any, tokenizer: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             decode_numbers(model, tokenizer, **{"prompts": ASKED} | changes)
+
+
+def test_the_default_device_changes_nothing(model: Any, tokenizer: Any) -> None:
+    """The numbers of the tokenizer, the controls of a cost and the distributions."""
+    generators = [torch.Generator("cpu").manual_seed(0) for _ in range(2)]
+
+    def results(distributions: list[NumberDistribution], generator: torch.Generator) -> list[Any]:
+        numbers = NumberCost.from_tokenizer(tokenizer)
+        embedding = EmbeddingCost(rows)
+        controls = [embedding.random_like(generator), embedding.shuffled(generator), numbers.shuffled(generator)]
+        return [
+            numbers.values, *(cost.rows(labels) for cost in controls),
+            score_number_distributions(distributions, [2.0, 3.0]),
+        ]  # fmt: skip
+
+    rows, labels, distributions = torch.randn(9, 4), torch.arange(4), number_distributions(model, tokenizer, ASKED)
+    expected = results(distributions, generators[0])
+    with torch.device("meta"):
+        actual = results(distributions, generators[1])
+        again = number_distributions(model, tokenizer, ASKED)
+    torch.testing.assert_close(actual[:-1], expected[:-1], equal_nan=True)
+    assert actual[-1] == expected[-1]
+    torch.testing.assert_close([d.probabilities for d in again], [d.probabilities for d in distributions])
