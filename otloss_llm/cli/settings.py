@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
@@ -47,6 +48,24 @@ REPLACED = {
     "--block_size": "--max_length",
     "--validation_fraction": "--eval_strategy epoch --test_split_size S",
 }
+
+
+# The smallest and largest values of options, which TRL's parser takes as they are; other floats have to be finite.
+COUNTS = (
+    "max_length", "chunk_size", "per_device_train_batch_size", "per_device_eval_batch_size",
+    "gradient_accumulation_steps", "eval_accumulation_steps", "pad_to_multiple_of", "dataset_num_proc",
+    "dataloader_prefetch_factor", "lora_r", "lora_alpha", "mauve_rows",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "num_train_epochs", "learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "warmup_steps",
+    "logging_steps", "eval_steps", "save_steps", "eval_delay", "dataloader_num_workers",
+)  # fmt: skip
+SHARES = ("lora_dropout", "label_smoothing_factor", "adam_beta1", "adam_beta2")
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(COUNTS, (1, math.inf)), **dict.fromkeys(NOT_NEGATIVE, (0, math.inf)),
+    **dict.fromkeys(SHARES, (0, 1)), **dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1)),
+    "max_steps": (-1, math.inf), "test_split_size": (0, math.inf),
+}  # fmt: skip
 
 
 @dataclass
@@ -158,6 +177,17 @@ def _split_config(argument: str) -> list[str]:
     return argument.split("=", 1) if argument.startswith("--config=") else [argument]
 
 
+def _check_range(name: str, value: Any) -> None:
+    """Raise ValueError for a number that the option does not take, before a model or rows are loaded."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    smallest, largest = RANGES.get(name, (-math.inf, math.inf))
+    if not (math.isfinite(value) and smallest <= value <= largest):
+        between = f"{smallest:g} to {largest:.12g}" if largest < math.inf else f"at least {smallest:g}"
+        expected = "a finite number" if smallest == -math.inf else f"a finite number, {between}"
+        raise ValueError(f"--{name} is {value}, expected {expected}.")
+
+
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     """Parse the options of a command line and of a YAML file (`--config`) by TRL's parser.
 
@@ -181,6 +211,8 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
         *parsed, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
     except YAMLError as error:
         raise ValueError(f"the file of --config is not YAML: {error}") from error
+    except OverflowError as error:  # of TRL, for which the number of steps is a whole one
+        raise ValueError(f"a number of the options is infinite: {error}; give a finite one.") from error
     except OSError as error:
         raise ValueError(f"the file of --config cannot be read: {error}; check the path.") from error
     if unknown and unknown[0] in REPLACED:
@@ -188,5 +220,7 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     if unknown:
         near = get_close_matches(unknown[0], parser._option_string_actions, n=1)
         fail(f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''}")
+    for name, value in (option for part in parsed for option in vars(part).items()):
+        _check_range(name, value)
     script, args, model, mixture, objective, *own = parsed
     return Request(script, args, model, mixture, objective, tuple(own))

@@ -24,6 +24,8 @@ from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
 trl = pytest.importorskip("trl")
+from otloss_llm.cli.settings import COUNTS, NOT_NEGATIVE, SHARES
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of each other
 
 SUMS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(8) for b in range(5)]
@@ -532,3 +534,24 @@ def test_invalid_options_print_one_line_before_training(
     with chdir(tmp_path):
         assert re.search(said, cli(*asked("train", model, sums, output_dir=tmp_path / "run", **changes)).error)
     assert not list(tmp_path.glob("run/*"))
+
+
+def test_numbers_out_of_range_are_named_before_anything_is_loaded(cli: Cli) -> None:
+    """The model and the rows of these calls do not exist."""
+    common = {"model_name_or_path": "none", "dataset_name": "none.jsonl", "output_dir": "none", "report_to": "none"}
+    bad: dict[str, tuple[object, ...]] = dict.fromkeys(COUNTS, (-1, 0)) | dict.fromkeys(NOT_NEGATIVE, (-1,))
+    bad |= dict.fromkeys(SHARES, (-1, 1.5, "nan")) | {
+        "seed": (-1, 2**32),
+        "max_steps": (-2,),
+        "learning_rate": ("inf",),
+    }
+    bad |= {"save_steps": ("inf",), "logging_steps": ("nan",)}
+    for command in ("train", "evaluate"):
+        for name, values in bad.items():
+            if name == "mauve_rows" and command == "train":
+                continue
+            more = {"dataloader_num_workers": 1} if name == "dataloader_prefetch_factor" else {}
+            for value in values:
+                message = cli(command, *options(**common, **more, **{name: value})).error
+                assert re.search(f"{name}.* expected|infinite|Expected value", message, re.IGNORECASE), (name, value)
+                assert "loaded" not in message
