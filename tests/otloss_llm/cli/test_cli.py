@@ -24,7 +24,6 @@ from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
 trl = pytest.importorskip("trl")
-from otloss_llm.cli.settings import COUNTS, NOT_NEGATIVE, SHARES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of each other
 
@@ -538,6 +537,8 @@ def test_invalid_options_print_one_line_before_training(
 
 def test_numbers_out_of_range_are_named_before_anything_is_loaded(cli: Cli) -> None:
     """The model and the rows of these calls do not exist."""
+    from otloss_llm.cli.settings import COUNTS, NOT_NEGATIVE, SHARES  # which needs TRL
+
     common = {"model_name_or_path": "none", "dataset_name": "none.jsonl", "output_dir": "none", "report_to": "none"}
     bad: dict[str, tuple[object, ...]] = dict.fromkeys(COUNTS, (-1, 0)) | dict.fromkeys(NOT_NEGATIVE, (-1,))
     bad |= dict.fromkeys(SHARES, (-1, 1.5, "nan")) | {
