@@ -201,7 +201,7 @@ class ImplicitSolution(EntropicSolution):
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self.dense_plan
 
-    def streamed_product(self, v: Tensor, *, is_transposed: bool) -> Tensor | None:
+    def streamed_product(self, v: Tensor, *, is_transposed: bool, per_mass: bool = False) -> Tensor | None:
         return None  # a product with a graph
 
 

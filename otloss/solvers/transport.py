@@ -60,8 +60,8 @@ class Solution(Protocol):
     @property
     def bounds(self) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]: ...
     def plan_blocks(self) -> Iterator[tuple[slice, Float[Tensor, "*batch rows m"]]]: ...
-    def streamed_product(self, v: Tensor, *, is_transposed: bool) -> Tensor | None:
-        """P v or P^T v where kernels compute it without blocks of P, else None."""
+    def streamed_product(self, v: Tensor, *, is_transposed: bool, per_mass: bool = False) -> Tensor | None:
+        """P v or P^T v where kernels compute it without blocks of P, else None; divided by p or q if `per_mass`."""
 
 
 class Transport:
@@ -190,7 +190,13 @@ class Transport:
         other means.
         """
         columns = self._columns("y", y, self._problem.q)
-        moved = self.apply(torch.cat([columns, torch.ones_like(columns[..., :1])], -1))
+        columns = torch.cat([columns, torch.ones_like(columns[..., :1])], -1)
+        moved = None
+        if (
+            self._keeps_plan
+        ):  # without the weights of the rows, which may be so small that entries of the plan underflow
+            moved = self._solution.streamed_product(columns, is_transposed=False, per_mass=True)
+        moved = self.apply(columns) if moved is None else self._guarded_cast(moved, columns)
         mass = moved[..., -1:]
         return torch.where(mass > 0, moved[..., :-1] / torch.where(mass > 0, mass, 1.0), torch.nan)
 

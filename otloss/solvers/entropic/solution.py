@@ -129,14 +129,21 @@ class EntropicSolution:
         for part, plan, _ in plan_blocks(self.problem, *self.potentials):
             yield part, plan
 
-    def streamed_product(self, v: Float[Tensor, "*batch m k"], *, is_transposed: bool) -> Tensor | None:
-        """Return P v or P^T v, without a graph, for impl="triton"; None for others, which form blocks of the plan."""
+    def streamed_product(
+        self, v: Float[Tensor, "*batch m k"], *, is_transposed: bool, per_mass: bool = False
+    ) -> Tensor | None:
+        """Return P v or P^T v, without a graph, for impl="triton"; None for others, which form blocks of the plan.
+
+        `per_mass` divides the rows by p, or q: 0 where there is no mass, and no underflow where there is little.
+        """
         problem, (f, g) = self.problem, self.potentials
         if problem.impl != "triton":
             return None
         self._unchanged.check("the plan")
         f, epsilon = potential_of_plan(problem, f), problem.epsilon.detach().to(f.dtype)
         log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
+        if per_mass:
+            log_p, log_q = (log_p, _one_where_mass(log_q)) if is_transposed else (_one_where_mass(log_p), log_q)
         if is_transposed:
             products = problem.cost.T.plan_products(g, f, log_q, log_p, epsilon=epsilon)
         else:
@@ -393,3 +400,8 @@ def _divergence(marginal: Tensor, weights: Tensor, log_ratio: Tensor, rho: float
         weights * (small * small.exp() - small.expm1()),
     )
     return (rho * terms).sum(-1)
+
+
+def _one_where_mass(log_weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:
+    """Return the logarithms of weights of one in place of those above zero."""
+    return torch.zeros_like(log_weights).where(log_weights > -torch.inf, -torch.inf)

@@ -138,7 +138,7 @@ class ExactSolution:
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self.optimum.plan().to(self.problem.p.device)
 
-    def streamed_product(self, v: Tensor, *, is_transposed: bool) -> Tensor | None:
+    def streamed_product(self, v: Tensor, *, is_transposed: bool, per_mass: bool = False) -> Tensor | None:
         return None  # its plans have few entries
 
     # ---- derivatives of the value ----

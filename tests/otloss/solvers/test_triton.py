@@ -179,6 +179,19 @@ def test_products_with_plans_of_points_make_no_matrix(
         torch.testing.assert_close(product.double(), want, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["sqeuclidean", "matrix"])
+def test_barycentric_maps_of_rows_whose_plan_underflows(kind: str, device: str) -> None:
+    p, q, x, y = (t[0] for t in draw(device))
+    p[1], p[2] = 2e-38, 1e-44  # divided among the columns below what float32 holds
+    p = p / p.sum()
+    cost = DenseCost(torch.cdist(x, y)) if kind == "matrix" else PointCost(x, y)
+    exact = solve(p.double(), q.double(), cost.to(torch.float64), epsilon=2.0, tolerance=1e-10)
+    shares = exact.plan() / exact.plan().sum(-1, keepdim=True)
+    actual = solve(p, q, cost, epsilon=2.0, impl="triton").barycentric_map(y)
+    assert bool(actual[3].isnan().all())  # no mass there
+    torch.testing.assert_close(actual.double(), shares @ y.double(), atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
 def test_what_does_not_converge_or_is_not_a_number_says_so(device: str) -> None:
     p, q, x, y = draw(device)
     problem = problem_of(p, q, PointCost(x, y), epsilon=0.3)
