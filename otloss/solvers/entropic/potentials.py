@@ -15,6 +15,7 @@ from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.dense_newton import with_accurate_potentials
 from otloss.solvers.entropic.equations.dual import shifted_to_equal_mass
 from otloss.solvers.entropic.equations.slow_modes import with_known_error
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
@@ -103,7 +104,9 @@ def _search(problem: Problem, budget: Budget) -> SearchResult:
     searched = _prepared(problem)
     result = shifted_to_equal_mass(searched, search(searched, budget))
     check_not_too_small(searched, result, budget.tolerance)
-    if budget.is_accurate and not problem.is_symmetric:
+    if budget.is_accurate and problem.is_symmetric:
+        result = _with_equal_potentials(searched, result)
+    elif budget.is_accurate:
         accurate_result = with_accurate_potentials(searched, result, budget)
         if accurate_result is not result:
             result = shifted_to_equal_mass(searched, accurate_result)
@@ -114,6 +117,21 @@ def _without_unknown(result: SearchResult) -> SearchResult:
     """Return the result with potentials of NaN where the error is not known, so that the value is NaN too."""
     unknown = ~result.error.isfinite().unsqueeze(-1)
     f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
+    return dataclasses.replace(result, f=f, g=g)
+
+
+def _with_equal_potentials(problem: Problem, result: SearchResult) -> SearchResult:
+    """Return the result of a symmetric problem with the update of (f + g) / 2 at bins without mass.
+
+    f and g are equal at the solution. At light bins the search ends while they differ, by errors that are opposite and
+    cancel in their mean; at a bin without mass, whose f and g read those of its neighbours, they do not cancel.
+    """
+    is_empty = problem.p == 0
+    if not is_empty.any():
+        return result
+    updates = build_updates(problem)
+    updated = updates.f_from(((result.f + result.g) / 2).to(updates.log_p.dtype))
+    f, g = (torch.where(is_empty, updated.to(t.dtype), t) for t in (result.f, result.g))
     return dataclasses.replace(result, f=f, g=g)
 
 
