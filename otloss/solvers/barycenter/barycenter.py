@@ -133,7 +133,7 @@ def find_barycenter(
     if problem.debiased:
         goes_on = partial(iterate, patience=remaining_iterations, judged_after=NUMBERS.hard_judged_after)
         # Smaller errors are the rounding that Newton's method ends with.
-        methods = [(take_newton_steps, tolerance), (goes_on, max(tolerance, NUMBERS.small_change))]
+        methods = [(take_newton_steps, tolerance), (goes_on, max(tolerance, NUMBERS.near))]
     result = first
     for method, largest_error in methods:
         is_open, remaining_iterations = ~(result.error <= largest_error), max_iterations - result.iterations

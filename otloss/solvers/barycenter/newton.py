@@ -32,8 +32,10 @@ def take_newton_steps(
     if result.iterations < max_iterations and bool(is_open.any()):
         search = dataclasses.replace(search, problem=problem.choose(is_open), details=search.details.choose(is_open))
         far = search.continue_in_tau(start.choose(is_open), max_iterations - result.iterations)
-        near = search.take_steps(far.potentials, max_iterations - result.iterations - far.iterations)
-        result = result.choose_better(is_open, dataclasses.replace(near, iterations=near.iterations + far.iterations))
+        result = result.choose_better(is_open, far)
+        if bool((far.error > tolerance).any()) and result.iterations < max_iterations:
+            near = search.take_steps(far.potentials, max_iterations - result.iterations)
+            result = result.choose_better(is_open, near)
     return result
 
 
@@ -77,12 +79,11 @@ class Search:
             converges = end.change < NUMBERS.small_change
             # Where errors are not known, the one at the smallest tau that converged is the best guess.
             is_better = (error < best.error) | (best.error >= UNKNOWN) & converges
-            result = BarycenterResult(potentials, error.clamp(max=UNKNOWN), 0)
+            previous_error, result = best.error, BarycenterResult(potentials, error.clamp(max=UNKNOWN), 0)
             best = best.replace(is_better, result.choose(is_better))
             # Where rounding makes a tau diverge, smaller ones do too; changes by rounding grow as tau falls.
-            if bool(
-                (~converges | (NUMBERS.fall_of_tau * end.change >= best.error) | (best.error <= self.tolerance)).all()
-            ):
+            is_last = ~converges | (NUMBERS.fall_of_tau * end.change >= best.error) | (best.error <= self.tolerance)
+            if bool((is_last | (best.error < NUMBERS.near) & ~(error < previous_error / 2)).all()):
                 break
             tau = tau / NUMBERS.fall_of_tau
         return dataclasses.replace(best, iterations=iterations)

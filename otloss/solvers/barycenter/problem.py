@@ -49,7 +49,8 @@ class Numbers:
     smallest_tau: float = 5e-15  # Rounding hides the equations below.
     smallest_change: float = 1e-12  # Smaller changes are rounding.
     stalled_steps: int = 3  # steps whose change does not halve: rounding stops Newton's method at this tau
-    fruitless_steps: int = 4  # steps in a row that do not halve the error
+    near: float = 3e-3  # Smaller errors that stop to fall are the rounding that the methods end with.
+    fruitless_steps: int = 2  # steps in a row that do not halve the error; 4 take longer and solve no more problems
     longest_step: float = 2.0  # in the logarithm of a bin with mass; steps twice as long diverge for some problems
     empty_log: float = (
         -25.0
