@@ -96,7 +96,10 @@ def _transport() -> dict[str, Entry]:
         p, shares = (t[name] / t[name].sum(-1, keepdim=True) for name in ("p", "weights"))
         # At 0.3 the blur hides what the debiased one has to find, up to 1e-9.
         options = _tight(t) | ({"epsilon": 0.1} if debiased else {})
-        return otloss.barycenter(p, (t["C"] + t["C"].mT) / 2, shares, debiased=debiased, **options)
+        cost = (t["C"] + t["C"].mT) / 2
+        if debiased:  # free on the diagonal, so that there is one barycenter
+            cost = cost * (1 - torch.eye(len(cost), dtype=cost.dtype, device=cost.device))
+        return otloss.barycenter(p, cost, shares, debiased=debiased, **options)
 
     return {
         "emd, negative costs": of(otloss.emd, _pair(cost=cost - 0.5)),
