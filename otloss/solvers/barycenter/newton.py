@@ -83,7 +83,7 @@ class Search:
             best = best.replace(is_better, result.choose(is_better))
             # Where rounding makes a tau diverge, smaller ones do too; changes by rounding grow as tau falls.
             is_last = ~converges | (NUMBERS.fall_of_tau * end.change >= best.error) | (best.error <= self.tolerance)
-            if bool((is_last | (best.error < NUMBERS.near) & ~(error < previous_error / 2)).all()):
+            if bool((is_last | (best.error < NUMBERS.near) & (error >= previous_error)).all()):
                 break
             tau = tau / NUMBERS.fall_of_tau
         return dataclasses.replace(best, iterations=iterations)

@@ -50,7 +50,7 @@ class Numbers:
     smallest_change: float = 1e-12  # Smaller changes are rounding.
     stalled_steps: int = 3  # steps whose change does not halve: rounding stops Newton's method at this tau
     near: float = 3e-3  # Smaller errors that stop to fall are the rounding that the methods end with.
-    fruitless_steps: int = 2  # steps in a row that do not halve the error; 4 take longer and solve no more problems
+    fruitless_steps: int = 2  # steps in a row that do not halve the error
     longest_step: float = 2.0  # in the logarithm of a bin with mass; steps twice as long diverge for some problems
     empty_log: float = (
         -25.0
