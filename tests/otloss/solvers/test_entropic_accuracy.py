@@ -249,3 +249,26 @@ def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.Mon
     costs = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
     with pytest.raises(otloss.SmallEpsilonError):
         otloss.sinkhorn(None, None, costs, epsilon=1e-12, marginal_penalty=1.0)
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize("largest", [1.17e8, 1e15])
+@pytest.mark.parametrize("is_row", [False, True])
+def test_one_bin_on_a_side_has_one_plan_at_any_epsilon(is_row: bool, largest: float, grad: str) -> None:
+    """The plan p q^T needs no potentials, whose rounding would be a share of epsilon here."""
+    p = torch.tensor([1.344e-7, 1.0446e-4, 1.084e-12], dtype=torch.float64)
+    cost = torch.tensor([[largest], [2.25], [1.86]], dtype=torch.float64)
+    q = p.sum(0, keepdim=True)
+    inputs = (q, p, cost.mT) if is_row else (p, q, cost)
+    leaves = tuple(t.clone().requires_grad_() for t in inputs)
+    answer = otloss.solve(*leaves, epsilon=0.0476, grad=grad)
+    answer.value.backward()
+    right = float(p @ cost[:, 0])
+    assert float(answer.value.detach()) == pytest.approx(right, rel=1e-12)
+    assert float(answer.gap) <= 1e-12 * right
+    plan = inputs[0].unsqueeze(-1) * inputs[1] / q
+    torch.testing.assert_close(answer.plan().detach(), plan, rtol=1e-8, atol=0.0)
+    torch.testing.assert_close(leaves[2].grad, plan, rtol=1e-8, atol=0.0)
+    gradient = leaves[1 if is_row else 0].grad
+    assert gradient is not None
+    torch.testing.assert_close(gradient - gradient[2], cost[:, 0] - cost[2, 0], rtol=1e-12, atol=1e-12 * largest)
