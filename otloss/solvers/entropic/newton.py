@@ -24,7 +24,7 @@ from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
-from otloss.solvers.entropic.warnings import check_not_too_small
+from otloss.solvers.entropic.warnings import check_not_too_small, smallest_epsilon_over_potential
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.problem import Problem
@@ -185,7 +185,13 @@ def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None
         owner=np.arange(count) % len(pairs.matrix), epsilon=problem.epsilon.contiguous().numpy(),
         penalties=penalties_of(problem), has_start=error.isfinite().numpy(), plans=np.ascontiguousarray(cells),
     )  # fmt: skip
-    limits = NewtonLimits(budget.tolerance, budget.largest_change, min(budget.max_iterations, MAX_STEPS))
+    limits = NewtonLimits(
+        budget.tolerance,
+        budget.largest_change,
+        min(budget.max_iterations, MAX_STEPS),
+        # With a marginal penalty, potentials of bins that keep no mass may be larger.
+        1 / smallest_epsilon_over_potential(budget.tolerance) if penalty is None else np.inf,
+    )
     results = build_results(n, g[:, order.columns].contiguous().numpy())
     arguments = problems, limits, results
     kernels = addresses_of(

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 import otloss
 from otloss import ConvergenceWarning
 from otloss.costs import PointCost
-from otloss.solvers.entropic import potentials
+from otloss.solvers.entropic import newton, potentials
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.newton import NewtonFirst
@@ -249,6 +250,26 @@ def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.Mon
     costs = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
     with pytest.raises(otloss.SmallEpsilonError):
         otloss.sinkhorn(None, None, costs, epsilon=1e-12, marginal_penalty=1.0)
+
+
+def test_newtons_method_ends_where_rounding_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outliers have potentials of 1e13: the error stays at the rounding of these, and steps cannot reduce it."""
+    steps, run = [], newton._run_kernel
+
+    def counted(*arguments: Any) -> Any:
+        result = run(*arguments)
+        steps.append(int(result.iterations))
+        return result
+
+    monkeypatch.setattr(newton, "_run_kernel", counted)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 5, generator=generator) for n in (60, 50))
+    x[:3] *= 1e6
+    y[:3] *= 1e6
+    with pytest.raises(otloss.SmallEpsilonError):
+        otloss.sinkhorn(None, None, PointCost(x, y), epsilon=2.0)
+    assert len(steps) == 1
+    assert steps[0] < 40
 
 
 @pytest.mark.parametrize("grad", ["envelope", "implicit"])
