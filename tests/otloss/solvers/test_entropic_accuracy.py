@@ -272,6 +272,24 @@ def test_newtons_method_ends_where_rounding_decides(monkeypatch: pytest.MonkeyPa
     assert steps[0] < 40
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rho", [(None, 5.6), 5.6, 0.5, (None, 50.0)])
+def test_unbalanced_problems_converge_at_a_tiny_epsilon(
+    rho: float | tuple[float | None, float | None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newton's method stalls where Sinkhorn's iteration ends; from zeros, through larger epsilons, it converges."""
+
+    def run(*_: object) -> None:
+        raise AssertionError("the last method runs")
+
+    monkeypatch.setattr(SinkhornAsLastResort, "run", run)
+    p, q = torch.full((2,), 0.5, dtype=dtype), torch.full((5,), 0.2, dtype=dtype)
+    cost = torch.tensor([[2.0, 1.0, 2.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0, 0.0]], dtype=dtype)
+    answer = otloss.solve(p, q, cost, epsilon=5.5e-8, marginal_penalty=rho)
+    assert bool(answer.converged)
+    assert float(answer.gap) < 1e-9
+
+
 @pytest.mark.parametrize("grad", ["envelope", "implicit"])
 @pytest.mark.parametrize("largest", [1.17e8, 1e15])
 @pytest.mark.parametrize("is_row", [False, True])
