@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from otloss.solvers.entropic.newton_kernels.cells_numba import Pairs
 
 MAX_STEPS = 1000
-MAX_SMALL_STEPS, SMALL_PAIRS = 10_000, 2**10  # from zeros, in problems of few pairs: so many take a tenth of a second
+MAX_SMALL_STEPS, SMALL_PAIRS = 10_000, 2**12  # from zeros, in problems of few pairs: so many take a second or two
 
 
 class Neighbours(NamedTuple):
