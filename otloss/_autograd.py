@@ -50,6 +50,13 @@ class Unchanged:
         # Inference tensors count no versions.
         self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
 
+    def __getstate__(self) -> list[tuple[Tensor, bool]]:
+        return [(tensor, tensor._version == version) for tensor, version in self._versions]
+
+    def __setstate__(self, state: list[tuple[Tensor, bool]]) -> None:
+        # Copies of tensors, by `copy` or `pickle`, count their versions anew.
+        self._versions = [(tensor, tensor._version if is_unchanged else -1) for tensor, is_unchanged in state]
+
     def check(self, what: str) -> None:
         """Raise RuntimeError if one was; `what` names what was to be computed from them."""
         for tensor, version in self._versions:

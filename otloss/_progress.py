@@ -19,6 +19,9 @@ _log = logging.getLogger("otloss")
 SECONDS = 10.0  # after which a call says so
 SAMPLE = 0.5  # share of the seconds until the next line, from which a loop's error is looked at
 LEAST_WAIT = 1.0  # seconds between two looks that an estimate is made from, if the line is less late than that
+FARTHEST = (
+    100.0  # times the seconds between two looks: an error that hardly falls tells nothing of what is farther away
+)
 
 
 class _Look(NamedTuple):
@@ -129,5 +132,6 @@ def _seconds_left(first: _Look, now: _Look, tolerance: float) -> float | None:
     if now.share > first.share:
         return passed * max(1 - now.share, 0.0) / (now.share - first.share)
     if tolerance > 0 and tolerance < now.error < first.error < math.inf:
-        return passed * math.log(now.error / tolerance) / math.log(first.error / now.error)
+        factor = math.log(now.error / tolerance) / math.log(first.error / now.error)
+        return passed * factor if factor <= FARTHEST else None
     return None

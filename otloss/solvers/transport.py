@@ -232,7 +232,7 @@ class Transport:
     @cached_property
     def _rounding(self) -> Float[Tensor, "*batch"]:
         self._unchanged.check("a bound")
-        return rounding_of_value(self._problem)
+        return rounding_of_value(self._problem, self.value)
 
     def _bound(self, bound: Tensor) -> Tensor:
         for step in self._ways_back:

@@ -15,7 +15,8 @@ most u M log 4. So the value moves by at most
 That holds for costs of at least 0. A constant l < 0 that is added to all costs moves the value by l M, and M has the
 rounding u of the weights, so the bound grows by u |l| M.
 
-Bins of equal weights are all scaled alike, and without a balance none is scaled.
+Bins of equal weights are all scaled alike, so that only their mass has a rounding: the value, homogeneous in the mass,
+moves by u of itself. Without a balance no weight is scaled.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from otloss.costs import Cost, DenseCost, PointCost
 from otloss.solvers.problem import Problem
 
 
-def rounding_of_value(problem: Problem) -> Float[Tensor, "*batch"]:
-    """Return by how much the rounding of its weights may move the value of a posed problem, in float64."""
+def rounding_of_value(problem: Problem, value: Tensor | None = None) -> Float[Tensor, "*batch"]:
+    """Return by how much the rounding of its weights may move the value of a posed problem, in float64.
+
+    Without the value, the rounding of the mass of equal weights is left out.
+    """
     device = problem.p.device
     wide = torch.float64 if has_float64(device) else problem.p.dtype
     p, q = (w.detach().to(wide) for w in (problem.p, problem.q))
@@ -42,7 +46,8 @@ def rounding_of_value(problem: Problem) -> Float[Tensor, "*batch"]:
         return 2 * problem.weight_rounding * problem.mass.detach() * largest
     product = _cost_of_product(cost, p, q) / mass.clamp(min=torch.finfo(wide).tiny) + problem.epsilon.detach() * mass
     bound: Tensor = problem.weight_rounding / 2 * (torch.minimum(largest * mass, 4 * product) + low.abs() * mass)
-    return bound.masked_fill(_is_uniform(p) & _is_uniform(q), 0.0)
+    bound_of_mass = 0.0 if value is None else problem.weight_rounding / 2 * value.detach().abs().to(wide)
+    return torch.where(_is_uniform(p) & _is_uniform(q), bound_of_mass, bound)
 
 
 def _plain(cost: Cost) -> tuple[Cost, Float[Tensor, "*batch"]]:

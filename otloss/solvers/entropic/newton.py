@@ -9,6 +9,7 @@ what an earlier search has found, or from a larger epsilon.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,10 +22,10 @@ from otloss.costs import PointCost
 from otloss.costs.order import METRICS, order_of
 from otloss.solvers.entropic.equations.dual import with_estimates
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, better
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
-from otloss.solvers.entropic.warnings import check_not_too_small
+from otloss.solvers.entropic.warnings import check_not_too_small, smallest_epsilon_over_potential
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.problem import Problem
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from otloss.solvers.entropic.newton_kernels.cells_numba import Pairs
 
 MAX_STEPS = 1000
+MAX_SMALL_STEPS, SMALL_PAIRS = 10_000, 2**12  # from zeros, in problems of few pairs: so many take a second or two
 
 
 class Neighbours(NamedTuple):
@@ -76,6 +78,8 @@ class SparseNewton(Method):
         if slow.marginal_penalty is None:
             g, cells = _exact_start(slow, g)
         result = _run_kernel(slow, g, error, cells, budget)
+        if slow.marginal_penalty is not None and not result.is_within(budget.tolerance):
+            result = _through_larger_epsilons(slow, result, budget)
         f, g = result.f, result.g
         if slow.marginal_penalty is not None:  # columns without mass decide the potentials of empty rows
             updates = build_updates(slow)
@@ -131,6 +135,23 @@ def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
     return optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
 
 
+def _through_larger_epsilons(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
+    """Return the result with a second search, from zeros, of unbalanced problems that did not converge from a start.
+
+    Beside a tiny epsilon a start with a large error is a corner that Newton's method hardly leaves.
+    """
+    mask = ~(result.error <= budget.tolerance)
+    remaining, unknown = select(problem, mask), torch.full_like(result.error[mask], torch.inf)
+    max_steps = MAX_SMALL_STEPS if math.prod(problem.cost.shape) <= SMALL_PAIRS else MAX_STEPS
+    max_steps = min(max_steps, budget.max_iterations - result.iterations_used)
+    if max_steps < 1:
+        return result
+    new = _run_kernel(remaining, torch.zeros_like(remaining.q), unknown, None, budget, max_steps=max_steps)
+    # Where numbers overflowed, the next method has the whole budget.
+    new = dataclasses.replace(new, iterations=new.iterations.masked_fill(~new.error.isfinite(), 0))
+    return better(result, scatter(result, mask, new), budget.tolerance)
+
+
 class _Order(NamedTuple):
     """The order of rows and columns in the kernel; neighbours among points follow each other."""
 
@@ -159,7 +180,9 @@ def _pairs(problem: Problem, order: _Order) -> Pairs:
     return Pairs(np.empty((1, 0, 0)), x, y, METRICS[str(points.metric)])
 
 
-def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, budget: Budget) -> SearchResult:
+def _run_kernel(
+    problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, budget: Budget, *, max_steps: int = MAX_STEPS
+) -> SearchResult:
     """Call the kernel, from g with this error and the cells (problems, 2, cells) of the exact plans."""
     from otloss._numba.compile import addresses_of
     from otloss.solvers.entropic.newton_kernels.newton_numba import (
@@ -185,7 +208,13 @@ def _run_kernel(problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None
         owner=np.arange(count) % len(pairs.matrix), epsilon=problem.epsilon.contiguous().numpy(),
         penalties=penalties_of(problem), has_start=error.isfinite().numpy(), plans=np.ascontiguousarray(cells),
     )  # fmt: skip
-    limits = NewtonLimits(budget.tolerance, budget.largest_change, min(budget.max_iterations, MAX_STEPS))
+    limits = NewtonLimits(
+        budget.tolerance,
+        budget.largest_change,
+        min(budget.max_iterations, max_steps),
+        # With a marginal penalty, potentials of bins that keep no mass may be larger.
+        1 / smallest_epsilon_over_potential(budget.tolerance) if penalty is None else np.inf,
+    )
     results = build_results(n, g[:, order.columns].contiguous().numpy())
     arguments = problems, limits, results
     kernels = addresses_of(

@@ -67,16 +67,18 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
         )
 
 
+def smallest_epsilon_over_potential(tolerance: float) -> float:
+    """Return the share of the largest potential below which epsilon is too small for float64."""
+    return min(BOUNDS.smallest_epsilon / tolerance, BOUNDS.largest_smallest)
+
+
 def check_not_too_small(problem: Problem, result: SearchResult, tolerance: float) -> None:
     """Raise if epsilon is so small, relative to the potentials, that their rounding decides the plan.
 
     The potentials count and not the costs, since a large cost that forbids a pair is harmless where no mass has to take
     it. For the same reason, with a marginal penalty, potentials of bins that keep no mass are cut off.
     """
-    epsilon, smallest_ratio = (
-        problem.epsilon.detach(),
-        min(BOUNDS.smallest_epsilon / tolerance, BOUNDS.largest_smallest),
-    )
+    epsilon, smallest_ratio = problem.epsilon.detach(), smallest_epsilon_over_potential(tolerance)
     if not result.f.numel() or not result.g.numel():
         return
     largest = max(potential.abs().amax().item() for potential in (result.f, result.g))

@@ -33,13 +33,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_number, check_positive
+from otloss._checks import check_finite, check_floating, check_number, check_positive, raise_inside_vmap
 from otloss._public import public
 from otloss.solvers.entropic.dense_newton import safe_share
 from otloss.solvers.linear_systems import solve
@@ -328,6 +328,10 @@ class _Balanced(torch.autograd.Function):
     def jvp(ctx: Any, scores: Tensor, *_: None) -> Tensor:
         return _plan_change(ctx.saved_tensors[0], scores)
 
+    @staticmethod
+    def vmap(*_: Any) -> NoReturn:
+        raise_inside_vmap()
+
 
 def _plan_change(plan: Tensor, change: Tensor) -> Tensor:
     """Return dS for a change dZ of the scores, a linear map that is its own transpose: so it is the gradient too."""
@@ -386,6 +390,10 @@ class _Threshold(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, scores: Tensor, _: None) -> Tensor:
         return (scores * _threshold_weights(*ctx.saved_tensors)).sum(-1, keepdim=True)
+
+    @staticmethod
+    def vmap(*_: Any) -> NoReturn:
+        raise_inside_vmap()
 
 
 def _threshold_weights(scores: Tensor, threshold: Tensor) -> Tensor:

@@ -215,3 +215,9 @@ def test_a_long_call_says_so_each_time_that_it_has_taken_twice_as_long(caplog: A
         "370 s left",
         "330 s left",
     ]
+
+
+def test_an_error_that_hardly_falls_gives_no_estimate(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, errors = [0.0, 1.0, 6.0, 9.0, 11.0], (1.0, 1.7e-4, 1.699e-4, 1.69e-4)
+    (message,) = lines_at(caplog, monkeypatch, seconds, *errors)
+    assert message.endswith("the time left is not known")

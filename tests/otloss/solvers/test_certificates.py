@@ -175,9 +175,18 @@ def test_the_gap_counts_the_rounding_of_weights(kind: str, metric: str, monkeypa
         assert float(solution.gap) < 2e-6 * float(PointCost(x, metric=metric).largest())
 
 
-def test_equal_weights_have_no_rounding_of_their_own() -> None:
-    x = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
-    assert float(otloss.solve(None, None, PointCost(x, x + 1)).gap) < 1e-14
+@pytest.mark.parametrize("epsilon", [None, 0.5])
+@pytest.mark.parametrize("sizes", [(6, 6), (7, 11), (49, 97)])
+def test_equal_weights_have_no_rounding_but_of_their_mass(sizes: tuple[int, int], epsilon: float | None) -> None:
+    """1 / n in float32 gives a mass of one up to a rounding, and the value is proportional to the mass."""
+    x, y = (torch.randn(n, 2, generator=torch.Generator().manual_seed(n)) for n in sizes)
+    cost = PointCost(x, y + 1).dense()
+    answer = otloss.solve(None, None, cost, epsilon=epsilon, tolerance=None if epsilon is None else 1e-9)
+    exact_weights = otloss.solve(None, None, cost.double(), epsilon=epsilon)
+    right, lower = float(exact_weights.value), float(answer.dual_value)
+    assert lower <= right <= lower + float(answer.gap)
+    assert float(answer.gap) < 2e-7 * right
+    assert float(otloss.solve(None, None, PointCost(x, x)).gap) < 1e-12
 
 
 @pytest.mark.parametrize("clusters", [1, 3])

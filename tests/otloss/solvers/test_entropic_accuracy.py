@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 import otloss
 from otloss import ConvergenceWarning
 from otloss.costs import PointCost
-from otloss.solvers.entropic import potentials
+from otloss.solvers.entropic import newton, potentials
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.newton import NewtonFirst
@@ -249,3 +250,64 @@ def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.Mon
     costs = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
     with pytest.raises(otloss.SmallEpsilonError):
         otloss.sinkhorn(None, None, costs, epsilon=1e-12, marginal_penalty=1.0)
+
+
+def test_newtons_method_ends_where_rounding_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outliers have potentials of 1e13: the error stays at the rounding of these, and steps cannot reduce it."""
+    steps, run = [], newton._run_kernel
+
+    def counted(*arguments: Any) -> Any:
+        result = run(*arguments)
+        steps.append(int(result.iterations))
+        return result
+
+    monkeypatch.setattr(newton, "_run_kernel", counted)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 5, generator=generator) for n in (60, 50))
+    x[:3] *= 1e6
+    y[:3] *= 1e6
+    with pytest.raises(otloss.SmallEpsilonError):
+        otloss.sinkhorn(None, None, PointCost(x, y), epsilon=2.0)
+    assert len(steps) == 1
+    assert steps[0] < 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rho", [(None, 5.6), 5.6, 0.5, (None, 50.0)])
+def test_unbalanced_problems_converge_at_a_tiny_epsilon(
+    rho: float | tuple[float | None, float | None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newton's method stalls where Sinkhorn's iteration ends; from zeros, through larger epsilons, it converges."""
+
+    def run(*_: object) -> None:
+        raise AssertionError("the last method runs")
+
+    monkeypatch.setattr(SinkhornAsLastResort, "run", run)
+    p, q = torch.full((2,), 0.5, dtype=dtype), torch.full((5,), 0.2, dtype=dtype)
+    cost = torch.tensor([[2.0, 1.0, 2.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0, 0.0]], dtype=dtype)
+    answer = otloss.solve(p, q, cost, epsilon=5.5e-8, marginal_penalty=rho)
+    assert bool(answer.converged)
+    assert float(answer.gap) < 1e-9
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize("largest", [1.17e8, 1e15])
+@pytest.mark.parametrize("is_row", [False, True])
+def test_one_bin_on_a_side_has_one_plan_at_any_epsilon(is_row: bool, largest: float, grad: str) -> None:
+    """The plan p q^T needs no potentials, whose rounding would be a share of epsilon here."""
+    p = torch.tensor([1.344e-7, 1.0446e-4, 1.084e-12], dtype=torch.float64)
+    cost = torch.tensor([[largest], [2.25], [1.86]], dtype=torch.float64)
+    q = p.sum(0, keepdim=True)
+    inputs = (q, p, cost.mT) if is_row else (p, q, cost)
+    leaves = tuple(t.clone().requires_grad_() for t in inputs)
+    answer = otloss.solve(*leaves, epsilon=0.0476, grad=grad)
+    answer.value.backward()
+    right = float(p @ cost[:, 0])
+    assert float(answer.value.detach()) == pytest.approx(right, rel=1e-12)
+    assert float(answer.gap) <= 1e-12 * right
+    plan = inputs[0].unsqueeze(-1) * inputs[1] / q
+    torch.testing.assert_close(answer.plan().detach(), plan, rtol=1e-8, atol=0.0)
+    torch.testing.assert_close(leaves[2].grad, plan, rtol=1e-8, atol=0.0)
+    gradient = leaves[1 if is_row else 0].grad
+    assert gradient is not None
+    torch.testing.assert_close(gradient - gradient[2], cost[:, 0] - cost[2, 0], rtol=1e-12, atol=1e-12 * largest)

@@ -1,6 +1,8 @@
 """solve and Transport: what it tells of a solution is true, and what has no derivative raises."""
 
+import copy
 import itertools
+import pickle
 import re
 import sys
 import warnings
@@ -237,6 +239,21 @@ def test_answers_after_a_change_in_place_raise() -> None:
     for answer, ask in [(exact, "potentials"), *((late, a) for a in ("gap", "dual_value", "certificate", "plan"))]:
         with pytest.raises(RuntimeError, match="changed in place"):
             late.plan() if ask == "plan" else getattr(answer, ask)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_copies_of_answers_know_what_was_changed(epsilon: float | None) -> None:
+    p, q, matrix = transport_problem((3,))
+    answer = otloss.solve(p, q, matrix.mul_(1), epsilon=epsilon)
+    copies = [copy.copy(answer), copy.deepcopy(answer), pickle.loads(pickle.dumps(answer))]
+    for copied in copies:
+        close(copied.plan(), answer.plan(), 0.0)
+        close(copied.gap, answer.gap, 0.0)
+    changed = otloss.solve(p, q, matrix, epsilon=epsilon)
+    matrix.mul_(2)
+    for copied in (copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            copied.certificate  # noqa: B018
 
 
 def test_barycentric_maps_divide_by_the_mass_that_is_moved() -> None:

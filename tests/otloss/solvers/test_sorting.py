@@ -244,3 +244,19 @@ def test_sizes_and_scale(n: int, operator: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(scaled, 4 * actual + 1 if operator is sort else actual)
     assert torch.autograd.grad(actual.square().sum(), x)[0].isfinite().all()
     assert operator(torch.zeros(2, 0, 3), epsilon=1.0).shape == (2, 0, 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own rules use torch.jit
+@pytest.mark.parametrize("function", [soft_sort, soft_rank, partial(soft_top_k, k=2)])
+def test_jacobians_and_hessians_in_forward_mode(function: Callable[[Tensor], Tensor]) -> None:
+    x = normal(5)
+
+    def value(x: Tensor) -> Tensor:
+        return (function(x) * torch.linspace(-1, 2, 5, dtype=x.dtype)).sum()
+
+    jacobian = torch.autograd.functional.jacobian(function, x)
+    torch.testing.assert_close(torch.func.jacfwd(function)(x), jacobian, rtol=1e-9, atol=1e-9)
+    hessian = torch.autograd.functional.hessian(value, x)
+    torch.testing.assert_close(
+        torch.func.hessian(value)(x), hessian, rtol=1e-7, atol=1e-7 * float(hessian.abs().amax())
+    )

@@ -90,11 +90,14 @@ class NewtonLimits(NamedTuple):
         tolerance: the largest error.
         largest_change: the largest change of b by an exact update, or infinity.
         max_steps: the largest number of steps of all rounds together.
+        largest_potential: over epsilon. A search beyond the tolerance ends where potentials are larger after some
+            steps, since their rounding decides the plan. It is infinite where this is not looked at.
     """
 
     tolerance: float
     largest_change: float
     max_steps: int
+    largest_potential: float = np.inf
 
 
 class NewtonResults(NamedTuple):
@@ -174,6 +177,16 @@ def steps_on_cells(
     return steps
 
 
+@inner()
+def largest_size(side: Any) -> float:
+    """Return the largest size of a potential of bins with mass."""
+    largest = 0.0
+    for i in range(side.weights.shape[0]):
+        if side.weights[i] > 0:
+            largest = max(largest, abs(side.potential[i]))
+    return largest
+
+
 @spliced
 def solve_stage(
     counter: Any, kernels: Any, pairs: Any, rows: Any, columns: Any, epsilon: float, limits: Any, support: Any
@@ -181,7 +194,7 @@ def solve_stage(
     """Run rounds at one epsilon, the first one with the cells of `support`. f is then the exact update from g."""
     tolerance, allowed_change, max_steps = limits.tolerance, limits.largest_change, limits.max_steps
     steps, cells, error = 0, support, 1.0
-    n, m = rows.weights.shape[0], columns.weights.shape[0]
+    n, m, looks_at_size = rows.weights.shape[0], columns.weights.shape[0], limits.largest_potential < np.inf
     while True:
         smallest_share = max(tolerance, NEWTON.omitted_share * NEWTON.error_reduction * error) / (n + m)
         arguments = pairs, rows, columns, epsilon, smallest_share, cells, steps < max_steps
@@ -190,6 +203,10 @@ def solve_stage(
         is_accurate = allowed_change == np.inf or largest_change(columns, epsilon) <= allowed_change
         if (error <= tolerance and is_accurate) or steps >= max_steps or is_stopped(counter, error, np.nan):
             return Progress(error, steps)
+        if looks_at_size and steps >= NEWTON.steps_before_size and error > tolerance:
+            size = max(largest_size(rows), largest_size(columns))
+            if size > limits.largest_potential * epsilon:
+                return Progress(error, steps)
         goal, limit = NEWTON.error_share * tolerance, min(NEWTON.max_steps_of_round, max_steps - steps)
         steps += max(1, steps_on_cells(counter, kernels, cells, rows, columns, epsilon, goal, limit))
 
@@ -208,9 +225,9 @@ def solve_problem(
     error, steps = np.inf, 0
     for stage in range(first, -1, -1):
         remaining = limits.max_steps - steps
-        stage_limits = NewtonLimits(NEWTON.tolerance_of_stage, np.inf, remaining)
+        stage_limits = NewtonLimits(NEWTON.tolerance_of_stage, np.inf, remaining, np.inf)
         if stage == 0:
-            stage_limits = NewtonLimits(limits.tolerance, limits.largest_change, remaining)
+            stage_limits = NewtonLimits(limits.tolerance, limits.largest_change, remaining, limits.largest_potential)
         width = epsilon * NEWTON.stage_factor**stage
         progress = solve_stage(counter, kernels, pairs, rows, columns, width, stage_limits, support)
         error, steps = progress.error, steps + progress.steps

@@ -20,6 +20,7 @@ class NewtonNumbers(NamedTuple):
         first_epsilon_over_penalty: from a start of zeros, epsilon of the first stage over the marginal penalty, at
             most. 0.5: 2.0 times in unbalanced 16x256 0.05.
         max_steps_of_round: the largest number of steps on the same cells. 2: 1.4 times in divergence 500 0.01.
+        steps_before_size: steps of the last stage before the size of potentials may end it.
         updates: exact updates of both sides before each step. None: 1.2 to 1.4 times in divergence 2000 0.05.
         error_reduction, error_share: a round ends when its error on the cells is this share of the error at its start,
             or this share of the tolerance. 0.1 and 0.9: 1.5 and 1.2 times in divergence 16x256 0.05.
@@ -46,6 +47,7 @@ class NewtonNumbers(NamedTuple):
     tolerance_of_stage: float = 1e-2
     first_epsilon_over_penalty: float = 0.05
     max_steps_of_round: int = 6
+    steps_before_size: int = 10
     updates: int = 2
     error_reduction: float = 1e-2
     error_share: float = 0.3
