@@ -378,9 +378,9 @@ def _solve(problem: Problem, settings: Settings, *, is_accurate: bool) -> Soluti
         if suits_clouds(problem):
             return with_envelope(solve_between_clouds(problem))
         return with_envelope(solve_exactly(problem, find_start=assignment_start))
-    problem, potentials = find_potentials(problem, settings, is_accurate=is_accurate)
-    solution = solution_of(problem, potentials, tolerance_of(problem, settings))
-    if solution.search is not potentials and potentials.is_within(solution.tolerance):
+    problem, result = find_potentials(problem, settings, is_accurate=is_accurate)
+    solution = solution_of(problem, result, tolerance_of(problem, settings))
+    if solution.search is not result and result.is_within(solution.tolerance):
         warn_of_errors(problem, solution.search, settings)  # no value, though the marginals are within the tolerance
     return with_envelope(solution) if settings.grad == "envelope" else with_implicit_derivatives(solution)
 

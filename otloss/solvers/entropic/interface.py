@@ -168,8 +168,8 @@ class Method(Protocol):
     should hold `potential_error`, `potential_range` and `smallest_eigenvalue`. With None for one of the first two the
     caller is not warned of uncertain gradients, and with None for any of them `dense_newton` keeps the result as it is.
 
-    `applies` decides by `impl`, the device and whether there is a start; Newton's method runs with any `impl`. Their
-    values are checked before, in `potentials`: whether `impl` is possible on the device, and the start finite.
+    `applies` decides by `impl`, the device and whether there is a start; Newton's method runs with any `impl`. Whether
+    `impl` is possible on the device and the start finite is checked before (`solve_problem`, `potentials`).
     """
 
     def applies(self, problem: Problem) -> bool:

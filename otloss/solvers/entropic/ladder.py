@@ -4,7 +4,7 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
 
 1. Sinkhorn's iteration: on a GPU by a Triton kernel, from clusters of large clouds, by the numba kernel for matrices,
    from blocks of large images, or in logarithms for any other problem. It ends early where its contraction says that
-   the tolerance is far. Newton's method takes its place where the points of each cloud are epsilons apart.
+   the tolerance is far. Where the points of each cloud are epsilons apart, Newton's method comes first.
 2. With impl="triton", Newton's method by products with the plan, on the device.
 3. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
 4. Sinkhorn's iteration in float64, with no limit but the budget of the call: where Newton's method does not apply or
@@ -44,7 +44,8 @@ PATIENCE = 250  # Newton's method with its exact start takes less time than so m
 def search(problem: Problem, budget: Budget) -> SearchResult:
     """Return for each problem the best potentials that the methods have found.
 
-    The budget is for all methods together. All but the last one that applies have `PATIENCE` only.
+    The budget is for all methods together. Sinkhorn's iteration has `PATIENCE` only, unless it is the last method that
+    applies. In a first call the search may end by iterations that were made while a kernel is compiled (`meanwhile`).
     """
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
     methods = [method for method in rungs if method is not None]

@@ -19,7 +19,8 @@ SHARE = 4  # one in so many iterations of the budget is done without the kernel,
 def run_method(method: Method, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
     """Run a method with what is left of the budget; as long as its kernel is compiled elsewhere, iterate without it.
 
-    Large problems only wait: their iterations would also take the processor from the compilation.
+    Large problems only wait: their iterations would also take the processor from the compilation. Within a method, soft
+    minima of a missing kernel are computed by torch (`_numba.background.declining`).
     """
     result, meanwhile = previous, _unused(budget, previous) // SHARE
     count = int(ENTRIES / max(1, problem.batch.numel() * math.prod(problem.cost.shape)))

@@ -37,7 +37,7 @@ CHECK_EVERY = 8  # iterations between two measurements of the contraction
 
 
 class Sinkhorn(Method):
-    """The method for every problem, which no other method of its rung takes."""
+    """The method for every problem that no other method of its rung takes."""
 
     def applies(self, problem: Problem) -> bool:
         return True
