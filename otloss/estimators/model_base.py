@@ -21,7 +21,7 @@ from otloss.estimators.features import SMALLEST_FEATURE, fitted_scaler, standard
 from otloss.estimators.training import OrdinalNetwork, PenalisedLoss, Rows, restarted, train_lbfgs
 
 LEAST_SHARE_OF_PENALTY = 1e-6  # Coefficients are of this size where the weights sum to so small a part of alpha.
-SMALLEST_SUM = 1e-300  # of the weights of all rows; the largest is its inverse
+SMALLEST_SUM, LARGEST_SUM = 1e-300, 1e303  # of the weights of all rows
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -78,10 +78,10 @@ class ModelBase(OrdinalBase):
 
     def _check_sum_of_weights(self, mass: float) -> None:
         """Raise ValueError where quotients with the sum of the weights, such as `alpha / mass`, would overflow."""
-        smallest, largest = SMALLEST_SUM * max(1.0, float(self.alpha)), 1 / SMALLEST_SUM
-        if not smallest <= mass <= largest:
+        smallest = SMALLEST_SUM * max(1.0, float(self.alpha))
+        if not smallest <= mass <= LARGEST_SUM:
             raise ValueError(
-                f"the weights of the rows sum to {mass:g}, expected {smallest:g} to {largest:g} with alpha="
+                f"the weights of the rows sum to {mass:g}, expected {smallest:g} to {LARGEST_SUM:g} with alpha="
                 f"{self.alpha:g}; divide sample_weight by its mean."
             )
 
