@@ -349,10 +349,7 @@ def broadcast_shape(*shapes: tuple[int, ...]) -> torch.Size:
     """`torch.broadcast_shapes`, without its 50 microseconds, and without sympy, which it imports in half a second."""
     if not any(shapes):
         return torch.Size()
-    distinct = {tuple(shape) for shape in shapes} - {()}
-    if len(distinct) <= 1:
-        return torch.Size(distinct.pop() if distinct else ())
-    sizes = []
+    sizes = []  # in a graph with symbolic sizes these are compared only as broadcasting needs it, and never hashed
     for place in range(-max(map(len, shapes)), 0):
         size = 1
         for shape in shapes:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._numba.background import compiling_here, start_python
+from otloss._numba.background import can_start_python, compiling_here, start_python
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.losses import document_distance, ordinal_loss
@@ -71,7 +71,7 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
     tasks = _tasks([name for name in EXAMPLES if name in (names or EXAMPLES)], dtypes)
     from otloss._numba.notices import silenced  # takes a second: it imports numba
 
-    processes = min(torch.get_num_threads(), MOST_PROCESSES) if _are_kept() else 1
+    processes = min(torch.get_num_threads(), MOST_PROCESSES) if _are_kept() and can_start_python() else 1
     begin = time.perf_counter()
     with _other_processes(tasks, processes - 1), silenced():
         _show(0, len(tasks), 0.0)

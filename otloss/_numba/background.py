@@ -75,6 +75,7 @@ class _Switch:
 SWITCH = _Switch()
 _state = _State()
 _compilations: dict[Kernel, _Compilation] = {}
+_lock = threading.RLock()  # for the compilations
 _ready: set[Any] = set()
 
 
@@ -118,7 +119,8 @@ def check_compiled(*calls: tuple[Any, Any, Callable[[], tuple[Any, ...]]]) -> No
             _ready.add(kinds)
         else:
             missing.append((kernel, signature))
-    processes = _processes_for(missing)
+    with _lock:
+        processes = _processes_for(missing)
     if processes:
         raise StillCompilingError(processes)
 
@@ -135,7 +137,7 @@ def _is_ready(kernel: Any, signature: tuple[Any, ...]) -> bool:
     """Whether a call compiles nothing, or no other process could compile for this one."""
     from otloss._numba.notices import is_compiled
 
-    return is_compiled(kernel, signature) or kernel.stats.cache_path is None or not sys.executable
+    return is_compiled(kernel, signature) or kernel.stats.cache_path is None or not can_start_python()
 
 
 def _processes_for(missing: Sequence[Kernel]) -> list[subprocess.Popen[bytes]]:
@@ -177,12 +179,19 @@ def _start(kernels: Sequence[Kernel], processes: int) -> list[subprocess.Popen[b
     return started
 
 
+def can_start_python() -> bool:
+    """Whether `sys.executable` is Python. In a frozen program it is the program, which would start itself again."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
 def start_python(*arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     """Start a process that compiles: the same Python and packages, one thread, and nothing is printed."""
-    paths = os.pathsep.join(filter(None, sys.path))
+    # The import system passes over what is not a string. An empty string stands for the current folder, which the
+    # new process searches for modules only if this one does.
+    paths = os.pathsep.join(path or os.curdir for path in sys.path if isinstance(path, str))
     return subprocess.Popen(
         [sys.executable, *arguments], stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -193,7 +202,14 @@ def _compile_all() -> None:
     compile_apart([(getattr(import_module(module), name), signature) for module, name, signature in jobs])
 
 
+def _after_fork() -> None:
+    # The processes are children of the parent alone, one of whose threads may have held the lock.
+    global _lock
+    _lock = threading.RLock()
+    _compilations.clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_compilations.clear)
+    os.register_at_fork(after_in_child=_after_fork)
 if __name__ == "__main__":
     _compile_all()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -119,3 +122,63 @@ def test_kernels_are_announced_once_though_some_are_compiled_before_others(monke
         assert process in background._processes_for(missing)
     assert announced == [(first, second), (third,)]
     assert started == [(first, second)]  # the other one waits for this process
+
+
+def test_threads_that_need_a_kernel_start_its_processes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(*_: Any) -> list[subprocess.Popen[bytes]]:
+        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        time.sleep(0.2)  # in which the other thread arrives
+        return started[-1:]
+
+    monkeypatch.setattr(background, "_compilations", {})
+    monkeypatch.setattr(background, "_is_ready", lambda *_: False)
+    monkeypatch.setattr(background, "_start", start)
+    monkeypatch.setattr(notices, "announce", lambda *_, **__: None)
+    raised = []
+
+    def call() -> None:
+        with background.declining():
+            try:
+                background.check_compiled((Kernel, (), tuple))
+            except StillCompilingError:
+                raised.append(1)
+
+    monkeypatch.setattr(background.SWITCH, "is_on", True)
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for process in started:
+        process.communicate(b"\n")
+    assert (len(started), len(raised)) == (1, 2)
+
+
+class Kernel:
+    stats = type("Stats", (), {"cache_path": "a folder"})
+    overloads = MappingProxyType[Any, Any]({})
+    _cache = None
+    typeof_pyval = staticmethod(type)
+
+
+@pytest.mark.parametrize(("name", "value"), [("executable", ""), ("executable", None), ("frozen", True)])
+def test_a_process_without_python_compiles_for_itself(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """A frozen program would start itself, and that one the next."""
+    monkeypatch.setattr(sys, name, value, raising=False)
+    monkeypatch.setattr(background, "_compilations", {})
+    monkeypatch.setattr(background, "_ready", set())
+    monkeypatch.setattr(background.SWITCH, "is_on", True)
+    with background.declining():
+        background.check_compiled((Kernel, (), tuple))
+
+
+def test_processes_find_the_modules_of_this_one_and_no_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The current folder may have a module of the same name; and paths that are not strings are ignored by imports."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "filelock.py").write_text("raise RuntimeError")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path] + [tmp_path])
+    assert background.start_python("-m", "otloss._numba.cache").wait() == 0
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert background.start_python("-m", "otloss._numba.cache").wait() == 1

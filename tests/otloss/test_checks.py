@@ -1,0 +1,35 @@
+"""What all functions check of their arguments."""
+
+import itertools
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from otloss._checks import broadcast_shape
+
+SHAPES = [(), *itertools.product(range(4)), *itertools.product(range(4), repeat=2)]
+
+
+def test_shapes_broadcast_as_in_torch() -> None:
+    assert broadcast_shape() == ()
+    for shapes in itertools.chain(itertools.product(SHAPES, repeat=2), itertools.product(SHAPES[::2], repeat=3)):
+        try:
+            expected = torch.broadcast_shapes(*shapes)
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                broadcast_shape(*shapes)
+        else:
+            assert broadcast_shape(*shapes) == expected
+
+
+def test_symbolic_sizes_broadcast() -> None:
+    """Where torch records a graph, sizes are symbols, which have no hash."""
+
+    def zeros(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(broadcast_shape(x.shape, y.shape))
+
+    x, y = torch.ones(3, 1), torch.ones(5)
+    graph = make_fx(zeros, tracing_mode="symbolic")(x, y)
+    assert graph(x, y).shape == (3, 5)
+    assert graph(torch.ones(7, 1), torch.ones(9)).shape == (7, 9)  # the sizes are no constants of the graph
