@@ -53,9 +53,9 @@ def test_files_are_named_by_what_they_do() -> None:
 
 # Beside the kernels' own tests: the notices of the compiler, and what a command line checks before torch is imported;
 # the table of names of other packages; the name of the distribution and how hints name it; kernels that run in Python;
-# no test lets another process compile.
+# no test lets another process compile; shapes broadcast as in torch, for all pairs of small ones.
 PRIVATE = {
-    "conftest.py", "test_warm_up.py", "test_cli.py",
+    "conftest.py", "test_warm_up.py", "test_cli.py", "test_checks.py",
     "test_foreign_keywords.py", "test_public_api.py", "test_llm_api.py", "uncompiled.py",
 }  # fmt: skip
 
