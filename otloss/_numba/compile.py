@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core.cgutils import if_unlikely, unpack_tuple
 from numba.extending import intrinsic, overload
 
@@ -76,6 +76,11 @@ def compiled(*, allocates: bool = False, by_address: bool = False, **options: An
     }  # fmt: skip
 
     def decorate(function: Any) -> Any:
+        if config.DISABLE_JIT:
+            raise RuntimeError(
+                "NUMBA_DISABLE_JIT is set, and this function needs a compiled CPU kernel; unset it, or pass "
+                'impl="torch" to entropic transport.'
+            )
         kernel = njit(**chosen)(function)
         # Without a folder to keep it in (a read-only installation without a home) each process compiles for itself.
         with suppress(RuntimeError, OSError):

@@ -364,3 +364,10 @@ def test_a_result_of_a_call_by_address_is_freed_once(folder: Path) -> None:
     assert after.alloc - before.alloc == after.free - before.free > 0
     with pytest.raises(TypeError, match="with arguments of the types"):
         add_results(address, np.ones(1, np.float32))
+
+
+def test_without_the_compiler_an_error_says_so() -> None:
+    code = "import otloss, torch; otloss.emd(None, None, torch.rand(40, 40))"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "RuntimeError: NUMBA_DISABLE_JIT is set" in done.stderr
