@@ -27,7 +27,6 @@ from otloss._progress import clock
 
 Kernel = tuple[Any, tuple[Any, ...]]  # with its signature
 ENTRIES = 2**25  # a second of the processor in torch; a kernel compiles in 2 to 5
-PROCESSES = 2  # that compile for one call, which has few kernels
 
 
 class StillCompilingError(Exception):
@@ -52,6 +51,7 @@ class StillCompilingError(Exception):
 
 class _State(threading.local):
     declines = False
+    processes = 1
 
 
 @dataclass
@@ -90,16 +90,18 @@ def compiling_here() -> Iterator[None]:
 
 
 @contextmanager
-def declining(entries: int = 0) -> Iterator[None]:
+def declining(entries: int = 0, *, processes: int = 1) -> Iterator[None]:
     """Within this context kernels that are not compiled raise `StillCompilingError`.
 
-    They do not where torch would compute more than `ENTRIES` of costs in their place.
+    They do not where torch would compute more than `ENTRIES` of costs in their place. A call that waits has a core for
+    a second process.
     """
-    before, _state.declines = _state.declines, SWITCH.is_on and entries <= ENTRIES
+    before = _state.declines, _state.processes
+    _state.declines, _state.processes = SWITCH.is_on and entries <= ENTRIES, processes
     try:
         yield
     finally:
-        _state.declines = before
+        _state.declines, _state.processes = before
 
 
 def check_compiled(*calls: tuple[Any, Any, Callable[[], tuple[Any, ...]]]) -> None:
@@ -159,7 +161,7 @@ def _processes_for(missing: Sequence[Kernel]) -> list[subprocess.Popen[bytes]]:
             running = [process for other in _compilations.values() for process in other.running()]
             if running:
                 return running
-            compilation.processes = _start(compilation.kernels, max(1, min(PROCESSES, torch.get_num_threads())))
+            compilation.processes = _start(compilation.kernels, max(1, min(_state.processes, torch.get_num_threads())))
         if compilation.running():
             return compilation.running()
     return []

@@ -26,10 +26,11 @@ def run_method(method: Method, problem: Problem, previous: SearchResult | None, 
     count = int(ENTRIES / max(1, problem.batch.numel() * math.prod(problem.cost.shape)))
     if count < SMALLEST_COUNT:
         meanwhile = 0
+    processes = 1 if meanwhile else 2
     while True:
         part = dataclasses.replace(budget, max_iterations=max(1, _unused(budget, result)))
         try:
-            with declining():
+            with declining(processes=processes):
                 return better(result, method.run(problem, result, part), budget.tolerance)
         except StillCompilingError as compilation:
             count = min(meanwhile, count)
