@@ -121,6 +121,8 @@ def check_compiled(*calls: tuple[Any, Any, Callable[[], tuple[Any, ...]]]) -> No
             _ready.add(kinds)
         else:
             missing.append((kernel, signature))
+    if not missing:
+        return
     with _lock:
         processes = _processes_for(missing)
     if processes:

@@ -384,8 +384,7 @@ class PointCost(Cost):
         """Return a cost that keeps its matrix where distances are products (`costs.distances`) and fit the memory."""
         if self._may_stream():
             return self
-        entries = self.batch_shape.numel() * self.shape[0] * self.shape[1]
-        if self._matrices is not None or needs_torch(self.x, self.y) or entries > PRODUCTS.max_kept_entries:
+        if self._matrices is not None or needs_torch(self.x, self.y) or self._entries() > PRODUCTS.max_kept_entries:
             return self
         if not (self._suits_products() or (self.metric == "cosine" and suit_products(self.x, self.y))):
             return self
