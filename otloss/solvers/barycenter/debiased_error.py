@@ -16,7 +16,7 @@ absolute changes of a.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -83,14 +83,12 @@ class HistogramDetails:
         roots: (..., k, n), of the masses p_k.
         log_p: (..., k, n), 0 at bins without mass.
         weights: (..., k)
-        known: what `hidden_by` has returned, by tau: all steps of a search ask for the same.
     """
 
     plans: Float[Tensor, "*batch k n n"]
     roots: Float[Tensor, "*batch k n"]
     log_p: Float[Tensor, "*batch k n"]
     weights: Float[Tensor, "*batch k"]
-    known: dict[float, Float[Tensor, "*batch"]] = field(default_factory=dict)
 
     @staticmethod
     def build(problem: BarycenterProblem, matrix: Float[Tensor, "n n"]) -> HistogramDetails:
@@ -109,8 +107,6 @@ class HistogramDetails:
 
     def hidden_by(self, tau: float) -> Float[Tensor, "*batch"]:
         """Return the sums over the bins of what tau hides, as a weighted mean of the histograms."""
-        if tau not in self.known:
-            eye = torch.eye(self.plans.shape[-1], dtype=self.plans.dtype, device=self.plans.device)
-            hidden = tau * solve_ex(self.plans + tau * eye, self.roots * self.log_p)[0]
-            self.known[tau] = (self.weights * (self.roots * hidden.abs()).sum(-1)).sum(-1)
-        return self.known[tau]
+        system = self.plans + tau * torch.eye(self.plans.shape[-1], dtype=self.plans.dtype, device=self.plans.device)
+        hidden = tau * solve_ex(system, self.roots * self.log_p)[0]
+        return (self.weights * (self.roots * hidden.abs()).sum(-1)).sum(-1)
