@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 # The relative error of the sums that gradients through a grid are made of.
+MAX_AXES_OF_BOXES = 8  # up to which the boxes around clouds are no larger than the balls, or hardly
 _GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 
@@ -338,7 +339,10 @@ class PointCost(Cost):
         return GaussianSums.build(x, y, f, g, epsilon=epsilon, share=share, is_bound=is_bound)
 
     def largest(self) -> Float[Tensor, "*batch"]:
-        """Return a bound of the largest cost, from the boxes around the clouds, per problem and without a graph."""
+        """Return a bound of the largest cost, per problem and without a graph.
+
+        It follows from the boxes around the clouds. With many axes balls are smaller: points rarely reach the corners.
+        """
         if callable(self.metric):
             return super().largest()
         if self.metric == "cosine":
@@ -347,7 +351,12 @@ class PointCost(Cost):
         width = torch.maximum(x.amax(-2) - y.amin(-2), y.amax(-2) - x.amin(-2))  # (..., d)
         if self.metric == "l1":
             return width.sum(-1)
-        return width.square().sum(-1) if self.metric == "sqeuclidean" else torch.linalg.vector_norm(width, dim=-1)
+        distance = torch.linalg.vector_norm(width, dim=-1)
+        if x.shape[-1] > MAX_AXES_OF_BOXES:
+            centre = ((x.mean(-2) + y.mean(-2)) / 2).unsqueeze(-2)
+            radii = [torch.linalg.vector_norm(cloud - centre, dim=-1).amax(-1) for cloud in (x, y)]
+            distance = torch.minimum(distance, radii[0] + radii[1])
+        return distance.square() if self.metric == "sqeuclidean" else distance
 
     def as_points(self) -> PointCost | None:
         return self if type(self) is PointCost and not callable(self.metric) else None

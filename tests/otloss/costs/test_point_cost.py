@@ -56,6 +56,15 @@ def test_costs_are_the_definition(n: int, m: int, d: int, tied: bool, metric: st
         torch.testing.assert_close(own.apply(torch.ones(own.shape[0]).double()), own.dense().sum(-1))
 
 
+@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean"])
+def test_the_bound_of_the_costs_is_near_them_with_many_axes(metric: str) -> None:
+    x, y = normal(2, 1, 30, 500), 3 + normal(4, 20, 500, seed=1)
+    cost = PointCost(x, y, metric=metric)
+    largest = cost.dense().amax((-2, -1))
+    assert (cost.largest() >= largest).all()
+    assert (cost.largest() <= 2 * largest).all()  # a box has 20 times as much, or 5 times as a distance
+
+
 @pytest.mark.parametrize("metric", EVERY)
 def test_a_cloud_per_problem(metric: str) -> None:
     x, y, v = normal(2, 1, 6, 3), normal(4, 5, 3, seed=1), normal(4, 5, seed=2)

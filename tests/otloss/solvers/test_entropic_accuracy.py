@@ -240,6 +240,8 @@ def test_newton_comes_first_between_points_that_are_far_apart() -> None:
     assert not is_first(y + 10, 0.1)  # far apart, with a plan as between x and y
     x, y = x[:10].repeat(4, 1), y[:10].repeat(4, 1)
     assert is_first(y, 1e-5)  # four points at each place
+    x, y = torch.randn(2, 40, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert not is_first(y, 5.0)  # all pairs cost nearly the same, 1700 to 2300
 
 
 def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.MonkeyPatch) -> None:
