@@ -29,15 +29,16 @@ ROOT = Path(__file__).parents[1]
 STEPS = 200
 IMPORT = re.compile(r"^(?:from|import) (\w+).*$", re.MULTILINE)
 PROGRAM = """
-import logging, resource, sys, time, warnings
+import logging, re, resource, sys, time, warnings
 import numpy as np, torch, otloss
 {imports}
 from otloss.costs import GridCost, PointCost
 
 class Kernels(logging.Handler):
-    count = at_first_step = elsewhere = 0
+    count = at_first_step = elsewhere = announced = 0
 
     def emit(self, record):
+        self.announced += sum(map(int, re.findall("takes about ([0-9]+) s", record.getMessage())))
         self.count += record.getMessage().startswith("compiled the CPU kernel")
         self.elsewhere += "in another process" in record.getMessage()
 
@@ -59,7 +60,8 @@ for compilation in _compilations.values():
         process.wait()
 others = resource.getrusage(resource.RUSAGE_CHILDREN)
 print()
-print(seconds, by_clock, others.ru_utime + others.ru_stime, kernels.count, kernels.at_first_step, kernels.elsewhere)
+print(seconds, by_clock, others.ru_utime + others.ru_stime,
+      kernels.count, kernels.at_first_step, kernels.elsewhere, kernels.announced)
 """
 CALLS = {
     "emd": "otloss.emd(p, q, costs).sum().backward()",
@@ -115,6 +117,7 @@ class First(NamedTuple):
         by_clock: the seconds that the call took.
         kernels, at_first_step: that it compiled, and those among them of the first step of a loop.
         elsewhere: how often another process compiled.
+        announced: the seconds for kernels that log lines announced.
     """
 
     seconds: float
@@ -123,11 +126,13 @@ class First(NamedTuple):
     kernels: int
     at_first_step: int
     elsewhere: int
+    announced: int
 
     @property
     def note(self) -> str:
         here = f"{self.by_clock:.1f} s by the clock, {self.kernels} kernels compiled"
-        return f"{here}, {self.elsewhere} in other processes for {self.of_others:.1f} s" if self.elsewhere else here
+        others = f", {self.elsewhere} in other processes for {self.of_others:.1f} s" if self.elsewhere else ""
+        return here + others + (f", {self.announced} s announced" if self.announced else "")
 
 
 def main(settings: Settings) -> None:
@@ -198,7 +203,7 @@ def _run(program: str, code: str, folder: str, environment: dict[str, str]) -> F
     if done.returncode:
         say(done.stderr)
         raise RuntimeError(f"the process of {code!r} ended with exit code {done.returncode}, see its error above")
-    seconds, by_clock, of_others, *counts = done.stdout.split()[-6:]
+    seconds, by_clock, of_others, *counts = done.stdout.split()[-7:]
     return First(float(seconds), float(by_clock), float(of_others), *map(int, counts))
 
 

@@ -17,6 +17,7 @@ from numba import types
 from numba.core import event
 
 from otloss._numba.cache import KernelCache
+from otloss._numba.duration import expected_seconds, rounded
 from otloss._progress import clock
 
 _log = logging.getLogger("otloss")
@@ -130,7 +131,9 @@ def announce(compilations: Sequence[tuple[Any, Any]], *, elsewhere: bool = False
     names += f" (in {len(compilations)} parts)" if len(compilations) > len(named) else ""
     plural = "s" if len(named) > 1 else ""
     place = " in another process (calls are slower until then)" if elsewhere else ""
-    _log.warning("compiling the CPU kernel%s %s%s, which takes some seconds, once; %s", plural, names, place, kept)
+    time = rounded(expected_seconds([kernel for kernel, _ in compilations], elsewhere=elsewhere))
+    _log.warning("compiling the CPU kernel%s %s%s, which takes %s of the processor, once; %s",
+                 plural, names, place, time, kept)  # fmt: skip
 
 
 def _purpose(kernel: Any) -> str:
