@@ -431,16 +431,21 @@ def ladder() -> None:
     arrow(ax, (1.5, 0.3), (1.5, 1.1), "a number")
     box(ax, 1.5, 0.3, "Is epsilon given?", PALE)
     box(ax, 4.1, 0.3, "exact: assignment,\nnetwork simplex")
-    arrow(ax, (2.2, 1.3), (2.2, 2.1))
     box(ax, 2.2, 1.3, "device, float32 or float64, start", PALE)
     rungs = [("the first that applies:\n" if len(rung) > 1 else "") + "\n".join(map(about, rung)) for rung in LADDER]
-    leaves = (f"too slow: over {PATIENCE} iterations", "not within the tolerance", "not within the tolerance", "")
-    for y, end, text, leave in zip((2.85, 5.0, 6.2, 7.15), (4.6, 5.9, 6.85, 8.0), rungs, leaves, strict=True):
-        arrow(ax, (2.2, y), (2.2, end), "\n\n\n\n" * (y < 3) + leave)
+    heights = [0.18 * (text.count("\n") + 1) + 0.12 for text in rungs]
+    top, bottom, reason = 2.0, 8.1, f"too slow: over {PATIENCE} iterations"
+    gap = (bottom - top - sum(heights)) / len(rungs)
+    arrow(ax, (2.2, 1.3), (2.2, top))
+    arrow(ax, (4.5, top + heights[0] / 2), (4.5, bottom))
+    ax.text(4.5, 3.7, "within\nthe\ntolerance", ha="center", va="center", fontsize=9, backgroundcolor="white")
+    for number, (text, height) in enumerate(zip(rungs, heights, strict=True)):
+        y, end = top + height / 2, top + height
+        top = end + gap
+        arrow(ax, (2.2, end), (2.2, top), reason if number < len(rungs) - 1 else "")
         arrow(ax, (2.2, y), (4.5, y))
         box(ax, 2.2, y, text)
-    arrow(ax, (4.5, 2.85), (4.5, 8.0))
-    ax.text(4.5, 3.7, "within\nthe\ntolerance", ha="center", va="center", fontsize=9, backgroundcolor="white")
+        reason = "not within the tolerance"
     box(ax, 2.75, 8.35, "accurate potentials, if gradients of weights are wanted;\nthen value, gap and warnings", PALE)
     ax.figure.savefig(FOLDER / "ladder.png")
 

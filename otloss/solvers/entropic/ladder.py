@@ -7,10 +7,9 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
    the tolerance is far. Where the points of each cloud are epsilons apart, Newton's method comes first.
 2. With impl="triton", Newton's method by products with the plan, on the device.
 3. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
-4. Sinkhorn's iteration in float64, with no limit but the budget of the call: where Newton's method does not apply or
-   fails.
+4. Sinkhorn's iteration in float64, with no limit but the budget of the call: for what the others give up.
 
-A new method is a class in a file of its own, its import here, and its place in a rung.
+A new method is a class in a file of its own, its import here, and its place in a rung before the last one.
 
 Potentials that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are
 improved after the ladder, by `dense_newton`.
@@ -29,7 +28,7 @@ from otloss.solvers.entropic.newton_products import NewtonByProducts
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.entropic.sinkhorn_gpu import SinkhornOnGPU
-from otloss.solvers.entropic.sinkhorn_last_resort import SinkhornAsLastResort
+from otloss.solvers.entropic.sinkhorn_last_resort import SinkhornAsLastResort, differs_from_first
 from otloss.solvers.problem import Problem
 
 LADDER: tuple[tuple[Method, ...], ...] = (
@@ -44,15 +43,18 @@ PATIENCE = 250  # Newton's method with its exact start takes less time than so m
 def search(problem: Problem, budget: Budget) -> SearchResult:
     """Return for each problem the best potentials that the methods have found.
 
-    The budget is for all methods together. Sinkhorn's iteration has `PATIENCE` only, unless it is the last method that
-    applies. In a first call the search may end by iterations that were made while a kernel is compiled (`meanwhile`).
+    The budget is for all methods together. The search ends at the tolerance or at the budget: a method that gives up
+    leaves the problem to the next one, and the last one has no limit but the budget. The first one has none either
+    where only the last one would follow and compute the same. In a first call the search may end by iterations that
+    were made while a kernel is compiled (`meanwhile`).
     """
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
-    methods = [method for method in rungs if method is not None]
+    *methods, last = [method for method in rungs if method is not None]
+    patience = PATIENCE if len(methods) > 1 or differs_from_first(problem) else budget.patience
     result = None if problem.start is None else SearchResult.at_start(problem)
-    for method in methods:
-        patience = budget.patience if method is methods[-1] else PATIENCE
-        result = run_method(method, problem, result, dataclasses.replace(budget, patience=patience))
+    for method in (*methods, last):
+        limits = budget if method is last else dataclasses.replace(budget, patience=patience)
+        result = run_method(method, problem, result, limits)
         if result.is_within(budget.tolerance) or result.iterations_used >= budget.max_iterations:
             break
     assert result is not None

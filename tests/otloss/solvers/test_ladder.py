@@ -1,0 +1,85 @@
+"""The ladder of entropic methods: the search goes on after a method that gives up, wherever it stands."""
+
+import dataclasses
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import otloss
+from otloss.costs import GridCost
+from otloss.solvers.entropic import ladder
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult
+from otloss.solvers.entropic.sinkhorn import Sinkhorn
+from otloss.solvers.problem import Problem
+
+RUNGS = len(ladder.LADDER)
+
+
+class Added(Method):
+    """The method for the test: it prints its name, makes two iterations of the reference and gives up."""
+
+    def applies(self, problem: Problem) -> bool:
+        return True
+
+    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+        print(type(self).__name__)
+        return Sinkhorn().run(problem, previous, dataclasses.replace(budget, max_iterations=2))
+
+
+def matrix(dtype: torch.dtype, **options: Any) -> otloss.Transport:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.softmax(torch.randn(n, generator=generator, dtype=dtype), -1) for n in (12, 15))
+    costs = torch.rand(12, 15, generator=generator, dtype=dtype)
+    return otloss.solve(p, q, costs, epsilon=0.02, tolerance=1e-5, **options)
+
+
+def image(dtype: torch.dtype) -> otloss.Transport:
+    """Cells of images that Newton's method does not take: the first method and the last one remain."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.softmax(torch.randn(1089, generator=generator, dtype=dtype), -1) for _ in range(2))
+    return otloss.solve(p, q, GridCost((33, 33)), epsilon=1.0, tolerance=1e-4)
+
+
+CASES = {
+    "matrix, float32": lambda: matrix(torch.float32), "matrix, float64": lambda: matrix(torch.float64),
+    "in torch": lambda: matrix(torch.float64, impl="torch"),
+    "unbalanced": lambda: matrix(torch.float64, marginal_penalty=1.0), "image": lambda: image(torch.float64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(RUNGS))
+@pytest.mark.parametrize("case", CASES)
+def test_a_new_method_that_gives_up_does_not_end_the_search(
+    case: str, place: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = CASES[case]().value
+    capsys.readouterr()
+    monkeypatch.setattr(ladder, "PATIENCE", 2)
+    monkeypatch.setattr(ladder, "LADDER", (*ladder.LADDER[:place], (Added(),), *ladder.LADDER[place:]))
+    found = CASES[case]()
+    is_reached = place < RUNGS - 1 or case == "image"  # Newton's method, before that place, solves all matrices
+    assert capsys.readouterr().out == "Added\n" * is_reached
+    assert bool(found.converged)
+    torch.testing.assert_close(found.value, expected, rtol=1e-3, atol=0.0)
+
+
+def test_the_first_method_may_give_up_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last method follows, although the first rung is in the arithmetic of the last one."""
+    monkeypatch.setattr(ladder, "LADDER", ((Added(),), *ladder.LADDER[1:]))
+    assert bool(image(torch.float64).converged)
+
+
+def test_the_chart_has_every_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(ladder, "LADDER", (ladder.LADDER[0], (Added(),), *ladder.LADDER[1:]))
+    draw = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "draw_pictures.py"))
+    draw["ladder"].__globals__["FOLDER"] = tmp_path
+    draw["ladder"]()
+    figure = draw["plt"].gcf()
+    drawn = "\n".join(text.get_text() for text in figure.axes[0].texts)
+    draw["plt"].close("all")
+    assert (tmp_path / "ladder.png").stat().st_size
+    assert all(f"{type(method).__name__}:" in drawn for rung in ladder.LADDER for method in rung)
