@@ -46,10 +46,12 @@ from otloss._progress import report
 from otloss.costs import PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.costs.order import grouped
+from otloss.solvers.entropic.arithmetic import in_float64, potential_of_plan
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult, in_float64, potential_of_plan
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, iterate
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
 from otloss.solvers.problem import Problem
 
 CLUSTERED_METRICS = ("sqeuclidean", "euclidean")
@@ -121,22 +123,22 @@ class Clusters(Method):
         (n, m), axes = cost.shape, cost.x.shape[-1]
         return axes <= CLUSTERING.max_axes and n * m >= CLUSTERING.smallest and min(n, m) > CLUSTERING.counts[0]
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the potentials between clusters; see `interface.Method`.
 
         The search ends early where it becomes slow, and has no iteration where clusters do not help: a side has no
         mass, the problem between clusters was not solved, or clusters are far larger than epsilon resolves. Between a
-        cloud and itself, Sinkhorn's iteration runs without clusters then. The potentials between clusters are a better
-        start than `previous`, which is what iterations have found while a kernel was compiled.
+        cloud and itself, Sinkhorn's iteration runs without clusters then. The potentials between clusters are better
+        than `start`, which is what iterations have found while a kernel was compiled.
         """
         p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
         flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
         clusters = _build_clusters(flat)
         result = None if clusters is None else _search(flat, clusters, budget)
         if result is None and problem.is_symmetric:
-            return iterate(problem, previous, budget)
+            return iterate(problem, start, budget)
         if result is None:
-            return SearchResult.at_start(problem)
+            return SearchResult.without_search(problem)
         return dataclasses.replace(
             result,
             f=result.f.expand(problem.p.shape),

@@ -20,7 +20,7 @@ from torch.nn.functional import interpolate, pad
 
 from otloss._numba import may_run_on
 from otloss.costs import GridCost
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from otloss.solvers.problem import Problem
@@ -58,15 +58,15 @@ class CoarseImages(Method):
             return False
         return problem.start is None and len(cost.cells) in _INTERPOLATION and cost.shape[0] > COARSENING.smallest
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from a coarser image; see `interface.Method`."""
-        if previous is not None:
-            return Sinkhorn().run(problem, previous, budget)
+        if start is not None:
+            return Sinkhorn().run(problem, start, budget)
         start, relaxation = _start_from_blocks(problem)
         return Sinkhorn().run(problem, start, budget, relaxation=relaxation)
 
 
-def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*batch"]]:
+def _start_from_blocks(problem: Problem) -> tuple[Start, Float[Tensor, "*batch"]]:
     """Return potentials and an over-relaxation w to start from."""
     cost = problem.cost.as_grid()
     assert cost is not None
@@ -81,8 +81,8 @@ def _start_from_blocks(problem: Problem) -> tuple[SearchResult, Float[Tensor, "*
         result = SinkhornOnCPU().run(coarse, None, dataclasses.replace(budget, largest_change=sys.float_info.max))
         eigenvalue = result.smallest_eigenvalue
         w = torch.ones_like(result.error) if eigenvalue is None else 2 / (1 + eigenvalue.clamp(0, 1).sqrt())
-    f, g = (_interpolated(potential, larger.cells, cost.cells) for potential in result.start)
-    return dataclasses.replace(result, f=f, g=g, error=torch.zeros_like(result.error)), w
+    f, g = (_interpolated(t, larger.cells, cost.cells) for t in (result.start.f, result.start.g))
+    return Start(f, g, torch.full_like(result.error, torch.inf)), w
 
 
 def _in_blocks(problem: Problem, cost: GridCost, larger: GridCost) -> Problem:

@@ -15,9 +15,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.equations.dual import ROUNDING, Dual, build_dual, is_dense_fast
+from otloss.solvers.entropic.equations.dual import (
+    ROUNDING,
+    Dual,
+    build_dual,
+    estimate_error,
+    is_dense_fast,
+    range_over_mass,
+)
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import Budget, SearchResult, better
+from otloss.solvers.entropic.interface import Budget, SearchResult, better, choose
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
@@ -42,6 +49,27 @@ class DenseNewton(NamedTuple):
 
 
 DENSE_NEWTON = DenseNewton()
+
+
+def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
+    """Return the result with the error of g and what belongs to it, also where the search has not estimated them."""
+    is_missing = result.error.isfinite()
+    if result.potential_error is not None:
+        is_missing = is_missing & result.potential_error.isnan()
+    if not bool(is_missing.any()):
+        return result
+    if problem.p.device.type == "cpu" and is_dense_fast(problem):
+        error = torch.full_like(result.error, torch.nan)
+        error[is_missing] = estimate_error(select(problem, is_missing), result.g[is_missing]).to(error)
+    else:
+        error = estimate_error(problem, result.g)
+    range_of_g = range_over_mass(problem, result.g)
+    return dataclasses.replace(
+        result,
+        potential_error=choose(is_missing, error, result.potential_error),
+        potential_range=choose(is_missing, range_of_g, result.potential_range),
+        smallest_eigenvalue=choose(is_missing, torch.ones_like(range_of_g), result.smallest_eigenvalue),
+    )  # the estimate has taken account of the eigenvalue
 
 
 def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:

@@ -1,7 +1,7 @@
 """What all searches for the potentials of an entropic problem share.
 
 A method of the ladder (`ladder.LADDER`) is a class with the two members of `Method`. It takes a reduced problem and
-what an earlier method has found, and returns potentials with the error of the marginals, per problem.
+the potentials to begin with, and returns potentials with the error of the marginals, per problem.
 """
 
 from __future__ import annotations
@@ -15,45 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import has_float64
-from otloss.solvers.histograms import of_equal_mass
+from otloss.solvers.entropic.arithmetic import dtype_of_potentials
 from otloss.solvers.problem import Problem
 
-# The columns of what the kernels write for each problem; `sinkhorn_cpu.KernelResults` explains them.
-ERROR, ITERATIONS, POTENTIAL_ERROR, POTENTIAL_RANGE, SMALLEST_EIGENVALUE = range(5)
-
-
-class Schedule(NamedTuple):
-    """The numbers of Sinkhorn's schedule, the same in torch and in the numba kernels, which read them as constants.
-
-    Attributes:
-        stage_factor: epsilon of a stage over epsilon of the stage before.
-        first_epsilon_over_cost: epsilon of the first stage over the largest cost, at most.
-        first_check: iterations before a problem may end as slow.
-        early_check, early_factor: a problem may end after `early_check` iterations already if it needs `early_factor`
-            times the iterations that the budget's patience allows.
-        extra_iterations: the most iterations within the tolerance until the potentials of light bins are accurate too.
-        overshoot: an error this many times the smallest one shows that the over-relaxation w is too large.
-        smallest_change: a smaller change of w is not made.
-        largest_relaxed_step: larger steps of a potential over epsilon are not over-relaxed.
-        largest_estimate: the estimate of the error of g over epsilon is a linear model, whose second order is the
-            square of the estimate. Larger estimates count as infinite.
-    """
-
-    stage_factor: float = 0.25
-    first_epsilon_over_cost: float = 0.25
-    first_check: int = 60
-    early_check: int = 20
-    early_factor: float = 8.0
-    extra_iterations: int = 200
-    overshoot: float = 3.0
-    smallest_change: float = 0.02
-    largest_relaxed_step: float = 1.5
-    largest_estimate: float = 0.1
-
-
-SCHEDULE = Schedule()
-UNMEASURED = 1e30  # the error of a start of an unbalanced problem: any error that is measured is smaller
+ERROR, ITERATIONS = range(2)  # the first columns of what the numba kernels write for each problem
 
 
 @dataclass(frozen=True)
@@ -80,6 +45,19 @@ class Budget:
     def is_accurate(self) -> bool:
         """Whether the potentials themselves have to be accurate, and not the marginals alone."""
         return self.largest_change < math.inf
+
+
+class Start(NamedTuple):
+    """The potentials to begin a search with.
+
+    Attributes:
+        f: (..., n), g: (..., m), finite; zeros in problems without a start.
+        error: (...), which an earlier search has measured; infinite where none has.
+    """
+
+    f: Float[Tensor, "*batch n"]
+    g: Float[Tensor, "*batch m"]
+    error: Float[Tensor, "*batch"]
 
 
 @dataclass(frozen=True)
@@ -114,24 +92,21 @@ class SearchResult:
         return not self.error.numel() or self.error.amax().item() <= tolerance
 
     @property
-    def start(self) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]:
-        """The potentials, as a start of another search: zeros where the error is not finite."""
+    def start(self) -> Start:
+        """The potentials as a start of another search."""
         is_finite = self.error.isfinite().unsqueeze(-1)
-        return torch.where(is_finite, self.f, 0.0), torch.where(is_finite, self.g, 0.0)
+        return Start(torch.where(is_finite, self.f, 0.0), torch.where(is_finite, self.g, 0.0), self.error)
 
     @property
     def iterations_used(self) -> int:
         return int(self.iterations.amax()) if self.iterations.numel() else 0
 
     @staticmethod
-    def at_start(problem: Problem) -> SearchResult:
-        """Return the start of the problem, or zeros, as the result of no iteration."""
+    def without_search(problem: Problem) -> SearchResult:
+        """Return zeros with an infinite error, after no iteration."""
         dtype = dtype_of_potentials(problem)
         f, g = (torch.zeros_like(weights, dtype=dtype) for weights in (problem.p, problem.q))
         error = torch.full_like(problem.epsilon, torch.inf, dtype=dtype)
-        if problem.start is not None:
-            f, g = (potential.to(dtype) for potential in problem.start)
-            error = torch.full_like(error, 2.0 if problem.marginal_penalty is None else UNMEASURED)
         return SearchResult(f, g, error, torch.zeros_like(error, dtype=torch.int64))
 
 
@@ -142,7 +117,7 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
     is_new = ~(previous.error.clamp(min=tolerance) < new.error)  # an error may be NaN
     column = is_new.unsqueeze(-1)
     merged = {
-        name: _where(is_new, getattr(new, name), getattr(previous, name))
+        name: choose(is_new, getattr(new, name), getattr(previous, name))
         for name in ("potential_error", "potential_range", "smallest_eigenvalue")
     }
     return SearchResult(
@@ -154,19 +129,27 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
     )
 
 
-def _where(is_new: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor | None:
+def choose(is_new: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor | None:
     """Return the one or the other number, NaN where it is not known."""
     if new is None and previous is None:
         return None
     return torch.where(is_new, torch.nan if new is None else new, torch.nan if previous is None else previous)
 
 
+def start_of(problem: Problem) -> Start | None:
+    """Return the start that the user has given, of which no error is known."""
+    if problem.start is None:
+        return None
+    dtype = dtype_of_potentials(problem)
+    f, g = (potential.to(dtype) for potential in problem.start)
+    return Start(f, g, torch.full_like(problem.epsilon, torch.inf, dtype=dtype))
+
+
 class Method(Protocol):
     """A way to find the potentials of entropic problems.
 
-    In each result f is an exact update from g. Where `budget.is_accurate` and the problem is not symmetric, a result
-    should hold `potential_error`, `potential_range` and `smallest_eigenvalue`. With None for one of the first two the
-    caller is not warned of uncertain gradients, and with None for any of them `dense_newton` keeps the result as it is.
+    In each result f is an exact update from g. Where `budget.is_accurate` a method may estimate `potential_error`,
+    `potential_range` and `smallest_eigenvalue`, if that costs it little; the others are estimated after the ladder.
 
     `applies` decides by `impl`, the device and whether there is a start; Newton's method runs with any `impl`. Whether
     `impl` is possible on the device and the start finite is checked before (`solve_problem`, `potentials`).
@@ -176,53 +159,14 @@ class Method(Protocol):
         """Return whether the method is for problems of these sizes and options, on this device and with this cost."""
         ...
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search until the tolerance is reached, the budget is used up, or the search is too slow.
 
         Args:
-            previous: where an earlier method ended, to start from, or None.
+            start: where an earlier method ended, or potentials of a similar problem, or None.
 
         Returns:
-            The result of this search, with its own iterations. Problems that `previous` has solved may be left as they
-            are.
+            The result of this search, with its own iterations. The error of problems that `start` has solved may be
+            infinite: the ladder keeps their earlier result.
         """
         ...
-
-
-def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
-    """Return the same problem without a graph, or with its graph, in float64 if the device has it."""
-    wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
-    with torch.set_grad_enabled(with_graph):
-        inputs = (problem.p, problem.q, problem.epsilon)
-        p, q, epsilon = (t.to(wide) if with_graph else t.detach().to(wide) for t in inputs)
-        if problem.marginal_penalty is None:
-            q = of_equal_mass(p, q)
-        cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
-    return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
-
-
-def is_queued(problem: Problem) -> bool:
-    """Return whether the host does not wait for the work of the device: on a CPU, it does but for Triton's tests."""
-    return problem.p.device.type != "cpu" or problem.impl == "triton"
-
-
-def dtype_of_potentials(problem: Problem) -> torch.dtype:
-    """Return float64 on a CPU also for float32 costs: the rounding of f counts in full in f / epsilon."""
-    return torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
-
-
-def log_weights(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return log p and log q, or in balanced problems of the mass M, log(p / M) and log(q / M)."""
-    p, q = (w.detach().to(dtype) for w in (problem.p, problem.q))
-    if problem.marginal_penalty is None:
-        tiny = torch.finfo(dtype).tiny
-        p, q = (w / w.sum(-1, keepdim=True).clamp(min=tiny) for w in (p, q))
-    return p.log(), q.log()
-
-
-def potential_of_plan(problem: Problem, f: Tensor) -> Tensor:
-    """Return the f for which P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon): f - epsilon log M if balanced."""
-    if problem.marginal_penalty is not None:
-        return f
-    mass = problem.p.detach().to(f.dtype).sum(-1).clamp(min=torch.finfo(f.dtype).tiny)
-    return f - (problem.epsilon.detach().to(f.dtype) * mass.log()).unsqueeze(-1)

@@ -18,11 +18,12 @@ improved after the ladder, by `dense_newton`.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult
-from otloss.solvers.entropic.meanwhile import run_method
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, start_of
+from otloss.solvers.entropic.meanwhile import run
 from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
 from otloss.solvers.entropic.newton_products import NewtonByProducts
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
@@ -43,19 +44,18 @@ PATIENCE = 250  # Newton's method with its exact start takes less time than so m
 def search(problem: Problem, budget: Budget) -> SearchResult:
     """Return for each problem the best potentials that the methods have found.
 
-    The budget is for all methods together. The search ends at the tolerance or at the budget: a method that gives up
-    leaves the problem to the next one, and the last one has no limit but the budget. The first one has none either
-    where only the last one would follow and compute the same. In a first call the search may end by iterations that
-    were made while a kernel is compiled (`meanwhile`).
+    The budget is for all methods together. A method that gives up leaves the problem to the next one, and the last one
+    has no limit but the budget. Nor has the first one where only the last one would follow and compute the same.
     """
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
     *methods, last = [method for method in rungs if method is not None]
-    patience = PATIENCE if len(methods) > 1 or differs_from_first(problem) else budget.patience
-    result = None if problem.start is None else SearchResult.at_start(problem)
+    patience = PATIENCE if len(methods) > 1 or differs_from_first(problem) else math.inf
+    start, result, unused = start_of(problem), None, budget.max_iterations
     for method in (*methods, last):
-        limits = budget if method is last else dataclasses.replace(budget, patience=patience)
-        result = run_method(method, problem, result, limits)
-        if result.is_within(budget.tolerance) or result.iterations_used >= budget.max_iterations:
+        limits = dataclasses.replace(budget, max_iterations=unused, patience=math.inf if method is last else patience)
+        result = better(result, run(method, problem, start, limits), budget.tolerance)
+        start, unused = result.start, budget.max_iterations - result.iterations_used
+        if result.is_within(budget.tolerance) or unused < 1:
             break
     assert result is not None
     return result

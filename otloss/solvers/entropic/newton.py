@@ -20,9 +20,8 @@ from torch import Tensor
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
 from otloss.costs.order import METRICS, order_of
-from otloss.solvers.entropic.equations.dual import with_estimates
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, better
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, Start, better
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
 from otloss.solvers.entropic.warnings import check_not_too_small, smallest_epsilon_over_potential
@@ -70,17 +69,18 @@ class SparseNewton(Method):
     def applies(self, problem: Problem) -> bool:
         return not problem.is_symmetric and suits_newton(problem)
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
-        """Solve the problems that `previous` has not solved; see `interface.Method`."""
-        previous = SearchResult.at_start(problem) if previous is None else previous
-        mask = ~(previous.error <= budget.tolerance)
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+        """Solve the problems that the start has not solved; see `interface.Method`."""
+        unknown = SearchResult.without_search(problem)
+        start = unknown.start if start is None else start
+        mask = ~(start.error <= budget.tolerance)
         if not bool(mask.any()):
-            return dataclasses.replace(previous, iterations=torch.zeros_like(previous.iterations))
+            return unknown
         slow = select(problem, mask)
-        g, error, cells = previous.start[1][mask].cpu().double(), previous.error[mask].cpu().double(), None
+        g, cells = start.g[mask].cpu().double(), None
         if slow.marginal_penalty is None:
             g, cells = _exact_start(slow, g)
-        result = _run_kernel(slow, g, error, cells, budget)
+        result = _run_kernel(slow, g, cells, budget)
         if slow.marginal_penalty is not None and not result.is_within(budget.tolerance):
             result = _through_larger_epsilons(slow, result, budget)
         f, g = result.f, result.g
@@ -93,11 +93,7 @@ class SparseNewton(Method):
         result = dataclasses.replace(result, f=f, g=g)
         if not result.is_within(budget.tolerance):  # before the last method uses up the budget
             check_not_too_small(slow, result, budget.tolerance)
-        if budget.is_accurate:
-            result = with_estimates(slow, result)
-        if slow.marginal_penalty is not None:  # light columns, which hardly count, may decide the estimate: no warning
-            result = dataclasses.replace(result, potential_range=None, smallest_eigenvalue=None)
-        return scatter(previous, mask, result)
+        return scatter(unknown, mask, result)
 
 
 class NewtonFirst(SparseNewton):
@@ -145,12 +141,12 @@ def _through_larger_epsilons(problem: Problem, result: SearchResult, budget: Bud
     Beside a tiny epsilon a start with a large error is a corner that Newton's method hardly leaves.
     """
     mask = ~(result.error <= budget.tolerance)
-    remaining, unknown = select(problem, mask), torch.full_like(result.error[mask], torch.inf)
+    remaining = select(problem, mask)
     max_steps = MAX_SMALL_STEPS if math.prod(problem.cost.shape) <= SMALL_PAIRS else MAX_STEPS
     max_steps = min(max_steps, budget.max_iterations - result.iterations_used)
     if max_steps < 1:
         return result
-    new = _run_kernel(remaining, torch.zeros_like(remaining.q), unknown, None, budget, max_steps=max_steps)
+    new = _run_kernel(remaining, torch.zeros_like(remaining.q), None, budget, max_steps=max_steps)
     # Where numbers overflowed, the next method has the whole budget.
     new = dataclasses.replace(new, iterations=new.iterations.masked_fill(~new.error.isfinite(), 0))
     return better(result, scatter(result, mask, new), budget.tolerance)
@@ -185,9 +181,9 @@ def _pairs(problem: Problem, order: _Order) -> Pairs:
 
 
 def _run_kernel(
-    problem: Problem, g: Tensor, error: Tensor, plans: Tensor | None, budget: Budget, *, max_steps: int = MAX_STEPS
+    problem: Problem, g: Tensor, plans: Tensor | None, budget: Budget, *, max_steps: int = MAX_STEPS
 ) -> SearchResult:
-    """Call the kernel, from g with this error and the cells (problems, 2, cells) of the exact plans."""
+    """Call the kernel, from g and the cells (problems, 2, cells) of the exact plans."""
     from otloss._numba.compile import addresses_of
     from otloss.solvers.entropic.newton_kernels.newton_numba import (
         NewtonKernels,
@@ -210,7 +206,7 @@ def _run_kernel(
     problems = NewtonProblems(
         p=p[:, order.rows].contiguous().numpy(), q=q[:, order.columns].contiguous().numpy(), pairs=pairs,
         owner=np.arange(count) % len(pairs.matrix), epsilon=problem.epsilon.contiguous().numpy(),
-        penalties=penalties_of(problem), has_start=error.isfinite().numpy(), plans=np.ascontiguousarray(cells),
+        penalties=penalties_of(problem), has_start=(g != 0).any(-1).numpy(), plans=np.ascontiguousarray(cells),
     )  # fmt: skip
     limits = NewtonLimits(
         budget.tolerance,

@@ -34,12 +34,12 @@ from torch import Tensor
 from otloss._checks import has_float64
 from otloss._progress import report
 from otloss.costs.cost import PlanProducts
+from otloss.solvers.entropic.arithmetic import in_float64, is_queued
 from otloss.solvers.entropic.dense_newton import shortened
 from otloss.solvers.entropic.equations.conjugate_gradients import Equations, conjugate_gradients
-from otloss.solvers.entropic.equations.dual import with_estimates
 from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.equations.updates import Updates, build_updates
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64, is_queued
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import exact_updates, falling_epsilons
 from otloss.solvers.problem import Problem
 
@@ -75,25 +75,26 @@ class NewtonByProducts(Method):
     def applies(self, problem: Problem) -> bool:
         return problem.impl == "triton" and not problem.is_symmetric
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from near potentials, else in stages of epsilon, and then in float64; see `interface.Method`."""
-        result = _search(problem, SearchResult.at_start(problem) if previous is None else previous, budget)
+        start = SearchResult.without_search(problem).start if start is None else start
+        result = _search(problem, start, budget)
         if problem.cost.dtype == torch.float32 and has_float64(problem.p.device) and not _is_solved(result, budget):
-            precise = _search(in_float64(problem), result, budget)
+            precise = _search(in_float64(problem), result.start, budget)
             result = dataclasses.replace(precise, iterations=result.iterations + precise.iterations)
-        return with_estimates(problem, result) if budget.is_accurate else result
+        return result
 
 
 def _is_solved(result: SearchResult, budget: Budget) -> bool:
     return result.is_within(budget.tolerance) or result.iterations_used >= budget.max_iterations
 
 
-def _search(problem: Problem, previous: SearchResult, budget: Budget) -> SearchResult:
+def _search(problem: Problem, start: Start, budget: Budget) -> SearchResult:
     """Return where the steps end in the arithmetic of the problem."""
     updates = build_updates(problem)
-    is_near = previous.error <= STEPS.stage_error
-    g, steps = previous.start[1].to(updates.log_q), torch.zeros_like(previous.iterations)
-    if previous.error.numel() and not bool(is_near.all()):
+    is_near = start.error <= STEPS.stage_error
+    g, steps = start.g.to(updates.log_q), torch.zeros_like(start.error, dtype=torch.int64)
+    if start.error.numel() and not bool(is_near.all()):
         staged = _run_stages(updates, budget)
         g, steps = torch.where(is_near.unsqueeze(-1), g, staged.g), torch.where(is_near, 0, staged.steps)
     end = _run_steps(updates, g, budget.tolerance, min(STEPS.max_steps, budget.max_iterations))

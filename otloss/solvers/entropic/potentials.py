@@ -12,11 +12,12 @@ from torch import Tensor
 from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
 from otloss.costs.cost import makes_graph
-from otloss.solvers.entropic.dense_newton import with_accurate_potentials
+from otloss.solvers.entropic.arithmetic import in_float64
+from otloss.solvers.entropic.dense_newton import with_accurate_potentials, with_estimates
 from otloss.solvers.entropic.equations.dual import shifted_to_equal_mass
 from otloss.solvers.entropic.equations.slow_modes import with_known_error
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import Budget, SearchResult, in_float64
+from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.entropic.sinkhorn_gpu import is_measured_faster
@@ -102,7 +103,10 @@ def _build_budget(problem: Problem, settings: Settings, *, is_accurate: bool) ->
 def _search(problem: Problem, budget: Budget) -> SearchResult:
     """Return the result of the ladder, with accurate potentials if the budget asks for them."""
     searched = _prepared(problem)
-    result = shifted_to_equal_mass(searched, search(searched, budget))
+    result = search(searched, budget)
+    if budget.is_accurate and not problem.is_symmetric:
+        result = with_estimates(searched, result)
+    result = shifted_to_equal_mass(searched, result)
     check_not_too_small(searched, result, budget.tolerance)
     if budget.is_accurate and problem.is_symmetric:
         result = _with_equal_potentials(searched, result)

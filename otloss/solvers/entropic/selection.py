@@ -13,7 +13,8 @@ from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
 from otloss.costs import Cost, DenseCost
 from otloss.costs.order import METRICS, can_leave_out
-from otloss.solvers.entropic.interface import SearchResult, in_float64
+from otloss.solvers.entropic.arithmetic import in_float64
+from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.problem import Problem
 

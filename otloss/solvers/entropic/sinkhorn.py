@@ -24,10 +24,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._progress import report
-from otloss.solvers.entropic.equations.dual import with_estimates
+from otloss.solvers.entropic.arithmetic import is_queued
 from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.equations.updates import Updates, build_updates
-from otloss.solvers.entropic.interface import SCHEDULE, Budget, Method, SearchResult, is_queued
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
 from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
 
@@ -45,43 +46,41 @@ class Sinkhorn(Method):
     def run(
         self,
         problem: Problem,
-        previous: SearchResult | None,
+        start: Start | None,
         budget: Budget,
         *,
         relaxation: Float[Tensor, "*batch"] | None = None,
     ) -> SearchResult:
-        """Search from where another search ended, else in stages of epsilon; see `interface.Method`.
+        """Search from the start, or without one in stages of epsilon; see `interface.Method`.
 
         `relaxation` is the over-relaxation w to begin with, 1 by default.
         """
         updates = build_updates(problem)
-        start = _Start(torch.zeros_like(updates.log_p), torch.zeros_like(updates.log_q), iterations=0)
-        if previous is not None:
-            f, g = (potential.to(updates.log_p.dtype) for potential in previous.start)
-            start = _Start(f, g, iterations=0)
+        f, g, iterations = torch.zeros_like(updates.log_p), torch.zeros_like(updates.log_q), 0
+        if start is not None:
+            f, g = start.f.to(f.dtype), start.g.to(g.dtype)
         elif not problem.is_symmetric:
-            start = _run_stages(updates, start.g, budget)
-        budget = dataclasses.replace(budget, max_iterations=budget.max_iterations - start.iterations)
+            f, g, iterations = _run_stages(updates, f, g, budget)
+        budget = dataclasses.replace(budget, max_iterations=budget.max_iterations - iterations)
         if problem.is_symmetric:
-            result = _run_symmetric(updates, start.g, budget)
+            result = _run_symmetric(updates, g, budget)
         else:
-            w = torch.ones_like(updates.epsilon) if relaxation is None else relaxation.to(start.f.dtype).unsqueeze(-1)
-            result = _run_relaxed(updates, start.f, start.g, w, budget)
-        result = dataclasses.replace(result, iterations=result.iterations + start.iterations)
-        return with_estimates(problem, result) if budget.is_accurate and not problem.is_symmetric else result
+            w = torch.ones_like(updates.epsilon) if relaxation is None else relaxation.to(f.dtype).unsqueeze(-1)
+            result = _run_relaxed(updates, f, g, w, budget)
+        return dataclasses.replace(result, iterations=result.iterations + iterations)
 
 
-class _Start(NamedTuple):
-    """The potentials to begin with, and how many iterations led there."""
+class _EndOfStages(NamedTuple):
+    """The potentials to go on from, and how many iterations led there."""
 
     f: Tensor
     g: Tensor
     iterations: int
 
 
-def _run_stages(updates: Updates, g: Tensor, budget: Budget) -> _Start:
+def _run_stages(updates: Updates, f: Tensor, g: Tensor, budget: Budget) -> _EndOfStages:
     """Return the potentials after some iterations at each of the larger values of epsilon."""
-    problem, iterations, f = updates.problem, 0, torch.zeros_like(updates.log_p)
+    problem, iterations = updates.problem, 0
     for epsilon in falling_epsilons(problem):
         at_stage = updates.at(epsilon)
         for _ in range(min(STAGE_ITERATIONS, budget.max_iterations - iterations - 1)):
@@ -92,7 +91,7 @@ def _run_stages(updates: Updates, g: Tensor, budget: Budget) -> _Start:
             # Without its mean, g does not keep the size that it had at a large epsilon.
             share = updates.log_q.exp()
             g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
-    return _Start(f, g, iterations)
+    return _EndOfStages(f, g, iterations)
 
 
 def falling_epsilons(problem: Problem) -> list[Tensor]:
@@ -223,7 +222,7 @@ class RelaxationSchedule:
             return torch.zeros_like(self.is_settling)
         speed = -(error.to(self.w.dtype) / self.previous_error).log() / CHECK_EVERY
         needed = torch.where(speed > 0, (error / budget.tolerance).log() / speed, torch.inf)
-        allowed = budget.patience * (1.0 if count >= SCHEDULE.first_check else SCHEDULE.early_factor)
+        allowed = budget.patience * (1.0 if count >= SCHEDULE.full_check else SCHEDULE.early_factor)
         return (needed > allowed) & ~self.is_settling
 
     def next_relaxation(self, error: Tensor) -> Tensor:

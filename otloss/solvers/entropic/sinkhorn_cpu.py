@@ -13,8 +13,9 @@ from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss._numba.threads import PASSES, Work, run_on_threads
+from otloss.solvers.entropic.arithmetic import in_float64
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.options import BOTH_KEPT, of_batch
 from otloss.solvers.problem import Problem
@@ -61,11 +62,11 @@ class SinkhornOnCPU(Method):
             return False
         return n * m <= MATRIX_LIMITS.largest_matrix and cost.batch_shape.numel() * n * m <= MATRIX_LIMITS.max_entries
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
-        """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+        """Search from the start, or without one in stages of epsilon; see `interface.Method`."""
         (n, m), batch = problem.cost.shape, problem.batch
-        start = None if previous is None else previous.start[1].reshape(-1, m)
-        results = run_kernel(build_matrix_problems(problem), budget, g=start)
+        g = None if start is None else start.g.reshape(-1, m)
+        results = run_kernel(build_matrix_problems(problem), budget, g=g)
         f, g = results.f.reshape(*batch, n), results.g.reshape(*batch, m)
         if _rounds_potentials(problem):
             updates = build_updates(in_float64(problem))
@@ -90,10 +91,10 @@ def _rounds_potentials(problem: Problem) -> bool:
     return bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * penalty_limit).any())
 
 
-def iterate(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+def iterate(problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
     """Run Sinkhorn's iteration by the kernel where it applies, else in torch."""
     method: Method = SinkhornOnCPU() if SinkhornOnCPU().applies(problem) else Sinkhorn()
-    return method.run(problem, previous, budget)
+    return method.run(problem, start, budget)
 
 
 def penalties_of(problem: Problem) -> Float[np.ndarray, "problems 2"]:

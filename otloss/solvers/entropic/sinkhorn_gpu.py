@@ -32,8 +32,7 @@ from typing import NamedTuple
 import torch
 
 from otloss._checks import needs_torch
-from otloss.solvers.entropic.equations.dual import with_estimates
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
 
@@ -56,14 +55,13 @@ class SinkhornOnGPU(Method):
     def applies(self, problem: Problem) -> bool:
         return problem.impl == "triton" or is_measured_faster(problem)
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
-        """Search from where another search ended, else in stages of epsilon; see `interface.Method`."""
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+        """Search from the start, or without one in stages of epsilon; see `interface.Method`."""
         if not is_small(problem):
-            return Sinkhorn().run(problem, previous, budget)
+            return Sinkhorn().run(problem, start, budget)
         from otloss.solvers.entropic.sinkhorn_kernels.small_triton import solve_small
 
-        result = solve_small(problem, previous, budget)
-        return with_estimates(problem, result) if budget.is_accurate and not problem.is_symmetric else result
+        return solve_small(problem, start, budget)
 
 
 def is_small(problem: Problem) -> bool:

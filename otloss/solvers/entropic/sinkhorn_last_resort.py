@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, in_float64
+from otloss.solvers.entropic.arithmetic import in_float64
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import iterate
 from otloss.solvers.problem import Problem
@@ -16,11 +17,11 @@ class SinkhornAsLastResort(Method):
     def applies(self, problem: Problem) -> bool:
         return True
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
-        """Search from where another search ended; see `interface.Method`."""
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+        """Search from the start; see `interface.Method`."""
         problem = in_float64(problem)
         run = iterate if problem.marginal_penalty is None else Sinkhorn().run  # whose logarithms do not underflow
-        return run(problem, previous, budget)
+        return run(problem, start, budget)
 
 
 def differs_from_first(problem: Problem) -> bool:

@@ -32,9 +32,10 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
+from otloss.solvers.entropic.arithmetic import in_float64, potential_of_plan
 from otloss.solvers.entropic.equations.slow_modes import with_known_error
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import SearchResult, in_float64, potential_of_plan
+from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.options import is_kept
 from otloss.solvers.problem import Problem
 

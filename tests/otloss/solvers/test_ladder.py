@@ -11,7 +11,7 @@ import torch
 import otloss
 from otloss.costs import GridCost
 from otloss.solvers.entropic import ladder
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
 
@@ -24,9 +24,9 @@ class Added(Method):
     def applies(self, problem: Problem) -> bool:
         return True
 
-    def run(self, problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         print(type(self).__name__)
-        return Sinkhorn().run(problem, previous, dataclasses.replace(budget, max_iterations=2))
+        return Sinkhorn().run(problem, start, dataclasses.replace(budget, max_iterations=2))
 
 
 def matrix(dtype: torch.dtype, **options: Any) -> otloss.Transport:

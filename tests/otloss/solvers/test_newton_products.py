@@ -19,7 +19,7 @@ from otloss.solvers.entropic.equations.conjugate_gradients import Equations, con
 from otloss.solvers.entropic.equations.dual import build_dual
 from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import Budget
+from otloss.solvers.entropic.interface import Budget, Start
 from otloss.solvers.entropic.newton_products import NewtonByProducts, Point
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.solution import dual_value
@@ -118,13 +118,11 @@ def test_slow_problems_against_a_tight_reference(penalty: Any, has_start: bool) 
     problem = problem_of(cost, p, q, epsilon=epsilon, impl="triton", marginal_penalty=penalty)
     budget = Budget(1e-8, 400)
     exact = otloss.solve(p, q, cost, epsilon=epsilon, marginal_penalty=penalty, tolerance=1e-10)
-    previous = None
+    start = None
     if has_start:
         near = exact.potentials[1] + 1e-3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(0)).double()
-        previous = dataclasses.replace(
-            NewtonByProducts().run(problem, None, Budget(0.5, 1)), g=near, error=0.0 * epsilon
-        )
-    got = NewtonByProducts().run(problem, previous, budget)
+        start = Start(exact.potentials[0], near, error=0.0 * epsilon)
+    got = NewtonByProducts().run(problem, start, budget)
     assert bool((got.error <= budget.tolerance).all()), got.error
     assert int(got.iterations.max()) <= (15 if has_start else 100)
     torch.testing.assert_close(dual_value(problem, got.f, got.g), exact.value, atol=1e-8, rtol=1e-8)

@@ -96,7 +96,7 @@ def test_symmetric_problems_and_a_start(device: str) -> None:
     got = small_triton.solve_small(symmetric, None, BUDGET)
     torch.testing.assert_close(got.f, got.g, atol=2e-4, rtol=0)
     assert_same(got, plain, balanced=True, tolerance=2e-4)
-    again = small_triton.solve_small(problem, plain, BUDGET)
+    again = small_triton.solve_small(problem, plain.start, BUDGET)
     assert int(again.iterations.max()) <= 2 < int(plain.iterations.min())
 
 

@@ -29,7 +29,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.solvers.entropic.equations.updates import Updates, build_updates, damping_of, log_mass_ratio
-from otloss.solvers.entropic.interface import SCHEDULE, SearchResult
+from otloss.solvers.entropic.interface import SearchResult
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
 from otloss.solvers.linear_systems import factor, solve_factored
 from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
@@ -128,17 +129,10 @@ def estimate_error(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tens
     return change / (1 - of_batch(updates.damping[0] * updates.damping[1]))
 
 
-def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
-    """Return the result with the error of g and what belongs to it."""
+def range_over_mass(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+    """Return the largest g minus the least, over bins with mass."""
     is_empty = problem.q.detach() == 0
-    highest, lowest = result.g.masked_fill(is_empty, -torch.inf), result.g.masked_fill(is_empty, torch.inf)
-    range_of_g = highest.amax(-1) - lowest.amin(-1)
-    return dataclasses.replace(
-        result,
-        potential_error=estimate_error(problem, result.g),
-        potential_range=range_of_g,
-        smallest_eigenvalue=torch.ones_like(range_of_g),  # the estimate has taken account of it
-    )
+    return g.masked_fill(is_empty, -torch.inf).amax(-1) - g.masked_fill(is_empty, torch.inf).amin(-1)
 
 
 def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResult:

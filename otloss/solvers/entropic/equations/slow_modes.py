@@ -19,9 +19,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.equations.dual import ROUNDING
+from otloss.solvers.entropic.arithmetic import in_float64
+from otloss.solvers.entropic.equations.dual import ROUNDING, range_over_mass
 from otloss.solvers.entropic.equations.updates import Updates, build_updates
-from otloss.solvers.entropic.interface import SCHEDULE, SearchResult, in_float64
+from otloss.solvers.entropic.interface import SearchResult
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
 from otloss.solvers.problem import Problem
 
 
@@ -60,10 +62,8 @@ def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
     with torch.no_grad():
         estimate = _estimate(build_updates(in_float64(problem)), result.g)
     largest_error = estimate if error is None else torch.where(error.isnan(), estimate, error)
-    is_empty = problem.q.detach() == 0
-    highest, lowest = (result.g.masked_fill(is_empty, sign * torch.inf) for sign in (-1, 1))
     return dataclasses.replace(
-        result, potential_error=largest_error, potential_range=highest.amax(-1) - lowest.amin(-1)
+        result, potential_error=largest_error, potential_range=range_over_mass(problem, result.g)
     )
 
 

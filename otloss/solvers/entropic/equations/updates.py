@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss.solvers.entropic.interface import dtype_of_potentials, log_weights
+from otloss.solvers.entropic.arithmetic import dtype_of_potentials, log_weights
 from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, is_kept
 from otloss.solvers.problem import Problem
 

@@ -29,9 +29,9 @@ from otloss._checks import has_tangent
 from otloss.costs import GridCost
 from otloss.costs.grid import LEAST_EXPONENT, SHIFT
 from otloss.solvers.condition import check_condition, corrected, singular_equations_error
+from otloss.solvers.entropic.arithmetic import potential_of_plan
 from otloss.solvers.entropic.equations.conjugate_gradients import Equations, conjugate_gradients
 from otloss.solvers.entropic.equations.looks import Looks
-from otloss.solvers.entropic.interface import potential_of_plan
 from otloss.solvers.problem import Problem
 
 MIN_CELLS = 512  # fewer are solved as dense systems, with third derivatives

@@ -34,10 +34,10 @@ from otloss._checks import broadcast_shape, has_tangent
 from otloss.costs import Cost
 from otloss.costs.cost import PlanProducts, recomputed
 from otloss.solvers.condition import largest_condition, singular_equations_error
+from otloss.solvers.entropic.arithmetic import dtype_of_potentials, is_queued, log_weights
 from otloss.solvers.entropic.equations.conjugate_gradients import Conjugate, Equations, conjugate_gradients
 from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.equations.updates import damping_of
-from otloss.solvers.entropic.interface import dtype_of_potentials, is_queued, log_weights
 from otloss.solvers.entropic.sinkhorn_gpu import is_small
 from otloss.solvers.options import BOTH_KEPT, is_kept
 from otloss.solvers.problem import Problem

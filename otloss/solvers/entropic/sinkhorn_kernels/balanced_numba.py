@@ -29,9 +29,8 @@ import numpy as np
 
 from otloss._numba.compile import call_at, compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.entropic.interface import (
-    ERROR,
-    ITERATIONS,
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import (
     POTENTIAL_ERROR,
     POTENTIAL_RANGE,
     SCHEDULE,
@@ -158,7 +157,7 @@ def is_too_slow(iterations: int, error: float, previous_error: float, tolerance:
         return False
     speed = -math.log(error / previous_error) / ITERATION_BOUNDS.check_every
     needed = math.log(error / tolerance) / speed if speed > 0 else np.inf
-    return needed > patience * (1.0 if iterations >= SCHEDULE.first_check else SCHEDULE.early_factor)
+    return needed > patience * (1.0 if iterations >= SCHEDULE.full_check else SCHEDULE.early_factor)
 
 
 @spliced

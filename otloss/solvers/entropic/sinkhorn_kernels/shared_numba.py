@@ -19,7 +19,7 @@ import numpy as np
 
 from otloss._numba.compile import call_at, compiled, exp, inner, largest, log64
 from otloss._numba.sums import mass_of
-from otloss.solvers.entropic.interface import SMALLEST_EIGENVALUE
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import SMALLEST_EIGENVALUE
 from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
     FAST,
     product,

@@ -29,7 +29,9 @@ from torch import Tensor
 
 from otloss.costs.points import PointCost
 from otloss.costs.streams_triton import interpreted
-from otloss.solvers.entropic.interface import SCHEDULE, Budget, SearchResult, log_weights
+from otloss.solvers.entropic.arithmetic import log_weights
+from otloss.solvers.entropic.interface import Budget, SearchResult, Start
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
 from otloss.solvers.options import BOTH_KEPT
 from otloss.solvers.problem import Problem
 
@@ -58,13 +60,13 @@ class Tile(NamedTuple):
 TILE = Tile()
 
 
-def solve_small(problem: Problem, previous: SearchResult | None, budget: Budget) -> SearchResult:
-    """Return where the iteration ends, from another result or in stages of epsilon; the host does not wait for it."""
+def solve_small(problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+    """Return where the iteration ends, from a start or in stages of epsilon; the host does not wait for it."""
     (n, m), batch, device = problem.cost.shape, problem.batch, problem.p.device
     count = batch.numel()
     potentials = torch.zeros(count, n + m, dtype=torch.float32, device=device)
-    if previous is not None:
-        potentials.copy_(torch.cat(previous.start, -1).reshape(count, n + m))
+    if start is not None:
+        potentials.copy_(torch.cat((start.f, start.g), -1).reshape(count, n + m))
     logs = torch.cat([log.expand(*batch, log.shape[-1]) for log in log_weights(problem, torch.float32)], -1)
     weights = (logs.reshape(count, n + m) / math.log(2)).clamp(min=NEVER)
     costs, metric = _costs(problem)
@@ -76,7 +78,7 @@ def solve_small(problem: Problem, previous: SearchResult | None, budget: Budget)
         options = _options(problem, metric, costs.shape[-1])
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             _kernel(interpreted())[(count,)](
-                potentials, weights, costs, owner, costs.stride(0), _numbers(problem, previous is None), outcome, n, m,
+                potentials, weights, costs, owner, costs.stride(0), _numbers(problem, start is None), outcome, n, m,
                 budget.tolerance, min(budget.largest_change, LARGE), min(budget.patience, LARGE),
                 int(min(budget.max_iterations, 2**30)), **options,
             )  # fmt: skip
@@ -144,7 +146,7 @@ def _options(problem: Problem, metric: str | None, width: int) -> dict[str, Any]
 
 _CONSTANTS = {
     "STAGE_FACTOR": SCHEDULE.stage_factor, "STAGE_ITERATIONS": STAGE_ITERATIONS, "CHECK_EVERY": CHECK_EVERY,
-    "FIRST_CHECK": SCHEDULE.first_check, "EARLY_CHECK": SCHEDULE.early_check, "EARLY_FACTOR": SCHEDULE.early_factor,
+    "FULL_CHECK": SCHEDULE.full_check, "EARLY_CHECK": SCHEDULE.early_check, "EARLY_FACTOR": SCHEDULE.early_factor,
     "EXTRA": SCHEDULE.extra_iterations, "OVERSHOOT": SCHEDULE.overshoot, "SMALLEST_CHANGE": SCHEDULE.smallest_change,
     "LARGEST_STEP": SCHEDULE.largest_relaxed_step,
 }  # fmt: skip
@@ -160,7 +162,7 @@ def _whole(  # type: ignore[no-untyped-def]
     tolerance, largest_change, patience, max_iterations,
     METRIC: tl.constexpr, DIM: tl.constexpr, SYMMETRIC: tl.constexpr, BALANCED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGE_FACTOR: tl.constexpr, STAGE_ITERATIONS: tl.constexpr, CHECK_EVERY: tl.constexpr, FIRST_CHECK: tl.constexpr,
+    STAGE_FACTOR: tl.constexpr, STAGE_ITERATIONS: tl.constexpr, CHECK_EVERY: tl.constexpr, FULL_CHECK: tl.constexpr,
     EARLY_CHECK: tl.constexpr, EARLY_FACTOR: tl.constexpr, EXTRA: tl.constexpr, OVERSHOOT: tl.constexpr,
     SMALLEST_CHANGE: tl.constexpr, LARGEST_STEP: tl.constexpr,
 ):  # fmt: skip
@@ -278,7 +280,7 @@ def _whole(  # type: ignore[no-untyped-def]
                 elif count % CHECK_EVERY == 0:
                     speed = tl.log2(previous / tl.maximum(error, 1e-30)) / CHECK_EVERY
                     needed = tl.where(speed > 0.0, tl.log2(error / tolerance) / tl.maximum(speed, 1e-30), 1e30)
-                    allowed = patience * tl.where(count >= FIRST_CHECK, 1.0, EARLY_FACTOR)
+                    allowed = patience * tl.where(count >= FULL_CHECK, 1.0, EARLY_FACTOR)
                     slow = (needed > allowed) & (count >= EARLY_CHECK) & (settling == 0)
                     c = tl.exp2(-speed)
                     is_worse = error > OVERSHOOT * smallest

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otloss._numba.compile import exp64, inner, log64
-from otloss.solvers.entropic.interface import SCHEDULE
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
 
 
 class UpdateBounds(NamedTuple):

@@ -30,14 +30,7 @@ import numpy as np
 
 from otloss._numba.compile import call_at, compiled, inner, spliced
 from otloss._numba.tasks import is_stopped, next_task
-from otloss.solvers.entropic.interface import (
-    ERROR,
-    ITERATIONS,
-    POTENTIAL_ERROR,
-    POTENTIAL_RANGE,
-    SCHEDULE,
-    SMALLEST_EIGENVALUE,
-)
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS
 from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import (
     ITERATION_BOUNDS,
     KernelBudget,
@@ -45,6 +38,12 @@ from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import (
     build_budget,
     error_of_potential,
     is_too_slow,
+)
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import (
+    POTENTIAL_ERROR,
+    POTENTIAL_RANGE,
+    SCHEDULE,
+    SMALLEST_EIGENVALUE,
 )
 from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import (
     FACTS,
