@@ -24,7 +24,7 @@ from otloss.solvers.entropic.equations.dual import (
     range_over_mass,
 )
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import Budget, SearchResult, better, choose
+from otloss.solvers.entropic.interface import Budget, SearchResult, better
 from otloss.solvers.entropic.selection import scatter, select, suits_newton
 from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
@@ -63,13 +63,17 @@ def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
         error[is_missing] = estimate_error(select(problem, is_missing), result.g[is_missing]).to(error)
     else:
         error = estimate_error(problem, result.g)
-    range_of_g = range_over_mass(problem, result.g)
-    return dataclasses.replace(
-        result,
-        potential_error=choose(is_missing, error, result.potential_error),
-        potential_range=choose(is_missing, range_of_g, result.potential_range),
-        smallest_eigenvalue=choose(is_missing, torch.ones_like(range_of_g), result.smallest_eigenvalue),
-    )  # the estimate has taken account of the eigenvalue
+    estimates = {
+        "potential_error": error,
+        "potential_range": range_over_mass(problem, result.g),
+        "smallest_eigenvalue": torch.ones_like(error),  # the estimate has taken account of it
+    }
+    filled = {name: _filled(getattr(result, name), estimate) for name, estimate in estimates.items()}
+    return dataclasses.replace(result, **filled)
+
+
+def _filled(known: Tensor | None, estimate: Tensor) -> Tensor:
+    return estimate if known is None else torch.where(known.isnan(), estimate, known)
 
 
 def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:

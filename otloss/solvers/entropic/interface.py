@@ -70,7 +70,7 @@ class SearchResult:
         iterations: (...).
         potential_error: (...), an estimate of the largest error of g, NaN where it is not known. This and the next two
             are None where they were not asked for or are not known.
-        potential_range: (...), the largest g minus the least, over bins with mass.
+        potential_range: (...), the largest g minus the least, over bins with mass. Infinite: no error is uncertain.
         smallest_eigenvalue: (...), of the equations for g, or a bound from above.
     """
 
@@ -117,7 +117,7 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
     is_new = ~(previous.error.clamp(min=tolerance) < new.error)  # an error may be NaN
     column = is_new.unsqueeze(-1)
     merged = {
-        name: choose(is_new, getattr(new, name), getattr(previous, name))
+        name: _where(is_new, getattr(new, name), getattr(previous, name))
         for name in ("potential_error", "potential_range", "smallest_eigenvalue")
     }
     return SearchResult(
@@ -129,7 +129,7 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
     )
 
 
-def choose(is_new: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor | None:
+def _where(is_new: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor | None:
     """Return the one or the other number, NaN where it is not known."""
     if new is None and previous is None:
         return None

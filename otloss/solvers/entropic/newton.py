@@ -93,6 +93,8 @@ class SparseNewton(Method):
         result = dataclasses.replace(result, f=f, g=g)
         if not result.is_within(budget.tolerance):  # before the last method uses up the budget
             check_not_too_small(slow, result, budget.tolerance)
+        if slow.marginal_penalty is not None:  # light columns, which hardly count, may decide the estimate: no warning
+            result = dataclasses.replace(result, potential_range=torch.full_like(result.error, torch.inf))
         return scatter(unknown, mask, result)
 
 

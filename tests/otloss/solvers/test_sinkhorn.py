@@ -173,7 +173,8 @@ def test_the_error_is_that_of_the_returned_potentials() -> None:
     p, q, epsilon = p / p.sum(), q / q.sum(), float((cost.mean() * 1e-3).half())
     first = solve(p, q, cost, epsilon=epsilon)
     solution = solve(p, q, cost, epsilon=epsilon, tolerance=1e-9, start=first.potentials)
-    f, g = solution._solution.search.start  # in their own dtype
+    search = solution._solution.search
+    f, g = search.f, search.g  # in their own dtype
     p, q = p.double(), q.double() * (p.double().sum() / q.double().sum())
     plan = p[:, None] * ((f[:, None] + g - cost.double()) / epsilon).exp() * q / p.sum()
     assert bool(solution.converged)
