@@ -13,7 +13,7 @@ from torch import Tensor
 
 ROWS = 16  # rows of a task; in cache, they serve one problem after the other
 BLOCK = 8  # tasks that select columns together; each then selects among these columns
-METRICS = {"sqeuclidean": 0, "euclidean": 1, "l1": 2}  # The kernels know the metrics by these numbers.
+METRIC_NUMBERS = {"sqeuclidean": 0, "euclidean": 1, "l1": 2}  # The kernels know the metrics by these numbers.
 Orders = tuple[Tensor, Tensor]
 
 

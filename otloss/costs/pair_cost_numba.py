@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 from otloss._numba.compile import inner
-from otloss.costs.order import METRICS
+from otloss.costs.order import METRIC_NUMBERS
 
-EUCLIDEAN, L1 = METRICS["euclidean"], METRICS["l1"]
+EUCLIDEAN, L1 = METRIC_NUMBERS["euclidean"], METRIC_NUMBERS["l1"]
 
 
 @inner()
 def pair_cost(x: Any, y: Any, metric: int) -> float:
-    """Return the cost of the points x (d,) and y, which may have more entries than d; `metric` is from `METRICS`."""
+    """Return the cost of the points x (d,) and y, which may have more entries than d; `metric` is its number."""
     total = 0.0
     for k in range(x.shape[0]):
         difference = x[k] - y[k]

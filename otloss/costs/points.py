@@ -47,8 +47,7 @@ from otloss.costs.cost import (
 )
 from otloss.costs.distances import PRODUCTS, are_near, by_problems, distances, suit_products
 from otloss.costs.gaussian_sums import SUMMATION, GaussianSums, in_blocks
-from otloss.costs.order import METRICS as METRICS_OF_KERNELS
-from otloss.costs.order import can_leave_out, order_of
+from otloss.costs.order import METRIC_NUMBERS, can_leave_out, order_of
 from otloss.costs.products import product
 
 if TYPE_CHECKING:
@@ -382,7 +381,7 @@ class PointCost(Cost):
 
     def _has_kernel(self, *potentials: Tensor) -> bool:
         problems = broadcast_shape(self.batch_shape, *(t.shape[:-1] for t in potentials)).numel()
-        if self.metric not in METRICS_OF_KERNELS or is_small(problems * self.shape[0] * self.shape[1]):
+        if self.metric not in METRIC_NUMBERS or is_small(problems * self.shape[0] * self.shape[1]):
             return False
         return may_run_on(self.x, self.y, *potentials)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from otloss._checks import broadcast_shape
 from otloss._numba.threads import Work, run_on_threads
-from otloss.costs.order import BLOCK, METRICS, ROWS, Orders, tasks
+from otloss.costs.order import BLOCK, METRIC_NUMBERS, ROWS, Orders, tasks
 from otloss.costs.softmin_numba import answers, centred, finished, points_rows, shared
 
 
@@ -78,7 +78,7 @@ def _by_rows(
     run_on_threads(
         points_rows, tasks(n, problems, span),
         ((points, others, which_x, which_y, scores, inverse, cutoff), other.double().contiguous().numpy(), span,
-         METRICS[metric], (out, total, gradients)),
+         METRIC_NUMBERS[metric], (out, total, gradients)),
         work=Work("", out.size * y.shape[-2], passes=1),
     )  # fmt: skip
     if a is None:

@@ -43,9 +43,12 @@ from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, singular_equations_error
 from otloss.solvers.entropic.equations.updates import damping_of
-from otloss.solvers.entropic.implicit.grid import suits_axes, with_graph
-from otloss.solvers.entropic.implicit.products import linear_cost_with_graph, suits_products
-from otloss.solvers.entropic.implicit.products import with_graph as with_products
+from otloss.solvers.entropic.implicit.grid import suits_axes, with_graph_by_axes
+from otloss.solvers.entropic.implicit.products import (
+    linear_cost_with_graph,
+    suits_products,
+    with_graph_by_products,
+)
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
 from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.linear_systems import solve as solve_systems
@@ -209,9 +212,9 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     """Return the solution with derivatives of first, second and third order by the implicit function theorem."""
     problem, (f, g) = solution.problem, solution.potentials
     if suits_axes(problem):
-        value, f, g = with_graph(problem, f, g)
+        value, f, g = with_graph_by_axes(problem, f, g)
         return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g))
-    if suits_products(problem) and (graph := with_products(problem, f, g, solution.value)) is not None:
+    if suits_products(problem) and (graph := with_graph_by_products(problem, f, g, solution.value)) is not None:
         return ImplicitSolution(problem, solution.search, solution.tolerance, graph.value, (graph.f, graph.g))
     wide = torch.float64 if has_float64(f.device) else f.dtype
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))

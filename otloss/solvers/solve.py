@@ -23,10 +23,10 @@ from otloss.costs import Cost, LineCost, as_cost, costs_within
 from otloss.solvers.closed_forms.line import finite_in, wasserstein_1d
 from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
 from otloss.solvers.entropic.assignment_start import assignment_start
+from otloss.solvers.entropic.messages import warn_of_errors
 from otloss.solvers.entropic.potentials import find_potentials
 from otloss.solvers.entropic.sinkhorn_gpu import check_usable
 from otloss.solvers.entropic.solution import solution_of
-from otloss.solvers.entropic.warnings import warn_of_errors
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.histograms import weights_or_uniform

@@ -30,9 +30,9 @@ The methods of the ladder, one in each file:
     newton, newton_products     on the cells of a plan, and by products with the plan on a device
     sinkhorn_last_resort        in float64, where the others end early
 
-Around the ladder `meanwhile` iterates while a kernel is compiled, `selection` chooses problems of a batch,
-`dense_newton` makes potentials accurate, and `warnings` says what is uncertain. `assignment_start` is for exact
-assignments.
+Around the ladder `meanwhile` iterates while a kernel is compiled, `newton_problems` takes the problems of Newton's
+method out of a batch, `dense_newton` makes potentials accurate, `messages` has the warnings and errors of a search,
+and `arithmetic` the dtypes. `assignment_start` is for exact assignments.
 
     equations/          the two updates, Newton's equations, and the error of potentials
     sinkhorn_kernels/   for sinkhorn_cpu and sinkhorn_gpu

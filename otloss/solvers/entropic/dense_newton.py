@@ -25,12 +25,12 @@ from otloss.solvers.entropic.equations.dual import (
 )
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
-from otloss.solvers.entropic.selection import scatter, select, suits_newton
+from otloss.solvers.entropic.newton_problems import scatter, select, suits_newton
 from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
 
 
-class DenseNewton(NamedTuple):
+class DenseNewtonLimits(NamedTuple):
     """When potentials count as accurate, and when the steps with dense equations end.
 
     Attributes:
@@ -48,7 +48,7 @@ class DenseNewton(NamedTuple):
     ridge: float = 1e-13
 
 
-DENSE_NEWTON = DenseNewton()
+DENSE_NEWTON_LIMITS = DenseNewtonLimits()
 
 
 def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
@@ -84,8 +84,8 @@ def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Bud
     error, range_of_g, eigenvalue = result.potential_error, result.potential_range, result.smallest_eigenvalue
     if error is None or range_of_g is None or eigenvalue is None or not result.iterations.numel():
         return result
-    allowed = budget.largest_change * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
-    is_inaccurate = ~(error <= allowed) | (eigenvalue < DENSE_NEWTON.resolved_eigenvalue)
+    allowed = budget.largest_change * range_of_g + DENSE_NEWTON_LIMITS.negligible_error * problem.epsilon.detach()
+    is_inaccurate = ~(error <= allowed) | (eigenvalue < DENSE_NEWTON_LIMITS.resolved_eigenvalue)
     is_inaccurate = is_inaccurate & (result.error <= budget.tolerance)
     if not bool(is_inaccurate.any()) or not (is_dense_fast(problem) and suits_newton(problem)):
         return result
@@ -108,13 +108,15 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     b = g / updates.epsilon
     tiny = torch.finfo(b.dtype).tiny
     steps = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
-    for _ in range(min(DENSE_NEWTON.max_steps, budget.max_iterations)):
-        gradient, curvature = dual.derivatives(b, ridge=DENSE_NEWTON.ridge)
+    for _ in range(min(DENSE_NEWTON_LIMITS.max_steps, budget.max_iterations)):
+        gradient, curvature = dual.derivatives(b, ridge=DENSE_NEWTON_LIMITS.ridge)
         step, failed = solve_ex(curvature, gradient)
         step_range = range_of_step(step, is_balanced=dual.is_balanced)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         error = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
-        is_active = (error > 0.1 * budget.tolerance) | ((step_range > DENSE_NEWTON.smallest_step) & (error > ROUNDING))
+        is_active = (error > 0.1 * budget.tolerance) | (
+            (step_range > DENSE_NEWTON_LIMITS.smallest_step) & (error > ROUNDING)
+        )
         is_active = is_active & (failed == 0) & torch.isfinite(step_range)
         if not bool(is_active.any()):
             break

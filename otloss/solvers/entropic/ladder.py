@@ -9,10 +9,9 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
 3. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
 4. Sinkhorn's iteration in float64, with no limit but the budget of the call: for what the others give up.
 
-A new method is a class in a file of its own, its import here, and its place in a rung before the last one.
-
-Potentials that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are
-improved after the ladder, by `dense_newton`.
+A new method is a class in a file of its own, its import here, and its place in a rung before the last one. Potentials
+that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are improved after
+the ladder, by `dense_newton`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import math
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, start_of
-from otloss.solvers.entropic.meanwhile import run
+from otloss.solvers.entropic.meanwhile import run_method
 from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
 from otloss.solvers.entropic.newton_products import NewtonByProducts
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
@@ -53,7 +52,7 @@ def search(problem: Problem, budget: Budget) -> SearchResult:
     start, result, unused = start_of(problem), None, budget.max_iterations
     for method in (*methods, last):
         limits = dataclasses.replace(budget, max_iterations=unused, patience=math.inf if method is last else patience)
-        result = better(result, run(method, problem, start, limits), budget.tolerance)
+        result = better(result, run_method(method, problem, start, limits), budget.tolerance)
         start, unused = result.start, budget.max_iterations - result.iterations_used
         if result.is_within(budget.tolerance) or unused < 1:
             break

@@ -16,7 +16,7 @@ SMALLEST_COUNT = 16  # if these are fewer iterations than so many, all that fit 
 SHARE = 4  # one in so many iterations of the budget is done without the kernel, at most
 
 
-def run(method: Method, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+def run_method(method: Method, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
     """Return the result of a method; as long as its kernel is compiled elsewhere, iterate without it.
 
     These iterations may reach the tolerance, and then the method does not run. Large problems only wait: their

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
-from otloss.costs.order import METRICS, order_of
+from otloss.costs.order import METRIC_NUMBERS, order_of
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, Start, better
-from otloss.solvers.entropic.selection import scatter, select, suits_newton
+from otloss.solvers.entropic.messages import check_not_too_small, smallest_epsilon_over_potential
+from otloss.solvers.entropic.newton_problems import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
-from otloss.solvers.entropic.warnings import check_not_too_small, smallest_epsilon_over_potential
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
 from otloss.solvers.problem import Problem
@@ -36,7 +36,7 @@ MAX_STEPS = 1000
 MAX_SMALL_STEPS, SMALL_PAIRS = 10_000, 2**12  # from zeros, in problems of few pairs: so many take a second or two
 
 
-class Neighbours(NamedTuple):
+class ApartLimits(NamedTuple):
     """When the plan is nearly the plan of exact transport, and Sinkhorn's iteration would be slow and end early.
 
     This is so where epsilon tells the places of each cloud apart, and the clouds do not nearly coincide. Costs between
@@ -60,7 +60,7 @@ class Neighbours(NamedTuple):
     largest_share: float = 0.75
 
 
-NEIGHBOURS = Neighbours()
+APART_LIMITS = ApartLimits()
 
 
 class SparseNewton(Method):
@@ -108,20 +108,20 @@ class NewtonFirst(SparseNewton):
         if not super().applies(problem) or not problem.p.numel():
             return False
         epsilon = problem.epsilon[..., None, None]
-        x, y = (cloud[..., :: max(1, cloud.shape[-2] // NEIGHBOURS.points), :] for cloud in (points.x, points.y))
+        x, y = (cloud[..., :: max(1, cloud.shape[-2] // APART_LIMITS.points), :] for cloud in (points.x, points.y))
         costs = PointCost(x, points.y, metric=points.metric).dense() / epsilon
         nearest = costs.amin(-1).median()
-        if nearest < NEIGHBOURS.smallest_cost or nearest > NEIGHBOURS.largest_share * costs.median():
+        if nearest < APART_LIMITS.smallest_cost or nearest > APART_LIMITS.largest_share * costs.median():
             return False
         return all(
-            _places(PointCost(some, cloud, metric=points.metric).dense() / epsilon) <= NEIGHBOURS.largest_count
+            _places(PointCost(some, cloud, metric=points.metric).dense() / epsilon) <= APART_LIMITS.largest_count
             for some, cloud in ((x, points.x), (y, points.y))
         )
 
 
 def _places(costs: Float[Tensor, "*batch k n"]) -> float:
     """Return the median number of places within about 1 of a point, itself among them."""
-    counts = (-costs).exp().sum(-1) / (-costs / NEIGHBOURS.same_place).exp().sum(-1)
+    counts = (-costs).exp().sum(-1) / (-costs / APART_LIMITS.same_place).exp().sum(-1)
     return float(counts.median())
 
 
@@ -179,7 +179,7 @@ def _pairs(problem: Problem, order: _Order) -> Pairs:
         matrices = cost.dense().reshape(-1, *cost.shape).contiguous().numpy()
         return Pairs(matrices, np.empty((0, 0)), np.empty((0, 0)), metric=0)
     x, y = points.x[order.rows].contiguous().numpy(), as_columns(points.y[order.columns].numpy(), scratch=1)
-    return Pairs(np.empty((1, 0, 0)), x, y, METRICS[str(points.metric)])
+    return Pairs(np.empty((1, 0, 0)), x, y, METRIC_NUMBERS[str(points.metric)])
 
 
 def _run_kernel(

@@ -44,7 +44,7 @@ from otloss.solvers.entropic.sinkhorn import exact_updates, falling_epsilons
 from otloss.solvers.problem import Problem
 
 
-class Steps(NamedTuple):
+class StepLimits(NamedTuple):
     """When Newton's steps end, and how accurate each of them is.
 
     Attributes:
@@ -65,7 +65,7 @@ class Steps(NamedTuple):
     stage_iterations: int = 3
 
 
-STEPS = Steps()
+STEP_LIMITS = StepLimits()
 LARGEST_LOGARITHM = 40.0  # in t / c: exponentials stay finite in float32 also when they are multiplied
 
 
@@ -92,12 +92,12 @@ def _is_solved(result: SearchResult, budget: Budget) -> bool:
 def _search(problem: Problem, start: Start, budget: Budget) -> SearchResult:
     """Return where the steps end in the arithmetic of the problem."""
     updates = build_updates(problem)
-    is_near = start.error <= STEPS.stage_error
+    is_near = start.error <= STEP_LIMITS.stage_error
     g, steps = start.g.to(updates.log_q), torch.zeros_like(start.error, dtype=torch.int64)
     if start.error.numel() and not bool(is_near.all()):
         staged = _run_stages(updates, budget)
         g, steps = torch.where(is_near.unsqueeze(-1), g, staged.g), torch.where(is_near, 0, staged.steps)
-    end = _run_steps(updates, g, budget.tolerance, min(STEPS.max_steps, budget.max_iterations))
+    end = _run_steps(updates, g, budget.tolerance, min(STEP_LIMITS.max_steps, budget.max_iterations))
     return exact_updates(updates, updates.f_from(end.g), end.g, steps + end.steps)
 
 
@@ -114,11 +114,11 @@ def _run_stages(updates: Updates, budget: Budget) -> _NewtonEnd:
     g, steps = torch.zeros_like(updates.log_q), torch.zeros_like(problem.epsilon, dtype=torch.int64)
     for epsilon in falling_epsilons(problem):
         stage = updates.at(epsilon)
-        for _ in range(STEPS.stage_iterations):
+        for _ in range(STEP_LIMITS.stage_iterations):
             g = stage.g_from(stage.f_from(g))
-        end = _run_steps(stage, g, STEPS.stage_error, min(STEPS.max_steps, budget.max_iterations))
+        end = _run_steps(stage, g, STEP_LIMITS.stage_error, min(STEP_LIMITS.max_steps, budget.max_iterations))
         g, steps = end.g, steps + end.steps
-    for _ in range(STEPS.stage_iterations):
+    for _ in range(STEP_LIMITS.stage_iterations):
         g = updates.g_from(updates.f_from(g))
     return _NewtonEnd(g, steps)
 
@@ -131,10 +131,10 @@ def _run_steps(updates: Updates, g: Tensor, tolerance: float, max_steps: int) ->
     for _ in range(max_steps + 1):
         point = Point.build(updates, g)
         report("Newton's method by products", point.error, tolerance=tolerance)
-        without_gain = torch.where(point.error <= STEPS.gain * best, 0, without_gain + 1)
+        without_gain = torch.where(point.error <= STEP_LIMITS.gain * best, 0, without_gain + 1)
         is_best = point.error < best
         best_g, best = torch.where(is_best.unsqueeze(-1), g, best_g), torch.where(is_best, point.error, best)
-        is_active = (best > tolerance) & (without_gain < STEPS.max_without_gain) & (steps < max_steps)
+        is_active = (best > tolerance) & (without_gain < STEP_LIMITS.max_without_gain) & (steps < max_steps)
         if not bool(is_active.any()):
             break
         g = g + point.step(is_active) * updates.epsilon
@@ -172,17 +172,17 @@ class Point:
     def step(self, is_active: Bool[Tensor, "*batch"]) -> Float[Tensor, "*batch m"]:
         """Return the change of b by a step of Newton's method; 0 for problems that are not active."""
         right = self._centred(torch.where(is_active.unsqueeze(-1), self.excess, 0.0))
-        precision = self.error.clamp(max=STEPS.residual).unsqueeze(-1)
+        precision = self.error.clamp(max=STEP_LIMITS.residual).unsqueeze(-1)
         looks = Looks(is_queued=is_queued(self.updates.problem))
         equations = Equations(self.times, self._inner, lambda v: self._centred(v / self._diagonal))
-        step = conjugate_gradients(equations, right, precision, max_products=STEPS.max_products, looks=looks).solution
+        end = conjugate_gradients(equations, right, precision, max_products=STEP_LIMITS.max_products, looks=looks)
         gradient = self.target - self.received
 
         def gradient_at(step: Tensor) -> Tensor:
             there = Point.build(self.updates, self.g + step * self.updates.epsilon)
             return there.target - there.received
 
-        return shortened(step, gradient, gradient_at, is_balanced=self.is_balanced)
+        return shortened(end.solution, gradient, gradient_at, is_balanced=self.is_balanced)
 
     @property
     def is_balanced(self) -> bool:

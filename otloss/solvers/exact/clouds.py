@@ -34,7 +34,7 @@ from torch import Tensor
 from otloss._numba import may_run_on
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
-from otloss.costs.order import BLOCK, METRICS, ROWS, grouped, order_of, tasks
+from otloss.costs.order import BLOCK, METRIC_NUMBERS, ROWS, grouped, order_of, tasks
 from otloss.solvers.exact.batch import SIMPLEX
 from otloss.solvers.exact.blocks import Blocks, blocks_of_cells
 from otloss.solvers.exact.optimum import Optimum, solve_arrays
@@ -81,7 +81,7 @@ CLOUD_LIMITS = CloudLimits()
 def suits_clouds(problem: Problem) -> bool:
     """Return whether `solve_between_clouds` solves this exact problem."""
     cost = problem.cost.as_points()
-    if cost is None or cost.metric not in METRICS or problem.has_empty_side:
+    if cost is None or cost.metric not in METRIC_NUMBERS or problem.has_empty_side:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
         return False
@@ -345,7 +345,7 @@ class _Basis:
     def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> None:
         from otloss.solvers.exact.clouds_numba import first_tree
 
-        self.cost, self.metric = cost, METRICS[str(cost.metric)]
+        self.cost, self.metric = cost, METRIC_NUMBERS[str(cost.metric)]
         self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
         n, m = cost.shape
         pairs = [

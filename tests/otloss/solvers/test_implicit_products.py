@@ -98,8 +98,8 @@ def test_derivatives_of_both_orders(
     monkeypatch.setattr(products, "dtype_of_potentials", lambda _: dtype)
     inputs = draw(device, axes=axes)
     solved = []
-    run = products.with_graph
-    monkeypatch.setattr(derivatives, "with_products", lambda *given: solved.append(run(*given)) or solved[-1])
+    run = products.with_graph_by_products
+    monkeypatch.setattr(derivatives, "with_graph_by_products", lambda *given: solved.append(run(*given)) or solved[-1])
     options = {"marginal_penalty": penalty, "has_plan": True}
     ours = results(inputs, kind, dtype=torch.float32, impl="triton", **options)
     assert len(solved) == 1
@@ -144,8 +144,8 @@ def test_first_derivatives_of_points_make_no_matrix(device: str) -> None:
 
 def test_parts_that_exchange_nothing_go_to_the_dense_equations(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    run = products.with_graph
-    monkeypatch.setattr(derivatives, "with_products", lambda *given: runs.append(run(*given)) or runs[-1])
+    run = products.with_graph_by_products
+    monkeypatch.setattr(derivatives, "with_graph_by_products", lambda *given: runs.append(run(*given)) or runs[-1])
     p, q, x, y = draw(device)
     x[:, :3], y[:, 3:6] = x[:, :3] + 7, y[:, 3:6] + 7
     mass_x = p[:, :3].sum(-1, keepdim=True)

@@ -27,7 +27,7 @@ from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
 from otloss.solvers.problem import Problem
 
 
-class Lanczos(NamedTuple):
+class LanczosLimits(NamedTuple):
     """When Lanczos' method ends.
 
     Attributes:
@@ -47,7 +47,7 @@ class Lanczos(NamedTuple):
     lightest: float = 1e-12
 
 
-LANCZOS = Lanczos()
+LANCZOS_LIMITS = LanczosLimits()
 
 
 def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
@@ -84,7 +84,7 @@ def _smallest_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tenso
     random = torch.Generator("cpu").manual_seed(0)
     start = torch.rand(weights.shape[-1], dtype=weights.dtype, generator=random, device="cpu") - 0.5
     start = start + 0.5 * start.sign()  # small numbers would be nearly orthogonal to the eigenvector of a single bin
-    start = start.to(weights) / weights.clamp(min=LANCZOS.lightest).sqrt()
+    start = start.to(weights) / weights.clamp(min=LANCZOS_LIMITS.lightest).sqrt()
     basis = torch.ones_like(weights).unsqueeze(-2)  # rows of length one in the inner product of the weights
     step, norm = _orthogonal(start, basis, weights)
     diagonal: list[Tensor] = []
@@ -95,13 +95,13 @@ def _smallest_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tenso
         diagonal.append((weights * image * basis[..., -1, :]).sum(-1))
         step, norm = _orthogonal(image, basis, weights)
         steps = len(diagonal)
-        if steps >= LANCZOS.min_steps:
+        if steps >= LANCZOS_LIMITS.min_steps:
             tridiagonal = torch.diag_embed(torch.stack(diagonal, -1))
             for offset in (-1, 1):
                 tridiagonal = tridiagonal + torch.diag_embed(torch.stack(beside, -1), offset)
             values, vectors = torch.linalg.eigh(tridiagonal)
             bound, smallest = norm.squeeze(-1) * vectors[..., -1, -1].abs(), 1 - values[..., -1]
-            if bool((bound <= LANCZOS.resolved * smallest).all()) or steps == LANCZOS.max_steps:
+            if bool((bound <= LANCZOS_LIMITS.resolved * smallest).all()) or steps == LANCZOS_LIMITS.max_steps:
                 return (smallest - bound).clamp(min=0.0)
         beside.append(norm.squeeze(-1))
 
@@ -112,7 +112,7 @@ def _orthogonal(step: Tensor, basis: Tensor, weights: Tensor) -> tuple[Tensor, T
         shares = basis @ (weights * step).unsqueeze(-1)
         step = step - (shares.mT @ basis).squeeze(-2)
     norm = (weights * step.square()).sum(-1, keepdim=True).sqrt()
-    return step, norm.masked_fill(norm < LANCZOS.smallest_norm, 0.0)
+    return step, norm.masked_fill(norm < LANCZOS_LIMITS.smallest_norm, 0.0)
 
 
 def _round_trip(updates: Updates, f: Tensor, g: Tensor, received: Tensor, v: Tensor) -> Tensor:

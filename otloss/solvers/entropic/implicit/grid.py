@@ -166,15 +166,15 @@ def corrected_potentials(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor
 
 
 class WithGraph(NamedTuple):
-    """f and g with first derivatives in the weights, and the value with first and second ones."""
+    """The value and the potentials of a search, with a graph for first and second derivatives."""
 
-    value: Tensor
-    f: Tensor
-    g: Tensor
+    value: Float[Tensor, "*batch"]
+    f: Float[Tensor, "*batch n"]
+    g: Float[Tensor, "*batch m"]
 
 
-def with_graph(problem: Problem, f: Tensor, g: Tensor) -> WithGraph:
-    """Return the value and the potentials, from the potentials of a search."""
+def with_graph_by_axes(problem: Problem, f: Tensor, g: Tensor) -> WithGraph:
+    """Return the value, with second derivatives in the weights alone, and the potentials with first ones."""
     with torch.no_grad():
         f, g = corrected_potentials(problem, f.double(), g.double())
     p, q = problem.p.double(), problem.q.double()

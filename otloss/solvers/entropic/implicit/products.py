@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -38,6 +38,7 @@ from otloss.solvers.entropic.arithmetic import dtype_of_potentials, is_queued, l
 from otloss.solvers.entropic.equations.conjugate_gradients import Conjugate, Equations, conjugate_gradients
 from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.equations.updates import damping_of
+from otloss.solvers.entropic.implicit.grid import WithGraph
 from otloss.solvers.entropic.sinkhorn_gpu import is_small
 from otloss.solvers.options import BOTH_KEPT, is_kept
 from otloss.solvers.problem import Problem
@@ -46,14 +47,6 @@ STEPS = 2  # each gives the derivatives of one more order
 RESIDUAL, MAX_PRODUCTS = 1e-6, 1000  # where conjugate gradients end
 RESIDUAL_OF_ESTIMATE = 1e-3  # for a random right-hand side, which has every mode
 LARGEST_EXPONENT = 80.0  # for a pair with a bin without mass
-
-
-class WithGraph(NamedTuple):
-    """The dual value and the potentials, with first and second derivatives; the search has found their values."""
-
-    value: Float[Tensor, "*batch"]
-    f: Float[Tensor, "*batch n"]
-    g: Float[Tensor, "*batch m"]
 
 
 def suits_products(problem: Problem) -> bool:
@@ -70,7 +63,7 @@ def suits_products(problem: Problem) -> bool:
     return not (problem.epsilon.requires_grad or has_tangent(*tensors))
 
 
-def with_graph(problem: Problem, f: Tensor, g: Tensor, value: Tensor) -> WithGraph | None:
+def with_graph_by_products(problem: Problem, f: Tensor, g: Tensor, value: Tensor) -> WithGraph | None:
     """Return the potentials and the value with their graph; None where float32 does not determine the derivatives."""
     dtype = dtype_of_potentials(problem)
     f, g = f.detach().to(dtype), g.detach().to(dtype)

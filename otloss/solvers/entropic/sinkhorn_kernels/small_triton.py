@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otloss.costs.order import METRIC_NUMBERS
 from otloss.costs.points import PointCost
 from otloss.costs.streams_triton import interpreted
 from otloss.solvers.entropic.arithmetic import log_weights
@@ -42,7 +43,6 @@ except ImportError:  # no wheels for this system
     triton = tl = None
 
 LARGEST_DIMENSION = 8
-METRICS = ("sqeuclidean", "euclidean", "l1")  # between points; other costs are matrices
 STAGE_ITERATIONS = 3
 CHECK_EVERY = 8
 # The finite numbers that stand for log 0 and for infinity.
@@ -108,7 +108,7 @@ def _costs(problem: Problem) -> tuple[Tensor, str | None]:
 
 
 def _streams(points: PointCost) -> bool:
-    return points.metric in METRICS and points.x.shape[-1] <= LARGEST_DIMENSION
+    return points.metric in METRIC_NUMBERS and points.x.shape[-1] <= LARGEST_DIMENSION
 
 
 def _numbers(problem: Problem, is_cold: bool) -> Tensor:
@@ -134,7 +134,7 @@ def _numbers(problem: Problem, is_cold: bool) -> Tensor:
 def _options(problem: Problem, metric: str | None, width: int) -> dict[str, Any]:
     rows = TILE.rows if metric is None or width <= 4 else max(1, TILE.rows // 2)
     return {
-        "METRIC": 0 if metric is None else 1 + METRICS.index(metric),
+        "METRIC": 0 if metric is None else 1 + METRIC_NUMBERS[metric],
         "DIM": 0 if metric is None else width,
         "SYMMETRIC": problem.is_symmetric,
         "BALANCED": problem.marginal_penalty is None,

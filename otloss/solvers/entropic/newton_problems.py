@@ -1,4 +1,4 @@
-"""Some problems of a batch, for methods that do not solve all of them."""
+"""The problems of a batch that Newton's method solves: in float64 on the CPU, and their results among the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
 from otloss.costs import Cost, DenseCost
-from otloss.costs.order import METRICS, can_leave_out
+from otloss.costs.order import METRIC_NUMBERS, can_leave_out
 from otloss.solvers.entropic.arithmetic import in_float64
 from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
@@ -22,7 +22,7 @@ from otloss.solvers.problem import Problem
 def is_between_large_clouds(problem: Problem) -> bool:
     """Return whether Newton's method visits only the pairs of points that count, and so needs no matrix."""
     cost = problem.cost.as_points()
-    if cost is None or cost.metric not in METRICS or problem.batch.numel() != 1:
+    if cost is None or cost.metric not in METRIC_NUMBERS or problem.batch.numel() != 1:
         return False
     return can_leave_out(cost.x, cost.y) and may_run_on(cost.x, cost.y)
 

@@ -10,14 +10,14 @@ import torch
 
 from otloss._numba import may_run_on
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.entropic.dense_newton import DENSE_NEWTON
+from otloss.solvers.entropic.dense_newton import DENSE_NEWTON_LIMITS
 from otloss.solvers.entropic.implicit.grid import suits_axes
 from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.options import BOTH_KEPT, Settings, SmallEpsilonError
 from otloss.solvers.problem import Problem, tolerance_of
 
 
-class Bounds(NamedTuple):
+class WarningLimits(NamedTuple):
     """When a call warns or raises.
 
     Attributes:
@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
     no_mass: float = 40.0
 
 
-BOUNDS = Bounds()
+WARNING_LIMITS = WarningLimits()
 
 
 def warn_where_slow(problem: Problem, grad: str) -> None:
@@ -48,7 +48,7 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
         return
     cells, problems = cost.shape[0], problem.batch.numel()
     what = f"{' x '.join(map(str, cost.cells))} cells ({problems} problem{'s' * (problems > 1)})"
-    if grad == "implicit" and problems * cells**3 >= BOUNDS.slow_system and not suits_axes(problem):
+    if grad == "implicit" and problems * cells**3 >= WARNING_LIMITS.slow_system and not suits_axes(problem):
         warnings.warn(
             f'grad="implicit" between {what} forms and solves dense systems of {cells} equations here: the time grows '
             'with the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or '
@@ -58,7 +58,7 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
         )
     limit = cost.least_epsilon_for_products
     smallest = float(problem.epsilon.detach().amin()) if problems else limit
-    if smallest < limit and problems * cells * sum(cost.cells) >= BOUNDS.slow_pairs:
+    if smallest < limit and problems * cells * sum(cost.cells) >= WARNING_LIMITS.slow_pairs:
         warnings.warn(
             f"epsilon is {smallest:.3g} between {what}: below {limit:.3g} products along the axes would underflow, an "
             "iteration takes about ten times as long, and hundreds to thousands of them are needed. Raise epsilon to "
@@ -69,7 +69,7 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
 
 def smallest_epsilon_over_potential(tolerance: float) -> float:
     """Return the share of the largest potential below which epsilon is too small for float64."""
-    return min(BOUNDS.smallest_epsilon / tolerance, BOUNDS.largest_smallest)
+    return min(WARNING_LIMITS.smallest_epsilon / tolerance, WARNING_LIMITS.largest_smallest)
 
 
 def check_not_too_small(problem: Problem, result: SearchResult, tolerance: float) -> None:
@@ -86,7 +86,7 @@ def check_not_too_small(problem: Problem, result: SearchResult, tolerance: float
         return
     penalty = problem.marginal_penalty or BOTH_KEPT
     size = torch.maximum(*(
-        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=BOUNDS.no_mass * rho).abs().amax(-1)
+        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=WARNING_LIMITS.no_mass * rho).abs().amax(-1)
         for potential, weights, rho in ((result.f, problem.p, penalty.p), (result.g, problem.q, penalty.q))
     ))  # fmt: skip
     is_outside = epsilon < smallest_ratio * size
@@ -120,7 +120,9 @@ def warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
     error, range_of_g = result.potential_error, result.potential_range
     if error is None or range_of_g is None:
         return
-    is_uncertain = error > BOUNDS.uncertain * range_of_g + DENSE_NEWTON.negligible_error * problem.epsilon.detach()
+    is_uncertain = (
+        error > WARNING_LIMITS.uncertain * range_of_g + DENSE_NEWTON_LIMITS.negligible_error * problem.epsilon.detach()
+    )
     if bool(is_uncertain.any()):
         share = float((error / range_of_g)[is_uncertain].amax())
         size = f"by {100 * share:.2g} %" if math.isfinite(share) else "by an unknown amount"
