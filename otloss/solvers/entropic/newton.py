@@ -31,6 +31,7 @@ from otloss.solvers.problem import Problem
 
 if TYPE_CHECKING:
     from otloss.solvers.entropic.newton_kernels.cells_numba import Pairs
+    from otloss.solvers.entropic.newton_kernels.newton_numba import NewtonProblems
 
 MAX_STEPS = 1000
 MAX_SMALL_STEPS, SMALL_PAIRS = 10_000, 2**12  # from zeros, in problems of few pairs: so many take a second or two
@@ -182,6 +183,24 @@ def _pairs(problem: Problem, order: _Order) -> Pairs:
     return Pairs(np.empty((1, 0, 0)), x, y, METRIC_NUMBERS[str(points.metric)])
 
 
+def _kernel_problems(problem: Problem, plans: Tensor | None, order: _Order, *, has_start: Tensor) -> NewtonProblems:
+    """Return the problems for the kernel, in its order, with the cells (problems, 2, cells) of exact plans."""
+    from otloss.solvers.entropic.newton_kernels.newton_numba import NewtonProblems
+
+    p, q = problem.p, problem.q
+    if problem.marginal_penalty is None:
+        p, q = (w / w.sum(-1, keepdim=True) for w in (p, q))
+    cells = np.empty((len(p), 2, 0), np.int64)
+    if plans is not None:
+        cells = np.stack([torch.argsort(order[side])[plans[:, side]].numpy() for side in range(2)], 1)
+    pairs = _pairs(problem, order)
+    return NewtonProblems(
+        p=p[:, order.rows].contiguous().numpy(), q=q[:, order.columns].contiguous().numpy(), pairs=pairs,
+        owner=np.arange(len(p)) % len(pairs.matrix), epsilon=problem.epsilon.contiguous().numpy(),
+        penalties=penalties_of(problem), has_start=has_start.numpy(), plans=np.ascontiguousarray(cells),
+    )  # fmt: skip
+
+
 def _run_kernel(
     problem: Problem, g: Tensor, plans: Tensor | None, budget: Budget, *, max_steps: int = MAX_STEPS
 ) -> SearchResult:
@@ -190,32 +209,19 @@ def _run_kernel(
     from otloss.solvers.entropic.newton_kernels.newton_numba import (
         NewtonKernels,
         NewtonLimits,
-        NewtonProblems,
         build_calls,
         build_results,
         newton_problems,
     )
 
-    penalty, (n, m) = problem.marginal_penalty, problem.cost.shape
-    p, q = problem.p, problem.q
-    if penalty is None:
-        p, q = (w / w.sum(-1, keepdim=True) for w in (p, q))
-    count, order = len(p), _order(problem)
-    cells = np.empty((count, 2, 0), np.int64)
-    if plans is not None:
-        cells = np.stack([torch.argsort(order[side])[plans[:, side]].numpy() for side in range(2)], 1)
-    pairs = _pairs(problem, order)
-    problems = NewtonProblems(
-        p=p[:, order.rows].contiguous().numpy(), q=q[:, order.columns].contiguous().numpy(), pairs=pairs,
-        owner=np.arange(count) % len(pairs.matrix), epsilon=problem.epsilon.contiguous().numpy(),
-        penalties=penalties_of(problem), has_start=(g != 0).any(-1).numpy(), plans=np.ascontiguousarray(cells),
-    )  # fmt: skip
+    order, (n, m) = _order(problem), problem.cost.shape
+    problems = _kernel_problems(problem, plans, order, has_start=(g != 0).any(-1))
     limits = NewtonLimits(
         budget.tolerance,
         budget.largest_change,
         min(budget.max_iterations, max_steps),
         # With a marginal penalty, potentials of bins that keep no mass may be larger.
-        1 / smallest_epsilon_over_potential(budget.tolerance) if penalty is None else np.inf,
+        1 / smallest_epsilon_over_potential(budget.tolerance) if problem.marginal_penalty is None else np.inf,
     )
     results = build_results(n, g[:, order.columns].contiguous().numpy())
     arguments = problems, limits, results
@@ -224,6 +230,7 @@ def _run_kernel(
         lambda addresses: (newton_problems, (np.zeros(3, np.int64), NewtonKernels(*addresses), *arguments)),
         build_calls,
     )
+    count = len(g)
     work = Work("Newton's method", count * n * m, budget.tolerance)
     run_on_threads(newton_problems, count, (NewtonKernels(*kernels), *arguments), work=work)
     f, g = (torch.from_numpy(potential) for potential in (results.f, results.g))

@@ -147,11 +147,11 @@ class KernelResults(NamedTuple):
 
     Attributes:
         f, g: (problems, n) and (problems, m), the potentials.
-        outcome: (problems, 5), the columns `ERROR`, `ITERATIONS`, `POTENTIAL_ERROR`, `POTENTIAL_RANGE` and
-            `SMALLEST_EIGENVALUE` of `interface`. The error is infinite where a number is not valid, and in unbalanced
-            problems where a side has no mass. If the budget asks for accurate potentials, `POTENTIAL_ERROR` is an
-            estimate of the largest error of g, and a bound in unbalanced problems. `SMALLEST_EIGENVALUE` belongs to the
-            equations for g, and is an estimate from above. They are NaN otherwise.
+        outcome: (problems, 5), the columns `ERROR` and `ITERATIONS` of `interface`, and the others of
+            `sinkhorn_kernels.numbers`. The error is infinite where a number is not valid, and in unbalanced problems
+            where a side has no mass. If the budget asks for accurate potentials, `POTENTIAL_ERROR` is an estimate of
+            the largest error of g, and a bound in unbalanced problems. `SMALLEST_EIGENVALUE` belongs to the equations
+            for g, and is an estimate from above. They are NaN otherwise.
     """
 
     f: Float[Tensor, "problems n"]
