@@ -10,7 +10,7 @@ import torch
 
 import otloss
 from otloss.costs import GridCost
-from otloss.solvers.entropic import ladder
+from otloss.solvers.entropic import ladder, newton
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
@@ -83,3 +83,27 @@ def test_the_chart_has_every_method(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     draw["plt"].close("all")
     assert (tmp_path / "ladder.png").stat().st_size
     assert all(f"{type(method).__name__}:" in drawn for rung in ladder.LADDER for method in rung)
+
+
+@pytest.mark.parametrize("penalty", [None, 1.0])
+def test_each_problem_of_a_batch_keeps_its_own_result_and_its_estimates(
+    penalty: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first problem converges in the first rung, and the others in Newton's method, which gets these alone."""
+    masks, select = [], newton.select
+    monkeypatch.setattr(newton, "select", lambda problem, mask: masks.append(mask) or select(problem, mask))
+    monkeypatch.setattr(ladder, "PATIENCE", 20)
+    generator = torch.Generator().manual_seed(0)
+    costs = torch.rand(3, 20, 25, generator=generator, dtype=torch.float64)
+    costs[1:, :10, 12:] += 1.0
+    costs[1:, 10:, :12] += 1.0
+    epsilon = torch.tensor([0.3, 0.01, 0.02], dtype=torch.float64)
+    together = otloss.solve(None, None, costs, epsilon=epsilon, marginal_penalty=penalty)
+    assert masks[0].tolist() == [False, True, True]
+    assert bool(together.converged.all())
+    assert bool((together.potential_error < 1e-3 * epsilon).all()), together.potential_error
+    for k in range(3):
+        alone = otloss.solve(None, None, costs[k], epsilon=float(epsilon[k]), marginal_penalty=penalty)
+        torch.testing.assert_close(together.value[k], alone.value, rtol=1e-7, atol=0.0)
+        for got, want in zip(together.potentials, alone.potentials, strict=True):
+            torch.testing.assert_close(got[k], want, rtol=0.0, atol=1e-4)
