@@ -1,7 +1,6 @@
 """Where data is looked for, and downloads from a server on this machine."""
 
 import hashlib
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ class Server(BaseHTTPRequestHandler):
 def server() -> Iterator[str]:
     http = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     http.may_end = threading.Event()  # type: ignore[attr-defined]
-    thread = threading.Thread(target=http.serve_forever)
+    thread = threading.Thread(target=http.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{http.server_port}"
     http.may_end.set()  # type: ignore[attr-defined]
@@ -62,7 +61,8 @@ def cached(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     settings = {"ADDRESS": f"{server}/{{path}}", "TIMEOUT": 0.3, "BESIDE": tmp_path / "shared/data"}
     for name, value in ({"table": lambda: files} | settings).items():
         monkeypatch.setattr(data, name, value)
-    return Path(os.environ["XDG_CACHE_HOME"]) / "otloss"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/otloss"
 
 
 def put(root: Path) -> Path:

@@ -1,8 +1,6 @@
 """Run folders, and that an interrupted run resumes to the result of an uninterrupted one."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from benchmarks.paper.arguments import RunArguments
 from benchmarks.paper.data.blocks import PackedBlocks
 from benchmarks.paper.data.text import read_texts
-from benchmarks.paper.folders import last_complete_checkpoint, open_run, write_json
+from benchmarks.paper.folders import last_complete_checkpoint, locked, open_run, write_json
 from benchmarks.paper.models import load_model, load_tokenizer
 from benchmarks.paper.runs import DivergenceError, train_run
 from otloss_llm import EMO
@@ -86,14 +84,7 @@ def test_a_folder_without_results_counts_as_new(tmp_path: Path) -> None:
         open_run(tmp_path, {"a": 2})
 
 
-def test_one_process_at_a_time_works_in_a_folder(tiny: Tiny, tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from benchmarks.paper.folders import locked\n"
-        "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match="another process is working in"):
-            train(tiny, tmp_path)
-        holder.kill()
+def test_one_run_at_a_time_works_in_a_folder(tiny: Tiny, tmp_path: Path) -> None:
+    """Locks of one process keep each other out as those of two processes do."""
+    with locked(tmp_path), pytest.raises(ValueError, match="another process is working in"):
+        train(tiny, tmp_path)

@@ -6,13 +6,22 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import PointCost
+from otloss.costs.gaussian_sums import Summation
 
-N, M, BLUR = 2400, 1800, {1: 0.05, 2: 0.1, 3: 0.3}
+N, M, BLUR = 600, 450, {1: 0.05, 2: 0.1, 3: 0.3}
 SHARE = 1e-6
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid is used whatever time it takes, and few points have as many blocks as many points."""
+    summation = Summation(min_pairs=0, gain=1e9, points_in_block=48)
+    for module in ("points", "gaussian_sums"):
+        monkeypatch.setattr(f"otloss.costs.{module}.SUMMATION", summation)
+
+
 def _clouds(kind: str, axes: int, n: int = N, m: int = M) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, y, p, q of just so many pairs that a grid is used: weights differ, and some are zero."""
+    """x, y, p, q: weights differ, and some are zero."""
     generator = torch.Generator().manual_seed(7)
     x, y = (torch.rand(k, axes, generator=generator, dtype=torch.float64) for k in (n, m))
     if kind == "a sphere":
@@ -34,6 +43,7 @@ def _square(x: Tensor, y: Tensor) -> Tensor:
 KINDS = [("a cube", 1), ("a cube", 3), ("a sphere", 2), ("tight clusters", 1), ("tight clusters", 3)]
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("kind", "axes"), [*KINDS, ("far from each other", 2)])
 def test_sums_through_a_grid_are_off_by_the_stated_share(kind: str, axes: int) -> None:
     x, y, p, q = _clouds(kind, axes)
@@ -56,6 +66,7 @@ def test_sums_through_a_grid_are_off_by_the_stated_share(kind: str, axes: int) -
     assert (gradient - expected).abs().amax() <= 10 * SHARE * p.amax()
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_divergence_through_a_grid_is_that_of_all_pairs() -> None:
     axes = 3
     x, y, p, q = _clouds("tight clusters", axes)
@@ -71,7 +82,7 @@ def test_divergence_through_a_grid_is_that_of_all_pairs() -> None:
 
 
 def test_the_error_of_a_solution_through_a_grid_is_a_bound() -> None:
-    x, y, p, q = _clouds("tight clusters", 3)
+    x, y, p, q = _clouds("tight clusters", 3, n=2400, m=1800)  # just so many pairs that a grid is used
     cost = PointCost(x, y)
     solution = otloss.solve(p, q, cost, epsilon=2 * BLUR[3] ** 2, tolerance=1e-4)
     f, g = solution.potentials
@@ -83,6 +94,7 @@ def test_the_error_of_a_solution_through_a_grid_is_a_bound() -> None:
     assert off <= solution.marginal_error
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_where_a_grid_is_too_large_or_weights_too_small_all_pairs_are_taken() -> None:
     x, y, p, q = _clouds("a cube", 3)
     x[0] += 1000.0
