@@ -143,14 +143,14 @@ from otloss._numba.compile import compiled
 from otloss._numba.notices import compile_together
 from tests.otloss.numba.test_kernel_compilation import DTYPES, doubled, is_right
 numba.config.CACHE_DIR, context = sys.argv[1], multiprocessing.get_context("fork")
-start, misses = context.Barrier(8), context.Value("i", 0)
+start, misses = context.Barrier(4), context.Value("i", 0)
 def compile(k):
     kernel = compiled()(doubled)
     start.wait()
     assert is_right(kernel, DTYPES[:: 1 if k % 2 else -1])
     with misses.get_lock():
         misses.value += sum(kernel.stats.cache_misses.values())
-processes = [context.Process(target=compile, args=(k,)) for k in range(8)]
+processes = [context.Process(target=compile, args=(k,)) for k in range(4)]
 [process.start() for process in processes]
 [process.join() for process in processes]
 assert not any(process.exitcode for process in processes)
