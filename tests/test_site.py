@@ -1,4 +1,4 @@
-"""The site: links between the pages, and (slow) the build itself, with every public name in the reference."""
+"""The site: links between the pages, and (slow) the pictures and the build, with every public name in the reference."""
 
 import re
 import runpy
@@ -76,6 +76,7 @@ def test_the_site_is_built_without_warnings_and_without_broken_links(tmp_path: P
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_pictures_of_the_pages_are_drawn(tmp_path: Path) -> None:
     runpy.run_path(str(DOCS / "draw_pictures.py"))["main"](tmp_path / "pictures")
     drawn = {path.name for path in (tmp_path / "pictures").iterdir()}

@@ -120,7 +120,7 @@ def _transport() -> dict[str, Entry]:
         ),
         "barycenter": Entry(images, partial(barycenter, debiased=False)),
         "barycenter, debiased": Entry(images, partial(barycenter, debiased=True)),
-        "cloud_loss, divergence": of(otloss.cloud_loss, weighed),
+        "cloud_loss, divergence": of(otloss.cloud_loss, weighed, blur=0.5),
         "cloud_loss, emd": of(otloss.cloud_loss, weighed, kind="emd"),
         "cloud_loss, sliced": of(otloss.cloud_loss, weighed, kind="sliced", **directions),
         "cloud_loss of lists": Entry(

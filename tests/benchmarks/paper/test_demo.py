@@ -1,4 +1,4 @@
-"""The demo at a hundredth of its length, with fewer documents, and what it says of differences."""
+"""The demo at a hundredth of its length, with fewer documents and temperatures, and what it says of differences."""
 
 from pathlib import Path
 
@@ -11,9 +11,12 @@ import emo_demo as demo
 CORNERS = ("scipy.special", "sklearn.linear_model")
 
 
-def test_the_demo_leaves_table_report_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_leaves_table_report_and_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.utils import logging
 
+    monkeypatch.setattr(demo, "TEMPERATURES", (1.0, demo.COMPARED_AT))
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         demo.main(["--output", str(tmp_path), "--scale", "0.01", "--seeds", "1"], CORNERS)

@@ -140,7 +140,7 @@ def test_second_derivatives(options: dict[str, Any]) -> None:
         return number_token_loss(z, Y, WIDE, **options, sample_weight=w)
 
     assert torch.autograd.gradcheck(value, (leaf, weight))
-    assert torch.autograd.gradgradcheck(value, (leaf, weight))
+    assert torch.autograd.gradgradcheck(value, (leaf, weight), fast_mode=True)  # along random directions
 
 
 @every_setting
