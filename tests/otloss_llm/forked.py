@@ -1,5 +1,6 @@
 """Several processes of one script that import the libraries once, which takes longer than what they do."""
 
+import gc
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ def fork_ranks(count: int) -> None:
     size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **size}
     pids = []
+    gc.freeze()  # trainers search for garbage, which would take a second each time among what the imports have made
     for rank in range(count):
         if not (pid := os.fork()):
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -107,9 +107,8 @@ def test_soft_minima_against_float64(name: str, device: str) -> None:
         )  # the squared lengths, not distances
         # Each dtype and each of the two calls meets each orientation once.
         for potential, shift, at_once in ((h, 0.0, is_transposed), (h.double() + 1e3, 1e3, not is_transposed)):
-            at = epsilon.to(device)
-            softmin = (lambda given, at=at: streamed.softmin(given, at)) if at_once else streamed.softmin_at(at)
-            value = softmin(potential.to(device))
+            given, at = potential.to(device), epsilon.to(device)
+            value = streamed.softmin(given, at) if at_once else streamed.softmin_at(at)(given)
             assert value.dtype == potential.dtype
             assert_near(value + shift, exact, dense, size)
 

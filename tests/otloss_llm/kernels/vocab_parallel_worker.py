@@ -279,10 +279,13 @@ def check_autograd() -> None:
 
 
 def main() -> None:
-    fork_ranks(int(sys.argv[1]))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    # Before the fork, so that the processes share what these import.
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
     from tests.otloss_llm import dtensor_checks
 
+    fork_ranks(int(sys.argv[1]))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     for name, check in [*globals().items(), *vars(dtensor_checks).items()]:
         if name.startswith("check_"):
             check()

@@ -279,6 +279,12 @@ def made_of(check: str, folder: Path) -> Any:
 def main() -> None:
     checks, folder = sys.argv[1:-1], Path(sys.argv[-1])
     if "RANK" not in os.environ:
+        # Before the fork, so that the processes share what these import.
+        import accelerate.data_loader  # noqa: F401
+        import numba  # noqa: F401
+        import transformers.models.llama.modeling_llama  # noqa: F401
+        import trl.trainer.sft_trainer  # noqa: F401
+
         fork_ranks(2)
     if not checks[0].startswith(("ddp", "fsdp")):
         dist.init_process_group("gloo")
