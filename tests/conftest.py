@@ -19,16 +19,20 @@ import data  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from otloss._numba import background  # noqa: E402
-
 # The same few examples in every run; `make test-all` draws more, and others.
 settings.register_profile("few", derandomize=True, deadline=None, max_examples=30)
 settings.register_profile("many", deadline=None, max_examples=200)
 settings.load_profile("few")
 
 
-# Which kernel answers does not depend on time.
-background.SWITCH.is_on = False
+def pytest_collectstart() -> None:
+    """Let no other process compile: which kernel answers does not depend on time.
+
+    Here and not above, since the process that hands out the tests to others collects none, and starts without torch.
+    """
+    from otloss._numba import background
+
+    background.SWITCH.is_on = False
 
 
 def pytest_collection_finish() -> None:
