@@ -405,6 +405,37 @@ def test_a_search_shortens_steps_that_are_too_long(state: State, length: float) 
     assert state.dual.value(state.current) >= state.dual.value(state.b)
 
 
+@pytest.mark.parametrize("length", [3.0, 300.0])
+def test_a_search_goes_to_the_zero_of_the_secant(state: State, length: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a tenth and half of the length before it."""
+    cells, plan, trials, evaluate = state.all_cells(), state.dual.plan(state.b), [], sparse.evaluate
+
+    def recorded(*arguments: Any) -> float:
+        trials.append(state.current)
+        return float(evaluate(*arguments))
+
+    monkeypatch.setattr(newton, "evaluate", recorded)
+    x = length * state.dual.step(state.b, 1e-3)
+    first, expected = (plan.t - plan.c) @ x, [1.0]
+    newton.search_along(cells, state.rows, state.columns, state.epsilon, x, first)
+    for _ in trials[1:]:
+        moved = state.dual.plan(state.b + expected[-1] * x)
+        current = (moved.t - moved.c) @ x
+        expected.append(expected[-1] * np.clip(first / (first - current) if current < 0 else 0.0, 0.1, 0.5))
+    close([(b - state.b) @ x / (x @ x) for b in trials], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tolerance", [1e-9, 10.0])
+def test_updates_go_before_a_step(state: State, tolerance: float) -> None:
+    """Without any step: two updates, or fewer where the error on the cells is small, and one at the end."""
+    cells, b, dual = state.all_cells(), state.b, state.dual
+    goal = max(tolerance, 1e-2 * dual.plan(b).error)
+    for _ in range(2):
+        b = dual.update(b) if dual.plan(b).error > goal else b
+    newton.steps_on_cells(COUNTER, KERNELS, cells, state.rows, state.columns, state.epsilon, tolerance, 0)
+    close(state.current[dual.q > 0], dual.update(b)[dual.q > 0], rtol=1e-8, atol=1e-8)
+
+
 def test_steps_on_cells_end_at_the_goal(state: State) -> None:
     cells, tolerance = state.all_cells(), 1e-9
     start = state.dual.plan(state.b).error
@@ -465,6 +496,65 @@ def test_a_stage_ends_at_its_limits() -> None:
     assert steps == 1
     assert error > 1e-9
     close(error, state.dual.plan(state.current).error)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "unbalanced", "parts"])
+def test_a_stage_goes_on_where_only_its_potentials_are_inaccurate(kind: str) -> None:
+    first = State(problem(kind))
+    error, steps = stage(first, newton.NewtonLimits(1e-2, math.inf, 100))
+    change = np.abs(first.dual.update(first.current) - first.current).max()
+    assert min(error, change) > 0
+    assert stage(State(first.dual), newton.NewtonLimits(1e-2, 1.001 * change, 100)) == (error, steps)
+    assert stage(State(first.dual), newton.NewtonLimits(1e-2, 0.999 * change, 100)).steps > steps
+
+
+def test_a_stage_ends_where_potentials_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some steps, and not within the tolerance."""
+    numbers = newton.NEWTON._replace(steps_before_size=2, max_steps_of_round=1)
+    monkeypatch.setattr(newton, "NEWTON", numbers)
+    few = State(problem("unbalanced"))
+    error, steps = stage(few, newton.NewtonLimits(1e-9, math.inf, 2))
+    assert (steps, error > 1e-9) == (2, True)
+    size = max(np.abs(few.rows.potential).max(), np.abs(few.columns.potential).max()) / few.epsilon
+    for largest, is_left in ((0.999 * size, True), (1.001 * size, False), (0.0, True)):
+        state = State(few.dual)
+        error, steps = stage(state, newton.NewtonLimits(1e-9, math.inf, 100, largest))
+        assert (steps == 2) == (error > 1e-9) == is_left
+    assert stage(State(few.dual), newton.NewtonLimits(1.0, math.inf, 100, 0.0)).error <= 1.0
+
+
+def test_the_largest_size_is_of_bins_with_mass() -> None:
+    weights, potential = np.array([0.2, 0.0, 0.3, 0.5]), np.array([1.0, 9.0, -4.0, 3.0])
+    assert newton.largest_size(sparse.Side(weights, weights, potential, weights, math.inf)) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("penalties", "has_start", "cells", "stages"),
+    [
+        ((math.inf, math.inf), False, 0, 0), ((math.inf, math.inf), True, 1, 1), ((0.7, 2.5), True, 0, 0),
+        ((0.7, 2.5), False, 0, 3), ((2.5, 0.7), False, 1, 3), ((math.inf, 0.6), False, 0, 2),
+        ((4.0, math.inf), False, 0, 3), ((0.002, 0.003), False, 0, 0), ((0.08, 0.08), False, 0, 1),
+    ],
+)  # fmt: skip
+def test_the_stages_of_a_problem(
+    penalties: tuple[float, float], has_start: bool, cells: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is at 4 times the epsilon of the next one, and has the steps that the ones before it have left."""
+    runs = []
+
+    def run(*arguments: Any) -> Any:
+        runs.append(arguments[5:7])
+        return newton.Progress(0.1 * len(runs), 3)
+
+    monkeypatch.setattr(newton, "solve_stage", run)
+    sides = [sparse.build_side(np.ones(2), np.zeros(2), rho) for rho in penalties]
+    support, limits = sparse.build_support(np.zeros((2, cells), np.int64), 2), newton.NewtonLimits(1e-9, 1e-3, 40, 50.0)
+    progress = newton.solve_problem(COUNTER, KERNELS, None, *sides, 0.001, has_start, support, limits)
+    close([width for width, _ in runs], [0.001 * 4**stage for stage in range(stages, -1, -1)])
+    for k, (_, given) in enumerate(runs):
+        last = (1e-9, 1e-3, 40 - 3 * k, 50.0)
+        assert given == (last if k == stages else (1e-2, math.inf, 40 - 3 * k, math.inf))
+    assert progress == (0.1 * (stages + 1), 3 * (stages + 1))
 
 
 def calls(kind: str) -> Iterator[tuple[bool, np.ndarray, np.ndarray]]:
