@@ -2,14 +2,23 @@
 
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import data
 import pytest
+import stand_ins
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Run = Callable[..., list[str]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_docstring_is_parsed_once() -> Iterator[None]:
+    with mock.patch.object(stand_ins, "docstring_corpus", cache(stand_ins.docstring_corpus)):
+        yield
 
 
 @pytest.fixture

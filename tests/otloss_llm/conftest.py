@@ -1,5 +1,6 @@
 """Fixtures of the command-line tests: tiny models saved beside a tokenizer, a text, and the command line in-process."""
 
+import gc
 import json
 import os
 import subprocess
@@ -35,6 +36,13 @@ class Tiny:
     text: Path
     llama: Path  # with dropout, tied
     gpt2: Path  # with absolute positions
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_is_searched_for_garbage() -> None:
+    """Trainers search at each end of a run, which would take half of their time among what earlier tests have left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

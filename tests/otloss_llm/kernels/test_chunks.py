@@ -39,8 +39,6 @@ def chunks(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> list[tuple[int
         seen.append((len(tokens), sum(memory() is not None for memory in memories)))
         return real(self, tokens, *arguments, **settings)
 
-    gc.collect()
-    gc.freeze()  # the searches at each chunk pass over what earlier tests have left
     real = Gradients.add
     monkeypatch.setattr(Gradients, "add", add)
     for name in ("_rows_of", "_buffer_of_rows"):
