@@ -115,6 +115,7 @@ def test_selected_cells(state: State) -> None:
     for cells, wanted in (
         (state.select(cut), expected),
         (state.select(cut, previous), expected | as_mask(previous, expected.shape)),
+        (state.select(cut, state.all_cells()), np.ones_like(expected) & (plan.r > 0)[:, None]),
     ):
         assert (as_mask(cells, expected.shape) == wanted).all()
         close(cells.costs, state.dual.cost[places(cells), cells.columns])
