@@ -17,10 +17,12 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 from numba.core.event import trigger_event
 from numba.core.runtime import _nrt_python, rtsys
 
+import otloss
 from otloss._numba import cache as _cache
 from otloss._numba.compile import address_of, call_at, compiled, result_at
 from otloss._numba.notices import compile_together
@@ -240,19 +242,25 @@ def test_kernels_that_are_compiled_together_have_one_line(caplog: Any, monkeypat
     assert re.search(r"takes about \d+ s of the processor, once; kept in", line)
 
 
-# The simplex takes over where paths grow long: in a loop over problems of one shape that may be any step.
-ASSIGNMENTS = """
-import torch, otloss
-for dtype in (torch.float32, torch.float64):
-    otloss.emd(None, None, 1 - torch.eye(5, dtype=dtype))
-from otloss.solvers.exact.simplex_numba import solve_problems
-print(len(solve_problems.overloads))
-"""
+@pytest.fixture
+def new_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of exact kernels are imported again, as in a new process; afterwards the old ones are back."""
+    otloss.emd(None, None, torch.rand(40, 40))
+    for name in [name for name in sys.modules if re.fullmatch(r"otloss\.solvers\.exact\.\w+_numba", name)]:
+        monkeypatch.delitem(sys.modules, name)
 
 
-def test_the_first_assignment_compiles_what_later_ones_may_need() -> None:
-    done = subprocess.run([sys.executable, "-c", ASSIGNMENTS], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout == "2\n"
+def test_the_first_assignment_compiles_what_later_ones_may_need(new_kernels: None) -> None:
+    """The simplex takes over where paths grow long: in a loop over problems of one shape that may be any step."""
+    for dtype in (torch.float32, torch.float64):
+        otloss.emd(None, None, 1 - torch.eye(5, dtype=dtype))
+    assert len(sys.modules["otloss.solvers.exact.simplex_numba"].solve_problems.overloads) == 2
+
+
+def test_without_the_compiler_an_error_says_so(new_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    with pytest.raises(RuntimeError, match="NUMBA_DISABLE_JIT is set"):
+        otloss.emd(None, None, torch.rand(40, 40))
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -365,10 +373,3 @@ def test_a_result_of_a_call_by_address_is_freed_once(folder: Path) -> None:
     assert after.alloc - before.alloc == after.free - before.free > 0
     with pytest.raises(TypeError, match="with arguments of the types"):
         add_results(address, np.ones(1, np.float32))
-
-
-def test_without_the_compiler_an_error_says_so() -> None:
-    code = "import otloss, torch; otloss.emd(None, None, torch.rand(40, 40))"
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert "RuntimeError: NUMBA_DISABLE_JIT is set" in done.stderr
