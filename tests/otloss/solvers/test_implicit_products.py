@@ -97,9 +97,12 @@ def results(inputs: list[Tensor], kind: str, *, dtype: torch.dtype, has_plan: bo
 def test_derivatives_of_both_orders(
     kind: str, axes: int, penalty: Any, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With potentials in the dtype that they have on a GPU, and on a CPU; for the plan, its matrix is formed."""
+    """With potentials in the dtype that they have on a GPU, of two problems, and on a CPU, of one.
+
+    For the plan, its matrix is formed.
+    """
     monkeypatch.setattr(products, "dtype_of_potentials", lambda _: dtype)
-    inputs = draw(device, axes=axes)
+    inputs = [t if dtype == torch.float32 else t[-1:] for t in draw(device, axes=axes)]
     solved = []
     run = products.with_graph_by_products
     monkeypatch.setattr(derivatives, "with_graph_by_products", lambda *given: solved.append(run(*given)) or solved[-1])
