@@ -172,18 +172,15 @@ def test_the_example_prints_values_of_one_call(client: Any, capsys: Any, monkeyp
     assert capsys.readouterr().out.count("dask: 0 from one call at most") == 2
 
 
-def solve(seed: int) -> np.ndarray:
-    return many_problems.grid_distances(many_problems.draw_pairs(20, seed))
-
-
 def test_a_killed_worker_loses_nothing(client: Any) -> None:
     """Partitions that it had solved are lost with it, and solved again; others go to its successor."""
-    wait(solved := client.map(solve, range(8)))
+    pairs, solve = [many_problems.draw_pairs(20, seed) for seed in range(16)], many_problems.grid_distances
+    wait(solved := client.map(solve, pairs[:8]))
     address, pid = next(iter(client.run(os.getpid).items()))
     assert any(address in places for places in client.who_has(solved).values())
     os.kill(pid, signal.SIGKILL)
-    values = client.gather([*solved, *client.map(solve, range(8, 16))])
-    np.testing.assert_array_equal(values, [solve(seed) for seed in range(16)])
+    values = client.gather([*solved, *client.map(solve, pairs[8:])])
+    np.testing.assert_array_equal(values, list(map(solve, pairs)))
     for _ in range(600):
         if len(client.scheduler_info(n_workers=-1)["workers"]) == 2:
             break
