@@ -37,8 +37,8 @@ gallery-page: $(FOR_DEV)  ## the same, and the gallery of docs is updated by the
 # Before the tests, since workers that need one kernel wait until one of them has compiled it.
 COMPILE := $(BIN)/python -m otloss.warm_up && $(BIN)/python -c "import otloss_llm; otloss_llm.warm_up()"
 
-test: $(FOR_DEV)  ## the tests that are not slow and need no GPU; about 6 minutes on 2 cores
-	@echo "This takes about 6 minutes on 2 cores, 1 of them for the CPU kernels, the first time."
+test: $(FOR_DEV)  ## the tests that are not slow and need no GPU; about 5 minutes on 2 cores
+	@echo "This takes about 5 minutes on 2 cores, 1 of them for the CPU kernels, the first time."
 	@$(COMPILE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
