@@ -6,8 +6,9 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
    from blocks of large images, or in logarithms for any other problem. It ends early where its contraction says that
    the tolerance is far. Where the points of each cloud are epsilons apart, Newton's method comes first.
 2. With impl="triton", Newton's method by products with the plan, on the device.
-3. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
-4. Sinkhorn's iteration in float64, with no limit but the budget of the call: for what the others give up.
+3. Between large images, Sinkhorn's iteration in float64, as long as it takes no longer than Newton's method would.
+4. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
+5. Sinkhorn's iteration in float64, with no limit but the budget of the call: for what the others give up.
 
 A new method is a class in a file of its own, its import here, and its place in a rung before the last one. Potentials
 that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are improved after
@@ -21,6 +22,7 @@ import math
 
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
+from otloss.solvers.entropic.images_float64 import ImagesInFloat64
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, start_of
 from otloss.solvers.entropic.meanwhile import run_method
 from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
@@ -34,6 +36,7 @@ from otloss.solvers.problem import Problem
 LADDER: tuple[tuple[Method, ...], ...] = (
     (SinkhornOnGPU(), Clusters(), NewtonFirst(), SinkhornOnCPU(), CoarseImages(), Sinkhorn()),
     (NewtonByProducts(),),
+    (ImagesInFloat64(),),
     (SparseNewton(),),
     (SinkhornAsLastResort(),),
 )

@@ -18,6 +18,8 @@ from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.problem import Problem
 
+LARGEST_IMAGE = 2**24  # entries of the matrices between images, 64 x 64, where Newton's method takes 4 to 30 s
+
 
 def is_between_large_clouds(problem: Problem) -> bool:
     """Return whether Newton's method visits only the pairs of points that count, and so needs no matrix."""
@@ -27,16 +29,20 @@ def is_between_large_clouds(problem: Problem) -> bool:
     return can_leave_out(cost.x, cost.y) and may_run_on(cost.x, cost.y)
 
 
-def suits_newton(problem: Problem) -> bool:
-    """Return whether Newton's method can run in float64 on the CPU, with matrices that fit the memory or without any.
+def is_faster_on_axes(problem: Problem) -> bool:
+    """Return whether updates along the axes of images are faster than by a matrix."""
+    entries = math.prod(problem.cost.shape)
+    return problem.cost.softmin_work() < entries and entries > MATRIX_LIMITS.largest_image
 
-    Between the cells of large images, products along the axes are faster than a matrix.
-    """
+
+def suits_newton(problem: Problem) -> bool:
+    """Return whether Newton's method can run in float64 on the CPU, with matrices that fit or without any."""
     if not has_float64(problem.p.device) or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
         return False
     entries = math.prod(problem.cost.shape)
-    if problem.cost.softmin_work() < entries and entries > MATRIX_LIMITS.largest_image:
-        return False
+    if is_faster_on_axes(problem):
+        is_unbalanced = problem.marginal_penalty is not None
+        return not is_unbalanced and entries * problem.batch.numel() <= LARGEST_IMAGE
     return entries * problem.batch.numel() <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
 
 

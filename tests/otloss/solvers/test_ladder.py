@@ -10,7 +10,7 @@ import torch
 
 import otloss
 from otloss.costs import GridCost
-from otloss.solvers.entropic import ladder, newton
+from otloss.solvers.entropic import ladder, newton, newton_problems
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
@@ -34,6 +34,11 @@ def matrix(dtype: torch.dtype, **options: Any) -> otloss.Transport:
     p, q = (torch.softmax(torch.randn(n, generator=generator, dtype=dtype), -1) for n in (12, 15))
     costs = torch.rand(12, 15, generator=generator, dtype=dtype)
     return otloss.solve(p, q, costs, epsilon=0.02, tolerance=1e-5, **options)
+
+
+@pytest.fixture(autouse=True)
+def _no_newton_between_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton_problems, "LARGEST_IMAGE", 0)
 
 
 def image(dtype: torch.dtype) -> otloss.Transport:
@@ -64,6 +69,19 @@ def test_a_new_method_that_gives_up_does_not_end_the_search(
     assert capsys.readouterr().out == "Added\n" * is_reached
     assert bool(found.converged)
     torch.testing.assert_close(found.value, expected, rtol=1e-3, atol=0.0)
+
+
+def test_slow_iterations_between_large_images_end_in_newtons_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.softmax(2 * torch.randn(1089, generator=generator, dtype=torch.float64), -1) for _ in range(2))
+    images = p, q, GridCost((33, 33))
+    slow = otloss.solve(*images, epsilon=1.0, tolerance=1e-6)
+    monkeypatch.setattr(newton_problems, "LARGEST_IMAGE", 2**24)
+    fast = otloss.solve(*images, epsilon=1.0, tolerance=1e-6)
+    assert bool(slow.converged)
+    assert bool(fast.converged)
+    assert 3 * fast.iterations < slow.iterations
+    torch.testing.assert_close(fast.value, slow.value, rtol=1e-5, atol=0.0)
 
 
 def test_the_first_method_may_give_up_alone(monkeypatch: pytest.MonkeyPatch) -> None:
