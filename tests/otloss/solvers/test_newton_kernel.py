@@ -499,6 +499,23 @@ def test_a_stage_ends_at_its_limits() -> None:
     close(error, state.dual.plan(state.current).error)
 
 
+def test_cells_of_a_round_leave_out_a_share_of_the_error_that_it_aims_at(state: State) -> None:
+    """A hundredth of a hundredth of the error before it, which counts as 1 at first, over all rows and columns."""
+    shares, errors = [], [1.0]
+
+    def begin_round(*arguments: Any) -> Any:
+        cells = KERNELS.round(*arguments)
+        shares.append(arguments[4])
+        errors.append(sparse.column_error(state.columns))
+        return cells
+
+    kernels, limits = KERNELS._replace(round=begin_round), newton.NewtonLimits(1e-9, math.inf, 100)
+    newton.solve_stage(
+        COUNTER, kernels, state.pairs, state.rows, state.columns, state.epsilon, limits, state.none
+    )  # fmt: skip
+    close(shares, [max(1e-9, 1e-4 * error) / sum(state.dual.cost.shape) for error in errors[:-1]])
+
+
 @pytest.mark.parametrize("kind", ["balanced", "unbalanced", "parts"])
 def test_a_stage_goes_on_where_only_its_potentials_are_inaccurate(kind: str) -> None:
     first = State(problem(kind))
