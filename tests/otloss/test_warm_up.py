@@ -50,7 +50,9 @@ def test_it_runs_where_gradients_are_off() -> None:
         otloss_llm.warm_up()
 
 
+@pytest.mark.slow
 def test_the_command_compiles_in_processes_and_reads_what_is_there(tmp_path: Path) -> None:
+    """`make test` runs the command before the tests."""
     command = ["-m", "otloss.warm_up", "cdf_distance", "match", "--dtypes", "float64"]
     for threads in (2, 1):
         process = start(*command, cache=tmp_path, threads=threads)

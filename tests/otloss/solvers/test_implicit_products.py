@@ -17,6 +17,7 @@ from otloss.solvers.entropic.implicit.products import RoundTrip
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
 from tests.largest_tensor import LargestTensor
+from tests.samples import sampled
 
 pytest.importorskip("triton")
 N, M = 7, 9
@@ -86,13 +87,16 @@ def results(inputs: list[Tensor], kind: str, *, dtype: torch.dtype, has_plan: bo
 
 @pytest.mark.parametrize(
     ("kind", "axes", "penalty", "dtype"),
-    [
-        ("sqeuclidean", 2, None, torch.float32),
-        ("euclidean", 2, 0.7, torch.float64),
-        ("matrix", 2, (None, 2.0), torch.float32),
-        ("cosine", 10, None, torch.float64),
-        ("l1", 1, (0.5, None), torch.float32),
-    ],
+    sampled(
+        3,
+        [
+            ("sqeuclidean", 2, None, torch.float32),
+            ("euclidean", 2, 0.7, torch.float64),
+            ("matrix", 2, (None, 2.0), torch.float32),
+            ("cosine", 10, None, torch.float64),
+            ("l1", 1, (0.5, None), torch.float32),
+        ],
+    ),
 )
 def test_derivatives_of_both_orders(
     kind: str, axes: int, penalty: Any, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
