@@ -303,6 +303,14 @@ def test_few_shares_stand_for_many() -> None:
     close(shares[kept_places[5:]], kept[5:], rtol=14)
 
 
+def test_shares_of_an_octave_stay_where_there_are_no_more_than_stand_for_it() -> None:
+    shares = np.array([0.35, 0.13, 0.2, 0.15, 0.17])
+    work = equations.build_thinning(5)
+    assert equations.thin_out(shares, work, 0.5) == 5
+    assert sorted(work.places) == list(range(5))
+    close(work.kept, shares[work.places])
+
+
 @pytest.mark.parametrize(("share", "number"), [(1.0, 63), (0.6, 63), (0.5, 63), (0.4999, 62), (0.25, 62), (0.0, 0)])
 def test_octaves(share: float, number: int) -> None:
     assert equations.octave(share) == (number if share != 0.25 else 62)
