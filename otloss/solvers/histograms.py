@@ -20,6 +20,7 @@ from otloss.costs.dense import posed_cost
 # to float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
 _LOST_SHARE = 1e-4  # the rounding of a constant may lose no larger share of most differences of a gradient
+_ZERO_ROUNDINGS = 16.0  # by as many roundings of their size derivatives of equal points may differ
 _LIGHT = 1e-5  # a share of the mean weight: a bin that is no lighter pays so much for a price that the value is a price
 MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed the mass of a side
 
@@ -235,7 +236,8 @@ def centre_of(
     """Return the constant that centres a gradient: its mean over the bins, or the median over the bins with mass.
 
     The median where the mean is so large, beside the differences of most bins, that these would lose their digits: a
-    bin without mass that only pairs of a price reach has a derivative of the size of the price.
+    bin without mass that only pairs of a price reach has a derivative of the size of the price. Bins that differ by
+    rounding alone, such as those of equal points, have no digits to lose.
     """
     mean = gradient.mean(-1, keepdim=True)
     with_mass = torch.where(weights.detach() != 0, gradient.detach(), torch.nan)
@@ -243,7 +245,10 @@ def centre_of(
     differences = (with_mass - median).abs()
     rounding = torch.finfo(torch.float32).eps * (mean.detach() - median).abs()  # the weights may be float32
     smallest = rounding / _LOST_SHARE
-    lost = ((differences > 0) & (differences < smallest)).sum(-1, keepdim=True)
+    zero = _ZERO_ROUNDINGS * (
+        torch.finfo(gradient.dtype).eps * median.abs() + torch.finfo(torch.float64).eps * (mean.detach() - median).abs()
+    )
+    lost = ((differences > zero) & (differences < smallest)).sum(-1, keepdim=True)
     kept = (differences >= smallest).sum(-1, keepdim=True)
     return torch.where((lost > 0) & (lost >= kept), median, mean)
 
