@@ -66,8 +66,8 @@ def sliced_wasserstein(
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of the points to the power `order`, times the unit of the
-        mass. Differentiable in x, y and the weights (centred over all points; one-sided derivatives at points without
-        mass), not in given directions. Memory is bounded: directions that do not fit at once are taken in blocks, and
+        mass. Differentiable in x, y, given directions and the weights (centred over all points; one-sided derivatives
+        at points without mass). Memory is bounded: directions that do not fit at once are taken in blocks, and
         recomputed for the gradient.
 
     Raises:
@@ -124,8 +124,8 @@ def _directions(projections: Any, d: int, generator: torch.Generator | None) -> 
                 f"projections has shape {tuple(projections.shape)}, expected (k, {d}) with k >= 1: "
                 "one direction per row, in the dimension of the points."
             )
-        directions = projections.detach().to(torch.float64)
-        directions = directions / directions.abs().amax(-1, keepdim=True)  # no overflow in the squares
+        directions = projections.to(torch.float64)
+        directions = directions / directions.detach().abs().amax(-1, keepdim=True)  # no overflow in the squares
         if not torch.isfinite(directions).all():
             row = int((~torch.isfinite(directions)).any(-1).nonzero()[0])
             raise ValueError(f"projections[{row}] is zero, expected directions; drop this row.")

@@ -183,6 +183,19 @@ def test_slices_are_means_of_linear_programs(n: int, m: int, d: int, order: floa
     assert value.item() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("block", [2**23, 1])
+def test_directions_have_a_gradient(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the distance along the best direction; a length other than 1 has no influence."""
+    monkeypatch.setattr("otloss.solvers.closed_forms.sliced._BLOCK", block)
+    rng = np.random.default_rng(0)
+    x, y, along = (as_double(rng.normal(size=(k, 3))) for k in (4, 5, 2))
+    for call in (sliced_wasserstein, partial(otloss.cloud_loss, kind="sliced")):
+        directions = along.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda t, call=call: call(x, y, projections=t), (directions,))
+        gradient = torch.autograd.grad(call(x, y, projections=directions), directions)[0]
+        assert (gradient * directions).sum(-1).abs().max() < 1e-12 < gradient.abs().max()
+
+
 def test_drawn_directions_are_uniform_and_of_the_generator() -> None:
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     shift = torch.tensor([3.0, 0.0, -1.0, 2.0], dtype=torch.float64)
