@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from numbers import Integral, Real
+from numbers import Integral
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.masked import MaskedTensor
 
 REDUCTIONS = ("mean", "sum", "none")
+_NUMBERS = (int, float, np.integer, np.floating)
+_PLAIN = (Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OF_DECORATORS = ("otloss._per_example", "otloss._public", "otloss._uncompiled")
 
@@ -101,10 +104,7 @@ def check_tensor(name: str, value: Any, *, is_read: bool = True) -> Tensor:
     if isinstance(value, Tensor):
         if is_read:
             check_not_batched(value)
-        if value.layout != torch.strided or value.is_nested:
-            got, fix = ("a nested tensor", "pad it with") if value.is_nested else (f"of layout {value.layout}", "call")
-            call = "to_padded_tensor(0.0)" if value.is_nested else "to_dense()"
-            raise TypeError(f"{name} is {got}, expected a dense tensor; {fix} {name}.{call}.")
+        check_layout(name, value)
         if value.is_floating_point() and value.dtype not in _FLOATS:
             raise TypeError(
                 f"{name} has dtype {value.dtype}, expected float16, bfloat16, float32 or float64; call {name}.float()."
@@ -125,12 +125,28 @@ def check_tensor(name: str, value: Any, *, is_read: bool = True) -> Tensor:
     )
 
 
+def check_layout(name: str, value: Tensor) -> None:
+    """Raise TypeError for a tensor that does not hold one number in each place: sparse, nested or masked."""
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
+        return
+    if isinstance(value, MaskedTensor):
+        got, call = "a masked tensor", "to_tensor(0.0), or set the masked entries to what they stand for"
+    elif value.is_nested:
+        got, call = "a nested tensor", "to_padded_tensor(0.0)"
+    elif value.layout is not torch.strided:
+        got, call = f"of layout {value.layout}", "to_dense()"
+    else:  # a parameter, or another subclass
+        return
+    verb = "pad it with" if value.is_nested else "call"
+    raise TypeError(f"{name} is {got}, expected a dense tensor; {verb} {name}.{call}.")
+
+
 def check_floating(name: str, value: Any, *, is_read: bool = True) -> Tensor:
     """Return `value` if it is a floating-point tensor that holds numbers, else raise TypeError or ValueError.
 
     `is_read` as for `check_tensor`.
     """
-    is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta)
+    is_plain = type(value) in _PLAIN and value.layout is torch.strided and not (value.is_nested or value.is_meta)
     if is_plain and value.dtype in _FLOATS:  # lists of many small tensors would feel the rest
         if is_read:
             check_not_recorded()
@@ -215,13 +231,21 @@ def check_reduction(reduction: str) -> None:
         raise ValueError(f"reduction is {reduction!r}, expected one of {REDUCTIONS}.")
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether `value` is a real number of Python or numpy, and no bool.
+
+    Other real numbers, such as fractions and those of sympy, are no operands of tensors.
+    """
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool)
+
+
 def check_number(name: str, value: Any) -> float:
     """Return `value` if it is a real number, of Python or numpy and no bool, else raise TypeError.
 
     Raises:
         ValueError: for a whole number beyond 64 bits, which neither torch nor numpy takes.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         raise TypeError(
             f"{name} is a {type(value).__name__} ({value!r}), expected a number; "
             f"convert it first, for example with float({name})."

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._checks import check_generator, check_not_masked
+from otloss._checks import check_generator, check_layout, check_not_masked
 from otloss._foreign import check_call
 from otloss._progress import begin, end
 
@@ -26,9 +26,9 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function.
 
     A call that its signature does not take raises a TypeError that says what to write, as does a `generator` that is
-    none, also where nothing is drawn. Arrays of numpy, also in a list,
-    are taken as tensors of the same dtype. Where a call takes long, the log says so. `torch.compile` cannot trace the
-    solvers: a program around the function is split there.
+    none, also where nothing is drawn. Arrays of numpy, also in a list, are taken as tensors of the same dtype. Negated
+    views of torch are written out: numpy cannot read them. Where a call takes long, the log says so. `torch.compile`
+    cannot trace the solvers: a program around the function is split there.
     """
     own = dict(inspect.signature(function).parameters)
     unnamed = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in own.values())
@@ -38,8 +38,8 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
             check_call(function.__qualname__, own, args, settings)
         if "generator" in settings:
             check_generator(settings["generator"])
-        args = tuple([_as_tensor(value) for value in args])
-        settings = {name: _as_tensor(value) for name, value in settings.items()}
+        args = tuple([_as_tensor(name, value) for name, value in zip(own, args, strict=False)])
+        settings = {name: _as_tensor(name, value) for name, value in settings.items()}
         if not begin(function.__name__):  # called by another one
             return function(*args, **settings)
         try:
@@ -60,10 +60,13 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        check_layout(name, value)
+        return value.resolve_neg() if value.is_neg() else value
     if isinstance(value, (list, tuple)) and any(isinstance(one, np.ndarray) for one in value):
-        return [_as_tensor(one) for one in value]
-    if not isinstance(value, np.ndarray) or isinstance(value, Tensor):
+        return [_as_tensor(f"{name}[{place}]", one) for place, one in enumerate(value)]
+    if not isinstance(value, np.ndarray):
         return value
     check_not_masked(value)
     native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)

@@ -50,7 +50,7 @@ class DenseCost(Cost):
                 f"the cost matrix holds {matrix.detach()[first]} at index {first}, expected costs >= 0; "
                 "add a constant to all of them (it changes no optimal plan) or clamp rounding errors to 0."
             )
-        self.matrix = matrix.to(arithmetic_dtype(matrix.dtype))
+        self.matrix = matrix.resolve_neg().to(arithmetic_dtype(matrix.dtype))
 
     @classmethod
     def unchecked(cls, matrix: Float[Tensor, "*batch n m"]) -> DenseCost:
@@ -183,7 +183,7 @@ class SignedCost(DenseCost):
                 f"the cost matrix holds {float(entries[first])} at index {first}, expected finite costs, or +inf to "
                 "forbid a pair."
             )
-        self.matrix = matrix.to(arithmetic_dtype(matrix.dtype))
+        self.matrix = matrix.resolve_neg().to(arithmetic_dtype(matrix.dtype))
 
     @property
     def has_plain_entries(self) -> bool:

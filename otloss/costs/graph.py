@@ -61,7 +61,7 @@ def graph_cost(adjacency: Any) -> DenseCost:
 
     check_floating("adjacency", adjacency)
     adjacency = adjacency.to(arithmetic_dtype(adjacency.dtype))
-    array = adjacency.detach().to("cpu", torch.float64).numpy()
+    array = adjacency.detach().resolve_neg().to("cpu", torch.float64).numpy()
     lengths, parents = _shortest_paths(csr_array(np.where(np.isposinf(array), 0.0, array)))
     costs = torch.from_numpy(lengths)
     if makes_graph(adjacency):

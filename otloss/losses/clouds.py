@@ -166,7 +166,7 @@ def _check_order(*arguments: Any) -> None:
         return
     a, x, b, y = (tuple(t.shape) for t in arguments)
     are_theirs = a == x[:-1] and b == y[:-1] and x[-1:] == y[-1:] and min(len(a), len(b)) > 0
-    are_ours = len(a) > 1 and len(x) > 1 and a[-1] == x[-1] and a[-2] == b[-1] and x[-2] == y[-1]
+    are_ours = a[-1:] == x[-1:] and a[-2:-1] == b[-1:] and x[-2:-1] == y[-1:] and min(map(len, (a, x))) > 1
     if are_theirs and not are_ours:
         raise ValueError(
             f"x has shape {a}, y {x}, a {b} and b {y}: weights stand before the points of each cloud in GeomLoss's "

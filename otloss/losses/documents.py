@@ -239,7 +239,7 @@ def _bags(name: str, weights: Any, vocabulary: int) -> tuple[_Bags, tuple[int, .
         check_finite(name, check_tensor(name, weights))
         shape, batch = tuple(weights.shape), tuple(weights.shape[:-1])
         check_last_axis(name, weights, vocabulary)
-        rows = csr_array(weights.detach().to("cpu", torch.float64).reshape(-1, vocabulary).numpy())
+        rows = csr_array(weights.detach().resolve_neg().to("cpu", torch.float64).reshape(-1, vocabulary).numpy())
     if len(shape) < 1 or shape[-1] != vocabulary:
         raise ValueError(f"{name} has shape {shape}, expected a last axis of {vocabulary}, the rows of the embedding.")
     rows = rows.astype(np.float64)

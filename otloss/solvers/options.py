@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_count, check_floating, check_positive
+from otloss._checks import check_count, check_floating, check_positive, is_number
 
 # The sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
 DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
@@ -112,7 +111,7 @@ def _checked_side(name: str, rho: Any) -> float | Tensor:
     if rho is None:
         return math.inf
     if not isinstance(rho, Tensor):
-        if isinstance(rho, bool) or not isinstance(rho, Real):
+        if not is_number(rho):
             raise TypeError(
                 f"{name} is a {type(rho).__name__}, expected a number, a tensor of one per problem, or a pair of these "
                 "or None, (rho_p, rho_q)."
@@ -151,7 +150,7 @@ class Settings:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {allowed}.")
         if (tolerance := self.tolerance) is not None:
-            if isinstance(tolerance, bool) or not isinstance(tolerance, Real):
+            if not is_number(tolerance):
                 kind = type(tolerance).__name__
                 raise TypeError(f"tolerance is a {kind}, expected a number; a tensor gives .item().")
             object.__setattr__(self, "tolerance", float(check_positive("tolerance", tolerance)))

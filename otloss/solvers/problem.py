@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from otloss._checks import (
     check_positive,
     check_potentials,
     has_float64,
+    is_number,
 )
 from otloss.costs import Cost
 from otloss.solvers.histograms import MASS_ROUNDING, pair_and_cost
@@ -180,7 +180,7 @@ def _checked_epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
         width = epsilon.to(cost.device, cost.dtype)
         smallest = float(epsilon.detach().min()) if epsilon.numel() else torch.inf
     else:
-        if isinstance(epsilon, bool) or not isinstance(epsilon, Real):
+        if not is_number(epsilon):
             raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number or a tensor of one per problem.")
         smallest = float(check_positive("epsilon", epsilon))
         width = torch.tensor(smallest, dtype=cost.dtype, device=cost.device)

@@ -177,6 +177,8 @@ test_what_a_call_says = raising(
         )
     ),
     (lambda: otloss.fused_gromov(D, D, P, P), r"weights stand third, .*fused_gromov\(C1, C2, p=p, q=q\)"),
+    (lambda: otloss.fused_gromov(D, D, P.sum()), r"feature_cost has shape \(\)"),
+    (lambda: otloss.cloud_loss(X, Y, P.sum(), P), r"a has shape \(\), expected a last axis of"),
     (lambda: otloss.fused_gromov(C, D, torch.cdist(Y, Y)), r"feature cost stands first, .*\(C1, C2, M, p, q\)"),
 )
 

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,10 @@ def message_of(name: str, option: str, value: Any) -> str:
     return str(raised.value)
 
 
-NOT_NUMBERS = {"a bool": True, "text": "1", "complex": 1j, "NaN": float("nan"), "a list": [1], "an array": np.ones(2)}
+NOT_NUMBERS = {
+    "a bool": True, "text": "1", "complex": 1j, "NaN": float("nan"), "a list": [1], "an array": np.ones(2),
+    "a fraction": Fraction(1, 2),
+}  # fmt: skip
 BEYOND = {"a whole number": 10**400, "a negative one": -(10**400), "beyond 64 bits": 2**70}
 
 

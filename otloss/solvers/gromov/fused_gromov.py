@@ -341,7 +341,7 @@ def _derivatives(
 
 def _check_order(C: Any, D: Any, M: Any) -> None:
     """Raise where the arguments stand in the order of POT's functions."""
-    if not all(isinstance(t, Tensor) for t in (C, D, M)):
+    if not all(isinstance(t, Tensor) and t.dim() for t in (C, D, M)):
         return
     shapes = ", ".join(str(tuple(t.shape)) for t in (C, D, M))
     if M.dim() == 1:
