@@ -252,7 +252,7 @@ def check_number(name: str, value: Any) -> float:
         )
     if isinstance(value, Integral):
         _check_64_bits(name, value)
-    return value  # type: ignore[return-value]
+    return value
 
 
 def _check_64_bits(name: str, value: Integral) -> None:
