@@ -37,7 +37,6 @@ def pytest_collectstart() -> None:
 
 def pytest_collection_finish() -> None:
     """Keep what all imports have made out of later searches for garbage, each of which would take a second."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
