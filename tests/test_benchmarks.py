@@ -55,6 +55,7 @@ def test_first_calls_count_the_kernels_that_they_compile(tmp_path: Path) -> None
     assert float(kept["compiling"]["seconds"]) > float(kept["compiled before"]["seconds"])
 
 
+@pytest.mark.slow
 def test_token_loss_without_its_data(tmp_path: Path, no_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = run("token_loss", tmp_path)
     said = capsys.readouterr().out
@@ -179,6 +180,7 @@ def test_objectives_of_large_models_need_their_text(no_data: Path, capsys: pytes
         main(["numbers", "--scale", "large"])
 
 
+@pytest.mark.slow
 def test_transport_on_a_gpu_resumes_after_the_last_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +210,7 @@ def test_transport_on_a_gpu_resumes_after_the_last_result(
     assert len(rows(file)) == len(kept)
 
 
+@pytest.mark.slow
 def test_a_contestant_that_hangs_or_dies_costs_its_own_result_only() -> None:
     worker = gpu_transport.Worker()
     try:

@@ -16,6 +16,7 @@ from otloss import cloud_loss, register
 from otloss.costs.order import Ordering
 from tests.errors import raising
 from tests.otloss.draws import draw, normal, weights
+from tests.samples import sampled
 
 KINDS: list[dict[str, Any]] = [
     {"kind": "divergence", "epsilon": 0.2, "tolerance": 1e-10},
@@ -253,9 +254,14 @@ def divergence_by_matrices(
     return value + (0 if rho is None else epsilon * (a.sum() - b.sum()) ** 2 / 2), gradient
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-5), (torch.float64, 1e-8)])
+MANY_AXES = [("one", 1536, None), ("clusters", 64, None), ("near", 64, None), ("near", 64, 2.0)]
+ROUNDINGS = [(torch.float32, 2e-5), (torch.float64, 1e-8)]
+
+
+# Each kind with one of the dtypes, and then with the other one.
 @pytest.mark.parametrize(
-    ("kind", "d", "rho"), [("one", 1536, None), ("clusters", 64, None), ("near", 64, None), ("near", 64, 2.0)]
+    ("kind", "d", "rho", "dtype", "rtol"),
+    sampled(4, [(*case, *ROUNDINGS[(k + turn) % 2]) for turn in range(2) for k, case in enumerate(MANY_AXES)]),
 )
 def test_clouds_of_many_axes(kind: str, d: int, rho: float | None, dtype: torch.dtype, rtol: float) -> None:
     clouds = many_axes(kind, d)

@@ -23,6 +23,7 @@ from otloss.solvers.entropic.sinkhorn_kernels import small_triton
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, pose
 from tests.largest_tensor import LargestTensor
+from tests.samples import sampled
 
 triton = pytest.importorskip("triton")
 N, M = 7, 9
@@ -129,8 +130,20 @@ def test_values_and_gradients_against_float64(
         assert float((ours - true).abs().max()) <= limit
 
 
-@pytest.mark.parametrize("largest_side", [sinkhorn_gpu.LARGEST_SIDE, 4])
-@pytest.mark.parametrize("form", ["partial", "forbidden", "forbidden, unbalanced"])
+@pytest.mark.parametrize(
+    ("form", "largest_side"),
+    sampled(
+        3,
+        [
+            ("partial", 4),
+            ("forbidden", sinkhorn_gpu.LARGEST_SIDE),
+            ("forbidden, unbalanced", 4),
+            ("partial", sinkhorn_gpu.LARGEST_SIDE),
+            ("forbidden", 4),
+            ("forbidden, unbalanced", sinkhorn_gpu.LARGEST_SIDE),
+        ],
+    ),
+)
 def test_partial_problems_and_forbidden_pairs_against_float64(
     form: str, largest_side: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
