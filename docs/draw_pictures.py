@@ -426,7 +426,7 @@ def about(method: object) -> str:
 
 def ladder() -> None:
     """How the solver decides, with the methods of `LADDER` in their order."""
-    ax = blank(5.2, 8.8)
+    ax = blank(5.2, 10.0)
     arrow(ax, (1.5, 0.3), (3.25, 0.3), "        None")
     arrow(ax, (1.5, 0.3), (1.5, 1.1), "a number")
     box(ax, 1.5, 0.3, "Is epsilon given?", PALE)
@@ -434,7 +434,7 @@ def ladder() -> None:
     box(ax, 2.2, 1.3, "device, float32 or float64, start", PALE)
     rungs = [("the first that applies:\n" if len(rung) > 1 else "") + "\n".join(map(about, rung)) for rung in LADDER]
     heights = [0.18 * (text.count("\n") + 1) + 0.12 for text in rungs]
-    top, bottom, reason = 2.0, 8.1, f"too slow: over {PATIENCE} iterations"
+    top, bottom, reason = 2.0, 9.3, f"too slow: over {PATIENCE} iterations"
     gap = (bottom - top - sum(heights)) / len(rungs)
     arrow(ax, (2.2, 1.3), (2.2, top))
     arrow(ax, (4.5, top + heights[0] / 2), (4.5, bottom))
@@ -446,7 +446,7 @@ def ladder() -> None:
         arrow(ax, (2.2, y), (4.5, y))
         box(ax, 2.2, y, text)
         reason = "not within the tolerance"
-    box(ax, 2.75, 8.35, "accurate potentials, if gradients of weights are wanted;\nthen value, gap and warnings", PALE)
+    box(ax, 2.75, 9.55, "accurate potentials, if gradients of weights are wanted;\nthen value, gap and warnings", PALE)
     ax.figure.savefig(FOLDER / "ladder.png")
 
 
