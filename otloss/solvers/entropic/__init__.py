@@ -27,6 +27,7 @@ The methods of the ladder, one in each file:
     sinkhorn_cpu                matrices, by numba kernels
     sinkhorn_gpu                small problems on a GPU, by a Triton kernel
     clusters, coarse_images     large clouds, and large images
+    images_float64              large images whose iterations are slow
     newton, newton_products     on the cells of a plan, and by products with the plan on a device
     sinkhorn_last_resort        in float64, where the others end early
 

@@ -134,7 +134,7 @@ class Clusters(Method):
         p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
         flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
         clusters = _build_clusters(flat)
-        result = None if clusters is None else _search(flat, clusters, budget)
+        result = None if clusters is None else _search_from_clusters(flat, clusters, budget)
         if result is None and problem.is_symmetric:
             return iterate(problem, start, budget)
         if result is None:
@@ -148,7 +148,7 @@ class Clusters(Method):
         )
 
 
-def _search(problem: Problem, clusters: _Clusters, budget: Budget) -> SearchResult | None:
+def _search_from_clusters(problem: Problem, clusters: _Clusters, budget: Budget) -> SearchResult | None:
     """Search at falling values of epsilon; None where no error was finite."""
     settings = CLUSTERING
     search = _ClusterSearch(problem, clusters, share=settings.grid_share * budget.tolerance)

@@ -151,12 +151,11 @@ class Method(Protocol):
     In each result f is an exact update from g. Where `budget.is_accurate` a method may estimate `potential_error`,
     `potential_range` and `smallest_eigenvalue`, if that costs it little; the others are estimated after the ladder.
 
-    `applies` decides by `impl`, the device and whether there is a start; Newton's method runs with any `impl`. Whether
-    `impl` is possible on the device and the start finite is checked before (`solve_problem`, `potentials`).
+    Whether `impl` is possible on the device, and the start finite, is checked before (`solve_problem`, `potentials`).
     """
 
     def applies(self, problem: Problem) -> bool:
-        """Return whether the method is for problems of these sizes and options, on this device and with this cost."""
+        """Return whether the method is for this problem: its sizes, options, device, start and cost."""
         ...
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:

@@ -2,17 +2,15 @@
 
 A rung is a tuple of methods of which the first that applies is taken. The next rung starts from what was found:
 
-1. Sinkhorn's iteration: on a GPU by a Triton kernel, from clusters of large clouds, by the numba kernel for matrices,
-   from blocks of large images, or in logarithms for any other problem. It ends early where its contraction says that
-   the tolerance is far. Where the points of each cloud are epsilons apart, Newton's method comes first.
+1. Sinkhorn's iteration, in the form that the device and the cost allow, until its contraction says that the tolerance
+   is far. Where the points of each cloud are epsilons apart, Newton's method comes first (`NewtonFirst`).
 2. With impl="triton", Newton's method by products with the plan, on the device.
-3. Between large images, Sinkhorn's iteration in float64, as long as it takes no longer than Newton's method would.
-4. Newton's method takes the problems that are left, balanced ones from the potentials of exact transport.
-5. Sinkhorn's iteration in float64, with no limit but the budget of the call: for what the others give up.
+3. Between large images, Sinkhorn's iteration in float64, as long as Newton's method would take.
+4. Newton's method, for balanced problems from the potentials of exact transport.
+5. Sinkhorn's iteration in float64, with no limit but the budget.
 
 A new method is a class in a file of its own, its import here, and its place in a rung before the last one. Potentials
-that have to be accurate themselves, for gradients of the weights or because `solve` returns them, are improved after
-the ladder, by `dense_newton`.
+that have to be accurate themselves are improved after the ladder, by `dense_newton`.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ PATIENCE = 250  # Newton's method with its exact start takes less time than so m
 def search(problem: Problem, budget: Budget) -> SearchResult:
     """Return for each problem the best potentials that the methods have found.
 
-    The budget is for all methods together. A method that gives up leaves the problem to the next one, and the last one
-    has no limit but the budget. Nor has the first one where only the last one would follow and compute the same.
+    The budget is for all methods together: a search that uses it up reaches no further rung. A method that gives up
+    leaves the problem to the next one. The last one does not give up, nor the first where the last would do the same.
     """
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
     *methods, last = [method for method in rungs if method is not None]

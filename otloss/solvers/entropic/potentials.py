@@ -71,7 +71,7 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
     has_weight_graph = makes_graph(problem.p, problem.q)
     budget = _build_budget(problem, settings, is_accurate=is_accurate or has_weight_graph)
     with torch.no_grad():
-        result = _search(problem, budget)
+        result = _search_and_refine(problem, budget)
     if not result.is_within(budget.tolerance):
         warn_of_errors(problem, result, settings)
         return problem, _without_unknown(result)
@@ -100,7 +100,7 @@ def _build_budget(problem: Problem, settings: Settings, *, is_accurate: bool) ->
     return Budget(tolerance, settings.max_iterations, largest_change=change)
 
 
-def _search(problem: Problem, budget: Budget) -> SearchResult:
+def _search_and_refine(problem: Problem, budget: Budget) -> SearchResult:
     """Return the result of the ladder, with accurate potentials if the budget asks for them."""
     searched = _prepared(problem)
     result = search(searched, budget)
