@@ -9,8 +9,7 @@ A rung is a tuple of methods of which the first that applies is taken. The next 
 4. Newton's method, for balanced problems from the potentials of exact transport.
 5. Sinkhorn's iteration in float64, with no limit but the budget.
 
-A new method is a class in a file of its own, its import here, and its place in a rung before the last one. Potentials
-that have to be accurate themselves are improved after the ladder, by `dense_newton`.
+A new method is a class in a file of its own, its import here, and its place in a rung before the last one.
 """
 
 from __future__ import annotations
