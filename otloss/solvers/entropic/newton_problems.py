@@ -49,8 +49,9 @@ def suits_newton(problem: Problem) -> bool:
 def select(problem: Problem, mask: Bool[Tensor, "*batch"]) -> Problem:
     """Return the chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds.
 
-    Of balanced ones a column that is lighter than rounding has no mass: its marginal says nothing of its potential, in
-    which Newton's steps would go astray. The potentials f decide it.
+    Of balanced ones a column that is lighter than the rounding of all rows has no mass: its marginal says nothing of
+    its potential, in which Newton's steps would go astray. The potentials f decide it. Beside a row that is lighter
+    still a column keeps its mass, which counts for the potential of that row.
     """
     wide, cost = in_float64(problem), problem.cost
     p, q, epsilon = (t[mask].cpu() for t in (wide.p, wide.q, wide.epsilon))
@@ -63,7 +64,9 @@ def select(problem: Problem, mask: Bool[Tensor, "*batch"]) -> Problem:
     penalty = problem.marginal_penalty
     penalty = penalty and penalty.map(lambda rho: rho[mask].cpu())
     if penalty is None:
-        q = q.masked_fill(q < torch.finfo(torch.float64).eps * q.amax(-1, keepdim=True), 0.0)
+        lightest_row = p.masked_fill(p == 0, torch.inf).amin(-1, keepdim=True)
+        lightest = torch.finfo(torch.float64).eps * torch.minimum(lightest_row, q.amax(-1, keepdim=True))
+        q = q.masked_fill(q < lightest, 0.0)
     return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=costs, marginal_penalty=penalty, start=None)
 
 
