@@ -7,9 +7,9 @@ compiles a text.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import cache
+from time import perf_counter
 from types import FunctionType
 from typing import Any
 
@@ -41,9 +41,9 @@ def _unit() -> float:
 
 
 def _time_of_text() -> float:
-    begin = time.perf_counter()  # where a clock of the processor counts in steps of 15 ms, the text takes none
+    begin = perf_counter()  # where a clock of the processor counts in steps of 15 ms, the text takes none
     compile(_TEXT, "<text>", "exec")
-    return time.perf_counter() - begin
+    return perf_counter() - begin
 
 
 def _bytes_of(kernel: Any) -> int:
