@@ -11,7 +11,7 @@ from otloss.solvers.entropic.newton_problems import is_faster_on_axes
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
 
-PATIENCE = 2000  # iterations along the axes; between images of 34 x 34 to 64 x 64 Newton's method takes as long
+PATIENCE_ON_AXES = 2000  # iterations; between images of 34 x 34 to 64 x 64 Newton's method takes as long
 
 
 class ImagesInFloat64(Method):
@@ -22,4 +22,4 @@ class ImagesInFloat64(Method):
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the start; see `interface.Method`."""
-        return Sinkhorn().run(in_float64(problem), start, dataclasses.replace(budget, patience=PATIENCE))
+        return Sinkhorn().run(in_float64(problem), start, dataclasses.replace(budget, patience=PATIENCE_ON_AXES))

@@ -18,7 +18,7 @@ from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.problem import Problem
 
-LARGEST_IMAGE = 2**24  # entries of the matrices between images, 64 x 64, where Newton's method takes 4 to 30 s
+MAX_ENTRIES_OF_IMAGES = 2**24  # entries of the matrices between images, 64 x 64, where Newton's method takes 4 to 30 s
 
 
 def is_between_large_clouds(problem: Problem) -> bool:
@@ -42,7 +42,7 @@ def suits_newton(problem: Problem) -> bool:
     entries = math.prod(problem.cost.shape)
     if is_faster_on_axes(problem):
         is_unbalanced = problem.marginal_penalty is not None
-        return not is_unbalanced and entries * problem.batch.numel() <= LARGEST_IMAGE
+        return not is_unbalanced and entries * problem.batch.numel() <= MAX_ENTRIES_OF_IMAGES
     return entries * problem.batch.numel() <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
 
 

@@ -38,7 +38,7 @@ def matrix(dtype: torch.dtype, **options: Any) -> otloss.Transport:
 
 @pytest.fixture(autouse=True)
 def _no_newton_between_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newton_problems, "LARGEST_IMAGE", 0)
+    monkeypatch.setattr(newton_problems, "MAX_ENTRIES_OF_IMAGES", 0)
 
 
 def image(dtype: torch.dtype) -> otloss.Transport:
@@ -76,7 +76,7 @@ def test_slow_iterations_between_large_images_end_in_newtons_method(monkeypatch:
     p, q = (torch.softmax(2 * torch.randn(1089, generator=generator, dtype=torch.float64), -1) for _ in range(2))
     images = p, q, GridCost((33, 33))
     slow = otloss.solve(*images, epsilon=1.0, tolerance=1e-6)
-    monkeypatch.setattr(newton_problems, "LARGEST_IMAGE", 2**24)
+    monkeypatch.setattr(newton_problems, "MAX_ENTRIES_OF_IMAGES", 2**24)
     fast = otloss.solve(*images, epsilon=1.0, tolerance=1e-6)
     assert bool(slow.converged)
     assert bool(fast.converged)
