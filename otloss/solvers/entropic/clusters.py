@@ -35,23 +35,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import has_float64
 from otloss._numba import may_run_on
 from otloss._progress import report
-from otloss.costs import PointCost
+from otloss.costs import Cost, PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
-from otloss.costs.order import grouped
+from otloss.costs.order import Groups, grouped
 from otloss.solvers.entropic.arithmetic import in_float64, potential_of_plan
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
-from otloss.solvers.entropic.sinkhorn import STAGE_ITERATIONS
+from otloss.solvers.entropic.sinkhorn import MAX_STAGES, STAGE_ITERATIONS
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, iterate
 from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
+from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
 CLUSTERED_METRICS = ("sqeuclidean", "euclidean")
@@ -132,128 +134,125 @@ class Clusters(Method):
         than `start`, which is what iterations have found while a kernel was compiled.
         """
         p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
-        flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
-        clusters = _build_clusters(flat)
-        result = None if clusters is None else _search_from_clusters(flat, clusters, budget)
+        result = _search(dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(())), budget)
         if result is None and problem.is_symmetric:
             return iterate(problem, start, budget)
         if result is None:
             return SearchResult.without_search(problem)
-        return dataclasses.replace(
-            result,
-            f=result.f.expand(problem.p.shape),
-            g=result.g.expand(problem.q.shape),
-            error=result.error.expand(problem.batch),
-            iterations=result.iterations.expand(problem.batch),
-        )
+        f, g, batch = result.f.reshape(problem.p.shape), result.g.reshape(problem.q.shape), problem.batch
+        return SearchResult(f, g, result.error.reshape(batch), result.iterations.reshape(batch))
 
 
-def _search_from_clusters(problem: Problem, clusters: _Clusters, budget: Budget) -> SearchResult | None:
-    """Search at falling values of epsilon; None where no error was finite."""
-    settings = CLUSTERING
-    search = _ClusterSearch(problem, clusters, share=settings.grid_share * budget.tolerance)
-    *stages, last = _falling_epsilons(float(problem.epsilon), clusters.epsilon)
-    for epsilon in stages:
-        max_iterations = min(STAGE_ITERATIONS, budget.max_iterations - 1 - search.iterations)
-        search.run(epsilon, tolerance=max(settings.stage_tolerance, budget.tolerance), max_iterations=max_iterations)
-    search.run(last, tolerance=budget.tolerance, max_iterations=budget.max_iterations - search.iterations)
-    if search.best is None:
+def _search(problem: Problem, budget: Budget) -> SearchResult | None:
+    """Return where the search ends; None where clusters do not help, or no error was finite."""
+    clusters = _choose_clusters(problem)
+    solution = None if clusters is None else _solve_between(problem, clusters)
+    if clusters is None or solution is None:
         return None
-    result = search.last_updates()
-    if not result.is_within(budget.tolerance) and not search.by_pairs and search.iterations < budget.max_iterations:
-        search.with_bound = True  # the sums without a bound were less accurate than planned
-        search.run(last, tolerance=budget.tolerance, max_iterations=budget.max_iterations - search.iterations)
-        result = search.last_updates()
-    return result
+    search = _ClusterSearch(problem, solution, share=CLUSTERING.grid_share * budget.tolerance)
+    epsilon, tolerance = float(problem.epsilon), max(CLUSTERING.stage_tolerance, budget.tolerance)
+    larger = [epsilon / SCHEDULE.stage_factor**k for k in range(MAX_STAGES, 0, -1)]
+    for stage in (stage for stage in larger if stage < 0.99 * clusters.epsilon):
+        search.run(stage, tolerance, min(search.iterations + STAGE_ITERATIONS, budget.max_iterations - 1))
+    for with_bound in (False, True):  # the sums without a bound may be less accurate than planned
+        search.sums.with_bound = with_bound
+        search.run(epsilon, budget.tolerance, budget.max_iterations)
+        result = search.result()
+        if result.is_within(budget.tolerance) or search.sums.by_pairs or search.iterations >= budget.max_iterations:
+            break
+    return result if bool(result.error.isfinite()) else None
 
 
-def _falling_epsilons(last: float, first: float) -> list[float]:
-    """Return falling values of epsilon, all below `first`, down to the last one."""
-    values = [last]
-    while values[0] / SCHEDULE.stage_factor < 0.99 * first:
-        values.insert(0, values[0] / SCHEDULE.stage_factor)
-    return values
+class _Clusters(NamedTuple):
+    """The clusters of both clouds, and the epsilon of the problem between them, at least the epsilon of the points."""
+
+    x: Groups
+    y: Groups
+    epsilon: float
+
+
+def _choose_clusters(problem: Problem) -> _Clusters | None:
+    """Return as few clusters as resolve epsilon; None if a side has no mass, or all are far too wide for epsilon."""
+    cost, epsilon = _points(problem.cost), float(problem.epsilon)
+    counts = CLUSTERING.counts if math.prod(cost.shape) >= CLUSTERING.many_pairs else CLUSTERING.counts[:-1]
+    for count in counts:
+        x, y = grouped(cost.x.detach(), problem.p, count), grouped(cost.y.detach(), problem.q, count)
+        if not (len(x.masses) and len(y.masses)):
+            return None
+        resolved = CLUSTERING.resolving_epsilon * max(x.variance, y.variance)
+        resolved = resolved if cost.metric == "sqeuclidean" else resolved**0.5
+        if epsilon >= resolved:
+            break
+    if resolved > CLUSTERING.largest_coarsening[int(problem.is_symmetric)] * epsilon:
+        return None
+    return _Clusters(x, y, max(epsilon, resolved))
 
 
 @dataclass(frozen=True)
-class _Clusters:
+class _Solution:
     """The solution of the problem between clusters, with its round trip M factorised.
 
     Attributes:
-        epsilon: of the problem between clusters, at least the epsilon of the points.
-        f, log_p: (K,) potentials and logarithms of the weights of the clusters of p.
+        f: (K,) potentials of the clusters of p.
+        f_of_points: (n,) potentials of the points of p.
         cost: from the points of q to the clusters of p.
-        f_of_points: potentials of the points of p.
-        members, of_members: the points of q with mass, and the cluster of each.
-        q: weights of the clusters of q.
         rows: the plan between clusters, with rows scaled to one.
         scale, factor: I - M = diag(1 / scale) L L^T diag(scale) with the factor L, except on constants. None between a
             cloud and itself.
     """
 
-    epsilon: float
+    clusters: _Clusters
     f: Float[Tensor, " K"]
-    log_p: Float[Tensor, " K"]
-    cost: PointCost
     f_of_points: Float[Tensor, " n"]
-    members: Int[Tensor, " with_mass"]
-    of_members: Int[Tensor, " with_mass"]
-    q: Float[Tensor, " L"]
+    cost: PointCost
     rows: Float[Tensor, "K L"]
     scale: Float[Tensor, " L"]
     factor: Float[Tensor, "L L"] | None
 
-    def potential_of_points(self, f: Tensor) -> Tensor:
-        """Return the potential of the points of q that follows from the potential f of the clusters of p."""
-        return self.cost.softmin(f + self.epsilon * self.log_p, self.epsilon)
+    @cached_property
+    def g_of_points(self) -> Float[Tensor, " m"]:
+        return self._extended(self.f)
 
-    def correction(self, change: Tensor, weights: Tensor, g_of_clusters: Tensor) -> Tensor:
+    def _extended(self, f: Tensor) -> Tensor:
+        """Return the potential of the points of q that follows from the potential f of the clusters of p."""
+        epsilon = self.clusters.epsilon
+        return self.cost.softmin(f + epsilon * self.clusters.x.masses.log(), epsilon)
+
+    def correction(self, change: Tensor, weights: Tensor) -> Tensor:
         """Return epsilon M (I - M)^-1 d at the points, for the change d (m,) and the weights of the points."""
-        sums = torch.zeros_like(self.q).index_add_(0, self.of_members, (weights * change)[self.members])
-        mean = sums / self.q
+        members, labels, _, q, _ = self.clusters.y
+        mean = torch.zeros_like(q).index_add_(0, labels, (weights * change)[members]) / q
         assert self.factor is not None
         solution = torch.cholesky_solve((self.scale * mean).unsqueeze(-1), self.factor).squeeze(-1) / self.scale
-        solution = solution - (solution * self.q).sum() / self.q.sum()
-        return self.potential_of_points(self.f - self.epsilon * (self.rows @ solution)) - g_of_clusters
+        solution = solution - (solution * q).sum() / q.sum()
+        return self._extended(self.f - self.clusters.epsilon * (self.rows @ solution)) - self.g_of_points
 
 
-def _build_clusters(problem: Problem) -> _Clusters | None:
-    """Solve the problem between clusters; None where that fails, or clusters are too wide for epsilon."""
-    cost = problem.cost.as_points()
-    assert cost is not None
-    x, y, epsilon = cost.x.detach(), cost.y.detach(), float(problem.epsilon)
-    counts = CLUSTERING.counts if x.shape[0] * y.shape[0] >= CLUSTERING.many_pairs else CLUSTERING.counts[:-1]
-    for count in counts:
-        _, _, centres_x, p, within_x = grouped(x, problem.p, count)
-        members, of_members, centres_y, q, within_y = grouped(y, problem.q, count)
-        if not (len(p) and len(q)):
-            return None
-        finest = CLUSTERING.resolving_epsilon * max(within_x, within_y)
-        finest = finest if cost.metric == "sqeuclidean" else finest**0.5
-        if epsilon >= finest:
-            break
-    if finest > CLUSTERING.largest_coarsening[int(problem.is_symmetric)] * epsilon:
-        return None
-    epsilon = max(epsilon, finest)
+def _solve_between(problem: Problem, clusters: _Clusters) -> _Solution | None:
+    """Return the solution of the problem between clusters; None where that fails."""
+    points, (p, q), epsilon = _points(problem.cost), (clusters.x.masses, clusters.y.masses), clusters.epsilon
     # In the dtype of the points, for which the kernel may have been compiled already.
-    cluster_p, cluster_q = p.to(y.dtype), q.to(y.dtype)
-    among = PointCost(centres_x.to(y.dtype), centres_y.to(y.dtype), metric=cost.metric)
-    small = Problem(
-        cluster_p, cluster_q * (cluster_p.sum() / cluster_q.sum()), among, y.new_tensor(epsilon), y.dtype,
-        is_symmetric=problem.is_symmetric,
+    dtype = points.dtype
+    cost = PointCost(clusters.x.centres.to(dtype), clusters.y.centres.to(dtype), metric=points.metric)
+    result = SinkhornOnCPU().run(
+        Problem(
+            p.to(dtype), of_equal_mass(p.to(dtype), q.to(dtype)), cost, points.x.new_tensor(epsilon), dtype,
+            is_symmetric=problem.is_symmetric,
+        ),
+        None,
+        Budget(CLUSTERING.tolerance, CLUSTERING.max_iterations),
     )  # fmt: skip
-    result = SinkhornOnCPU().run(small, None, Budget(CLUSTERING.tolerance, CLUSTERING.max_iterations))
     f, g = result.f.double(), result.g.double()
     if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
         return None
-    to_points = PointCost(y, among.x, metric=cost.metric)
-    rows = torch.softmax((g - among.dense().double()) / epsilon + q.log(), -1)
+    rows = torch.softmax((g - cost.dense().double()) / epsilon + q.log(), -1)
     scale = (p @ rows).sqrt()
     factor = None if problem.is_symmetric else _factor(p.sqrt().unsqueeze(-1) * rows / scale, scale)
     if factor is None and not problem.is_symmetric:
         return None
-    f_of_points = PointCost(x, among.y, metric=cost.metric).softmin(g + epsilon * q.log(), epsilon)
-    return _Clusters(epsilon, f, p.log(), to_points, f_of_points, members, of_members, q, rows, scale, factor)
+    x, y = points.x.detach(), points.y.detach()
+    f_of_points = PointCost(x, cost.y, metric=points.metric).softmin(g + epsilon * q.log(), epsilon)
+    return _Solution(clusters, f, f_of_points, PointCost(y, cost.x, metric=points.metric), rows, scale, factor)
 
 
 def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
@@ -268,120 +267,154 @@ def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
     return None if int(failed) else factor
 
 
+def _points(cost: Cost) -> PointCost:
+    points = cost.as_points()
+    assert points is not None  # `Clusters.applies`
+    return points
+
+
+class _Potentials(NamedTuple):
+    """Both potentials of the points."""
+
+    f: Float[Tensor, " n"]
+    g: Float[Tensor, " m"]
+
+
 class _ClusterSearch:
-    """Iterations that clusters correct, at one epsilon after another."""
+    """Iterations that clusters correct, at one epsilon after another.
 
-    def __init__(self, problem: Problem, clusters: _Clusters, *, share: float) -> None:
-        self.clusters, self.share = clusters, share
-        self.updates, self.iterations = build_updates(problem), 0
-        self.g_of_clusters = clusters.potential_of_points(clusters.f)
-        self.f, self.g = clusters.f_of_points.double(), self.g_of_clusters.double()
-        self.best: Tensor | None = None  # g
-        self.sums: GaussianSums | None = None
-        self.by_pairs = False  # where sums through a grid take longer, or are not for this problem
-        self.with_bound = False  # whether all sums through a grid have a bound, and not the last updates alone
+    `best` are the potentials with the smallest error, at first the ones that follow from the clusters.
+    """
 
-    def run(self, epsilon: float, *, tolerance: float, max_iterations: int) -> None:
-        self.updates = self.updates.at(self.g.new_tensor(epsilon))
-        self.sums, self.by_pairs = None, False
-        weights = self.updates.problem.q.detach().to(self.g.dtype)
-        history = _Anderson(weights.sqrt())
-        smallest_error, halved_error, iterations = math.inf, math.inf, 0
-        for _ in range(max_iterations):
-            f, updated = self._next_potentials(min(smallest_error, 1.0))
-            errors = self.updates.error_of_columns(self.g, updated)
+    def __init__(self, problem: Problem, solution: _Solution, *, share: float) -> None:
+        self.solution, self.sums, self.iterations = solution, _Sums(problem, share=share), 0
+        self.weights = problem.q.double()
+        self.best = _Potentials(solution.f_of_points.double(), solution.g_of_points.double())
+
+    def run(self, epsilon: float, tolerance: float, last_iteration: int) -> None:
+        """Iterate from the best potentials until the error is within the tolerance, or hardly falls."""
+        self.sums.begin(epsilon)
+        g, progress, acceleration = self.best.g, _Progress(), _Anderson(self.weights.sqrt())
+        while self.iterations < last_iteration:
+            updated = self.sums.update(g, self.best.f, min(progress.smallest_error, 1.0))
+            error = float(self.sums.updates.error_of_columns(g, updated.g))
             self.iterations += 1
-            error = float(errors)
             report("Sinkhorn iterations", error, tolerance=tolerance)
-            if error < smallest_error:
-                smallest_error, self.best, self.f = error, updated, f
-            if not error > (tolerance if self.by_pairs else CLUSTERING.grid_margin * tolerance):
+            if error < progress.smallest_error:
+                self.best = updated
+            progress.record(error)
+            aim = tolerance if self.sums.by_pairs else CLUSTERING.grid_margin * tolerance
+            if error <= aim or progress.is_slow or not math.isfinite(error):
                 break
-            iterations += 1
-            if error <= halved_error / 2:
-                halved_error, iterations = error, 0
-            if iterations >= CLUSTERING.slow_iterations or not error < math.inf:
-                break
-            if error > CLUSTERING.restart * smallest_error:
-                history.clear()
-            if self.by_pairs and error < self._rounding(epsilon) and self._widen():
-                history.clear()
-            if self.updates.problem.is_symmetric:
-                step = (f + updated) / 2 - self.g
-            else:
-                change = (updated - self.g) / epsilon
-                step = updated - self.g + self.clusters.correction(change, weights, self.g_of_clusters)
-            self.g = history.next(self.g, step)
-        if self.best is not None:
-            self.g = self.best
+            if self.sums.widen_where_rounded(error, g) or error > CLUSTERING.restart * progress.smallest_error:
+                acceleration.clear()
+            g = acceleration.next(g, self._step(g, updated, epsilon))
 
-    def _next_potentials(self, error: float) -> tuple[Tensor, Tensor]:
-        """Return f and then g. What sums leave out is small relative to the error so far."""
+    def _step(self, g: Tensor, updated: _Potentials, epsilon: float) -> Tensor:
+        """Return the step from g: what clusters correct, or half of the way between a cloud and itself."""
+        if self.solution.factor is None:
+            return (updated.f + updated.g) / 2 - g
+        change = updated.g - g
+        return change + self.solution.correction(change / epsilon, self.weights)
+
+    def result(self) -> SearchResult:
+        """Return the best potentials with their error, by accurate updates."""
+        return self.sums.last_updates(self.best, self.iterations)
+
+
+class _Progress:
+    """How the error falls at one epsilon."""
+
+    def __init__(self) -> None:
+        self.smallest_error, self.halved_error, self.iterations_since_halved = math.inf, math.inf, 0
+
+    def record(self, error: float) -> None:
+        self.iterations_since_halved += 1
+        self.smallest_error = min(self.smallest_error, error)
+        if error <= self.halved_error / 2:
+            self.halved_error, self.iterations_since_halved = error, 0
+
+    @property
+    def is_slow(self) -> bool:
+        return self.iterations_since_halved >= CLUSTERING.slow_iterations
+
+
+class _Sums:
+    """The updates of f and then of g, by sums through a grid or by pairs of points.
+
+    Attributes:
+        share: the relative error that sums through a grid may have at the end.
+        grid: the sums through a grid that the updates use; None before the first, and by pairs.
+        by_pairs: whether sums through a grid take longer, or are not for this problem.
+        with_bound: whether all sums through a grid have a bound, and not the last updates alone.
+    """
+
+    def __init__(self, problem: Problem, *, share: float) -> None:
+        self.updates, self.share = build_updates(problem), share
+        self.grid: GaussianSums | None = None
+        self.by_pairs = self.with_bound = False
+
+    def begin(self, epsilon: float) -> None:
+        self.updates = self.updates.at(self.updates.epsilon.new_tensor(epsilon))
+        self.grid, self.by_pairs = None, False
+
+    def update(self, g: Tensor, f: Tensor, error: float) -> _Potentials:
+        """Return the updates from g, near f. What sums leave out is small relative to the error so far."""
         if not self.by_pairs:
             share = self.share if self.with_bound else max(self.share, CLUSTERING.grid_share_of_error * error)
-            if self.sums is None or share < self.sums.share / CLUSTERING.grid_step:
-                self.sums = None  # so that its memory is free
-                self.sums = self._through_grid(self.f, self.g, share, is_bound=self.with_bound)
-            updated = None if self.sums is None else self._updated_by(self.sums, self.g)
+            if self.grid is None or share < self.grid.share / CLUSTERING.grid_step:
+                self.grid = None  # so that its memory is free
+                self.grid = self._grid_near(f, g, share, is_bound=self.with_bound)
+            updated = self._through_grid(self.grid, g)
             if updated is not None:
                 return updated
             self.by_pairs = True
         updates, omitted = self.updates, CLUSTERING.omitted * error
-        there, back = updates.problem.cost.as_points(), updates.transposed.as_points()
-        assert there is not None
-        assert back is not None
-        epsilon = updates.epsilon.squeeze(-1)
-        f = there.softmin(self.g + updates.epsilon * updates.log_q, epsilon, left_out=omitted)
-        return f, back.softmin(f + updates.epsilon * updates.log_p, epsilon, left_out=omitted)
+        rows, columns, epsilon = _points(updates.problem.cost), _points(updates.transposed), updates.epsilon.squeeze(-1)
+        f = rows.softmin(g + updates.epsilon * updates.log_q, epsilon, left_out=omitted)
+        return _Potentials(f, columns.softmin(f + updates.epsilon * updates.log_p, epsilon, left_out=omitted))
 
-    def _through_grid(self, f: Tensor, g: Tensor, share: float, *, is_bound: bool) -> GaussianSums | None:
-        cost = self.updates.problem.cost.as_points()
-        assert cost is not None
-        return cost.sums_near(
-            potential_of_plan(self.updates.problem, f),
-            g,
-            epsilon=float(self.updates.epsilon),
-            share=share,
-            is_bound=is_bound,
-        )
+    def _grid_near(self, f: Tensor, g: Tensor, share: float, *, is_bound: bool) -> GaussianSums | None:
+        problem, epsilon = self.updates.problem, float(self.updates.epsilon)
+        f = potential_of_plan(problem, f)
+        return _points(problem.cost).sums_near(f, g, epsilon=epsilon, share=share, is_bound=is_bound)
 
-    def _updated_by(self, sums: GaussianSums, g: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _through_grid(self, grid: GaussianSums | None, g: Tensor) -> _Potentials | None:
+        """Return the updates from g through a grid; None without one, or where g has moved too far for it."""
         updates = self.updates
         try:
-            f = sums.softmin(g + updates.epsilon * updates.log_q)
-            return f, sums.T.softmin(f + updates.epsilon * updates.log_p)
+            if grid is None:
+                return None
+            f = grid.softmin(g + updates.epsilon * updates.log_q)
+            return _Potentials(f, grid.T.softmin(f + updates.epsilon * updates.log_p))
         except OutOfRangeError:
             return None
 
-    def last_updates(self) -> SearchResult:
+    def last_updates(self, best: _Potentials, iterations: int) -> SearchResult:
         """Return f and the best g with their error, by accurate updates.
 
         The sums of the search have left out more, and light bins hardly count in its error.
         """
-        updates, g = self.updates, self.best
-        assert g is not None
-        self.sums, iterations = None, torch.tensor(self.iterations, device=g.device)
-        sums = None if self.by_pairs else self._through_grid(self.f, g, self.share, is_bound=True)
-        updated = None if sums is None else self._updated_by(sums, g)
+        updates, (f, g), self.grid = self.updates, best, None
+        count = torch.tensor(iterations, device=g.device)
+        grid = None if self.by_pairs else self._grid_near(f, g, self.share, is_bound=True)
+        updated = self._through_grid(grid, g)
         if updated is not None:
             # The bound holds for sums between f and g as they were.
-            change = sum(float((new - old).abs().amax()) for new, old in zip(updated, (self.f, g), strict=True))
+            change = sum(float((new - old).abs().amax()) for new, old in zip(updated, best, strict=True))
             if change <= float(updates.epsilon):
                 bound = self.share * math.exp(change / float(updates.epsilon))
-                return SearchResult(updated[0], g, updates.error_of_columns(g, updated[1]) + bound, iterations)
+                return SearchResult(updated.f, g, updates.error_of_columns(g, updated.g) + bound, count)
         f = updates.f_from(g)
-        return SearchResult(f, g, updates.error_of_columns(g, updates.g_from(f)), iterations)
+        return SearchResult(f, g, updates.error_of_columns(g, updates.g_from(f)), count)
 
-    def _rounding(self, epsilon: float) -> float:
-        range_of_g = float(self.g.amax() - self.g.amin())
-        return CLUSTERING.rounding * torch.finfo(self.updates.problem.cost.dtype).eps * range_of_g / epsilon
-
-    def _widen(self) -> bool:
-        """Continue in float64, because the error has reached the rounding of float32."""
-        problem = self.updates.problem
-        if problem.cost.dtype == torch.float64 or not has_float64(problem.p.device):
+    def widen_where_rounded(self, error: float, g: Tensor) -> bool:
+        """Continue by pairs in float64 where the error has reached the rounding of float32; return whether."""
+        problem, epsilon = self.updates.problem, self.updates.epsilon
+        rounding = CLUSTERING.rounding * torch.finfo(problem.cost.dtype).eps * (g.amax() - g.amin()) / epsilon
+        if not self.by_pairs or problem.cost.dtype == torch.float64 or error >= float(rounding):
             return False
-        self.updates = build_updates(in_float64(problem)).at(self.updates.epsilon.squeeze(-1))
+        self.updates = build_updates(in_float64(problem)).at(epsilon.squeeze(-1))
         return True
 
 
