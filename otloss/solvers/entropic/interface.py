@@ -59,6 +59,12 @@ class Start(NamedTuple):
     g: Float[Tensor, "*batch m"]
     error: Float[Tensor, "*batch"]
 
+    @staticmethod
+    def zeros(problem: Problem) -> Start:
+        dtype = dtype_of_potentials(problem)
+        f, g = (torch.zeros_like(weights, dtype=dtype) for weights in (problem.p, problem.q))
+        return Start(f, g, torch.full_like(problem.epsilon, torch.inf, dtype=dtype))
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -104,9 +110,7 @@ class SearchResult:
     @staticmethod
     def without_search(problem: Problem) -> SearchResult:
         """Return zeros with an infinite error, after no iteration."""
-        dtype = dtype_of_potentials(problem)
-        f, g = (torch.zeros_like(weights, dtype=dtype) for weights in (problem.p, problem.q))
-        error = torch.full_like(problem.epsilon, torch.inf, dtype=dtype)
+        f, g, error = Start.zeros(problem)
         return SearchResult(f, g, error, torch.zeros_like(error, dtype=torch.int64))
 
 

@@ -72,31 +72,16 @@ class SparseNewton(Method):
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Solve the problems that the start has not solved; see `interface.Method`."""
-        unknown = SearchResult.without_search(problem)
-        start = unknown.start if start is None else start
+        unsolved, start = SearchResult.without_search(problem), start or Start.zeros(problem)
         mask = ~(start.error <= budget.tolerance)
         if not bool(mask.any()):
-            return unknown
+            return unsolved
         slow = select(problem, mask)
-        g, cells = start.g[mask].cpu().double(), None
-        if slow.marginal_penalty is None:
-            g, cells = _exact_start(slow, g)
-        result = _run_kernel(slow, g, cells, budget)
-        if slow.marginal_penalty is not None and not result.is_within(budget.tolerance):
-            result = _through_larger_epsilons(slow, result, budget)
-        f, g = result.f, result.g
-        if slow.marginal_penalty is not None:  # columns without mass decide the potentials of empty rows
-            updates = build_updates(slow)
-            g = updates.g_from(f)
-            f = updates.f_from(g)
-        elif bool((slow.q == 0).any()):
-            g = torch.where(slow.q > 0, g, build_updates(slow).g_from(f))
-        result = dataclasses.replace(result, f=f, g=g)
+        solve = _solve_balanced if slow.marginal_penalty is None else _solve_unbalanced
+        result = solve(slow, start.g[mask].cpu().double(), budget)
         if not result.is_within(budget.tolerance):  # before the last method uses up the budget
             check_not_too_small(slow, result, budget.tolerance)
-        if slow.marginal_penalty is not None:  # light columns, which hardly count, may decide the estimate: no warning
-            result = dataclasses.replace(result, potential_range=torch.full_like(result.error, torch.inf))
-        return scatter(unknown, mask, result)
+        return scatter(unsolved, mask, result)
 
 
 class NewtonFirst(SparseNewton):
@@ -124,6 +109,29 @@ def _places(costs: Float[Tensor, "*batch k n"]) -> float:
     """Return the median number of places within about 1 of a point, itself among them."""
     counts = (-costs).exp().sum(-1) / (-costs / APART_LIMITS.same_place).exp().sum(-1)
     return float(counts.median())
+
+
+def _solve_balanced(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
+    """Return the result from exact potentials, with exact updates at the columns without mass."""
+    result = _run_kernel(problem, *_exact_start(problem, g), budget)
+    if not bool((problem.q == 0).any()):
+        return result
+    return dataclasses.replace(result, g=torch.where(problem.q > 0, result.g, build_updates(problem).g_from(result.f)))
+
+
+def _solve_unbalanced(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
+    """Return the result from g, and with exact updates, since columns without mass decide the potentials of empty rows.
+
+    Light columns, which hardly count, may decide the estimate of the error: it gives no warning.
+    """
+    result = _run_kernel(problem, g, None, budget)
+    if not result.is_within(budget.tolerance):
+        result = _through_larger_epsilons(problem, result, budget)
+    updates = build_updates(problem)
+    g = updates.g_from(result.f)
+    return dataclasses.replace(
+        result, f=updates.f_from(g), g=g, potential_range=torch.full_like(result.error, torch.inf)
+    )
 
 
 def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:

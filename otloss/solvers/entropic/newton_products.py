@@ -77,8 +77,7 @@ class NewtonByProducts(Method):
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from near potentials, else in stages of epsilon, and then in float64; see `interface.Method`."""
-        start = SearchResult.without_search(problem).start if start is None else start
-        result = _search(problem, start, budget)
+        result = _search(problem, start or Start.zeros(problem), budget)
         if problem.cost.dtype == torch.float32 and has_float64(problem.p.device) and not _is_solved(result, budget):
             precise = _search(in_float64(problem), result.start, budget)
             result = dataclasses.replace(precise, iterations=result.iterations + precise.iterations)
