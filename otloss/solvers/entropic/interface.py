@@ -31,7 +31,8 @@ class Budget:
         tolerance: the error of the marginals to reach.
         max_iterations: the largest number of iterations.
         patience: Sinkhorn's iteration also ends after so many iterations, or where its contraction says that it needs
-            more than so many further ones. Finite where the ladder has another method for the problem.
+            more than so many further ones. Finite in the first rung, where the ladder has another method for the
+            problem; the methods of the later rungs have their own rules for when they end.
         largest_change: if finite, a search that is within the tolerance continues until its last update changes no
             factor of the plan by a larger share, and estimates the error of g.
     """

@@ -44,16 +44,16 @@ def search(problem: Problem, budget: Budget) -> SearchResult:
     """Return for each problem the best potentials that the methods have found.
 
     The budget is for all methods together: a search that uses it up reaches no further rung. A method that gives up
-    leaves the problem to the next one. The last one does not give up, nor the first where the last would do the same.
+    leaves the problem to the next one. The first one has limited patience where the last would not do the same.
     """
     rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
-    *methods, last = [method for method in rungs if method is not None]
-    patience = PATIENCE if len(methods) > 1 or differs_from_first(problem) else math.inf
+    methods = [method for method in rungs if method is not None]
+    patience = PATIENCE if len(methods) > 2 or differs_from_first(problem) else math.inf
     start, result, unused = start_of(problem), None, budget.max_iterations
-    for method in (*methods, last):
-        limits = dataclasses.replace(budget, max_iterations=unused, patience=math.inf if method is last else patience)
+    for method in methods:
+        limits = dataclasses.replace(budget, max_iterations=unused, patience=patience)
         result = better(result, run_method(method, problem, start, limits), budget.tolerance)
-        start, unused = result.start, budget.max_iterations - result.iterations_used
+        start, unused, patience = result.start, budget.max_iterations - result.iterations_used, math.inf
         if result.is_within(budget.tolerance) or unused < 1:
             break
     assert result is not None
