@@ -140,7 +140,7 @@ class Clusters(Method):
         if result is None:
             return SearchResult.without_search(problem)
         f, g, batch = result.f.reshape(problem.p.shape), result.g.reshape(problem.q.shape), problem.batch
-        return SearchResult(f, g, result.error.reshape(batch), result.iterations.reshape(batch))
+        return SearchResult.without_estimates(f, g, result.error.reshape(batch), result.iterations.reshape(batch))
 
 
 def _search(problem: Problem, budget: Budget) -> SearchResult | None:
@@ -404,9 +404,11 @@ class _Sums:
             change = sum(float((new - old).abs().amax()) for new, old in zip(updated, best, strict=True))
             if change <= float(updates.epsilon):
                 bound = self.share * math.exp(change / float(updates.epsilon))
-                return SearchResult(updated.f, g, updates.error_of_columns(g, updated.g) + bound, count)
+                return SearchResult.without_estimates(
+                    updated.f, g, updates.error_of_columns(g, updated.g) + bound, count
+                )
         f = updates.f_from(g)
-        return SearchResult(f, g, updates.error_of_columns(g, updates.g_from(f)), count)
+        return SearchResult.without_estimates(f, g, updates.error_of_columns(g, updates.g_from(f)), count)
 
     def widen_where_rounded(self, error: float, g: Tensor) -> bool:
         """Continue by pairs in float64 where the error has reached the rounding of float32; return whether."""

@@ -79,8 +79,8 @@ def _start_from_blocks(problem: Problem) -> tuple[Start, Float[Tensor, "*batch"]
     else:
         # Any change is small enough, but the kernel estimates the smallest eigenvalue.
         result = SinkhornOnCPU().run(coarse, None, dataclasses.replace(budget, largest_change=sys.float_info.max))
-        eigenvalue = result.smallest_eigenvalue
-        w = torch.ones_like(result.error) if eigenvalue is None else 2 / (1 + eigenvalue.clamp(0, 1).sqrt())
+        w = 2 / (1 + result.smallest_eigenvalue.clamp(0, 1).sqrt())
+        w = torch.where(w.isnan(), 1.0, w)
     f, g = (_interpolated(t, larger.cells, cost.cells) for t in (result.start.f, result.start.g))
     return Start(f, g, torch.full_like(result.error, torch.inf)), w
 

@@ -53,9 +53,7 @@ DENSE_NEWTON_LIMITS = DenseNewtonLimits()
 
 def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
     """Return the result with the error of g and what belongs to it, also where the search has not estimated them."""
-    is_missing = result.error.isfinite()
-    if result.potential_error is not None:
-        is_missing = is_missing & result.potential_error.isnan()
+    is_missing = result.error.isfinite() & result.potential_error.isnan()
     if not bool(is_missing.any()):
         return result
     if problem.p.device.type == "cpu" and is_dense_fast(problem):
@@ -68,12 +66,11 @@ def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
         "potential_range": range_over_mass(problem, result.g),
         "smallest_eigenvalue": torch.ones_like(error),  # the estimate has taken account of it
     }
-    filled = {name: _filled(getattr(result, name), estimate) for name, estimate in estimates.items()}
-    return dataclasses.replace(result, **filled)
-
-
-def _filled(known: Tensor | None, estimate: Tensor) -> Tensor:
-    return estimate if known is None else torch.where(known.isnan(), estimate, known)
+    known = vars(result)
+    return dataclasses.replace(
+        result,
+        **{name: torch.where(known[name].isnan(), estimate, known[name]) for name, estimate in estimates.items()},
+    )
 
 
 def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
@@ -81,12 +78,10 @@ def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Bud
 
     It is the result itself where nothing is left to do.
     """
-    error, range_of_g, eigenvalue = result.potential_error, result.potential_range, result.smallest_eigenvalue
-    if error is None or range_of_g is None or eigenvalue is None or not result.iterations.numel():
-        return result
-    allowed = budget.largest_change * range_of_g + DENSE_NEWTON_LIMITS.negligible_error * problem.epsilon.detach()
-    is_inaccurate = ~(error <= allowed) | (eigenvalue < DENSE_NEWTON_LIMITS.resolved_eigenvalue)
-    is_inaccurate = is_inaccurate & (result.error <= budget.tolerance)
+    allowed = budget.largest_change * result.potential_range
+    allowed = allowed + DENSE_NEWTON_LIMITS.negligible_error * problem.epsilon.detach()
+    is_unresolved = result.smallest_eigenvalue < DENSE_NEWTON_LIMITS.resolved_eigenvalue
+    is_inaccurate = (~(result.potential_error <= allowed) | is_unresolved) & (result.error <= budget.tolerance)
     if not bool(is_inaccurate.any()) or not (is_dense_fast(problem) and suits_newton(problem)):
         return result
     max_iterations = budget.max_iterations - int(result.iterations.amax())
@@ -97,7 +92,6 @@ def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Bud
     merged = better(result, scatter(result, is_inaccurate, new), budget.tolerance)
     has_failed = is_inaccurate.clone()
     has_failed[is_inaccurate] = ~(new.error <= budget.tolerance).to(is_inaccurate.device)
-    assert merged.potential_error is not None
     return dataclasses.replace(merged, potential_error=merged.potential_error.masked_fill(has_failed, torch.inf))
 
 
@@ -126,8 +120,11 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
         steps = steps + is_active
     f = updates.f_from(torch.where(q > 0, b * updates.epsilon, g))
     g = torch.where(q > 0, b * updates.epsilon, updates.g_from(f))
-    error = updates.error_of_columns(g, updates.g_from(f))
-    return SearchResult(f, g, error, steps, dual.error(g / updates.epsilon) * problem.epsilon)
+    return dataclasses.replace(
+        SearchResult.without_estimates(f, g, updates.error_of_columns(g, updates.g_from(f)), steps),
+        potential_error=dual.error(g / updates.epsilon) * problem.epsilon,
+        potential_range=range_over_mass(problem, g),
+    )
 
 
 def _gradient_after(dual: Dual, b: Tensor, step: Tensor) -> Tensor:

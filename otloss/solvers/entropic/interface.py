@@ -6,7 +6,6 @@ the potentials to begin with, and returns potentials with the error of the margi
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -75,8 +74,8 @@ class SearchResult:
         f: (..., n), g: (..., m), finite on all bins; f is an exact update from g. NaN where the error is not finite.
         error: (...), the sum of the errors of both marginals, relative to the mass; infinite where it is not known.
         iterations: (...).
-        potential_error: (...), an estimate of the largest error of g, NaN where it is not known. This and the next two
-            are None where they were not asked for or are not known.
+        potential_error: (...), an estimate of the largest error of g. This and the next two are NaN where they were not
+            asked for or are not known.
         potential_range: (...), the largest g minus the least, over bins with mass. Infinite: no error is uncertain.
         smallest_eigenvalue: (...), of the equations for g, or a bound from above.
     """
@@ -85,14 +84,18 @@ class SearchResult:
     g: Float[Tensor, "*batch m"]
     error: Float[Tensor, "*batch"]
     iterations: Int[Tensor, "*batch"]
-    potential_error: Float[Tensor, "*batch"] | None = None
-    potential_range: Float[Tensor, "*batch"] | None = None
-    smallest_eigenvalue: Float[Tensor, "*batch"] | None = None
+    potential_error: Float[Tensor, "*batch"]
+    potential_range: Float[Tensor, "*batch"]
+    smallest_eigenvalue: Float[Tensor, "*batch"]
+
+    @staticmethod
+    def without_estimates(f: Tensor, g: Tensor, error: Tensor, iterations: Tensor) -> SearchResult:
+        unknown = torch.full_like(error, torch.nan)
+        return SearchResult(f, g, error, iterations, unknown, unknown, unknown)
 
     def to(self, device: torch.device) -> SearchResult:
         """Return the same numbers on another device."""
-        moved = {name: t.to(device) for name, t in vars(self).items() if t is not None}
-        return dataclasses.replace(self, **moved)
+        return SearchResult(**{name: t.to(device) for name, t in vars(self).items()})
 
     def is_within(self, tolerance: float) -> bool:
         """Return whether all errors are within the tolerance; NaN is not."""
@@ -112,7 +115,7 @@ class SearchResult:
     def without_search(problem: Problem) -> SearchResult:
         """Return zeros with an infinite error, after no iteration."""
         f, g, error = Start.zeros(problem)
-        return SearchResult(f, g, error, torch.zeros_like(error, dtype=torch.int64))
+        return SearchResult.without_estimates(f, g, error, torch.zeros_like(error, dtype=torch.int64))
 
 
 def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -> SearchResult:
@@ -120,25 +123,11 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
     if previous is None:
         return new
     is_new = ~(previous.error.clamp(min=tolerance) < new.error)  # an error may be NaN
-    column = is_new.unsqueeze(-1)
     merged = {
-        name: _where(is_new, getattr(new, name), getattr(previous, name))
-        for name in ("potential_error", "potential_range", "smallest_eigenvalue")
+        name: torch.where(is_new.unsqueeze(-1) if name in ("f", "g") else is_new, value, getattr(previous, name))
+        for name, value in vars(new).items()
     }
-    return SearchResult(
-        torch.where(column, new.f, previous.f),
-        torch.where(column, new.g, previous.g),
-        torch.where(is_new, new.error, previous.error),
-        previous.iterations + new.iterations,
-        **merged,
-    )
-
-
-def _where(is_new: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor | None:
-    """Return the one or the other number, NaN where it is not known."""
-    if new is None and previous is None:
-        return None
-    return torch.where(is_new, torch.nan if new is None else new, torch.nan if previous is None else previous)
+    return SearchResult(**{**merged, "iterations": previous.iterations + new.iterations})
 
 
 def start_of(problem: Problem) -> Start | None:

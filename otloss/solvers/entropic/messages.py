@@ -118,8 +118,6 @@ def warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -
 
 def warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
     error, range_of_g = result.potential_error, result.potential_range
-    if error is None or range_of_g is None:
-        return
     is_uncertain = (
         error > WARNING_LIMITS.uncertain * range_of_g + DENSE_NEWTON_LIMITS.negligible_error * problem.epsilon.detach()
     )

@@ -244,4 +244,4 @@ def _run_kernel(
     f, g = (torch.from_numpy(potential) for potential in (results.f, results.g))
     f, g = (torch.empty_like(t).index_copy_(1, places, t) for t, places in zip((f, g), order, strict=True))
     outcome = torch.from_numpy(results.outcome)
-    return SearchResult(f, g, outcome[:, ERROR], outcome[:, ITERATIONS].long())
+    return SearchResult.without_estimates(f, g, outcome[:, ERROR], outcome[:, ITERATIONS].long())

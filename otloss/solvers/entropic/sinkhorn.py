@@ -179,7 +179,8 @@ def exact_updates(updates: Updates, f: Tensor, g: Tensor, iterations: Tensor) ->
     """
     new_g = updates.g_from(f)
     new_f = updates.f_from(new_g)
-    return SearchResult(new_f, new_g, updates.error_of_columns(new_g, updates.g_from(new_f)), iterations)
+    error = updates.error_of_columns(new_g, updates.g_from(new_f))
+    return SearchResult.without_estimates(new_f, new_g, error, iterations)
 
 
 def _run_symmetric(updates: Updates, g: Tensor, budget: Budget) -> SearchResult:

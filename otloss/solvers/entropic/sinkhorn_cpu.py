@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,14 +71,8 @@ class SinkhornOnCPU(Method):
             updates = build_updates(in_float64(problem))
             g = updates.g_from(f)
             f = updates.f_from(g)
-        columns = (results.outcome[:, column].reshape(batch) for column in range(results.outcome.shape[1]))
-        error, iterations, potential_error, potential_range, eigenvalue = columns
-        result = SearchResult(f, g, error, iterations.long())
-        if not budget.is_accurate or problem.is_symmetric:  # no estimate of the error of g
-            return result
-        return dataclasses.replace(
-            result, potential_error=potential_error, potential_range=potential_range, smallest_eigenvalue=eigenvalue
-        )
+        error, iterations, *estimates = results.outcome.T.reshape(-1, *batch)
+        return SearchResult(f, g, error, iterations.long(), *estimates)
 
 
 def _rounds_potentials(problem: Problem) -> bool:

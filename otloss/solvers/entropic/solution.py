@@ -87,10 +87,10 @@ class EntropicSolution:
     @cached_property
     def potential_error(self) -> Tensor:
         error = self.search.potential_error
-        if error is None or bool(error.isnan().any()):
+        if bool(error.isnan().any()):
             self._unchanged.check("the error of the potentials")
             error = with_known_error(self.problem, self.search).potential_error
-        return torch.full_like(self.search.error, torch.nan) if error is None else error
+        return error
 
     @cached_property
     def linear_cost(self) -> Tensor:

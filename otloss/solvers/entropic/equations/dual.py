@@ -154,18 +154,14 @@ def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResul
     largest = price.amax().item() if isinstance(price, Tensor) else price
     rounding = 4 * torch.finfo(problem.p.dtype).eps  # an error below its rounding may be measured as 0
     if largest * (error.amax().item() + rounding) <= NEGLIGIBLE_SHIFT * problem.epsilon.amin().item():  # NaN goes on
-        if uncertain is None:
-            return result
-        uncertain = uncertain + price * (error + rounding)
-        return dataclasses.replace(result, potential_error=uncertain)
+        return dataclasses.replace(result, potential_error=uncertain + price * (error + rounding))
     f, g = result.f, result.g
     epsilon = problem.epsilon.detach().to(f.dtype).unsqueeze(-1)
     log_p, log_q = (weights.detach().to(f.dtype).log() for weights in (problem.p, problem.q))
     damping, _ = damping_of(penalty, epsilon)
     shift = log_mass_ratio(log_p, log_q, f, g, penalty) / (damping / penalty.p + 1 / penalty.q)
     shift = shift.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # empty sides
-    if uncertain is not None:  # by the rounding of the logarithms
-        uncertain = uncertain + 4 * torch.finfo(f.dtype).eps * price
+    uncertain = uncertain + 4 * torch.finfo(f.dtype).eps * price  # by the rounding of the logarithms
     return dataclasses.replace(result, f=f + damping * shift, g=g - shift, potential_error=uncertain)
 
 

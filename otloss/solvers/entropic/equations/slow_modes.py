@@ -55,16 +55,18 @@ def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
 
     The error of symmetric problems stays unknown: their slow modes move f and g apart, and both are one potential.
     """
-    error, range_of_g = result.potential_error, result.potential_range
-    is_known = error is not None and range_of_g is not None and not bool(error.isnan().any())
-    if is_known or problem.is_symmetric or problem.marginal_penalty is not None or not problem.batch.numel():
+    error = result.potential_error
+    if (
+        not bool(error.isnan().any())
+        or problem.is_symmetric
+        or problem.marginal_penalty is not None
+        or not problem.batch.numel()
+    ):
         return result
     with torch.no_grad():
         estimate = _estimate(build_updates(in_float64(problem)), result.g)
-    largest_error = estimate if error is None else torch.where(error.isnan(), estimate, error)
-    return dataclasses.replace(
-        result, potential_error=largest_error, potential_range=range_over_mass(problem, result.g)
-    )
+    error = torch.where(error.isnan(), estimate, error)
+    return dataclasses.replace(result, potential_error=error, potential_range=range_over_mass(problem, result.g))
 
 
 def _estimate(updates: Updates, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:

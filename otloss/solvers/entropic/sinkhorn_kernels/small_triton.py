@@ -91,7 +91,7 @@ def _result(problem: Problem, potentials: Tensor, outcome: Tensor) -> SearchResu
     error = torch.where(error.isfinite(), error, torch.inf)
     f, g = potentials[:, :n].reshape(*batch, n), potentials[:, n:].reshape(*batch, m)
     f, g = (torch.where(error.isfinite().unsqueeze(-1), potential, torch.nan) for potential in (f, g))
-    return SearchResult(f, g, error, outcome[:, 1].reshape(batch).long())
+    return SearchResult.without_estimates(f, g, error, outcome[:, 1].reshape(batch).long())
 
 
 def _costs(problem: Problem) -> tuple[Tensor, str | None]:
