@@ -52,7 +52,7 @@ class CoarseImages(Method):
 
     def applies(self, problem: Problem) -> bool:
         cost = problem.cost.as_grid()
-        if cost is None or problem.marginal_penalty is not None or problem.impl == "torch":
+        if cost is None or problem.marginal_penalty is not None or problem.impl != "auto":
             return False
         if not may_run_on(problem.p):
             return False
