@@ -71,7 +71,7 @@ class SinkhornOnCPU(Method):
             updates = build_updates(in_float64(problem))
             g = updates.g_from(f)
             f = updates.f_from(g)
-        error, iterations, *estimates = results.outcome.T.reshape(-1, *batch)
+        error, iterations, *estimates = (column.reshape(batch) for column in results.outcome.unbind(-1))
         return SearchResult(f, g, error, iterations.long(), *estimates)
 
 
@@ -84,7 +84,7 @@ def _rounds_potentials(problem: Problem) -> bool:
     return bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * penalty_limit).any())
 
 
-def iterate(problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+def run_sinkhorn(problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
     """Run Sinkhorn's iteration by the kernel where it applies, else in torch."""
     method: Method = SinkhornOnCPU() if SinkhornOnCPU().applies(problem) else Sinkhorn()
     return method.run(problem, start, budget)
@@ -174,7 +174,7 @@ def run_kernel(
         lambda unknown: (kernel, (np.zeros(3, np.int64), unknown, *arguments, *empty_arrays(1, 1, costs))),
         lambda: called(weights, costs),
     )
-    last = _last_iteration(budget)
+    last = budget.last_iteration
     passes = min(last, max(PASSES, last // 50))  # a limit of iterations is rarely reached
     run_on_threads(
         kernel, count, (addresses, *arguments), lambda: empty_arrays(n, m, costs),
@@ -194,17 +194,13 @@ def _choose_kernel(problems: MatrixProblems) -> tuple[Any, Any]:
     return (symmetric_problems if problems.is_symmetric else sinkhorn_problems), build_calls
 
 
-def _last_iteration(budget: Budget) -> int:
-    return int(min(budget.max_iterations, budget.patience))
-
-
 def _kernel_budget(budget: Budget, *, is_warm: bool) -> tuple[Any, ...]:
     """Return the fields of `KernelBudget`."""
     from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import KernelBudget
 
     return tuple(
         KernelBudget(
-            budget.tolerance, budget.largest_change, max_iterations=_last_iteration(budget),
+            budget.tolerance, budget.largest_change, max_iterations=budget.last_iteration,
             patience=float(budget.patience), is_warm=is_warm, estimates_error=budget.is_accurate,
         )
     )  # fmt: skip
