@@ -50,9 +50,9 @@ from otloss.costs.order import Groups, grouped
 from otloss.solvers.entropic.arithmetic import in_float64, potential_of_plan
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
-from otloss.solvers.entropic.sinkhorn import MAX_STAGES, STAGE_ITERATIONS
-from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, iterate
-from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
+from otloss.solvers.entropic.sinkhorn import MAX_STAGES
+from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, run_sinkhorn
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE, STAGE_ITERATIONS
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
@@ -136,7 +136,7 @@ class Clusters(Method):
         p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
         result = _search(dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(())), budget)
         if result is None and problem.is_symmetric:
-            return iterate(problem, start, budget)
+            return run_sinkhorn(problem, start, budget)
         if result is None:
             return SearchResult.without_search(problem)
         f, g, batch = result.f.reshape(problem.p.shape), result.g.reshape(problem.q.shape), problem.batch

@@ -42,6 +42,11 @@ class Budget:
     largest_change: float = math.inf
 
     @property
+    def last_iteration(self) -> int:
+        """The last iteration of Sinkhorn."""
+        return int(min(self.max_iterations, self.patience))
+
+    @property
     def is_accurate(self) -> bool:
         """Whether the potentials themselves have to be accurate, and not the marginals alone."""
         return self.largest_change < math.inf

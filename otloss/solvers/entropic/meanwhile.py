@@ -8,7 +8,7 @@ import math
 from otloss._numba.background import StillCompilingError, declining
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start, better
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
-from otloss.solvers.entropic.sinkhorn_cpu import iterate
+from otloss.solvers.entropic.sinkhorn_cpu import run_sinkhorn
 from otloss.solvers.problem import Problem
 
 ENTRIES_UNTIL_CHECK = 2e7  # costs times iterations, some tenths of a second, until one looks for the kernel again
@@ -50,6 +50,6 @@ def _iterate(problem: Problem, start: Start | None, budget: Budget) -> SearchRes
     """Return where iterations end, by the kernel of Sinkhorn if that one is compiled."""
     try:
         with declining():
-            return iterate(problem, start, budget)
+            return run_sinkhorn(problem, start, budget)
     except StillCompilingError:
         return Sinkhorn().run(problem, start, budget)

@@ -28,13 +28,11 @@ from otloss.solvers.entropic.arithmetic import is_queued
 from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.equations.updates import Updates, build_updates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
-from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import CHECK_EVERY, SCHEDULE, STAGE_ITERATIONS
 from otloss.solvers.options import of_batch
 from otloss.solvers.problem import Problem
 
-STAGE_ITERATIONS = 3
 MAX_STAGES = 60  # 4**60 = 1e36
-CHECK_EVERY = 8  # iterations between two measurements of the contraction
 
 
 class Sinkhorn(Method):
@@ -116,7 +114,6 @@ def _run_relaxed(updates: Updates, f: Tensor, g: Tensor, w: Tensor, budget: Budg
     is_active = torch.ones(f.shape[:-1], dtype=torch.bool, device=f.device)
     is_slow, iterations = ~is_active, torch.zeros_like(is_active, dtype=torch.int64)
     iterations_within = iterations
-    last = int(min(budget.max_iterations, budget.patience))
     for count in itertools.count(1):
         f, g, error, change = _relaxed_updates(updates, f, g, w, is_active)
         report("Sinkhorn iterations", error, tolerance=budget.tolerance)
@@ -127,11 +124,11 @@ def _run_relaxed(updates: Updates, f: Tensor, g: Tensor, w: Tensor, budget: Budg
         if count % CHECK_EVERY == 0:
             is_slow = schedule.is_too_slow(error, count, budget)
             w = schedule.next_relaxation(error).unsqueeze(-1)
-        if count < last and not looks.is_due(count):
+        if count < budget.last_iteration and not looks.is_due(count):
             continue
-        if looks.largest_excess(excess, is_active & ~is_slow, count) == 0 or count >= last:
+        if looks.largest_excess(excess, is_active & ~is_slow, count) == 0 or count >= budget.last_iteration:
             result = exact_updates(updates, f, g, iterations)
-            is_last = count >= last or bool(is_active.any())  # active ones are slow
+            is_last = count >= budget.last_iteration or bool(is_active.any())  # active ones are slow
             is_active = ~(result.error <= budget.tolerance)
             if is_last or not bool(is_active.any()):
                 return result
@@ -188,7 +185,7 @@ def _run_symmetric(updates: Updates, g: Tensor, budget: Budget) -> SearchResult:
     looks = Looks(is_queued=is_queued(updates.problem))
     is_active = torch.ones(g.shape[:-1], dtype=torch.bool, device=g.device)
     iterations = torch.zeros_like(is_active, dtype=torch.int64)
-    for count in range(1, int(min(budget.max_iterations, budget.patience)) + 1):
+    for count in range(1, budget.last_iteration + 1):
         updated = updates.f_from(g)
         error, change = updates.error_of_rows(g, updated), updates.largest_change(g, updated, updates.log_p)
         report("Sinkhorn iterations", error, tolerance=budget.tolerance)

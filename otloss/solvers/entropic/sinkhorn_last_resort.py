@@ -7,7 +7,7 @@ import torch
 from otloss.solvers.entropic.arithmetic import in_float64
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
-from otloss.solvers.entropic.sinkhorn_cpu import iterate
+from otloss.solvers.entropic.sinkhorn_cpu import run_sinkhorn
 from otloss.solvers.problem import Problem
 
 
@@ -20,7 +20,7 @@ class SinkhornAsLastResort(Method):
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the start; see `interface.Method`."""
         problem = in_float64(problem)
-        run = iterate if problem.marginal_penalty is None else Sinkhorn().run  # whose logarithms do not underflow
+        run = run_sinkhorn if problem.marginal_penalty is None else Sinkhorn().run  # whose logarithms do not underflow
         return run(problem, start, budget)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# In logarithms, so in torch and on a GPU: iterations at each larger epsilon, and between two looks at the contraction.
+STAGE_ITERATIONS, CHECK_EVERY = 3, 8
 # The columns after `interface.ERROR` and `ITERATIONS`; `sinkhorn_cpu.KernelResults` explains them.
 POTENTIAL_ERROR, POTENTIAL_RANGE, SMALLEST_EIGENVALUE = range(2, 5)
 

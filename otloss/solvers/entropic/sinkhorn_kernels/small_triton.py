@@ -32,7 +32,7 @@ from otloss.costs.points import PointCost
 from otloss.costs.streams_triton import interpreted
 from otloss.solvers.entropic.arithmetic import log_weights
 from otloss.solvers.entropic.interface import Budget, SearchResult, Start
-from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import CHECK_EVERY, SCHEDULE, STAGE_ITERATIONS
 from otloss.solvers.options import BOTH_KEPT
 from otloss.solvers.problem import Problem
 
@@ -43,8 +43,6 @@ except ImportError:  # no wheels for this system
     triton = tl = None
 
 LARGEST_DIMENSION = 8
-STAGE_ITERATIONS = 3
-CHECK_EVERY = 8
 # The finite numbers that stand for log 0 and for infinity.
 NEVER = -1e30
 LARGE = 1e30
