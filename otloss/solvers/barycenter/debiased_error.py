@@ -46,16 +46,26 @@ def find_error(equations: Equations, details: HistogramDetails, tolerance: float
     best = torch.full_like(equations.lack, UNKNOWN)
     best_tau = torch.full_like(shares[..., :1], NUMBERS.taus[0])
     for tau in NUMBERS.taus:
-        error = NUMBERS.error_margin * torch.maximum(error_at(equations, excess, tau, details.hidden_by(tau)), regrown)
+        parts = find_parts(equations, excess, tau, details.hidden_by(tau))
+        error = NUMBERS.error_margin * torch.maximum(parts.step + parts.hidden, regrown).clamp(max=UNKNOWN)
         best_tau = torch.where((error < best).unsqueeze(-1), tau, best_tau)
         best = torch.minimum(best, error)
-        if bool((best <= tolerance).all()):
+        # At smaller tau steps are longer, so that only the hidden details can become less.
+        gains_little = NUMBERS.error_margin * parts.step >= NUMBERS.share_of_step * best
+        if bool(((best <= tolerance) | gains_little).all()):
             break
     return DebiasedError(best, best_tau)
 
 
-def error_at(equations: Equations, excess: Tensor, tau: float, hidden: Tensor) -> Float[Tensor, "*batch"]:
-    """Return the sum of the three parts at one tau; `hidden` is the part of the histograms."""
+class ErrorParts(NamedTuple):
+    """The step, and the sum of both parts of hidden details, at one tau."""
+
+    step: Float[Tensor, "*batch"]
+    hidden: Float[Tensor, "*batch"]
+
+
+def find_parts(equations: Equations, excess: Tensor, tau: float, hidden: Tensor) -> ErrorParts:
+    """Return the parts of the error at one tau; `hidden` counts the details of the histograms."""
     shares, system, has_mass = equations.shares, equations.system, equations.shares > NUMBERS.no_mass
     # Rounding decides the gradient at bins without mass. A first step finds the bins that empty: they lose more than
     # half of their mass. Only they have a g in the second step.
@@ -71,7 +81,7 @@ def error_at(equations: Equations, excess: Tensor, tau: float, hidden: Tensor) -
     hidden_eigenvalues = tau * torch.where(has_mass, inverse.diagonal(dim1=-2, dim2=-1)[..., :-1], 0.0).sum(-1)
     step, second_step, in_a = ((shares * each.abs()).sum(-1) for each in (first, second, of_a))
     in_p = hidden * hidden_eigenvalues.abs().clamp(max=1.0)
-    return (torch.maximum(step, second_step) + in_a + in_p).nan_to_num(UNKNOWN).clamp(max=UNKNOWN)
+    return ErrorParts(torch.maximum(step, second_step).nan_to_num(UNKNOWN), (in_a + in_p).nan_to_num(UNKNOWN))
 
 
 @dataclass(frozen=True)

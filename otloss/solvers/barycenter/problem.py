@@ -60,6 +60,7 @@ class Numbers:
     # The error of debiased barycenters (`debiased_error`)
     # Ten times closer ones tell the same errors within a factor of 2.
     taus: tuple[float, ...] = (1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
+    share_of_step: float = 0.9  # of the error: from there on smaller tau are not tried
     iterations_of_plan: int = 10  # The plan of a histogram to itself converges by a factor of 2 in each.
     error_margin: float = 1.5  # Without it a few errors are too small by a few per cent, as a step is linear.
     negative_eigenvalue: float = 1e-8  # of exp(-C / epsilon), over its largest entry: distances round to smaller ones
