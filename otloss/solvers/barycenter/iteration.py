@@ -255,17 +255,18 @@ class ProductStep:
 
     def run(self, logs: Array, iterations: int) -> Cycle:
         xp, count, tiny = self.xp, self.p.shape[-2], math.exp(NUMBERS.smallest_exponent)
-        start = xp.exp(logs).clip(min=tiny)
+        at_least = np.maximum if xp is np else torch.clamp_min  # `clip` of numpy takes four times as long
+        start = at_least(xp.exp(logs), tiny)
         u, d = start[..., :count, :], start[..., count:, :]
         a, us, ds = d, [u], [d]
         for _ in range(iterations):
             kv = self.kernel.product(self.p / self.kernel.transposed_product(u))
             a = xp.exp(self.shares @ xp.log(kv))
             if self.debiased:  # Debiased barycenters have empty bins, where u, d and a fall below all numbers.
-                a = (a * d).clip(min=tiny)
-                d = (xp.sqrt(d) * xp.sqrt(a / self.kernel.product(d))).clip(min=tiny)
+                a = at_least(a * d, tiny)
+                d = at_least(xp.sqrt(d) * xp.sqrt(a / self.kernel.product(d)), tiny)
                 ds.append(d)
-            u = (a / kv).clip(min=tiny)
+            u = at_least(a / kv, tiny)
             us.append(u)
         rows = xp.stack(us, -3)
         if self.debiased:

@@ -92,7 +92,7 @@ class Search:
         """Take Newton steps at one tau until they change nothing, or rounding stops them."""
         smallest = change = torch.full_like(tau[..., 0], torch.inf)
         stalled, iterations = torch.zeros_like(smallest), 0
-        sufficient = max(self.tolerance / 100, NUMBERS.smallest_change)
+        sufficient = max(min(self.tolerance, NUMBERS.sufficient_change), NUMBERS.smallest_change)
         is_done = torch.zeros_like(smallest, dtype=torch.bool)
         while iterations < max_steps and not bool(is_done.all()):
             equations = self.linearise(potentials)

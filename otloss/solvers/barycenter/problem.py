@@ -47,10 +47,11 @@ class Numbers:
     first_tau: float = 0.01  # 0.25 takes up to twice the time; at 1e-4 some do not converge.
     fall_of_tau: float = 32.0  # Smaller falls take more steps, and end at a larger tau, as rounding adds up.
     smallest_tau: float = 5e-15  # Rounding hides the equations below.
+    sufficient_change: float = 1e-5  # ends the steps at one tau, unless the tolerance is smaller
     smallest_change: float = 1e-12  # Smaller changes are rounding.
     stalled_steps: int = 3  # steps whose change does not halve: rounding stops Newton's method at this tau
     near: float = 3e-3  # Smaller errors that stop to fall are the rounding that the methods end with.
-    fruitless_steps: int = 2  # steps in a row that do not halve the error
+    fruitless_steps: int = 1  # steps in a row that do not halve the error
     longest_step: float = 2.0  # in the logarithm of a bin with mass; steps twice as long diverge for some problems
     empty_log: float = (
         -25.0
