@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
+from otloss._numba.background import StillCompilingError, declining
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import DenseCost
+from otloss.solvers.barycenter.iteration import iterate
 from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, BarycenterResult, Potentials
 from otloss.solvers.entropic.potentials import find_potentials
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 
 
-def ascend(
+def ascend_once_compiled(
     problem: BarycenterProblem, start: Potentials, tolerance: float, max_iterations: int, *, with_graph: bool
 ) -> BarycenterResult:
-    """Return the result for problems with one axis of batch; the kernel has a start of its own.
+    """Return the result of `ascend`, or of iterations that reach the tolerance while its kernel is compiled."""
+    entries = problem.p.numel() * problem.cost.shape[0]
+    count = max(NUMBERS.cycle * NUMBERS.window, NUMBERS.entries_until_check // entries)
+    iterations = 0
+    while True:
+        try:
+            with declining(count * entries):
+                return ascend(problem, tolerance, max(1, max_iterations - iterations), with_graph=with_graph)
+        except StillCompilingError as compilation:
+            count = min(count, max_iterations // 2 - iterations)
+            if count < NUMBERS.cycle:
+                compilation.wait()
+                continue
+            result = iterate(problem, start, tolerance, count)
+            start, iterations = result.potentials, iterations + result.iterations
+            if bool((result.error <= tolerance).all()):
+                return dataclasses.replace(result, iterations=iterations)
+
+
+def ascend(problem: BarycenterProblem, tolerance: float, max_iterations: int, *, with_graph: bool) -> BarycenterResult:
+    """Return the result for problems with one axis of batch.
 
     Without a graph the log u of histograms without weight are 0: only derivatives need them.
     """

@@ -34,7 +34,7 @@ from otloss._checks import (
 from otloss._public import public
 from otloss.costs import Cost, as_cost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.barycenter.ascent import ascend
+from otloss.solvers.barycenter.ascent import ascend_once_compiled
 from otloss.solvers.barycenter.gradient import attach_gradient
 from otloss.solvers.barycenter.iteration import iterate
 from otloss.solvers.barycenter.newton import take_newton_steps
@@ -129,7 +129,8 @@ def find_barycenter(
     )  # fmt: skip
     remaining_iterations = max_iterations - first.iterations
     # The methods, and the error above which a problem takes each.
-    methods: list[tuple[Callable[..., BarycenterResult], float]] = [(partial(ascend, with_graph=with_graph), tolerance)]
+    on_the_dual = partial(ascend_once_compiled, with_graph=with_graph)
+    methods: list[tuple[Callable[..., BarycenterResult], float]] = [(on_the_dual, tolerance)]
     if problem.debiased:
         goes_on = partial(iterate, patience=remaining_iterations, judged_after=NUMBERS.hard_judged_after)
         # Smaller errors are the rounding that Newton's method ends with.

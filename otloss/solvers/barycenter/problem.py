@@ -37,6 +37,7 @@ class Numbers:
     smallest_exponent: float = -690.0  # exp of it is near the least normal number; products with smaller ones are slow.
     # Newton's method on the dual, for plain barycenters (`ascent`)
     ascent_entries: int = 2**24  # plans of one problem; each entry takes 20 bytes on each thread
+    entries_until_check: int = 2**24  # plans times iterations, a few tenths of a second, until its kernel is looked for
     ascent_steps: int = 1000  # Hard clouds take up to a hundred.
     # Errors of barycenters over errors of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
     ascent_factor: float = 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import torch
 import otloss
 from otloss._numba import background, notices
 from otloss._numba.background import StillCompilingError
+from otloss.solvers.barycenter import ascent
+from otloss.solvers.barycenter import barycenter as barycenters
 from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
@@ -88,6 +91,29 @@ def test_iterations_go_on_without_a_kernel(monkeypatch: pytest.MonkeyPatch, meth
     found = otloss.solve(None, None, problems(), epsilon=epsilon)
     assert bool(found.converged.all())
     torch.testing.assert_close(found.value, expected.value, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("epsilon", [0.003, 0.0003])
+def test_barycenters_are_iterated_without_a_kernel(monkeypatch: pytest.MonkeyPatch, epsilon: float) -> None:
+    """At the larger epsilon the iterations reach the tolerance; at the smaller one they use up their share."""
+    p = problems()[0][:3].softmax(-1)
+    cost = otloss.costs.LineCost(torch.linspace(0, 1, 15, dtype=torch.float64), power=2)
+    monkeypatch.setattr(barycenters, "NUMBERS", dataclasses.replace(barycenters.NUMBERS, patience=0))
+    expected = otloss.barycenter(p, cost, epsilon=epsilon, max_iterations=1000)
+    run, calls, waits = ascent.ascend, [], []
+
+    def not_yet(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if not waits:
+            raise StillCompilingError
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(ascent, "ascend", not_yet)
+    monkeypatch.setattr(StillCompilingError, "wait", lambda self: waits.append(1))
+    actual = otloss.barycenter(p, cost, epsilon=epsilon, max_iterations=1000)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-7)
+    assert calls
+    assert bool(waits) == (epsilon < 0.001)
 
 
 @pytest.mark.parametrize(("call", "module", "kernel"), sampled(1, CALLS))
