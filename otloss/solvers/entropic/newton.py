@@ -22,6 +22,7 @@ from otloss.costs import PointCost
 from otloss.costs.order import METRIC_NUMBERS, order_of
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, Start, better
+from otloss.solvers.entropic.light_columns import with_light_columns, without_light_columns
 from otloss.solvers.entropic.messages import check_not_too_small, smallest_epsilon_over_potential
 from otloss.solvers.entropic.newton_problems import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
@@ -114,6 +115,8 @@ def _places(costs: Float[Tensor, "*batch k n"]) -> float:
 def _solve_balanced(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     """Return the result from exact potentials, with exact updates at the columns without mass."""
     result = _run_kernel(problem, *_exact_start(problem, g), budget)
+    if not result.is_within(budget.tolerance):
+        result = _without_light_columns(problem, result, budget)
     if not bool((problem.q == 0).any()):
         return result
     return dataclasses.replace(result, g=torch.where(problem.q > 0, result.g, build_updates(problem).g_from(result.f)))
@@ -160,6 +163,20 @@ def _through_larger_epsilons(problem: Problem, result: SearchResult, budget: Bud
     new = _run_kernel(remaining, torch.zeros_like(remaining.q), None, budget, max_steps=max_steps)
     # Where numbers overflowed, the next method has the whole budget.
     new = dataclasses.replace(new, iterations=new.iterations.masked_fill(~new.error.isfinite(), 0))
+    return better(result, scatter(result, mask, new), budget.tolerance)
+
+
+def _without_light_columns(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
+    """Return the result with a second search of balanced problems in whose light columns the steps went astray."""
+    mask = ~(result.error <= budget.tolerance)
+    remaining = select(problem, mask)
+    searched = without_light_columns(remaining)
+    max_iterations = budget.max_iterations - result.iterations_used
+    if torch.equal(searched.q, remaining.q) or max_iterations < 1:
+        return result
+    budget = dataclasses.replace(budget, max_iterations=max_iterations)
+    g, cells = _exact_start(searched, torch.zeros_like(searched.q))
+    new = with_light_columns(remaining, searched, _run_kernel(searched, g, cells, budget), budget)
     return better(result, scatter(result, mask, new), budget.tolerance)
 
 

@@ -391,13 +391,21 @@ def test_potentials_of_columns_lighter_than_rounding(seed: int, light: float) ->
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-3)
 
 
-@pytest.mark.parametrize(("seed", "n", "m"), [(35, 15, 15), (61, 30, 5)])
-def test_potentials_where_rows_and_columns_are_lighter_than_rounding(seed: int, n: int, m: int) -> None:
-    """Beside a row of 1e-30 a column of 1e-20 counts. Potentials were off by up to 4, where costs are 30."""
+@pytest.mark.parametrize(
+    ("seed", "n", "m", "scale", "epsilon"),
+    [(35, 15, 15, 40, 0.02), (61, 30, 5, 40, 0.02), (97, 30, 5, 40, 0.05), (842, 15, 15, 20, 0.02)],
+)
+def test_potentials_where_rows_and_columns_are_lighter_than_rounding(
+    seed: int, n: int, m: int, scale: float, epsilon: float
+) -> None:
+    """Beside a row of 1e-30 a column of 1e-20 counts.
+
+    Potentials were off by up to 4, where costs are 30, and later two of these problems raised SmallEpsilonError.
+    """
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(k, 3, generator=generator, dtype=torch.float64) for k in (n, m))
-    p, q = (torch.softmax(40 * torch.randn(k, generator=generator, dtype=torch.float64), -1) for k in (n, m))
-    cost, epsilon = torch.cdist(x, y).square(), 0.02
+    p, q = (torch.softmax(scale * torch.randn(k, generator=generator, dtype=torch.float64), -1) for k in (n, m))
+    cost = torch.cdist(x, y).square()
     actual = otloss.solve(p, q, cost, epsilon=epsilon).potentials
     f, g = torch.zeros_like(p), torch.zeros_like(q)
     for _ in range(20_000):
