@@ -30,6 +30,7 @@ from otloss._checks import (
     check_floating,
     check_index,
     check_last_axis,
+    has_float64,
     has_tangent,
     needs_torch,
 )
@@ -508,6 +509,19 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype costs of such data are computed in."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def above_rounding(bound: Float[Tensor, "*batch"] | float, terms: float, like: Tensor) -> Float[Tensor, "*batch"]:
+    """Return a bound of the costs as a bound of what is computed for them: of so many terms, in the dtype of `like`.
+
+    Subnormal numbers are rounded by absolute amounts, and powers by a share as large as their logarithm. A bound of 0
+    stays 0.
+    """
+    info = torch.finfo(like.dtype)
+    wide = torch.as_tensor(bound, dtype=torch.float64 if has_float64(like.device) else None, device=like.device)
+    size = wide.clamp(min=info.tiny, max=info.max)
+    raised = wide + (8 + terms + size.log().abs()) * info.eps * size
+    return torch.where(wide == 0, 0.0, raised).to(like.dtype)
 
 
 def softmin_of(

@@ -24,7 +24,7 @@ from torch import Tensor
 from otloss._checks import check_positive
 from otloss._numba import may_run_on
 from otloss.costs.centroids import power_of_drift
-from otloss.costs.cost import CentroidBound, Cost, block_entries, makes_graph, recomputed, softmin_of
+from otloss.costs.cost import CentroidBound, Cost, above_rounding, block_entries, makes_graph, recomputed, softmin_of
 from otloss.costs.products import product
 
 # Costs over epsilon up to which exp(-C / eps) is held as a number in float64: along all axes at once, and along one by
@@ -170,7 +170,7 @@ class GridCost(Cost):
         return [(step * (size - 1)) ** self.power for step, size in zip(self.spacing, self.cells, strict=True)]
 
     def largest(self) -> Tensor:
-        return torch.full((), sum(self._largest_along()), dtype=self.dtype, device=self.device)
+        return above_rounding(sum(self._largest_along()), terms=len(self.cells) + self.power, like=self._kind)
 
     def softmin_work(self) -> int:
         return self.shape[0] * sum(self.cells)

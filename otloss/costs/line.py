@@ -11,7 +11,7 @@ from torch import Tensor
 from otloss._checks import check_finite, check_floating, check_positive
 from otloss._numba import may_run_on
 from otloss.costs.centroids import drift, power_of_drift
-from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph
+from otloss.costs.cost import CentroidBound, Cost, above_rounding, arithmetic_dtype, makes_graph
 
 
 class LineCost(Cost):
@@ -88,7 +88,7 @@ class LineCost(Cost):
 
     def largest(self) -> Tensor:
         x = self.x.detach()
-        return (x.amax() - x.amin()) ** self.power
+        return above_rounding((x.amax() - x.amin()) ** self.power, terms=self.power, like=x)
 
     def as_line(self) -> LineCost | None:
         return self if type(self) is LineCost and self.power >= 1 else None

@@ -30,6 +30,7 @@ from otloss._checks import (
     check_cloud,
     check_epsilon,
     check_floating,
+    has_float64,
     is_differentiated,
     needs_torch,
 )
@@ -39,6 +40,7 @@ from otloss.costs.centroids import between_directions, drift, power_of_drift
 from otloss.costs.cost import (
     CentroidBound,
     Cost,
+    above_rounding,
     arithmetic_dtype,
     makes_graph,
     scaled_plan_rows,
@@ -347,15 +349,17 @@ class PointCost(Cost):
         if self.metric == "cosine":
             return torch.full(self.batch_shape, 2.0, dtype=self.dtype, device=self.device)
         x, y = self.x.detach(), self.y.detach()
-        width = torch.maximum(x.amax(-2) - y.amin(-2), y.amax(-2) - x.amin(-2))  # (..., d)
-        if self.metric == "l1":
-            return width.sum(-1)
-        distance = torch.linalg.vector_norm(width, dim=-1)
-        if x.shape[-1] > MAX_AXES_OF_BOXES:
+        wide = torch.float64 if has_float64(self.device) else self.dtype
+        width = torch.maximum(x.amax(-2) - y.amin(-2), y.amax(-2) - x.amin(-2)).to(wide)  # (..., d)
+        distance = torch.linalg.vector_norm(width, ord=1 if self.metric == "l1" else 2, dim=-1)
+        if x.shape[-1] > MAX_AXES_OF_BOXES and self.metric != "l1":
             centre = ((x.mean(-2) + y.mean(-2)) / 2).unsqueeze(-2)
-            radii = [torch.linalg.vector_norm(cloud - centre, dim=-1).amax(-1) for cloud in (x, y)]
+            radii = [torch.linalg.vector_norm(cloud - centre, dim=-1, dtype=wide).amax(-1) for cloud in (x, y)]
             distance = torch.minimum(distance, radii[0] + radii[1])
-        return distance.square() if self.metric == "sqeuclidean" else distance
+        if self.metric == "l1":
+            return above_rounding(distance, terms=x.shape[-1], like=x)
+        squared = above_rounding(distance.square(), terms=x.shape[-1], like=x)  # what squares overflow is infinite
+        return squared if self.metric == "sqeuclidean" else squared.sqrt()
 
     def as_points(self) -> PointCost | None:
         return self if type(self) is PointCost and not callable(self.metric) else None
