@@ -126,8 +126,8 @@ def check_tensor(name: str, value: Any, *, is_read: bool = True) -> Tensor:
 
 
 def check_layout(name: str, value: Tensor) -> None:
-    """Raise TypeError for a tensor that does not hold one number in each place: sparse, nested or masked."""
-    if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
+    """Raise TypeError for a tensor that does not hold one number in each place: sparse, nested, masked or quantized."""
+    if type(value) is Tensor and value.layout is torch.strided and not (value.is_nested or value.is_quantized):
         return
     if isinstance(value, MaskedTensor):
         got, call = "a masked tensor", "to_tensor(0.0), or set the masked entries to what they stand for"
@@ -135,6 +135,8 @@ def check_layout(name: str, value: Tensor) -> None:
         got, call = "a nested tensor", "to_padded_tensor(0.0)"
     elif value.layout is not torch.strided:
         got, call = f"of layout {value.layout}", "to_dense()"
+    elif value.is_quantized:
+        got, call = f"quantized ({value.dtype})", "dequantize()"
     else:  # a parameter, or another subclass
         return
     verb = "pad it with" if value.is_nested else "call"

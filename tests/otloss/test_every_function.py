@@ -306,6 +306,10 @@ ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
         r"is a nested tensor, expected a dense tensor; pad it with \S+.to_padded_tensor\(0.0\)",
     ),
+    "quantized": (
+        lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
+        r"is quantized \(torch.quint8\), expected a dense tensor; call \S+.dequantize\(\)",
+    ),
     "meta": (lambda t: t.to("meta"), "on the meta device, which holds no numbers; expected a tensor on a CPU or GPU"),
 }
 # Of each function the entry with the most inputs. Some change them before the call; NaN in a head's scores reaches the
@@ -316,13 +320,16 @@ for name, entry in sorted(ENTRIES.items(), key=lambda item: len(item[1].inputs))
 CHANGED = {"barycenter", "bures_wasserstein", "gradient_penalty", "soft_labels", "cumulative_log_probabilities"}
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of (MaskedTensors|nested tensors)")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of (MaskedTensors|nested tensors)", "ignore:torch.quantize_per_tensor"
+)
 @pytest.mark.parametrize("name", sorted(ONCE.keys() - CHANGED))
 def test_tensors_that_are_not_plain_numbers_are_named(name: str) -> None:
     inputs = {**ONCE[name].inputs, **ONCE[name].fixed}
     for given, tensor in ONCE[name].inputs.items():
         for kind, (change, message) in ODD.items():
-            if (name, kind) in {("match", "masked"), ("match", "nested")}:  # the entry itself splits the batch
+            # The entry itself splits the batch, or takes the dtype.
+            if (name, kind) in {("match", "masked"), ("match", "nested"), ("cloud_barycenter", "quantized")}:
                 continue
             with pytest.raises((TypeError, ValueError), match=message):
                 ONCE[name].value({**inputs, given: change(tensor)})
