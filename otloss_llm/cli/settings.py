@@ -64,7 +64,7 @@ SHARES = ("lora_dropout", "label_smoothing_factor", "adam_beta1", "adam_beta2")
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(COUNTS, (1, math.inf)), **dict.fromkeys(NOT_NEGATIVE, (0, math.inf)),
     **dict.fromkeys(SHARES, (0, 1)), **dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1)),
-    "max_steps": (-1, math.inf), "test_split_size": (0, math.inf),
+    "max_steps": (-1, math.inf),
 }  # fmt: skip
 
 
@@ -186,6 +186,8 @@ def _check_range(name: str, value: Any) -> None:
         between = f"{smallest:g} to {largest:.12g}" if largest < math.inf else f"at least {smallest:g}"
         expected = "a finite number" if smallest == -math.inf else f"a finite number, {between}"
         raise ValueError(f"--{name} is {value}, expected {expected}.")
+    if name == "test_split_size" and not 0 < value < 1:  # TRL reads a float, which datasets takes for a share
+        raise ValueError(f"--{name} is {value}, expected a share of the training split, above 0 and below 1.")
 
 
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:

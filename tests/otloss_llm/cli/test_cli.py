@@ -545,6 +545,7 @@ def test_numbers_out_of_range_are_named_before_anything_is_loaded(cli: Cli) -> N
         "seed": (-1, 2**32),
         "max_steps": (-2,),
         "learning_rate": ("inf",),
+        "test_split_size": (0, 1, -0.5, 20, "nan"),
     }
     bad |= {"save_steps": ("inf",), "logging_steps": ("nan",)}
     for command in ("train", "evaluate"):
