@@ -90,8 +90,8 @@ def cloud_loss(
         empty: "error" raises if a cloud has no point; "zero" gives 0 for such a pair, without a gradient.
 
     Returns:
-        (...), in the promoted dtype. Differentiable in the points, and in weights that are given (centred over the
-        points unless `marginal_penalty` is given).
+        (...), in the promoted dtype, where 16-bit points count as float32 unless "sliced". Differentiable in the
+        points, and in weights that are given (centred over the points unless `marginal_penalty` is given).
 
     Raises:
         TypeError: if points or weights are not floating tensors, or a mask is not boolean.

@@ -19,8 +19,13 @@ from torch import Tensor
 from otloss._autograd import check_no_transform
 from otloss._checks import check_finite, check_floating, check_integers, check_positive
 from otloss._public import public
+from otloss.costs.distances import distances
 from otloss.solvers.assignment.match import match
+from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.solve import solve
+
+# A pair that disagrees without need is drawn with e^-40 of the probability of one that agrees.
+_EPSILONS_OF_PENALTY = 40
 
 
 @public
@@ -47,7 +52,8 @@ def pair(
 
     Raises:
         TypeError: if samples are not floating tensors, or conditions not integers.
-        ValueError: if shapes do not fit, there are none, a number is not finite, or epsilon is not above 0.
+        ValueError: if shapes do not fit, there are none, a number is not finite, squared distances overflow, or epsilon
+            is not above 0.
 
     Source:
         A. Tong et al., Improving and Generalizing Flow-Based Generative Models with Minibatch Optimal Transport, 2024.
@@ -68,11 +74,12 @@ def pair(
             "and the same axes after the first."
         )
     n, m = len(x0), len(x1)
-    cost = _squared_distances(x0.detach().reshape(n, -1), x1.detach().reshape(m, -1), up_to_rows=epsilon is None)
+    width = 0.0 if epsilon is None else check_positive("epsilon", epsilon)
+    cost = _squared_distances(x0.detach().reshape(n, -1), x1.detach().reshape(m, -1))
     if condition is not None:
-        cost = cost.double() + _penalty(condition, cost)
+        cost = cost.double() + _penalty(condition, cost, width)
     if epsilon is not None:
-        plan = solve(None, None, cost, epsilon=check_positive("epsilon", epsilon)).plan()
+        plan = solve(None, None, cost, epsilon=width).plan()
         return torch.multinomial(plan / plan.amax(-1, keepdim=True), 1, generator=generator).squeeze(-1)
     if n > m:
         raise ValueError(
@@ -84,19 +91,13 @@ def pair(
     return columns
 
 
-def _squared_distances(x0: Tensor, x1: Tensor, *, up_to_rows: bool) -> Float[Tensor, "n m"]:
-    """|x0 - x1|^2, or less |x0|^2, which changes no matching of all rows."""
+def _squared_distances(x0: Tensor, x1: Tensor) -> Float[Tensor, "n m"]:
     dtype = torch.promote_types(torch.promote_types(x0.dtype, x1.dtype), torch.float32)
-    x0, x1 = x0.to(dtype), x1.to(dtype)
-    centre = x1.mean(0)  # far from the origin the product would cancel
-    x0, x1 = x0 - centre, x1 - centre
-    with torch.autocast(x0.device.type, enabled=False):
-        distances = torch.addmm(x1.square().sum(-1), x0, x1.mT, alpha=-2)
-    return distances if up_to_rows else distances.add_(x0.square().sum(-1, keepdim=True)).clamp_(min=0)
+    return finite_in(dtype, distances(x0.to(dtype), x1.to(dtype), squared=True), 2)
 
 
-def _penalty(condition: tuple[Tensor, Tensor], cost: Tensor) -> Tensor:
-    """Return more than any pairing can gain, for pairs that disagree."""
+def _penalty(condition: tuple[Tensor, Tensor], cost: Tensor, epsilon: float) -> Tensor:
+    """Return for pairs that disagree more than any pairing can gain, in the unit of the cost."""
     if not isinstance(condition, list | tuple) or len(condition) != 2:
         got = f"{type(condition).__name__}{f' of {len(condition)}' if isinstance(condition, list | tuple) else ''}"
         raise TypeError(f"condition is a {got}, expected a pair: the labels of x0 and the labels of x1.")
@@ -104,4 +105,6 @@ def _penalty(condition: tuple[Tensor, Tensor], cost: Tensor) -> Tensor:
         if check_integers(name, labels).shape != (size,):
             raise ValueError(f"{name} has shape {tuple(labels.shape)}, expected ({size},), one for each sample.")
     differ = condition[0].unsqueeze(-1) != condition[1]
-    return differ * (1 + min(cost.shape) * (cost.amax() - cost.amin()).double())
+    largest = cost.amax().double()
+    largest = torch.where(largest > 0, largest, 1.0)  # where all points are equal, any penalty will do
+    return differ * ((1 + min(cost.shape)) * largest + _EPSILONS_OF_PENALTY * epsilon)

@@ -89,6 +89,31 @@ def test_conditions_agree_as_often_as_possible_and_then_the_nearest_is_taken() -
     assert torch.equal(equal[0], equal[1][drawn_pairs])
 
 
+@pytest.mark.parametrize("axes", [2, 64])  # distances from differences, and by a product
+def test_exact_pairs_within_far_clusters_are_the_nearest(axes: int) -> None:
+    apart = 1e4 * (torch.arange(60) % 2).unsqueeze(1)
+    x0, x1 = normal(60, axes, seed=7).float() + apart, normal(60, axes, seed=8).float() + apart.flip(0)
+    cost = (x0.double()[:, None] - x1.double()).square().sum(-1)
+    actual = otloss.pair(x0, x1)
+    best = linear_sum_assignment(cost.numpy())
+    assert cost[torch.arange(60), actual].sum().item() == pytest.approx(cost[best].sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-9, 1e-6, 1e6, 1e15])
+def test_conditioned_pairs_do_not_depend_on_the_unit(scale: float) -> None:
+    x0, x1 = normal(40, 2, seed=2), normal(40, 2, seed=3)
+    labels = torch.arange(40) % 4, (torch.arange(40) % 5).clamp(max=3)
+    pairs = otloss.pair(x0, x1, condition=labels)
+    assert torch.equal(otloss.pair(scale * x0, scale * x1, condition=labels), pairs)
+
+
+@pytest.mark.parametrize("epsilon", [1e-2, 1e3, 1e6])
+def test_drawn_pairs_agree_in_their_condition_at_any_epsilon(epsilon: float) -> None:
+    x0, x1, labels = normal(40, 2, seed=2), normal(40, 2, seed=3), torch.arange(40) % 4
+    drawn = otloss.pair(x0, x1, epsilon=epsilon, condition=(labels, labels.flip(0)))
+    assert torch.equal(labels, labels.flip(0)[drawn])
+
+
 def test_draws_follow_the_entropic_plan() -> None:
     x0, x1 = normal(5, 3, seed=4), normal(4, 3, seed=5)
     cost = (x0[:, None] - x1).square().sum(-1)
@@ -103,6 +128,7 @@ x = normal(4, 2, seed=6)
 test_bad_pairs_and_sets = raising(
     (lambda: set_loss(normal(2, 3)), "expected n >= m"),
     (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
+    (lambda: otloss.pair(1e30 * x.float(), x.float()), "distances to the power 2 overflow torch.float32"),
     (lambda: otloss.pair(x, x, condition=(torch.arange(3), torch.arange(4))), r"condition\[0\] has shape \(3,\)"),
 )
 SIZES = torch.tensor([[5, 3], [4, 4], [5, 0], [0, 0]])
