@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
 _LEAST_EXPONENT = -80.0
+_LARGEST_RATIO = 1e3  # of an ordinary cost over the median
+_SAMPLE = 2**14  # entries of a matrix for its median
 _SMALL_PLAN = 2**13  # entries up to which torch takes less time than a call of the kernel of plans
 FROM_ROWS: set[str] = set()
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -399,10 +401,7 @@ class Cost(ABC):
         """Return whether C[i, j] = C[j, i] up to rounding, as for the costs among the bins of one side."""
         if self.T is self:
             return True
-        matrix = self.dense().detach()
-        if matrix.shape[-2] != matrix.shape[-1] or not matrix.numel():
-            return matrix.shape[-2] == matrix.shape[-1]
-        return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.abs().amax()).all())
+        return is_symmetric_matrix(self.dense().detach(), 1e-5)
 
     def costs_within(self) -> tuple[Cost, Cost] | None:
         """Return the costs among the bins of p and among the bins of q, which divergences need; None if not known."""
@@ -594,6 +593,30 @@ def block_entries() -> int:
 def makes_graph(*tensors: Tensor) -> bool:
     """Whether what is computed from the tensors has a derivative, in reverse or in forward mode."""
     return (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or has_tangent(*tensors)
+
+
+def is_symmetric_matrix(matrix: Float[Tensor, "*batch n m"], rounding: float) -> bool:
+    """Return whether each matrix is symmetric up to a share of its entries, or of `usual_entry` where that is more."""
+    if matrix.shape[-2] != matrix.shape[-1] or not matrix.numel():
+        return matrix.shape[-2] == matrix.shape[-1]
+    apart = (matrix - matrix.mT).abs()
+    if not bool(apart.any()):
+        return True
+    size = usual_entry(matrix)
+    if bool((apart.amax((-2, -1)) <= rounding * size).all()):
+        return True
+    return bool((apart <= rounding * torch.maximum(matrix.abs(), size[..., None, None])).all())
+
+
+def usual_entry(matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
+    """Return the largest entry of each matrix, or 1,000 times the median of those above 0 where that is less.
+
+    Rounding beside the price of a pair that must not be is no rounding beside ordinary costs.
+    """
+    entries = matrix.abs().flatten(-2)
+    sample = entries[..., :: entries.shape[-1] // _SAMPLE | 1]  # an odd step, so that it meets many columns
+    median = sample.masked_fill(sample <= 0, torch.nan).nanmedian(-1).values
+    return torch.minimum(entries.amax(-1), torch.nan_to_num(_LARGEST_RATIO * median))
 
 
 def unit_rows(name: str, data: Float[Tensor, "*batch rows d"]) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating
 from otloss._numba import may_run_on
-from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, scaled_plan_rows, softmin_of
+from otloss.costs.cost import (
+    Cost,
+    arithmetic_dtype,
+    is_symmetric_matrix,
+    makes_graph,
+    scaled_plan_rows,
+    softmin_of,
+    usual_entry,
+)
 from otloss.costs.products import product
 
 if TYPE_CHECKING:
@@ -148,12 +156,12 @@ class DenseCost(Cost):
 
     def _is_within(self) -> bool:
         """Whether the matrix is symmetric with zeros on the diagonal, up to rounding."""
-        matrix = self.matrix.detach()
-        if matrix.shape[-2] != matrix.shape[-1] or not matrix.numel():
-            return matrix.shape[-2] == matrix.shape[-1]
-        allowed = 8 * torch.finfo(self.dtype).eps * matrix.amax()
+        matrix, rounding = self.matrix.detach(), 8 * torch.finfo(self.dtype).eps
+        if not is_symmetric_matrix(matrix, rounding):
+            return False
         # Without the zeros a matrix between other bins, of a single one for example, would pass.
-        return bool((matrix - matrix.mT).abs().amax() <= allowed and self.diagonal().detach().abs().amax() <= allowed)
+        diagonal = self.diagonal().detach()
+        return not bool(diagonal.any()) or bool((diagonal.amax(-1) <= rounding * usual_entry(matrix)).all())
 
     def _with(self, matrix: Tensor) -> DenseCost:
         """Return the same cost with its valid entries in another tensor."""

@@ -72,6 +72,31 @@ def test_what_solvers_ask() -> None:
     assert (blocks.cells, blocks.spacing, blocks.power) == ((7, 5), (10.0, 10.0), 2.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_symmetry_is_judged_beside_ordinary_costs(dtype: torch.dtype) -> None:
+    """Neither a price for pairs that must not be nor another problem of the batch makes a difference a rounding."""
+    directed = torch.rand(4, 4, dtype=dtype, generator=torch.Generator().manual_seed(0)).fill_diagonal_(0.0)
+    both_ways, size = directed + directed.mT, 1e9 if dtype == torch.float32 else 1e15
+
+    def beside_price(matrix: Tensor) -> DenseCost:
+        padded = torch.nn.functional.pad(matrix, (0, 1, 0, 1), value=size)
+        padded[-1, -1] = 0.0
+        return DenseCost(padded)
+
+    for cost in (
+        DenseCost(both_ways + torch.finfo(dtype).eps * directed), beside_price(both_ways),
+        DenseCost(torch.stack([size * both_ways, both_ways])), DenseCost(torch.zeros(2, 2, dtype=dtype)),
+    ):  # fmt: skip
+        assert cost.is_symmetric()
+        assert cost.costs_within() is not None
+    for cost in (beside_price(directed), DenseCost(torch.stack([size * both_ways, directed]))):
+        assert not cost.is_symmetric()
+        assert cost.costs_within() is None
+    ones = torch.ones(4, 4, dtype=dtype)
+    for cost in (beside_price(ones), DenseCost(torch.stack([size * both_ways, ones]))):
+        assert cost.costs_within() is None
+
+
 @pytest.mark.parametrize("cost", [*costs(), PointCost(embedding()), GridCost((3, 4)).to(torch.float64)], ids=repr)
 def test_a_subclass_that_overrides_rows_answers_by_them(cost: Cost) -> None:
     class Other(type(cost)):  # type: ignore[misc]
