@@ -533,8 +533,9 @@ def _pulls(forces: Float[Tensor, "*batch n m"], x: Tensor, y: Tensor) -> Float[T
     pulls = terms - product(forces, b)
     if dtype != torch.float32 or not (x.numel() and y.numel()) or x.device.type == "mps":
         return pulls.to(x.dtype)
-    if float(terms.detach().abs().amax()) <= 1e3 * float(pulls.detach().abs().mean()):
-        return pulls  # with four digits of the mean
+    sizes, means = terms.detach().abs().amax((-2, -1)), pulls.detach().abs().mean((-2, -1))
+    if bool((sizes <= 1e3 * means).all()):
+        return pulls  # with four digits of the mean of each problem
     return _pulls(forces.double(), x.double(), y.double()).to(x.dtype)
 
 

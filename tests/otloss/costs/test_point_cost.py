@@ -239,3 +239,12 @@ def test_gradients_of_float32_distances(kind: str) -> None:
     for narrow, wide in zip(*actual, strict=True):
         assert wide.abs().max() > 0.1
         torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_do_not_depend_on_the_other_problems_of_a_batch() -> None:
+    """Pulls between near points far from the centre cancel in float32, also beside a problem of large pulls."""
+    x, y = cloud("apart", 0, d=8), cloud("apart", 1, d=8)
+    far = 1e4 * (torch.arange(90) % 2).unsqueeze(-1)
+    x, y = (torch.stack([t + far, 1e6 * t]).float().requires_grad_() for t in (x, y))
+    together = torch.autograd.grad(PointCost(x, y).dense().diagonal(0, -2, -1).sum(), x)[0]
+    torch.testing.assert_close(together, 2 * (x - y).detach(), rtol=1e-5, atol=1e-5)
