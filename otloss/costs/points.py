@@ -175,8 +175,8 @@ class PointCost(Cost):
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         """Return C v: in O((n + m) d) for "sqeuclidean" and "cosine", by blocks of rows otherwise.
 
-        The absolute error of the short forms is as large as for a sum over `|v|` times the largest cost, since they
-        cancel.
+        The short forms cancel: their absolute error is as large as for a sum over `|v|` times the largest cost, for
+        "sqeuclidean" in float64 where the device has it.
         """
         if self.metric not in ("sqeuclidean", "cosine"):
             return super().apply(v)
@@ -604,12 +604,15 @@ def _gradients_of_lengths(x: Tensor, y: Tensor, lengths: Tensor, upstream: Tenso
 
 
 def _square_product(cost: PointCost, v: Tensor) -> Tensor:
-    centre = cost.y.detach().mean(-2, keepdim=True)
-    x, y = cost.x - centre, cost.y - centre
+    # Where v has mass near each other and far from the centre, float32 would lose all digits.
+    dtype, wide = v.dtype, torch.float64 if has_float64(v.device) else v.dtype
+    x, y, v = cost.x.to(wide), cost.y.to(wide), v.to(wide)
+    centre = y.detach().mean(-2, keepdim=True)
+    x, y = x - centre, y - centre
     moment = product(v.unsqueeze(-2), y).squeeze(-2)  # (..., d)
     square = (v * y.square().sum(-1)).sum(-1, keepdim=True)
     mixed = product(x, moment.unsqueeze(-1)).squeeze(-1)  # (..., n)
-    return x.square().sum(-1) * v.sum(-1, keepdim=True) - 2 * mixed + square
+    return (x.square().sum(-1) * v.sum(-1, keepdim=True) - 2 * mixed + square).to(dtype)
 
 
 def _cosine_product(cost: PointCost, v: Tensor) -> Tensor:

@@ -122,6 +122,18 @@ def test_lower_bounds_of_points_and_grids_see_the_distance_of_the_means() -> Non
             assert (bound >= 3 * (((p - q) @ where / 3).abs() ** power).sum(-1) - 1e-9).all()
 
 
+def test_float32_bounds_within_a_far_cluster() -> None:
+    """Mass moves near its place, 1e4 from the centre, where squares have roundings as large as its costs."""
+    far = 1e4 * (torch.arange(60) >= 30).unsqueeze(1)
+    x, p = (draw(60, 40, seed=0) + far).float().requires_grad_(), weights(60, seed=1).float()
+    q = torch.cat([p[:10].flip(0), p[10:]])
+    of_points, of_matrix = (upper_bound(p, q, cost) for cost in (PointCost(x), PointCost(x).dense()))
+    torch.testing.assert_close(of_points, of_matrix, rtol=1e-5, atol=0)
+    gradients = [torch.autograd.grad(value, x)[0] for value in (of_points, of_matrix)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5 * float(gradients[1].abs().max()))
+    assert of_points >= emd(p, q, PointCost(x))
+
+
 half = torch.tensor([0.5, 0.5])
 test_bad_input = raising(
     (upper_bound, (half, torch.ones(1), torch.ones(2, 1)), {"coupling": "residual"}, r"shape \(2, 1\).*same bins"),
