@@ -32,6 +32,7 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from otloss._checks import check_positive
 from otloss.costs import PointCost
+from otloss.estimators.features import numpy_alone
 from otloss.solvers.solve import solve
 
 METHODS = ("linear", "barycentric")
@@ -82,8 +83,9 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}, expected one of {METHODS}.")
         check_positive("ridge", self.ridge)
-        source = validate_data(self, X, dtype=np.float64)
-        other = check_array(target, dtype=np.float64, input_name="target")
+        with numpy_alone():
+            source = validate_data(self, X, dtype=np.float64)
+            other = check_array(target, dtype=np.float64, input_name="target")
         if other.shape[1] != source.shape[1]:
             raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
         if self.method == "linear":
@@ -106,7 +108,8 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             sklearn.exceptions.NotFittedError: before `fit`.
         """
         check_is_fitted(self)
-        points: np.ndarray = validate_data(self, X, dtype=np.float64, reset=False)
+        with numpy_alone():
+            points: np.ndarray = validate_data(self, X, dtype=np.float64, reset=False)
         if self.method == "linear":
             return np.asarray(points @ self.matrix_ + self.offset_)
         if self.epsilon is not None:

@@ -20,7 +20,7 @@ from otloss._checks import check_not_masked
 from otloss._ordered_classes import check_choice
 from otloss.estimators.criterion import check_real, make_criterion
 from otloss.estimators.decode import RULES, decode
-from otloss.estimators.features import text_is_named
+from otloss.estimators.features import numpy_alone, reading_features
 from otloss.estimators.label_order import EncodedLabelsWarning, LabelOrder, label_order
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
 from otloss.metrics.arrays import read_weights
@@ -74,7 +74,8 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         if labels.dtype.kind == predicted.dtype.kind == "f" and np.isfinite(labels).all():
             codes = np.unique(np.concatenate([labels, predicted]), return_inverse=True)[1]
             y, predicted = np.split(codes, [len(labels)])
-        return float(accuracy_score(y, predicted, sample_weight=sample_weight))
+        with numpy_alone():
+            return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return probabilities (n, len(classes_)), columns in the order of `classes_`, which is sorted."""
@@ -122,7 +123,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _features(self, X: Any) -> Any:
         """Return features (n, d) as training took them."""
-        with text_is_named(X, self._advice_for_text):
+        with reading_features(X, self._advice_for_text):
             return self._as_features(validate_data(self, X, reset=False, **self._accepts()))
 
     def _as_features(self, X: Any) -> Any:
@@ -170,7 +171,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _checked(self, X: Any, y: Any) -> tuple[Any, np.ndarray]:
         """Return features (n, d) and labels (n,) of training, and remember the columns."""
-        with text_is_named(X, self._advice_for_text):
+        with reading_features(X, self._advice_for_text):
             checked: tuple[Any, np.ndarray] = validate_data(self, X, y, **self._accepts())
         return checked
 

@@ -11,6 +11,7 @@ from sklearn.utils.validation import validate_data
 
 from otloss._ordered_classes import check_choice
 from otloss.estimators.base import dense
+from otloss.estimators.features import reading_features
 from otloss.estimators.likelihood import LikelihoodSummary, likelihood_summary
 from otloss.estimators.model_base import LinearBase
 from otloss.estimators.training import LOSSES, PenalisedLoss, Rows
@@ -74,7 +75,8 @@ class CumulativeLinkClassifier(LinearBase):
                     f"summary is of a model fitted by likelihood alone, expected {name}={value!r}, and it is "
                     f"{getattr(self, name)!r}; fit CumulativeLinkClassifier(transport=0, cross_entropy=1, alpha=0)."
                 )
-        features, labels = validate_data(self, X, y, reset=False, **self._accepts())
+        with reading_features(X, self._advice_for_text):
+            features, labels = validate_data(self, X, y, reset=False, **self._accepts())
         parts = self._weighted_rows(dense(features), labels, sample_weight)
         names = getattr(self, "feature_names_in_", [f"x{j}" for j in range(parts[0].shape[1])])
         with torch.inference_mode(False), torch.enable_grad():

@@ -15,17 +15,27 @@ from typing import Any
 
 import numpy as np
 from scipy.sparse import issparse
+from sklearn import config_context
 from sklearn.preprocessing import StandardScaler
 
 LARGEST_FEATURE = 1e100  # Its square is still a finite float.
 SMALLEST_FEATURE = 1e-150  # Its square is still a normal float, from which a deviation follows.
 
 
+def numpy_alone() -> Any:
+    """Return the context in which scikit-learn makes arrays of numpy, whatever its global array_api_dispatch is."""
+    return config_context(array_api_dispatch=False)
+
+
 @contextmanager
-def text_is_named(X: Any, advice: str) -> Iterator[None]:
-    """Name the column in the ValueError of a body that finds text in X (n, d); the advice may refer to `{column}`."""
+def reading_features(X: Any, advice: str) -> Iterator[None]:
+    """Read X (n, d) into arrays of numpy; name the column in the ValueError of a body that finds text in it.
+
+    The advice may refer to `{column}`.
+    """
     try:
-        yield
+        with numpy_alone():
+            yield
     except ValueError as error:
         cell = _first_text(X) if "could not convert string to float" in str(error) else None
         if cell is None:

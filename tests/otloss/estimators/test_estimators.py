@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import softmax
@@ -322,6 +323,34 @@ def test_global_settings_of_scikit_learn_change_no_answer(name: str, global_sett
         np.testing.assert_array_equal(one, other)
     if name == "adapter" and global_settings.get("transform_output") == "pandas":
         assert list(actual[1][0].columns) == ["a", "b", "c"]  # a transformer follows it
+
+
+@pytest.mark.parametrize("name", ["linear", "network", "lightgbm", "adapter"])
+def test_tensors_are_arrays_also_where_scikit_learn_dispatches_by_type(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With array_api_dispatch scikit-learn keeps tensors, which no function of numpy and scipy here takes."""
+    monkeypatch.setenv("SCIPY_ARRAY_API", "1")
+    table, target = torch.from_numpy(X), torch.from_numpy(RANK)
+
+    def answers(table: Any, target: Any) -> list[Any]:
+        if name == "adapter":
+            return [TransportAdapter().fit(table, target=2 * table).transform(table)]
+        network = OrdinalNetworkClassifier(max_iter=3, early_stopping=False, random_state=0)
+        models: dict[str, Any] = {"linear": CumulativeLinkClassifier(transport=0, cross_entropy=1, alpha=0)}
+        model = {**models, "network": network}.get(name) or boosted(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(table, target)
+        summary = [model.summary(table, target).log_likelihood] if name == "linear" else []
+        return [model.predict_proba(table), model.predict(table), model.score(table, target), *summary]
+
+    expected = answers(X, RANK)
+    with config_context(array_api_dispatch=True):
+        actual = answers(table, target)
+    for one, other in zip(actual, expected, strict=True):
+        assert type(one) is type(other)
+        np.testing.assert_array_equal(one, other)
 
 
 @BOTH
