@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 SAMPLED = 64  # rows that identify a stream
 CHECKED = 100_000  # rows among which an invalid one is looked for
+AS_UTF8 = "save the file as UTF-8, for example with: iconv -f latin1 -t utf-8"
 
 
 def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int) -> dict[str, Any]:
@@ -29,26 +31,40 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed:
         FileNotFoundError: there is no such file.
     """
     from datasets import DatasetDict
-    from datasets.exceptions import DatasetsError
     from transformers import set_seed
 
     set_seed(seed)  # TRL draws the share of a mixture with numpy's global generator
-    try:
-        if mixture.datasets and script.dataset_name is not None:
-            raise ValueError("datasets of --config and --dataset_name are both given; leave one out.")
-        if mixture.datasets:
+    share, train = mixture.test_split_size, script.dataset_train_split
+    if share is not None and not 0 < share < 1:
+        raise ValueError(f"--test_split_size is {share:g}, expected a share of the rows above 0 and below 1, as 0.05.")
+    if mixture.datasets and script.dataset_name is not None:
+        raise ValueError("datasets of --config and --dataset_name are both given; leave one out.")
+    if mixture.datasets:
+        with naming_data("of datasets in --config"):
             return dict(get_dataset(mixture))
-        splits = dict(_load(script))
-    except (DatasetsError, StopIteration) as error:  # the latter for an empty file
-        cause = error.__cause__ or error
-        raise ValueError(f"the data set {script.dataset_name!r} cannot be read: {str(cause) or 'no rows'}") from error
-    train = script.dataset_train_split
-    if mixture.test_split_size is not None and train in splits:
+    splits = dict(_load(script))
+    if share is not None and train in splits:
         if script.dataset_streaming:
             raise ValueError("--test_split_size cannot cut a stream; name a split with --dataset_test_split.")
-        cut = splits[train].train_test_split(test_size=mixture.test_split_size, seed=seed)
+        with naming_data(repr(script.dataset_name)):  # of too few rows
+            cut = splits[train].train_test_split(test_size=share, seed=seed)
         splits |= DatasetDict({train: cut["train"], script.dataset_test_split: cut["test"]})
     return splits
+
+
+@contextmanager
+def naming_data(name: str) -> Iterator[None]:
+    """Raise ValueError that names the data set where the library datasets cannot read it."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except (DatasetsError, StopIteration, ValueError, RuntimeError) as error:  # StopIteration for an empty file
+        cause = error.__cause__ or error
+        reason = str(cause) or "no rows"
+        if isinstance(cause, UnicodeDecodeError):
+            reason += f"; {AS_UTF8}"
+        raise ValueError(f"the data set {name} cannot be read: {reason}") from error
 
 
 def _load(script: ScriptArguments) -> Any:
@@ -63,26 +79,29 @@ def _load(script: ScriptArguments) -> Any:
     if not path.is_file():
         by_document = {"sample_by": "document"} if path.is_dir() and any(path.rglob("*.txt")) else {}
         source = str(path) if path.is_dir() else name
-        return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **by_document)
+        with naming_data(repr(name)):
+            return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **by_document)
     kind = FORMATS.get(path.suffix)
     if kind is None:
         raise ValueError(f"{name!r} ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}.")
     by_document = {"sample_by": "document"} if kind == "text" else {}
     files = {script.dataset_train_split: str(path)}
-    return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **by_document)
+    with naming_data(repr(name)):
+        return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **by_document)
 
 
 def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: str) -> Any:
     """Return a split with the columns that TRL trains on; conversations as role and content.
 
-    Raises ValueError if there is no such split, no row, or no such columns.
+    Raises ValueError if there is no such split, no row, or no such columns, or if all that is trained on is empty.
     """
     from trl import maybe_convert_to_chatml
 
     if name not in splits:
         raise ValueError(f"the data set has the splits {sorted(splits)} and no {name!r}; {fix}.")
     rows = splits[name]
-    first = next(iter(rows), None)
+    with naming_data(f"with the split {name!r}"):  # where a stream is read
+        first = next(decoded(rows), None)
     if first is None:
         raise ValueError(f"the split {name!r} of the data set has no rows; give at least one.")
     expected = ({"input_ids"}, {"messages"}, {"prompt", "completion"}, {text_field}, {"conversations"})
@@ -93,8 +112,43 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
         )
     if "conversations" in first:
         rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations")
+        first = next(iter(rows))
     check_rows(rows.take(1), text_field=text_field)
+    column = _columns(first, text_field)[-1]
+    if not any(map(_has_content, (row[column] for row in decoded(rows.take(CHECKED))))):
+        raise ValueError(
+            f"{column} is empty in every row of the split {name!r}, so only the token that ends a row would be "
+            "trained on; look at the file."
+        )
     return rows
+
+
+def decoded(rows: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows; raises ValueError with the number of a row that is not UTF-8, which datasets finds only here."""
+    each = iter(rows)
+    for i in count():
+        try:
+            row = next(each, None)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"row {i} is not UTF-8 ({error}); {AS_UTF8}.") from error
+        if row is None:
+            return
+        yield row
+
+
+def _columns(row: dict[str, Any], text_field: str) -> tuple[str, ...]:
+    """Return the columns of a row that make its tokens; the last one is trained on."""
+    kinds = (("input_ids",), ("messages",), ("prompt", "completion"), (text_field,))
+    return next((names for names in kinds if row.keys() >= set(names)), ())
+
+
+def _has_content(value: Any) -> bool:
+    """Whether text, tokens or messages are not empty; other values raise where the row is read."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if _is_messages(value):
+        return any(part.get("content") or part.get("tool_calls") for part in value)
+    return bool(value != [])
 
 
 @contextmanager
@@ -118,10 +172,8 @@ def check_rows(rows: Any, *, text_field: str, answers: bool = False) -> None:
     Args:
         answers: whether only answers are trained on, so that a conversation needs one.
     """
-    kinds = (("input_ids",), ("messages",), ("prompt", "completion"), (text_field,))
-    for i, row in enumerate(rows):
-        names = next((names for names in kinds if row.keys() >= set(names)), ())
-        for name in names:
+    for i, row in enumerate(decoded(rows)):
+        for name in _columns(row, text_field):
             if not (name == "input_ids" or _is_text(row[name], name) or _is_messages(row[name])):
                 text = "" if name == "messages" else "text or "
                 raise ValueError(
@@ -152,5 +204,7 @@ def digest(rows: Any) -> str:
             for batch in table.combine_chunks().to_batches():
                 hashed.update(batch.serialize())
     else:
-        hashed.update(json.dumps(list(rows.take(SAMPLED)), default=lambda value: type(value).__name__).encode())
+        hashed.update(
+            json.dumps(list(decoded(rows.take(SAMPLED))), default=lambda value: type(value).__name__).encode()
+        )
     return hashed.hexdigest()[:16]

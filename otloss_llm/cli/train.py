@@ -100,6 +100,11 @@ def _train(trainer: Any, checkpoint: str | None) -> None:
         if trainer.state.global_step > 0:
             raise diverged(trainer.state.global_step, "the model's output is NaN or infinite") from error
         raise
+    if trainer.state.global_step == 0 < trainer.state.max_steps:  # the trainer only warns
+        raise ValueError(
+            "no step was taken: the rows do not fill one batch; lower --per_device_train_batch_size, or leave "
+            "--dataloader_drop_last out."
+        )
 
 
 def _results(trainer: Any) -> dict[str, Any]:

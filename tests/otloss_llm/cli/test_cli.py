@@ -274,6 +274,12 @@ def test_a_finished_run_takes_no_step(cli: Cli, model: Path, sums: Path, tmp_pat
     assert weights_of(tmp_path / "run") == before
 
 
+def test_a_run_without_a_step_is_an_error(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    given = asked("train", model, sums, output_dir=tmp_path / "run", per_device_train_batch_size=len(SUMS) + 1)
+    assert "no step was taken" in cli(*given, "--dataloader_drop_last", "true").error
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
 def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
     start = Path(shutil.copytree(model, tmp_path / "start"))
     folder = tmp_path / "run"
@@ -437,6 +443,11 @@ def test_evaluate_prints_what_the_logits_say(cli: Cli, model: Path, sums: Path, 
     assert not (tmp_path / "trainer_output").exists()
 
 
+def test_options_of_metrics_of_batches_change_no_measure(cli: Cli, model: Path, sums: Path) -> None:
+    given = asked("evaluate", model, sums)
+    assert cli(*given, *options(eval_do_concat_batches=False, batch_eval_metrics=True)).json == cli(*given).json
+
+
 @pytest.mark.parametrize("packed", [{"packing": True, "max_length": 32}, {"padding_free": True, "max_length": "null"}])
 def test_rows_are_not_counted_where_batches_have_others(
     cli: Cli, model: Path, sums: Path, packed: dict[str, object]
@@ -468,7 +479,16 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"config": "broken.yaml"}, "--config is not YAML"),
     ({"train_text": "x"}, "no option '--train_text'; use --dataset_name"),
     ({"dataset_name": "empty.jsonl"}, "empty.jsonl.*no rows"),
-    ({"dataset_name": "blank.jsonl"}, "no token of the rows is trained on"),
+    ({"dataset_name": "blank.jsonl"}, "text is empty in every row of the split 'train'"),
+    ({"dataset_name": "blank.txt"}, "text is empty in every row"),
+    ({"dataset_name": "unsaid.jsonl"}, "completion is empty in every row"),
+    ({"dataset_name": "latin.jsonl"}, "row 1 is not UTF-8 .*; save the file as UTF-8"),
+    ({"dataset_name": "latin.txt"}, "latin.txt' cannot be read: 'utf-8' .*; save the file as UTF-8"),
+    ({"dataset_name": "latin.jsonl", "dataset_streaming": True}, "row 1 is not UTF-8"),
+    ({"dataset_name": "empty.parquet"}, "empty.parquet' cannot be read"),
+    ({"dataset_name": "script"}, "'script' cannot be read: Dataset scripts are no longer supported"),
+    ({"test_split_size": 7}, "test_split_size is 7, expected a share"),
+    ({"dataset_name": "asked.jsonl", "test_split_size": 0.5}, "asked.jsonl' cannot be read: .*n_samples=1"),
     ({"dataset_name": "null.jsonl"}, "completion of row 1 is 'None', expected text"),
     ({"dataset_name": "number.jsonl"}, "text of row 0 is '5', expected text"),
     ({"dataset_name": "roles.jsonl"}, "messages of row 0 .* expected a list of messages with role"),
@@ -516,6 +536,12 @@ def test_invalid_options_print_one_line_before_training(
     write(tmp_path / "null.jsonl", [SUMS[0], {"prompt": "1", "completion": None}])
     write(tmp_path / "number.jsonl", [{"text": 5}])
     write(tmp_path / "blank.jsonl", [{"text": ""}])
+    write(tmp_path / "unsaid.jsonl", [{"prompt": "1 + 1", "completion": ""}])
+    for name, content in {"blank.txt": " \n", "empty.parquet": "", "script/script.py": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    for name, content in {"latin.jsonl": '{"text": "tea"}\n{"text": "caf\xe9"}\n', "latin.txt": "caf\xe9"}.items():
+        (tmp_path / name).write_text(content, encoding="latin1")
     write(tmp_path / "no_messages.jsonl", [*chats()[:2], {"messages": [], "tools": []}])
     write(tmp_path / "unanswered.jsonl", [chats()[0], {"messages": [{"role": "user", "content": "a"}], "tools": []}])
     write(tmp_path / "prompts.jsonl", [*SUMS[:10], {"prompt": None, "completion": " 4"}])
