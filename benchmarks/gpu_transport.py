@@ -9,13 +9,15 @@ relative, against our float64 result on the CPU in rows of up to `LARGEST_REFERE
 
 Contestants run in a process beside this one, which ends it where a call hangs or the time of the run is over. Every
 result is appended to `gpu_transport.csv` when it is there, and a further run on the same hardware goes on after the
-last one.
+last one. Small rows where the kernel took less time than our CPU path are written to `gpu_sizes.csv`, in the format of
+the table that `impl="auto"` reads.
 """
 
 from __future__ import annotations
 
 import csv
 import importlib
+import math
 import multiprocessing
 import os
 import statistics
@@ -35,6 +37,7 @@ import otloss
 from benchmarks.hard_kinds import Hard
 from benchmarks.measure import append, hardware, say
 from otloss.costs import DenseCost, PointCost
+from otloss.solvers.entropic.sinkhorn_gpu import MeasuredSize
 
 FIELDS = (
     "date",
@@ -332,17 +335,30 @@ class Worker:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def finished_results(file: Path | None) -> set[tuple[str, str]]:
-    """Return the rows and contestants that an earlier run on this hardware has measured."""
+def finished_results(file: Path | None) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the results that an earlier run on this hardware has measured, by row and contestant."""
     if file is None or not file.exists():
-        return set()
+        return {}
     with file.open(encoding="utf-8", newline="") as text:
-        return {(row["row"], row["name"]) for row in csv.DictReader(text) if row["hardware"] == hardware()}
+        rows = [row for row in csv.DictReader(text) if row["hardware"] == hardware()]
+    return {(row["row"], row["name"]): row for row in rows}
 
 
-def measure_row(row: Row, names: list[str], run: Run) -> None:
+def size_of(row: Row, results: dict[str, dict[str, Any]]) -> MeasuredSize | None:
+    """Return the row for `gpu_sizes.csv`, where the kernel took less time than our CPU path and converged."""
+    if row.kind == "softmin" or row.points > 1024 or not torch.cuda.is_available() or TRITON not in results:
+        return None
+    times = [float(results.get(name, {}).get("milliseconds") or math.inf) for name in (TRITON, CPU)]
+    if results[TRITON].get("note") or not times[0] < times[1]:
+        return None
+    kind = "matrix" if row.kind == "matrices" else "points"
+    return MeasuredSize(torch.cuda.get_device_name(), kind, row.problems, row.points)
+
+
+def measure_row(row: Row, names: list[str], run: Run) -> dict[str, dict[str, Any]]:
     """Measure contestants of a row until the time is over; each result is saved at once."""
     common = {"date": date.today().isoformat(), "row": row.name, "hardware": hardware(), "torch": torch.__version__}
+    results: dict[str, dict[str, Any]] = {}
     reference = run.worker.ask(reference_of, row, limit=run.limit())
     if isinstance(reference, dict):
         say(f"  no float64 result: {reference['note']}")
@@ -358,8 +374,10 @@ def measure_row(row: Row, names: list[str], run: Run) -> None:
             fields = run.worker.ask(measured, Task(row, name, run.device, run.rounds, limit, reference), limit=limit)
         say(f"  {name:<22} {fields.get('milliseconds', '-'):>12} ms  errors {fields.get('value_error', '-')}, "
             f"{fields.get('gradient_error', '-')}  {fields.get('note', '')}")  # fmt: skip
+        results[name] = {**common, "name": name, **fields}
         if run.file is not None:
-            append(run.file, FIELDS, [{**common, "name": name, **fields}])
+            append(run.file, FIELDS, [results[name]])
+    return results
 
 
 @dataclass(frozen=True)
@@ -385,13 +403,17 @@ def run(*, dry: bool, rounds: int, output: Path | None) -> None:
     this = Run(device, rounds, file, Worker(), time.perf_counter() + SECONDS)
     try:
         for row in rows:
-            missing = [name for name in names_of(row) if (row.name, name) not in finished]
+            earlier = {name: finished[row.name, name] for name in names_of(row) if (row.name, name) in finished}
+            missing = [name for name in names_of(row) if name not in earlier]
             say(f"{row.name}{'' if missing else ': measured before'}")
             if not missing:
                 continue
             if this.limit() < 1:
                 say("  out of time: a further run goes on here")
                 return
-            measure_row(row, missing, this)
+            results = earlier | measure_row(row, missing, this)
+            size = size_of(row, results)
+            if file is not None and size is not None:
+                append(file.parent / "gpu_sizes.csv", MeasuredSize._fields, [size._asdict()])
     finally:
         this.worker.end()

@@ -26,6 +26,7 @@ from otloss.solvers.entropic.messages import (
     warn_where_slow,
 )
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
+from otloss.solvers.entropic.sinkhorn_gpu import is_measured_faster
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, tolerance_of
 
@@ -161,6 +162,8 @@ def is_faster_on_cpu(problem: Problem) -> bool:
     if problem.impl != "auto" or not on_gpu or needs_torch(problem.p, problem.q, *problem.cost.tensors()):
         return False
     (n, m), batch = problem.cost.shape, problem.batch.numel()
+    if is_measured_faster(problem):
+        return False
     suits = problem.cost.as_points() is not None or n * m <= MATRIX_LIMITS.largest_matrix
     return suits and problem.cost.as_grid() is None and batch * n * m <= MATRIX_LIMITS.max_entries
 

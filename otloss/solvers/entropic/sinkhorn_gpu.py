@@ -1,4 +1,12 @@
-"""Sinkhorn's iteration on a GPU: whole small problems in one launch of a Triton kernel. `impl="triton"` asks for it.
+"""Sinkhorn's iteration on a GPU: whole small problems in one launch of a Triton kernel.
+
+`impl="triton"` asks for it. "auto" takes it where `gpu_sizes.csv` says that it was measured to be faster. A row
+
+    device, kind, problems, side
+
+holds for that GPU, batches of at least so many problems between "points" or with a "matrix", and sides of at most so
+many bins. `python -m benchmarks.gpu transport` writes such rows. Without one for a device, "auto" does not take the
+kernel there.
 
 Why `LARGEST_SIDE` is 1,024, for a batch of 16 problems on a GPU of 132 multiprocessors: an iteration has an exponential
 for each pair and side, and a multiprocessor computes 16 of them a clock. In one launch each problem has one of them for
@@ -16,20 +24,38 @@ which Triton has no barrier.
 
 from __future__ import annotations
 
+import csv
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
 import torch
 
 from otloss._checks import needs_torch
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.problem import Problem
 
+SIZES = Path(__file__).parent / "gpu_sizes.csv"
 LARGEST_SIDE = 1024  # one program solves problems up to it; the module docstring has the reason
 
 
+class MeasuredSize(NamedTuple):
+    """A row of `gpu_sizes.csv`; the module docstring explains it."""
+
+    device: str
+    kind: str
+    problems: int
+    side: int
+
+
 class SinkhornOnGPU(Method):
-    """The method for small problems of impl="triton"; larger ones are iterated step by step (`Sinkhorn`)."""
+    """The method for small problems on a GPU, by name or where it was measured to be faster.
+
+    Larger ones of impl="triton" are iterated step by step (`Sinkhorn`).
+    """
 
     def applies(self, problem: Problem) -> bool:
-        return problem.impl == "triton" and is_small(problem)
+        return is_small(problem) if problem.impl == "triton" else is_measured_faster(problem)
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the start, or without one in stages of epsilon; see `interface.Method`."""
@@ -62,3 +88,30 @@ def check_usable(problem: Problem) -> None:
             f'impl="triton" got device {device}, expected CUDA tensors; move them, set TRITON_INTERPRET=1 (slow, for '
             f"tests), or {other}."
         )
+
+
+def is_measured_faster(problem: Problem) -> bool:
+    """Return whether "auto" takes the kernel for a problem: on a device and of a size where it was measured faster."""
+    device = problem.p.device
+    if problem.impl != "auto" or device.type != "cuda":
+        return False
+    if needs_torch(problem.p, problem.q, *problem.cost.tensors()) or not is_small(problem):
+        return False
+    kind = "matrix" if problem.cost.as_points() is None else "points"
+    return is_listed(torch.cuda.get_device_name(device), kind, problem.batch.numel(), max(problem.cost.shape))
+
+
+def is_listed(device: str, kind: str, problems: int, side: int) -> bool:
+    """Return whether the table has a row for so many problems of this kind and largest side on the device."""
+    return any(
+        row.device == device and row.kind == kind and problems >= row.problems and side <= row.side
+        for row in measured_sizes(SIZES)
+    )
+
+
+@functools.cache
+def measured_sizes(file: Path) -> tuple[MeasuredSize, ...]:
+    """Return the rows of the table."""
+    with file.open(encoding="utf-8", newline="") as text:
+        rows = csv.DictReader(text)
+        return tuple(MeasuredSize(row["device"], row["kind"], int(row["problems"]), int(row["side"])) for row in rows)

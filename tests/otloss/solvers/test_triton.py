@@ -247,6 +247,17 @@ def test_where_it_cannot_run_it_raises() -> None:
         cloud_loss(x, y, kind="emd", impl="triton")
 
 
+def test_auto_takes_it_only_where_a_table_lists_the_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert not sinkhorn_gpu.is_listed("NVIDIA H100", "points", 10_000, 8)  # nothing is measured yet
+    table = tmp_path / "sizes.csv"
+    table.write_text("device,kind,problems,side\nNVIDIA H100,points,64,256\n")
+    monkeypatch.setattr(sinkhorn_gpu, "SIZES", table)
+    assert sinkhorn_gpu.is_listed("NVIDIA H100", "points", 64, 256)
+    for other in (("NVIDIA A100", "points", 64, 256), ("NVIDIA H100", "matrix", 64, 256),
+                  ("NVIDIA H100", "points", 63, 256), ("NVIDIA H100", "points", 64, 257)):  # fmt: skip
+        assert not sinkhorn_gpu.is_listed(*other)
+
+
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 POINTERS = {"potentials": "*fp32", "weights": "*fp32", "costs": "*fp32", "owner": "*i64", "cost_stride": "i64",
