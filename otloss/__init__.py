@@ -25,6 +25,7 @@ from otloss.solvers.closed_forms.line import wasserstein_1d as wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein as sliced_wasserstein
 from otloss.solvers.closed_forms.tree import wasserstein_tree as wasserstein_tree
 from otloss.solvers.convergence import ConvergenceWarning as ConvergenceWarning
+from otloss.solvers.divergence import sinkhorn_divergence as sinkhorn_divergence
 from otloss.solvers.gromov.fused_gromov import FusedGromov as FusedGromov
 from otloss.solvers.gromov.fused_gromov import fused_gromov as fused_gromov
 from otloss.solvers.options import SmallEpsilonError as SmallEpsilonError
@@ -33,7 +34,6 @@ from otloss.solvers.ranking.soft_sort import soft_sort as soft_sort
 from otloss.solvers.ranking.soft_sort import soft_top_k as soft_top_k
 from otloss.solvers.solve import emd as emd
 from otloss.solvers.solve import sinkhorn as sinkhorn
-from otloss.solvers.solve import sinkhorn_divergence as sinkhorn_divergence
 from otloss.solvers.solve import solve as solve
 from otloss.solvers.transport import Certificate as Certificate
 from otloss.solvers.transport import Transport as Transport

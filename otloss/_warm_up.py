@@ -21,8 +21,9 @@ from otloss.losses.documents import document_search
 from otloss.solvers.assignment.match import match
 from otloss.solvers.closed_forms.line import cdf_distance, wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
+from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.gromov.fused_gromov import fused_gromov
-from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence, solve
+from otloss.solvers.solve import emd, sinkhorn, solve
 
 _log = logging.getLogger("otloss")
 

@@ -24,9 +24,10 @@ from otloss._public import public
 from otloss.costs import PointCost
 from otloss.costs.points import Metric
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
+from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.histograms import check_masses
 from otloss.solvers.options import Penalty, Settings, SmallEpsilonError
-from otloss.solvers.solve import emd, sinkhorn_divergence
+from otloss.solvers.solve import emd
 
 KINDS = ("divergence", "emd", "sliced")
 # Epsilon over blur to the power of the exponent, and that exponent: GeomLoss's cost is |x - y|^p / p.

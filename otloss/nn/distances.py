@@ -14,8 +14,9 @@ from otloss.solvers.closed_forms.circle import wasserstein_circular
 from otloss.solvers.closed_forms.line import cdf_distance, wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
 from otloss.solvers.closed_forms.tree import wasserstein_tree
+from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.options import Penalty
-from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence
+from otloss.solvers.solve import emd, sinkhorn
 
 
 class Wasserstein1d(Loss):

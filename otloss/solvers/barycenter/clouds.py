@@ -38,8 +38,9 @@ from otloss.costs import PointCost
 from otloss.solvers.barycenter.masses import Masses, find_masses
 from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
+from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.histograms import MASS_TOLERANCE, centre_of
-from otloss.solvers.solve import emd, sinkhorn_divergence, solve
+from otloss.solvers.solve import emd, solve
 
 
 class CloudBarycenter(NamedTuple):

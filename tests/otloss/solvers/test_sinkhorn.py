@@ -13,7 +13,8 @@ import torch
 
 from otloss.costs import CosineCost, LineCost, PointCost
 from otloss.solvers.convergence import ConvergenceWarning
-from otloss.solvers.solve import sinkhorn, sinkhorn_divergence, solve
+from otloss.solvers.divergence import sinkhorn_divergence
+from otloss.solvers.solve import sinkhorn, solve
 from tests.errors import raising
 from tests.otloss.draws import normal, transport_problem
 
