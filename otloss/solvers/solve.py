@@ -199,19 +199,14 @@ def sinkhorn(
             linear system of the size of the smaller side; for balanced problems on large grids by products along the
             axes, and for large ones with impl="triton" by streamed products where float32 determines them.
         tolerance: sum of the errors of both marginals relative to the mass; None for 1e-5 in float32, 1e-8 in float64.
-        max_iterations: at most. Problems of slow iterations go to Newton's method early, on the CPU: those with
-            matrices of up to 2**28 entries in all (of images 2**20 each), and pairs of large clouds.
+        max_iterations: at most, of all methods together. Where Sinkhorn's iterations are slow, Newton's method takes
+            over early, unless it would need a matrix that does not fit the memory.
         start: potentials (f, g) of a similar problem.
-        impl: "compiled", the numba kernel (scaling form) on the CPU, for matrices; "torch", log domain, any cost and
-            device; "triton", float32 CUDA tensors, with all iterations of problems of up to 1024 x 1024 bins in one
-            kernel, and larger ones as "torch", not measured yet; "auto", the first for problems of up to 2**24 entries
-            on a CPU, else the second. For CUDA tensors "auto" searches the potentials on the CPU, which is faster in
-            small problems and between points; but not of images, nor of a `DenseCost` above 2**24 entries, nor above
-            2**28 entries in all. Newton's method takes what the first iterations leave, with every `impl`: on the
-            CPU, and with "triton" on the device first.
-            Balanced problems between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at
-            least 2**22 pairs) on a CPU start from clusters of points, and soft minima of squared distances may go
-            through a grid, whose error is a part of the marginal error; the tolerance means the same.
+        impl: "auto" chooses by size, cost and device: for CUDA tensors it searches the potentials of small problems,
+            and between points, on the CPU, which is faster; and between large clouds sums may go through a grid, whose
+            error is a part of the marginal error. "compiled", numba kernels on the CPU, which need the matrix;
+            "torch", the log domain, any cost and device; "triton", kernels for float32 CUDA tensors, not measured yet.
+            With every `impl` Newton's method is on the CPU, and with "triton" on the device first.
 
     Returns:
         (...), in the promoted dtype; its unit is the unit of the cost times the unit of the mass. Where the rounding of
