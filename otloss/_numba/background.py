@@ -26,7 +26,7 @@ import torch
 from otloss._progress import clock
 
 Kernel = tuple[Any, tuple[Any, ...]]  # with its signature
-ENTRIES = 2**25  # a second of the processor in torch; a kernel compiles in 2 to 5
+MAX_ENTRIES_IN_TORCH = 2**25  # a second of the processor in torch; a kernel compiles in 2 to 5
 
 
 class StillCompilingError(Exception):
@@ -93,11 +93,11 @@ def compiling_here() -> Iterator[None]:
 def declining(entries: int = 0, *, processes: int = 1) -> Iterator[None]:
     """Within this context kernels that are not compiled raise `StillCompilingError`.
 
-    They do not where torch would compute more than `ENTRIES` of costs in their place. A call that waits has a core for
-    a second process.
+    They do not where torch would compute more than `MAX_ENTRIES_IN_TORCH` of costs in their place. A call that waits
+    has a core for a second process.
     """
     before = _state.declines, _state.processes
-    _state.declines, _state.processes = SWITCH.is_on and entries <= ENTRIES, processes
+    _state.declines, _state.processes = SWITCH.is_on and entries <= MAX_ENTRIES_IN_TORCH, processes
     try:
         yield
     finally:

@@ -35,7 +35,7 @@ from otloss._numba.background import check_compiled
 from otloss._progress import report
 
 # Below so many exponentials, or operations like them, waking up a thread takes longer than it saves.
-ENTRIES = 10_000
+MIN_ENTRIES = 10_000
 PASSES = 200  # how often an iterative kernel visits all costs, where nothing is known
 
 
@@ -94,13 +94,13 @@ def run_on_threads(
     """Return what `kernel(counter, *arguments, *scratch())` returns on each of as many threads as torch uses.
 
     The kernel does task `next_task(counter)` until that number reaches its number of tasks. Each thread gets its own
-    `scratch()`. The calling thread works alone with `one_thread`, with `work` below ENTRIES, in a forked process (a
+    `scratch()`. The calling thread works alone with `one_thread`, with `work` below MIN_ENTRIES, in a forked process (a
     worker of a DataLoader), and while other processes keep the cores busy. Ctrl-C stops `work` that is long.
     """
     if tasks == 0:
         return []
     check_compiled((kernel, tuple(arguments), lambda: (np.zeros(3, np.int64), *arguments, *scratch())))
-    one_thread = one_thread or (work is not None and work.entries < ENTRIES)
+    one_thread = one_thread or (work is not None and work.entries < MIN_ENTRIES)
     if one_thread and (work is None or not work.is_long):  # as below, in half the time for a small problem
         return [kernel(np.zeros(3, np.int64), *arguments, *scratch())]
     alone = one_thread or _is_forked or time.perf_counter() < _alone_until

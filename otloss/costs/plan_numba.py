@@ -15,7 +15,7 @@ from torch import Tensor
 
 from otloss._numba.compile import compiled, exp, inner
 from otloss._numba.tasks import next_task
-from otloss._numba.threads import ENTRIES, run_on_threads
+from otloss._numba.threads import MIN_ENTRIES, run_on_threads
 
 ROWS = 16  # rows of a task
 
@@ -59,5 +59,5 @@ def scaled_plans(
     scale = factor.to(flat.dtype).expand(batch).reshape(-1).contiguous().numpy()
     out = torch.empty_like(flat)
     tasks = (n + ROWS - 1) // ROWS * len(flat)
-    run_on_threads(_fill, tasks, (flat.numpy(), a, b, wide, scale, out.numpy()), one_thread=flat.numel() < ENTRIES)
+    run_on_threads(_fill, tasks, (flat.numpy(), a, b, wide, scale, out.numpy()), one_thread=flat.numel() < MIN_ENTRIES)
     return out.reshape(matrices.shape)

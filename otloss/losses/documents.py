@@ -132,7 +132,7 @@ def _word_costs(embedding: Tensor, ids_p: Tensor, ids_q: Tensor) -> Float[Tensor
     ]
     table, words_p, words_q = (t.numpy() for t in (vectors, *sides))
     costs = answers(words_p, words_q, table.dtype)
-    one_thread = costs.size * table.shape[1] < threads.ENTRIES
+    one_thread = costs.size * table.shape[1] < threads.MIN_ENTRIES
     threads.run_on_threads(pair_distances, len(costs), (table, words_p, words_q, costs), one_thread=one_thread)
     return torch.from_numpy(costs).reshape(*batch, n, m)
 

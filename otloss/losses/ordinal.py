@@ -177,7 +177,7 @@ class _RankedScore(torch.autograd.Function):
         )
         filled = ordinal.answers_of_scores(z, with_gradients=ctx.needs_input_grad[-1])
         # A small batch is finished before a second thread has started.
-        count = max(1, min(torch.get_num_threads(), logits.numel() // threads.ENTRIES))
+        count = max(1, min(torch.get_num_threads(), logits.numel() // threads.MIN_ENTRIES))
         settings = mix, 1.0 / (divisor or 1), MASS_TOLERANCE[logits.dtype]
         threads.run_on_threads(ordinal.ranked_scores, count, (z, label, gaps, *settings, *filled, count))
         values, gradients = map(torch.from_numpy, filled)

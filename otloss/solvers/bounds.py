@@ -3,7 +3,7 @@
 With M the common mass, r = min(p, q) entry by entry, a = p - r, b = q - r and m the mass of a:
 
     independent    p^T C q / M                        the product coupling
-    residual       sum_i r_i C_ii + a^T C b / m       what both share stays, the rest moves by its product coupling
+    residual       sum_i r_i C_ii + a^T C b / m       what both share stays; a product coupling moves all else
     centroid       M h(sum_i p_i x_i / M - sum_j q_j y_j / M)
                                                       Jensen, for costs h(x_i - y_j) with h convex: distances, and
                                                       their powers from 1 on; 1 - cos = |u_i - u_j|^2 / 2 on unit rows
@@ -54,8 +54,8 @@ def upper_bound(
         q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         cost: (n, m), (..., n, m) or a cost object; C[i, j] is the price per unit of mass.
         coupling: "independent", the product coupling; exact when p or q is one-hot, and not zero at p = q.
-            "residual", min(p, q) stays in place and the rest moves by its product coupling; zero iff p = q, given a
-            cost that vanishes on the diagonal only; needs the same bins on both sides.
+            "residual", min(p, q) stays in place and the remaining mass moves by its product coupling; zero iff p = q,
+            given a cost that vanishes on the diagonal only; needs the same bins on both sides.
             "best", the smaller of the two (the independent one where the cost is not square).
 
     Returns:
@@ -176,7 +176,7 @@ def _smallest_entries(matrix: Float[Tensor, "*batch n m"], weights: Float[Tensor
 
 
 def _smallest_of_rows(cost: Cost, weights: Tensor) -> Tensor:
-    """Return each row's least cost over the columns that hold mass, 0 where none does."""
+    """Return each row's smallest cost over the columns that hold mass, 0 where none does."""
     empty = weights.detach() == 0
     smallest = cost.softmin(torch.zeros_like(weights.detach()).masked_fill(empty, -torch.inf), 0.0)
     return smallest.masked_fill(empty.all(-1, keepdim=True), 0.0)

@@ -33,7 +33,7 @@ def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HistogramPair:
-    """Two histograms in the arithmetic dtype with equal masses, and the dtype that the answer takes.
+    """Two histograms in the arithmetic dtype with equal masses, and the dtype of the output.
 
     Attributes:
         p: (..., n).
@@ -188,7 +188,7 @@ def _check_order(p: Any, q: Any, cost: Any) -> None:
 
 
 def _check_flat(p: Any, q: Any, cost: Any) -> None:
-    """Raise where the bins of p or q are spread over several axes, as in images."""
+    """Raise where the bins of p or q lie along several axes, as in images."""
     if not isinstance(cost, Cost) and not (isinstance(cost, Tensor) and cost.dim() > 1):
         return
     for name, weights, size in zip(("p", "q"), (p, q), cost.shape[-2:], strict=True):

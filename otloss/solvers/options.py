@@ -23,7 +23,7 @@ Penalty = Price | tuple[Price | None, Price | None] | None  # the option `margin
 
 
 class SmallEpsilonError(ValueError):
-    """Epsilon is too small for the arithmetic; `least` is the least one that would do."""
+    """Epsilon is too small for the arithmetic; `least` is the smallest one that would do."""
 
     def __init__(self, message: str, least: float) -> None:
         super().__init__(message)

@@ -57,7 +57,7 @@ class Problem:
         weight_rounding: the rounding unit of the weights as they were given.
         is_symmetric: whether p equals q and the cost its transpose, which saves iterations.
         impl: the implementation that was asked for.
-        dtype: of the answer; the arithmetic is in the dtype of p, q and the cost.
+        dtype: of the output; the arithmetic is in the dtype of p, q and the cost.
     """
 
     p: Float[Tensor, "*batch n"]
@@ -151,7 +151,7 @@ def _centred(f: Tensor, g: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tolerance_of(problem: Problem, settings: Settings) -> float:
-    """Return the tolerance that was asked for, or the default of the answer's dtype."""
+    """Return the tolerance that was asked for, or the default of the output's dtype."""
     return settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
 
 

@@ -4,7 +4,7 @@ pose            `problem.pose`: what the user gave becomes one checked `Problem`
 reduce          `reductions.reduce`: signed costs, a part of the mass, empty sides, a large epsilon
 solve           `_solve`: exact, or entropic
 differentiate   `derivatives`: the envelope theorem, or the implicit function theorem
-restore         `transport.Transport`: the way back through the reductions, and the answer
+restore         `transport.Transport`: the way back through the reductions, and the result
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def solve(
     Example:
         >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
         >>> cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-        >>> answer = solve(p, q, cost, epsilon=0.1)
-        >>> answer.converged, answer.gap < 1e-5
+        >>> solution = solve(p, q, cost, epsilon=0.1)
+        >>> solution.converged, solution.gap < 1e-5
         (tensor(True), tensor(True))
         >>> solve(p, q, cost).plan()
         tensor([[0.2500, 0.2500],
@@ -103,7 +103,7 @@ def emd(
     *,
     mass: float | Float[Tensor, "*batch"] | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """Return the least cost of transporting p to q, exactly, per problem.
+    """Return the minimal cost of transporting p to q, exactly, per problem.
 
     Formulas: docs/guide/definitions.md#def-transport
 
@@ -126,9 +126,8 @@ def emd(
         Differentiable once in p, q (centred over all bins, with and without mass; one-sided derivatives at bins without
         mass; a subgradient where the optimum is degenerate, so at p = q a step against it may lead away from that
         minimum; order 1 of `wasserstein_1d` has 0 there) and in the cost, or whatever the cost object was built from.
-        One problem between two large clouds of a `PointCost` (from 2^21 pairs of at least 256 points each in up to
-        three dimensions, else from 2^25 pairs) is solved without a matrix, in memory that grows with n + m. A
-        `LineCost` of power >= 1 is solved and differentiated by `wasserstein_1d`.
+        One problem between two large clouds of a `PointCost` is solved without a matrix, in memory that grows with
+        n + m. A `LineCost` of power >= 1 is solved and differentiated by `wasserstein_1d`.
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.

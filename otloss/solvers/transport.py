@@ -1,4 +1,4 @@
-"""Restore: from the solution of a reduced problem, the answer to the one that was posed."""
+"""Restore: from the solution of a reduced problem, the solution of the problem that was posed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Certificate(NamedTuple):
 
     Attributes:
         lower: (...), the best of the dual value of the potentials (made feasible) and of `lower_bound`.
-        upper: (...), the least of the cost of the plan (made feasible) and of `upper_bound`.
+        upper: (...), the smaller of the cost of the plan (made feasible) and of `upper_bound`.
     """
 
     lower: Float[Tensor, "*batch"]
@@ -65,7 +65,7 @@ class Solution(Protocol):
 
 
 class Transport:
-    """The answer of `solve`, per problem; parts that take another pass over the cost are computed at first use.
+    """The solutions of `solve`, per problem; parts that take another pass over the cost are computed at first use.
 
     Attributes:
         value: (...), the optimum, differentiable like `emd` or `sinkhorn`.
@@ -126,7 +126,7 @@ class Transport:
             potential.detach().abs().masked_fill(weights.detach() == 0, 0.0).amax(-1)
             for potential, weights in zip(self.potentials, (self._problem.p, self._problem.q), strict=True)
         )
-        return error + torch.finfo(error.dtype).eps * torch.maximum(f, g).to(error)  # with the rounding of the answer
+        return error + torch.finfo(error.dtype).eps * torch.maximum(f, g).to(error)  # with the rounding of the output
 
     @cached_property
     def linear_cost(self) -> Float[Tensor, "*batch"]:

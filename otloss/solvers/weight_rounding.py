@@ -42,7 +42,7 @@ def rounding_of_value(problem: Problem, value: Tensor | None = None) -> Float[Te
         return p.new_zeros(problem.batch)
     mass, (cost, low) = p.sum(-1), _plain(problem.cost)
     largest = cost.largest().to(wide)
-    if problem.mass is not None:  # what is left may be of any bins
+    if problem.mass is not None:  # what stays may be of any bins
         return 2 * problem.weight_rounding * problem.mass.detach() * largest
     product = _cost_of_product(cost, p, q) / mass.clamp(min=torch.finfo(wide).tiny) + problem.epsilon.detach() * mass
     bound: Tensor = problem.weight_rounding / 2 * (torch.minimum(largest * mass, 4 * product) + low.abs() * mass)
@@ -51,7 +51,7 @@ def rounding_of_value(problem: Problem, value: Tensor | None = None) -> Float[Te
 
 
 def _plain(cost: Cost) -> tuple[Cost, Float[Tensor, "*batch"]]:
-    """Return the cost without a graph, less its least entry l where that is below 0, and min(0, l).
+    """Return the cost without a graph, minus its smallest entry l where that is below 0, and min(0, l).
 
     In place of +inf it has as much as a chain of other pairs that leads around such a pair may cost.
     """

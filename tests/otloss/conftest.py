@@ -7,7 +7,7 @@ from otloss.solvers.barycenter.problem import Numbers
 
 # Sizes at which work is split into blocks or given to kernels, so small that the problems of tests are split.
 SMALL_BLOCKS = {
-    "otloss._numba.threads.ENTRIES": 1,
+    "otloss._numba.threads.MIN_ENTRIES": 1,
     "otloss.costs.cost._BLOCK_ENTRIES": 20,
     "otloss.costs.distances.PRODUCTS": Products(block_entries=90 * 3 * 7),
     "otloss.losses.number_tokens._PIECE_ON_CPU": 30,

@@ -1,4 +1,4 @@
-"""Linear assignment in batches: which row goes with which column, each at most once, at the least total cost."""
+"""Linear assignment in batches: which row goes with which column, each at most once, at the smallest total cost."""
 
 from __future__ import annotations
 

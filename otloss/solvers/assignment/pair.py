@@ -1,6 +1,6 @@
 """Pairs of a minibatch: which sample of x1 goes with each sample of x0, by transport of the squared distances.
 
-    exact       the permutation s with the least  sum_i |x0_i - x1_s(i)|^2
+    exact       the permutation s with the smallest  sum_i |x0_i - x1_s(i)|^2
     entropic    s(i) drawn from row i of the plan of entropic transport, s(i) ~ P_i. / sum_j P_ij
 
 Every sample of x0 is used once. Exact pairs use every sample of x1 once too, which draws with replacement from a plan

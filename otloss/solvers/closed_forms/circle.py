@@ -57,7 +57,7 @@ def wasserstein_circular(
     order: float = 1,
     period: float | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """Return W_order^order on a circle, the least cost of moving p to q along the shorter arcs at arc^order per unit.
+    """Return W_order^order on a circle, the minimal cost of moving p to q along the shorter arcs at arc^order per unit.
 
     Formulas: docs/guide/definitions.md#def-line
 
@@ -182,7 +182,7 @@ def _potential(apart: Tensor, gaps: Tensor) -> Tensor:
 
 
 def _cheapest(price: Tensor, partner: Tensor, x: Tensor, period: float) -> Tensor:
-    """Return, for every bin j, the least of price_l + d(j, l) over bins l that are partners; price_j without any."""
+    """Return, for every bin j, the smallest price_l + d(j, l) over bins l that are partners; price_j without any."""
     n = x.shape[-1]
     offered = price.masked_fill(~partner, torch.inf)
     offered, unrolled = torch.cat([offered, offered], dim=-1), torch.cat([x, x + period], dim=-1)
@@ -249,7 +249,7 @@ class _Shifted:
         return (widths * self.price(x, y)).sum(-1)
 
     def cheapest_for_p(self, t: Tensor, g: Tensor) -> Tensor:
-        """Return for each bin of p the least price minus g, over partners at its levels and next to them."""
+        """Return for each bin of p the smallest price minus g, over partners at its levels and next to them."""
         bins, y = self.of_level(self.G, self.y, self._around(self.F) + t)
         prices = self.price(self.x.repeat(*[1] * (self.x.dim() - 1), 6), y) - g.gather(-1, bins)
         return prices.unflatten(-1, (6, -1)).amin(-2)

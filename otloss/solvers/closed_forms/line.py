@@ -155,7 +155,7 @@ def wasserstein_1d(
     *,
     order: float = 1,
 ) -> Float[Tensor, "*batch"]:
-    """Return W_order^order between histograms on the line, the least cost of moving p to q at |x - y|^order per unit.
+    """Return W_order^order between histograms on the line, the minimal cost of moving p to q at |x - y|^order per unit.
 
     Formulas: docs/guide/definitions.md#def-line
 

@@ -34,7 +34,7 @@ def wasserstein_tree(
     parent: Int[Tensor, " nodes"],
     length: Float[Tensor, " nodes"],
 ) -> Float[Tensor, "*batch"]:
-    """Return W_1 between histograms on the nodes of a tree, the least cost of moving p to q along its edges.
+    """Return W_1 between histograms on the nodes of a tree, the minimal cost of moving p to q along its edges.
 
     Formulas: docs/guide/definitions.md#def-line
 

@@ -76,7 +76,7 @@ def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
 def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
     """Return the result with accurate potentials of the problems within the tolerance, where that is possible.
 
-    It is the result itself where nothing is left to do.
+    It is the result itself where all are accurate.
     """
     allowed = budget.largest_change * result.potential_range
     allowed = allowed + DENSE_NEWTON_LIMITS.negligible_error * problem.epsilon.detach()
@@ -137,8 +137,8 @@ def shortened(
 ) -> Float[Tensor, "*batch m"]:  # fmt: skip
     """Return the step where it halves the derivative of the dual along itself, and elsewhere a safe share of it.
 
-    Along a step h the third derivative of the dual is at most the second times the spread of h, its largest minus its
-    least entry. So a step times log(1 + spread) / spread always increases the dual, but it is at most that logarithm.
+    Along a step h the third derivative of the dual is at most the second times the range of h, its largest minus its
+    smallest entry. So a step times log(1 + range) / range always increases the dual, but it is at most that logarithm.
 
     Args:
         gradient: of the dual before the step.
@@ -159,6 +159,6 @@ def safe_share(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[T
 
 
 def range_of_step(step: Float[Tensor, "*batch m"], *, is_balanced: bool) -> Float[Tensor, "*batch"]:
-    """Return the largest entry of a step minus the least, or twice the largest size where a constant counts."""
+    """Return the largest entry of a step minus the smallest, or twice the largest size where a constant counts."""
     step_range = step.amax(-1) - step.amin(-1) if is_balanced else 2 * step.abs().amax(-1)
     return step_range.clamp(min=torch.finfo(step.dtype).tiny)

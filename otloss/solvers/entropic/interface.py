@@ -81,7 +81,7 @@ class SearchResult:
         iterations: (...).
         potential_error: (...), an estimate of the largest error of g. This and the next two are NaN where they were not
             asked for or are not known.
-        potential_range: (...), the largest g minus the least, over bins with mass. Infinite: no error is uncertain.
+        potential_range: (...), the largest g minus the smallest, over bins with mass. Infinite: no error is uncertain.
         smallest_eigenvalue: (...), of the equations for g, or a bound from above.
     """
 

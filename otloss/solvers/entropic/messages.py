@@ -23,7 +23,7 @@ class WarningLimits(NamedTuple):
     Attributes:
         slow_pairs, slow_system: work on a CPU of some ten seconds: pairs of cells in line for the iterations of a small
             epsilon, and cells to the power of three for the linear system of "implicit".
-        uncertain: a larger error of potentials, as a share of their spread, gives a warning.
+        uncertain: a larger error of potentials, as a share of their range, gives a warning.
         smallest_epsilon, largest_smallest: epsilon over the largest potential must be at least `smallest_epsilon` over
             the tolerance, or `largest_smallest` if that is less. Below, rounding in float64 changes entries of the plan
             by more than the tolerance.
@@ -41,7 +41,7 @@ class WarningLimits(NamedTuple):
 WARNING_LIMITS = WarningLimits()
 
 
-def warn_where_slow(problem: Problem, grad: str) -> None:
+def warn_of_slow_images(problem: Problem, grad: str) -> None:
     """Warn of problems between the cells of a grid where products along the axes do not apply: these take long."""
     cost = problem.cost.as_grid()
     if cost is None or len(cost.cells) < 2 or not may_run_on(problem.p):
@@ -72,7 +72,7 @@ def smallest_epsilon_over_potential(tolerance: float) -> float:
     return min(WARNING_LIMITS.smallest_epsilon / tolerance, WARNING_LIMITS.largest_smallest)
 
 
-def check_not_too_small(problem: Problem, result: SearchResult, tolerance: float) -> None:
+def check_epsilon(problem: Problem, result: SearchResult, tolerance: float) -> None:
     """Raise if epsilon is so small, relative to the potentials, that their rounding decides the plan.
 
     The potentials count and not the costs, since a large cost that forbids a pair is harmless where no mass has to take

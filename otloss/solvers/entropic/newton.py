@@ -23,7 +23,7 @@ from otloss.costs.order import METRIC_NUMBERS, order_of
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, Start, better
 from otloss.solvers.entropic.light_columns import with_light_columns, without_light_columns
-from otloss.solvers.entropic.messages import check_not_too_small, smallest_epsilon_over_potential
+from otloss.solvers.entropic.messages import check_epsilon, smallest_epsilon_over_potential
 from otloss.solvers.entropic.newton_problems import scatter, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
@@ -81,7 +81,7 @@ class SparseNewton(Method):
         solve = _solve_balanced if slow.marginal_penalty is None else _solve_unbalanced
         result = solve(slow, start.g[mask].cpu().double(), budget)
         if not result.is_within(budget.tolerance):  # before the last method uses up the budget
-            check_not_too_small(slow, result, budget.tolerance)
+            check_epsilon(slow, result, budget.tolerance)
         return scatter(unsolved, mask, result)
 
 

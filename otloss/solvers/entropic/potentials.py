@@ -20,10 +20,10 @@ from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.messages import (
-    check_not_too_small,
+    check_epsilon,
     warn_of_errors,
+    warn_of_slow_images,
     warn_of_uncertain,
-    warn_where_slow,
 )
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.entropic.sinkhorn_gpu import is_measured_faster
@@ -66,7 +66,7 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
         ConvergenceWarning: if the tolerance is not reached.
     """
     if not problem.is_symmetric:  # a few iterations
-        warn_where_slow(problem, settings.grad)
+        warn_of_slow_images(problem, settings.grad)
     problem = _choose_cost(problem)
     has_weight_graph = makes_graph(problem.p, problem.q)
     budget = _build_budget(problem, settings, is_accurate=is_accurate or has_weight_graph)
@@ -107,7 +107,7 @@ def _search_and_refine(problem: Problem, budget: Budget) -> SearchResult:
     if budget.is_accurate and not problem.is_symmetric:
         result = with_estimates(searched, result)
     result = shifted_to_equal_mass(searched, result)
-    check_not_too_small(searched, result, budget.tolerance)
+    check_epsilon(searched, result, budget.tolerance)
     if budget.is_accurate and problem.is_symmetric:
         result = _with_equal_potentials(searched, result)
     elif budget.is_accurate:

@@ -21,7 +21,7 @@ class Optimum:
     """Optima of a batch of problems, on the CPU and without a graph.
 
     Attributes:
-        value: the least costs.
+        value: the smallest costs.
         gap: the duality gap, 0 up to rounding.
         payment: what the rounding of the weights may pay at prices between blocks of bins, which the value leaves out.
         iterations: pivots of the simplex; for an assignment, the columns that were visited beyond one for each row.

@@ -9,8 +9,8 @@ For fixed marginals the square gives C^2 p 1^T + 1 (D^2 q)^T - 2 C P D^T, so the
 matrices. E is not convex, so the result is a local minimum, the best one of several starts.
 
 Each start descends by conditional gradients. The target of a step is an optimal plan at the cost grad E(P), and the
-step goes to the least E on the segment from P to the target. With an epsilon, epsilon KL(P | p q^T) is added to E, and
-the next P is the entropic plan at the cost grad E(P).
+step goes to the smallest E on the segment from P to the target. With an epsilon, epsilon KL(P | p q^T) is added to E,
+and the next P is the entropic plan at the cost grad E(P).
 
 A local minimum P is an optimal plan at the cost grad E(P). With the potentials f and g of that plan,
 
@@ -112,8 +112,8 @@ def fused_gromov(
     Example:
         >>> x = torch.tensor([[0.0], [1.0], [3.0]])
         >>> D = torch.cdist(x, x)
-        >>> answer = fused_gromov(D, D.flip(0, 1), starts=4, generator=torch.Generator().manual_seed(0))
-        >>> bool(answer.value < 1e-6)
+        >>> solution = fused_gromov(D, D.flip(0, 1), starts=4, generator=torch.Generator().manual_seed(0))
+        >>> bool(solution.value < 1e-6)
         True
     """
     alpha = (1.0 if feature_cost is None else 0.5) if alpha is None else alpha
@@ -195,7 +195,7 @@ def _descend(
         target = solve(p, q, _from_zero(gradient), epsilon=epsilon).plan()
         if epsilon is None:
             step = target - plan
-            # E on the segment is a + b t + c t^2, whose least point in [0, 1] is exact.
+            # E on the segment is a + b t + c t^2, whose minimum in [0, 1] is exact.
             b = (gradient * step).sum((-2, -1))
             c = energy.value(target) - value - b
             t = torch.where(c > 0, (-b / (2 * c)).clamp(0, 1), (b + c < 0).to(b.dtype))
@@ -246,7 +246,7 @@ def _descend_by_kernel(
 
 
 def _from_zero(cost: Tensor) -> Tensor:
-    """Return the cost less its least entry. Solvers take no negative costs, and the optimal plan stays the same."""
+    """Return the cost minus its smallest entry. Solvers take no negative costs, and the optimal plan stays the same."""
     return cost - cost.amin((-2, -1), keepdim=True)
 
 

@@ -1,6 +1,6 @@
 """Entropic problems without mass on a side: nothing is moved, and the value is the price of the mass that is given up.
 
-They are solved for uniform weights, so that no solver divides by a mass of zero, and the answer is replaced:
+They are solved for uniform weights, so that no solver divides by a mass of zero, and the result is replaced:
 
     value = 0    or, with marginal penalties, rho_p (mass of p) + rho_q (mass of q)        f = g = 0    P = 0
 

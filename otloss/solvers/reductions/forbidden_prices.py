@@ -75,7 +75,7 @@ def _dear_pairs(
 
 
 def _levels(cost: Float[Tensor, "n m"], epsilon: float) -> list[float]:
-    """Return the costs, from the least, above which the next one is a price and exceeds what +inf becomes."""
+    """Return the costs, from the smallest, above which the next one is a price and exceeds what +inf becomes."""
     entries = cost[cost.isfinite()].unique()
     if not entries.numel():
         return []

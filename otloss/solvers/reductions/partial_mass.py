@@ -40,7 +40,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     """Reduce problems with a mass that is moved, in float64 where that is possible."""
     if problem.mass is None:
         return None
-    _warn_where_slow(problem)
+    _warn_of_slow_images(problem)
     wide = problem.dtype_of_sums
     p, q, matrix, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.cost.dense(), problem.epsilon))
     if problem.cost.stored_matrix() is None:
@@ -65,7 +65,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     return reduced, _PartialMass()
 
 
-def _warn_where_slow(problem: Problem) -> None:
+def _warn_of_slow_images(problem: Problem) -> None:
     """Warn of entropic problems between images, which lose the products along the axes here."""
     grid, (n, m) = problem.cost.as_grid(), problem.cost.shape
     entries = n * m * problem.batch.numel()

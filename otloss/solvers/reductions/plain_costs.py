@@ -139,10 +139,10 @@ def _shifted(problem: Problem, low: Tensor) -> tuple[Problem, _Shift]:
 @dataclass(frozen=True)
 class _PlainCosts(WayBack):
     """Attributes:
-    shift: by the least cost.
+    shift: by the smallest cost.
     forbidden: (..., n, m), where C is +inf; None if nowhere.
     price: (...), B.
-    dtype: of the answer.
+    dtype: of the output.
     forbidden_cost: (...), the cost of the mass on forbidden pairs, which is rounding.
     plan_of_all: the plan.
     """

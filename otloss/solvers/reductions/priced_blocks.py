@@ -112,7 +112,7 @@ def _blocks(
 
 
 def _equal_blocks(blocks: Blocks, p: np.ndarray, q: np.ndarray, rounding: float, budget: float) -> Blocks | None:
-    """Return the blocks, joining all of unequal masses; None if a single one is left, or it lacks more mass."""
+    """Return the blocks, joining all of unequal masses; None if a single one remains, or it lacks more mass."""
     if blocks.count == 1:
         return None
     balanced = blocks.balanced(p, q, rounding)

@@ -130,7 +130,7 @@ def estimate_error(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tens
 
 
 def range_over_mass(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return the largest g minus the least, over bins with mass."""
+    """Return the largest g minus the smallest, over bins with mass."""
     is_empty = problem.q.detach() == 0
     return g.masked_fill(is_empty, -torch.inf).amax(-1) - g.masked_fill(is_empty, torch.inf).amin(-1)
 

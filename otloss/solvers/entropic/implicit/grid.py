@@ -9,7 +9,7 @@ S R is self-adjoint in the inner product weighted by q and has the constants as 
 take as many products as the plan's slowest mode needs. C is a sum over the axes, so G is a product of one small matrix
 for each axis, taken as conditional means: every number stays near those that are averaged.
 
-Whether there is an answer depends on the smallest eigenvalue of I - S R on vectors without a constant, a share of the
+Whether there is a solution depends on the smallest eigenvalue of I - S R on vectors without a constant, a share of the
 mass that parts of the plan exchange. Conjugate gradients with a random right-hand side c estimate it: the quotient
 <b, c> / <b, b> of each iterate b is at least that eigenvalue, and tends to it where it is far below the others.
 """
@@ -115,7 +115,7 @@ class _Equations:
         return _Equations(times, transposed, p, q, transposed.scaled_to_one(p), f)
 
     def check_condition(self) -> None:
-        """Raise RuntimeError where parts of the plan exchange so little mass that rounding decides the answer."""
+        """Raise RuntimeError where parts of the plan exchange so little mass that rounding decides the solution."""
         random = torch.Generator("cpu").manual_seed(0)
         noise = torch.randn(self.q.shape, generator=random, device="cpu", dtype=torch.float64).to(self.q)
         self._conjugate_gradients(torch.where(self.q > 0, noise * self.q.rsqrt(), 0.0), RESIDUAL_OF_ESTIMATE)
