@@ -1,8 +1,8 @@
-"""Linear equations of a batch of problems, with larger matrices one after the other.
+"""Linear equations and products of a batch of problems, with larger matrices one after the other.
 
 `torch.linalg` factors the matrices of a batch on a CPU in parallel. With torch 2.13, MKL and two threads, the factors
 of two or more matrices of 150 rows are wrong, or the call does not return. Single matrices are right, and so are the
-ones with at most 128 rows.
+ones with at most 128 rows. One after the other, Python also sees an interrupt (Ctrl-C) between two of them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ def solve_factored(factors: Tensor, pivots: Tensor, right: Float[Tensor, "*batch
         return (torch.linalg.lu_solve(factors, pivots.squeeze(-1), right),)
 
     return _per_problem(solve_one, factors, right, pivots.unsqueeze(-1))[0]
+
+
+def product_with_itself(matrix: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
+    """Return A^T A."""
+    return _per_problem(lambda one: (one.mT @ one,), matrix)[0]
 
 
 def _per_problem(function: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:

@@ -42,7 +42,7 @@ from torch import Tensor
 from otloss._checks import check_finite, check_floating, check_number, check_positive, raise_inside_vmap
 from otloss._public import public
 from otloss.solvers.entropic.dense_newton import safe_share
-from otloss.solvers.linear_systems import solve
+from otloss.solvers.linear_systems import product_with_itself, solve
 from otloss.solvers.ranking.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k, trim
 
 
@@ -366,7 +366,7 @@ def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
 
 def _exchange(plan: Tensor) -> Tensor:
     """Return diag(S^T 1) - S^T S, what columns exchange through rows, made regular: it leaves a constant undecided."""
-    exchange = (plan.mT @ plan).neg_().add_(1 / plan.shape[-1])
+    exchange = product_with_itself(plan).neg_().add_(1 / plan.shape[-1])
     exchange.diagonal(dim1=-2, dim2=-1).add_(plan.sum(-2) + LIMITS.ridge)
     return exchange
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import otloss
 from otloss.solvers import linear_systems
 
 
@@ -31,6 +33,7 @@ def test_a_batch_equals_each_problem_with_two_threads(n, two_threads):
     }
     assert failed.shape == failed_too.shape == (2, 2)
     assert not bool((failed | failed_too).any())
+    torch.testing.assert_close(linear_systems.product_with_itself(root), root.mT @ root)
     for name, x in solutions.items():
         torch.testing.assert_close(matrix @ x, right, rtol=1e-9, atol=1e-9, msg=name)
 
@@ -45,3 +48,18 @@ def test_derivatives_and_failures_of_larger_batches():
     right = torch.ones(2, 101, 1, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(linear_systems.solve(leaf, right).sum(), leaf)
     torch.testing.assert_close(gradient, torch.full_like(gradient, -1 / 9))
+
+
+def test_no_operation_of_a_soft_rank_takes_the_products_of_many_large_problems():
+    """An interrupt waits for the end of an operation: with 40 rows of 1,200 numbers it took seconds."""
+    sizes = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation is torch.ops.aten.bmm.default and args[1].shape[-1] > 1:
+                sizes.append(len(args[0]))
+            return operation(*args, **(kwargs or {}))
+
+    with Products():
+        otloss.soft_rank(torch.randn(3, 150), epsilon=0.1)
+    assert max(sizes, default=1) == 1
