@@ -64,7 +64,7 @@ def _dear_pairs(
     `budget` is what the rounding of the weights may pay.
     """
     smallest = rounding_of_flows(p.numpy(), q.numpy())
-    for level in _levels(cost, epsilon):
+    for level in levels_of_prices(cost, epsilon):
         is_dear = cost > level
         optimum = solve_arrays(p, q, is_dear.double(), rounding=rounding)
         flows = optimum.flows * is_dear[optimum.rows, optimum.columns]
@@ -74,7 +74,7 @@ def _dear_pairs(
     return torch.zeros_like(cost, dtype=torch.bool)
 
 
-def _levels(cost: Float[Tensor, "n m"], epsilon: float) -> list[float]:
+def levels_of_prices(cost: Float[Tensor, "n m"], epsilon: float) -> list[float]:
     """Return the costs, from the smallest, above which the next one is a price and exceeds what +inf becomes."""
     entries = cost[cost.isfinite()].unique()
     if not entries.numel():

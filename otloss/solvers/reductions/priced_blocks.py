@@ -4,6 +4,7 @@ Where the masses of both sides agree in each block up to rounding, no mass has t
 the optimum sends it at a price that may exceed all other costs, and the search climbs to potentials of the size of the
 price, where the differences within a block lose their digits. So the masses of q are scaled to the masses of p block by
 block, and costs between blocks are lowered to a price that the plan avoids all the same (`plain_costs` derives it).
+Pairs connect bins if they cost at most 10,000 epsilons, or else at most a level above which the next cost is a price.
 Costs that are computed, as those between points, become a matrix for it where they are few enough and have such blocks.
 Exact problems are treated after a first solution, which tells what a plan pays (`exact.blocks`).
 """
@@ -11,7 +12,9 @@ Exact problems are treated after a first solution, which tells what a plan pays 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +27,7 @@ from otloss.costs import Cost, DenseCost
 from otloss.solvers.exact.blocks import Blocks, blocks_of_matrices
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
+from otloss.solvers.reductions.forbidden_prices import levels_of_prices
 from otloss.solvers.reductions.plain_costs import EPSILONS_PER_PAIR
 from otloss.solvers.reductions.way_back import WayBack
 
@@ -106,9 +110,19 @@ def _blocks(
         if key not in by_key:
             blocks.append(None)
             continue
-        budget = NEGLIGIBLE_COST * key[1] * p[k].sum() / float(matrices[key[0]].max())
-        blocks.append(_equal_blocks(by_key[key], p[k], q[k], problem.weight_rounding, budget))
+        costs, largest = matrices[key[0]], float(matrices[key[0]].max())
+        budget = NEGLIGIBLE_COST * key[1] * p[k].sum() / largest
+        splits = itertools.chain((by_key[key],), _blocks_at_levels(costs, key[1]))
+        equal = (_equal_blocks(each, p[k], q[k], problem.weight_rounding, budget) for each in splits)
+        blocks.append(next((each for each in equal if each is not None), None))
     return blocks
+
+
+def _blocks_at_levels(costs: np.ndarray, epsilon: float) -> Iterator[Blocks]:
+    """Yield the blocks of one matrix whose ordinary costs exceed the usual limit, from the lowest level of prices."""
+    for level in levels_of_prices(torch.from_numpy(costs), epsilon):
+        if level >= epsilon / SMALL_EPSILON:
+            yield blocks_of_matrices(costs[None] <= level)[0]
 
 
 def _equal_blocks(blocks: Blocks, p: np.ndarray, q: np.ndarray, rounding: float, budget: float) -> Blocks | None:

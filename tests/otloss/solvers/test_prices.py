@@ -499,3 +499,28 @@ def test_a_chain_that_the_weights_leave_no_choice(price: float) -> None:
     assert float(otloss.sinkhorn(p, q, cost, epsilon=1e-3).detach()) < 3
     with pytest.raises(otloss.SmallEpsilonError):  # a thousandth has to pay
         otloss.sinkhorn(p, q.flip(0), cost, epsilon=1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 10, 27, 30])
+def test_blocks_whose_ordinary_costs_are_many_epsilons_pay_no_price_for_rounding(seed: int) -> None:
+    """Bins joined by cheap pairs alone were smaller than the blocks, whose masses differed: up to 7e-4 of the value.
+
+    One row of each block has mass, so that the plan is known.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    cost = 8e9 * 2.0 ** torch.randint(0, 2, (11, 5), generator=generator).double()
+    cost[:4, :2], cost[4:10, 2:4] = 2.5e5 * numbers(4, 2), 2.5e5 * numbers(6, 2)
+    p, q, epsilon = torch.zeros(11, dtype=torch.float64), torch.zeros(5, dtype=torch.float64), 0.7
+    p[3:5] = numbers(2) + 0.1
+    share = numbers(1)[0]
+    q[1:4] = torch.stack([p[3], p[4] * share, p[4] * (1 - share)]) / p.sum()
+    p, q, cost = (p / p.sum()).float(), q.float(), cost.float()
+    held, costs = q.double()[1:4], cost.double()[[3, 4, 4], [1, 2, 3]]
+    held = torch.cat([p.double()[3:4], held[1:] * (p.double()[4] / held[1:].sum())])
+    expected = (held * (costs - epsilon * p.double()[[3, 4, 4]].log())).sum()
+    value = otloss.solve(p, q, cost, epsilon=epsilon).value
+    assert value.item() == pytest.approx(expected.item(), rel=2e-6)
