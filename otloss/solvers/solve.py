@@ -123,9 +123,10 @@ def emd(
     Returns:
         (...), in the promoted dtype (16-bit points of a cost object count as float32); its unit is the unit of the
         cost times the unit of the mass. Solved in float64 on the CPU.
-        Differentiable once in p, q (centred over all bins, with and without mass; one-sided derivatives at bins without
-        mass; a subgradient where the optimum is degenerate, so at p = q a step against it may lead away from that
-        minimum; order 1 of `wasserstein_1d` has 0 there) and in the cost, or whatever the cost object was built from.
+        Differentiable once in p, q (centred over all bins, with and without mass, or by the median over those with mass
+        where the mean would cost most of them their digits; one-sided derivatives at bins without mass; a subgradient
+        where the optimum is degenerate, so at p = q a step against it may lead away from that minimum; order 1 of
+        `wasserstein_1d` has 0 there) and in the cost, or whatever the cost object was built from.
         One problem between two large clouds of a `PointCost` is solved without a matrix, in memory that grows with
         n + m. A `LineCost` of power >= 1 is solved and differentiated by `wasserstein_1d`.
 
