@@ -36,6 +36,8 @@ from otloss.estimators.features import numpy_alone
 from otloss.solvers.solve import solve
 
 METHODS = ("linear", "barycentric")
+_RIDGE = 1e-8  # of a variance
+_ROUNDINGS = 64  # of the mean of equal numbers, and more
 
 
 class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
@@ -47,7 +49,8 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
     Args:
         method: "linear", an affine map between means and covariances; "barycentric", by a plan between samples.
         epsilon: for "barycentric": None for an exact plan, else as for `otloss.sinkhorn`.
-        ridge: for "linear": added to the variances, above 0, in squared units of the features.
+        ridge: for "linear": added to the variances, above 0, in squared units of the features; by default 1e-8 of the
+            variance of each feature in both domains, so that nothing depends on its unit.
 
     Attributes:
         matrix_, offset_: (d, d) and (d,), of "linear": x @ matrix_ + offset_.
@@ -64,7 +67,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
                [13.9]])
     """
 
-    def __init__(self, method: str = "linear", *, epsilon: float | None = None, ridge: float = 1e-8) -> None:
+    def __init__(self, method: str = "linear", *, epsilon: float | None = None, ridge: float | None = None) -> None:
         self.method = method
         self.epsilon = epsilon
         self.ridge = ridge
@@ -82,14 +85,16 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         """
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}, expected one of {METHODS}.")
-        check_positive("ridge", self.ridge)
+        if self.ridge is not None:
+            check_positive("ridge", self.ridge)
         with numpy_alone():
             source = validate_data(self, X, dtype=np.float64)
             other = check_array(target, dtype=np.float64, input_name="target")
         if other.shape[1] != source.shape[1]:
             raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
         if self.method == "linear":
-            self.matrix_ = _affine(_covariance(source, self.ridge), _covariance(other, self.ridge))
+            ridge = _ridge(source, other) if self.ridge is None else np.full(source.shape[1], float(self.ridge))
+            self.matrix_ = _affine(_covariance(source, ridge), _covariance(other, ridge))
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
             return self
         z = torch.from_numpy(other)
@@ -119,9 +124,17 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         return np.asarray(points + (self.mapped_ - self.samples_)[nearest])
 
 
-def _covariance(samples: np.ndarray, ridge: float) -> np.ndarray:
+def _ridge(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return a share of the variance of each feature; for a constant one its own rounding, or 1, which keeps it."""
+    variance = (source.var(0) + target.var(0)) / 2
+    rounding = _ROUNDINGS * np.finfo(np.float64).eps * np.maximum(abs(source).max(0), abs(target).max(0))
+    ridge = _RIDGE * variance + rounding**2
+    return np.where(ridge > 0, ridge, 1.0)
+
+
+def _covariance(samples: np.ndarray, ridge: np.ndarray) -> np.ndarray:
     centred = samples - samples.mean(0)
-    return np.asarray(centred.T @ centred / len(samples) + ridge * np.eye(samples.shape[1]))
+    return np.asarray(centred.T @ centred / len(samples) + np.diag(ridge))
 
 
 def _affine(source: np.ndarray, target: np.ndarray) -> np.ndarray:

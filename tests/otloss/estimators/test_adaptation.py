@@ -31,6 +31,23 @@ def test_maps_are_those_of_pot(name: str) -> None:
     assert mine.get_params() == fitted.get_params()
 
 
+@pytest.mark.parametrize("unit", [1e-9, 1e-4, 1e6])
+def test_the_linear_map_does_not_depend_on_the_unit(unit: float) -> None:
+    expected = TransportAdapter().fit(SOURCE, target=TARGET).transform(NEW)
+    moved = TransportAdapter().fit(unit * SOURCE, target=unit * TARGET).transform(unit * NEW)
+    np.testing.assert_allclose(moved, unit * expected, rtol=1e-6)
+
+
+def test_the_linear_map_keeps_constant_features() -> None:
+    """Equal numbers whose mean is rounded, and zeros, beside a feature in a small unit."""
+    source, target = (np.column_stack([1e-6 * x[:, 0], np.full(len(x), 0.1), 0 * x[:, 0]]) for x in (SOURCE, TARGET))
+    moved = TransportAdapter().fit(source, target=target).transform(source + np.array([0.0, 0.01, 0.01]))
+    spread = target[:, 0].std() / source[:, 0].std()
+    expected = target[:, 0].mean() + spread * (source[:, 0] - source[:, 0].mean())
+    np.testing.assert_allclose(moved[:, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(moved[:, 1:], np.broadcast_to([0.11, 0.01], (40, 2)), rtol=1e-3)
+
+
 ONES, TWO, ZEROS = torch.ones(2, 1), torch.tensor([0, 1]), torch.zeros(2, 2)
 test_bad_input = raising(
     (lambda: jdot_loss(ONES, ONES, 7 * TWO, ZEROS), "labels hold 0 to 7, expected 0 to 1"),
