@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_finite, check_floating, needs_torch
+from otloss._checks import check_broadcast, check_finite, check_floating, has_float64, needs_torch
 from otloss.costs import Cost, as_cost, cost_between
 from otloss.costs.dense import posed_cost
 
@@ -29,6 +29,16 @@ def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
     """Return q with the mass of p, from which it differs by the rounding of a narrower dtype."""
     mass_p, mass_q = (w.detach().sum(-1, keepdim=True) for w in (p, q))
     return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
+
+
+def between_masses(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    """Return p - q with the sum 0, in float64 where the device has it: in float32 masses cannot be scaled by 1 + 1e-8.
+
+    The rounding of float32 weights would move at the price of the whole way, beside histograms that are nearly equal.
+    """
+    wide = torch.float64 if has_float64(p.device) else p.dtype
+    p, q = p.to(wide), q.to(wide)
+    return p - of_equal_mass(p, q)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from otloss._checks import broadcast_shape, check_positive, check_tensor, has_fl
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.closed_forms.line import both_or_uniform, check_exponent, checked_positions, finite_in, power_of
-from otloss.solvers.histograms import histogram_pair
+from otloss.solvers.histograms import between_masses, histogram_pair, of_equal_mass
 
 BISECTIONS = 60  # they find the shift in float64 to its last digit
 ROUNDINGS = 8.0  # two levels that differ by no more of them may be the same
@@ -152,7 +152,7 @@ def _around(p: Tensor, q: Tensor, x: Tensor, period: float) -> Tensor:
     fixed_p, fixed_q = p.detach(), q.detach()
     occupied = ((fixed_p > 0) | (fixed_q > 0)).long().cumsum(-1)
     # Behind all mass D is 0, as it is before; rounding of the last sums must not tell the two apart.
-    apart = (fixed_p - fixed_q).cumsum(-1).masked_fill(occupied == occupied[..., -1:], 0.0)
+    apart = between_masses(fixed_p, fixed_q).cumsum(-1).masked_fill(occupied == occupied[..., -1:], 0.0)
     apart = apart - _median(apart, gaps.detach())
     potential = _potential(apart, gaps)
     f, g = potential, -potential
@@ -198,7 +198,8 @@ def _cheapest(price: Tensor, partner: Tensor, x: Tensor, period: float) -> Tenso
 def _above_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, order: float) -> Tensor:
     batch = broadcast_shape(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
     wide = torch.float64 if has_float64(p.device) else p.dtype
-    (p, x), (q, y) = (_sorted(w.to(wide), t.to(wide), batch) for w, t in ((p, x), (q, y)))
+    p, q = p.to(wide), q.to(wide)
+    (p, x), (q, y) = (_sorted(w, t.to(wide), batch) for w, t in ((p, x), (of_equal_mass(p, q), y)))
     fixed_p, fixed_q = p.detach(), q.detach()
     low, high, share = _best_shift(_shifted(fixed_p, fixed_q, x.detach(), y.detach(), period, order))
     path = _shifted(fixed_p, fixed_q, x, y, period, order)
