@@ -35,7 +35,7 @@ from otloss._checks import (
 from otloss._numba import may_run_on
 from otloss._per_example import per_example
 from otloss._public import public
-from otloss.solvers.histograms import MASS_TOLERANCE, histogram_pair
+from otloss.solvers.histograms import MASS_TOLERANCE, between_masses, histogram_pair
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -106,7 +106,7 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
     if power == 1:
         apart = _absolute_cdf_difference(weights_p, weights_q)
     else:
-        apart = (weights_p - weights_q).cumsum(-1)
+        apart = between_masses(weights_p, weights_q).cumsum(-1)
         if power < 2:  # the derivative at rounding errors is large: their power - 1
             apart = apart.masked_fill(_empty_ends(weights_p)[1] & _empty_ends(weights_q)[1], 0.0)
         apart = power_of(apart, power)
@@ -345,7 +345,7 @@ def _absolute_cdf_difference(p: Tensor, q: Tensor) -> Tensor:
     before_q, after_q = _empty_ends(q)
     before, after = before_p & before_q, after_p & after_q
     # Rounding of the last sums must not choose a side.
-    apart = (p - q).cumsum(-1).masked_fill(before | after, 0.0)
+    apart = between_masses(p, q).cumsum(-1).masked_fill(before | after, 0.0)
     # Mass that arrives in the empty front of either histogram raises |F - G|; in the empty back it lowers F or G
     # there, and raises |F - G| again. The difference from the detached sum adds these derivatives and no value.
     both = (p + q).cumsum(-1)
