@@ -39,7 +39,8 @@ class Targets(NamedTuple):
 def pop_targets(inputs: dict[str, Any], *, shift: bool) -> Targets:
     """Take labels and weights out of a batch and align them.
 
-    Labels of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are.
+    Labels of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are. The first
+    token of a row is never predicted, also where padding is on its left.
     """
     labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
     weights = inputs.pop(TOKEN_WEIGHT, None)
@@ -57,6 +58,10 @@ def pop_targets(inputs: dict[str, Any], *, shift: bool) -> Targets:
     if not shift:
         return Targets(labels, weights)
     aligned = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        is_before_first = (mask != 0).cumsum(-1) == 0  # its output depends on no token
+        aligned = aligned.masked_fill(is_before_first.to(aligned.device), IGNORE_INDEX)
     return Targets(aligned, None if weights is None else nn.functional.pad(weights[..., 1:], (0, 1), value=0))
 
 

@@ -60,6 +60,30 @@ def test_mle_is_the_plain_trainer_step_for_step(tmp_path: Path, name: str, accum
     assert logs(ours, "nll") == pytest.approx(logs(ours, "loss"), rel=1e-5)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_side_of_padding_changes_nothing(tmp_path: Path, weighted: bool) -> None:
+    """The first token of a row has no context, on the right of padding either."""
+    data: list[dict[str, Any]] = [row | {"labels": row["input_ids"]} for row in rows(9)]
+    if weighted:
+        data = [row | {"token_weight": [1.0 + i % 2 for i in range(len(row["labels"]))]} for row in data]
+
+    def padded_left(items: list[Any]) -> dict[str, Tensor]:
+        turned = pad_rows([{name: values[::-1] for name, values in item.items()} for item in items])
+        return {name: columns.flip(-1) for name, columns in turned.items()}
+
+    steps, evaluations = [], []
+    for collator in (pad_rows, padded_left):
+        settings: dict[str, Any] = {
+            "train_dataset": data, "eval_dataset": data, "data_collator": collator, "gradient_accumulation_steps": 2,
+            "cost": None,
+        }  # fmt: skip
+        model = tiny_model("llama")
+        evaluations.append(trainer(tmp_path, model, objective="mle", **settings).evaluate()["eval_loss"])
+        steps.append(one_step(tmp_path, model, "mle", **settings))
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+    torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("objective", ["mle", "number_token"])
 def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
     """Weights of 0 and 1 are labels that are ignored, over accumulated batches; nll in logs is not weighted."""
