@@ -33,7 +33,9 @@ def open_folder(folder: Path, settings: dict[str, Any]) -> None:
             raise ValueError(f"{folder} holds a model that this command did not write ({path.name} is missing); {fix}.")
         check_same_run(folder, settings, fix)
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(_as_json(settings) + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(_as_json(settings) + "\n", encoding="utf-8")
+    unfinished.replace(path)  # at once: a run that is killed here leaves a whole file
 
 
 def check_same_run(folder: Path, settings: dict[str, Any], fix: str) -> None:
@@ -41,7 +43,11 @@ def check_same_run(folder: Path, settings: dict[str, Any], fix: str) -> None:
     path = folder / SETTINGS_FILE
     if not path.is_file():
         return
-    recorded, requested = json.loads(path.read_text(encoding="utf-8")), json.loads(_as_json(settings))
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}), so its run cannot be compared; {fix}.") from error
+    requested = json.loads(_as_json(settings))
     keys = sorted(key for key in recorded.keys() | requested.keys() if recorded.get(key) != requested.get(key))
     if keys:
         pairs = [f"{key}: {recorded.get(key)!r} there, {requested.get(key)!r} asked for" for key in keys[:8]]

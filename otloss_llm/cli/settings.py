@@ -215,8 +215,14 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
         raise ValueError(f"the file of --config is not YAML: {error}") from error
     except OverflowError as error:  # of TRL, for which the number of steps is a whole one
         raise ValueError(f"a number of the options is infinite: {error}; give a finite one.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the file of --config is not UTF-8: {error}; save it as UTF-8.") from error
     except OSError as error:
         raise ValueError(f"the file of --config cannot be read: {error}; check the path.") from error
+    except TypeError as error:  # of the dataclasses of TRL
+        raise ValueError(
+            f"a value of --config has the wrong form: {error}; `datasets` is a list of mappings with the key path."
+        ) from error
     if unknown and unknown[0] in REPLACED:
         fail(f"{command} has no option {unknown[0]!r}; use {REPLACED[unknown[0]]}")
     if unknown:

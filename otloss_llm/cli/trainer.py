@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoProcessor
 from trl import SFTTrainer, get_peft_config, get_quantization_config, is_conversational
 from trl.trainer.utils import create_model_from_path
@@ -76,7 +77,7 @@ def load_model(request: Request) -> tuple[Any, Any]:
         return model, AutoProcessor.from_pretrained(
             path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last two for files that are cut off
         raise ValueError(f"the model {name!r} cannot be loaded: {error}") from error
 
 

@@ -68,11 +68,12 @@ def _load_embedding(source: str, model: Any, seed: int, tokenizer: Any) -> Embed
 
 
 def _cost_of_model(source: str, tokenizer: Any) -> EmbeddingCost:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         model = AutoModelForCausalLM.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last two for files that are cut off
         names = ", ".join(COST_SOURCES)
         raise ValueError(f"cost_embedding is {source!r}, expected {names}, a .npy file, or a model: {error}") from error
     try:

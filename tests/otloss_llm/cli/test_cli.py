@@ -318,6 +318,8 @@ def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: 
         changed.get_output_embeddings().weight[5] += 1e-3
     changed.save_pretrained(start)
     assert "model: " in cli(*asked("train", start, sums, output_dir=folder, max_steps=2)).error
+    os.truncate(folder / "run.json", 0)
+    assert "run.json cannot be read" in cli(*asked("train", model, sums, output_dir=folder, max_steps=2)).error
     (folder / "run.json").unlink()
     assert "run.json is missing" in cli(*asked("train", model, sums, output_dir=folder, max_steps=2)).error
 
@@ -512,6 +514,10 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"activation_offloading": True}, "this run is on a CPU; leave it out"),
     ({"config": "keys.yaml"}, "no option '--objectiv', did you mean --objective"),
     ({"dataset_name": "chat.jsonl", "chat_template_path": "plain.jinja"}, "template"),
+    ({"model_name_or_path": "cut"}, "the model 'cut' cannot be loaded: .*header"),
+    ({"cost_embedding": "cut"}, "cost_embedding is 'cut', expected .*header"),
+    ({"config": "latin.yaml"}, "file of --config is not UTF-8"),
+    ({"config": "datasets.yaml"}, "a value of --config has the wrong form"),
 ]
 
 
@@ -540,17 +546,24 @@ def test_invalid_options_print_one_line_before_training(
     for name, content in {"blank.txt": " \n", "empty.parquet": "", "script/script.py": ""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content, encoding="utf-8")
-    for name, content in {"latin.jsonl": '{"text": "tea"}\n{"text": "caf\xe9"}\n', "latin.txt": "caf\xe9"}.items():
+    for name, content in {
+        "latin.jsonl": '{"text": "tea"}\n{"text": "caf\xe9"}\n',
+        "latin.txt": "caf\xe9",
+        "latin.yaml": "caf\xe9",
+    }.items():
         (tmp_path / name).write_text(content, encoding="latin1")
     write(tmp_path / "no_messages.jsonl", [*chats()[:2], {"messages": [], "tools": []}])
     write(tmp_path / "unanswered.jsonl", [chats()[0], {"messages": [{"role": "user", "content": "a"}], "tools": []}])
     write(tmp_path / "prompts.jsonl", [*SUMS[:10], {"prompt": None, "completion": " 4"}])
     write(tmp_path / "roles.jsonl", [{"messages": [{"content": "a"}]}])
+    shutil.copytree(model, tmp_path / "cut")
+    os.truncate(tmp_path / "cut/model.safetensors", 100)
     if changes.get("model_name_or_path") in ("silent", "bert", "few"):
         save_others(model, tmp_path)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder/train.jsonl", SUMS)
-    files = {"notes.md": "x", "empty.jsonl": "", "torn.jsonl": '{"prompt": "a', "keys.yaml": "objectiv: mle\n",
+    files = {"datasets.yaml": "datasets: x\n", "notes.md": "x",
+             "empty.jsonl": "", "torn.jsonl": '{"prompt": "a', "keys.yaml": "objectiv: mle\n",
              "broken.yaml": "a: [1,\n b", "mixture.yaml": "datasets:\n  - path: json\n    data_files: asked.jsonl\n",
              "strict.jinja": "{{ raise_exception('roles must alternate') }}{% generation %}{% endgeneration %}",
              "plain.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}"}  # fmt: skip
