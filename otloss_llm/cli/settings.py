@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from itertools import pairwise
+from json import JSONDecodeError
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -58,7 +61,7 @@ COUNTS = (
 )  # fmt: skip
 NOT_NEGATIVE = (
     "num_train_epochs", "learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "warmup_steps",
-    "logging_steps", "eval_steps", "save_steps", "eval_delay", "dataloader_num_workers",
+    "logging_steps", "eval_steps", "save_steps", "eval_delay", "dataloader_num_workers", "neftune_noise_alpha",
 )  # fmt: skip
 SHARES = ("lora_dropout", "label_smoothing_factor", "adam_beta1", "adam_beta2")
 RANGES: dict[str, tuple[float, float]] = {
@@ -190,6 +193,29 @@ def _check_range(name: str, value: Any) -> None:
         raise ValueError(f"--{name} is {value}, expected a share of the training split, above 0 and below 1.")
 
 
+@contextmanager
+def _naming_options(arguments: Sequence[str]) -> Iterator[None]:
+    """Raise ValueError that names the option, or its file, for errors of TRL's parser and its dataclasses."""
+    try:
+        yield
+    except YAMLError as error:
+        raise ValueError(f"the file of --config is not YAML: {error}") from error
+    except OverflowError as error:  # of TRL, for which the number of steps is a whole one
+        raise ValueError(f"a number of the options is infinite: {error}; give a finite one.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the file of --config is not UTF-8: {error}; save it as UTF-8.") from error
+    except JSONDecodeError as error:  # of options that are dictionaries
+        raise ValueError(f"the value {error.doc!r} of an option is not JSON: {error}.") from error
+    except OSError as error:
+        pairs = pairwise(arguments)
+        option = next((name for name, value in pairs if value == str(error.filename)), "--config")
+        raise ValueError(f"the file of {option} cannot be read: {error}; check the path.") from error
+    except TypeError as error:
+        raise ValueError(
+            f"an option has the wrong form: {error}; datasets of --config is a list of mappings with the key path."
+        ) from error
+
+
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     """Parse the options of a command line and of a YAML file (`--config`) by TRL's parser.
 
@@ -209,20 +235,8 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     arguments = [part for argument in arguments for part in _split_config(argument)]
     if arguments[-1:] == ["--config"]:
         fail("--config has no value, expected a YAML file")
-    try:
+    with _naming_options(arguments):
         *parsed, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
-    except YAMLError as error:
-        raise ValueError(f"the file of --config is not YAML: {error}") from error
-    except OverflowError as error:  # of TRL, for which the number of steps is a whole one
-        raise ValueError(f"a number of the options is infinite: {error}; give a finite one.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the file of --config is not UTF-8: {error}; save it as UTF-8.") from error
-    except OSError as error:
-        raise ValueError(f"the file of --config cannot be read: {error}; check the path.") from error
-    except TypeError as error:  # of the dataclasses of TRL
-        raise ValueError(
-            f"a value of --config has the wrong form: {error}; `datasets` is a list of mappings with the key path."
-        ) from error
     if unknown and unknown[0] in REPLACED:
         fail(f"{command} has no option {unknown[0]!r}; use {REPLACED[unknown[0]]}")
     if unknown:

@@ -516,8 +516,11 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "chat.jsonl", "chat_template_path": "plain.jinja"}, "template"),
     ({"model_name_or_path": "cut"}, "the model 'cut' cannot be loaded: .*header"),
     ({"cost_embedding": "cut"}, "cost_embedding is 'cut', expected .*header"),
+    ({"accelerator_config": "none.json"}, "file of --accelerator_config cannot be read: .*none.json"),
+    ({"lr_scheduler_kwargs": "{bad"}, "the value '{bad' of an option is not JSON"),
+    ({"neftune_noise_alpha": -3}, "neftune_noise_alpha is -3.0, expected a finite number, at least 0"),
     ({"config": "latin.yaml"}, "file of --config is not UTF-8"),
-    ({"config": "datasets.yaml"}, "a value of --config has the wrong form"),
+    ({"config": "datasets.yaml"}, "an option has the wrong form"),
 ]
 
 
