@@ -12,6 +12,8 @@ MODULES ?=
 REPOSITORY ?=
 CONTACT ?=
 DATE ?=
+# Where this is set, each process of the tests compiles all modules again, and each worker rewrites all asserts again.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 FOR_DEMO := $(VENV)/.installed-demo
