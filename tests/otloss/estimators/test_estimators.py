@@ -75,9 +75,9 @@ CHECKED = [
     CumulativeLinkClassifier(),
     OrdinalNetworkClassifier(**NETWORK | {"max_iter": 20}, early_stopping=False),
     OrdinalBoostingClassifier(booster="lightgbm", **QUICK),
-    OrdinalBoostingClassifier(booster="xgboost", **QUICK),
 ]
 SLOWLY = [
+    OrdinalBoostingClassifier(booster="xgboost", **QUICK),
     OrdinalClassifier(standardize=False, calibration="temperature"),
     OrdinalNetworkClassifier(**NETWORK, head="cumulative", early_stopping=True),
     OrdinalClassifier(decode="argmax", power=1, cross_entropy=0.3, alpha=1.0),
