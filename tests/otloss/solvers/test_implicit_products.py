@@ -88,11 +88,11 @@ def results(inputs: list[Tensor], kind: str, *, dtype: torch.dtype, has_plan: bo
 @pytest.mark.parametrize(
     ("kind", "axes", "penalty", "dtype"),
     sampled(
-        3,
+        2,
         [
-            ("sqeuclidean", 2, None, torch.float32),
-            ("euclidean", 2, 0.7, torch.float64),
+            ("euclidean", 2, None, torch.float64),
             ("matrix", 2, (None, 2.0), torch.float32),
+            ("sqeuclidean", 2, 0.7, torch.float32),
             ("cosine", 10, None, torch.float64),
             ("l1", 1, (0.5, None), torch.float32),
         ],
@@ -142,13 +142,13 @@ def test_the_transpose_of_the_solution(penalty: Any, device: str) -> None:
 @pytest.mark.usefixtures("no_dense_equations")
 def test_first_derivatives_of_points_make_no_matrix(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(n, 2, generator=generator).to(device).requires_grad_() for n in (80, 90))
-    p = torch.softmax(torch.rand(80, generator=generator), -1).to(device).requires_grad_()
+    x, y = (torch.randn(n, 2, generator=generator).to(device).requires_grad_() for n in (40, 45))
+    p = torch.softmax(torch.rand(40, generator=generator), -1).to(device).requires_grad_()
     answer = solve(p, None, PointCost(x, y), epsilon=3.0, grad="implicit", impl="triton")
     with LargestTensor() as largest:
         random_sum(answer.potentials).backward(retain_graph=True)
         answer.value.backward()
-    assert largest.entries < 80 * 90 / 4
+    assert largest.entries < 40 * 45 / 4
     assert all(float(t.grad.abs().max()) > 0 for t in (p, x, y))  # type: ignore[union-attr]
 
 
