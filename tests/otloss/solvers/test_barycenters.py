@@ -166,7 +166,7 @@ def iterate_plainly(p: Tensor, cost: Tensor, shares: Tensor, u: Tensor) -> Tenso
     return a
 
 
-@pytest.mark.parametrize("seed", sampled(6, range(12)))
+@pytest.mark.parametrize("seed", sampled(3, range(12)))
 def test_debiased_barycenters_of_few_bins_are_those_of_many_plain_iterations(seed: int) -> None:
     """Zero bins, one-hot histograms, unequal weights, bins that hardly exchange mass."""
     generator = torch.Generator().manual_seed(seed)
