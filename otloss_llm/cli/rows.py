@@ -35,8 +35,6 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed:
 
     set_seed(seed)  # TRL draws the share of a mixture with numpy's global generator
     share, train = mixture.test_split_size, script.dataset_train_split
-    if share is not None and not 0 < share < 1:
-        raise ValueError(f"--test_split_size is {share:g}, expected a share of the rows above 0 and below 1, as 0.05.")
     if mixture.datasets and script.dataset_name is not None:
         raise ValueError("datasets of --config and --dataset_name are both given; leave one out.")
     if mixture.datasets:

@@ -489,7 +489,6 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "latin.jsonl", "dataset_streaming": True}, "row 1 is not UTF-8"),
     ({"dataset_name": "empty.parquet"}, "empty.parquet' cannot be read"),
     ({"dataset_name": "script"}, "'script' cannot be read: Dataset scripts are no longer supported"),
-    ({"test_split_size": 7}, "test_split_size is 7, expected a share"),
     ({"dataset_name": "asked.jsonl", "test_split_size": 0.5}, "asked.jsonl' cannot be read: .*n_samples=1"),
     ({"dataset_name": "null.jsonl"}, "completion of row 1 is 'None', expected text"),
     ({"dataset_name": "number.jsonl"}, "text of row 0 is '5', expected text"),
