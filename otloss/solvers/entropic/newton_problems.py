@@ -18,7 +18,7 @@ from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.problem import Problem
 
-MAX_ENTRIES_OF_IMAGES = 2**24  # entries of the matrices between images, 64 x 64, where Newton's method takes 4 to 30 s
+MAX_ENTRIES_OF_IMAGES = 2**24  # entries of the matrix between images, 64 x 64, where Newton's method takes 4 to 30 s
 
 
 def is_between_large_clouds(problem: Problem) -> bool:
@@ -41,8 +41,7 @@ def suits_newton(problem: Problem) -> bool:
         return False
     entries = math.prod(problem.cost.shape)
     if is_faster_on_axes(problem):
-        is_unbalanced = problem.marginal_penalty is not None
-        return not is_unbalanced and entries * problem.batch.numel() <= MAX_ENTRIES_OF_IMAGES
+        return problem.marginal_penalty is None and entries <= MAX_ENTRIES_OF_IMAGES  # images share the matrix
     return entries * problem.batch.numel() <= MATRIX_LIMITS.max_entries or is_between_large_clouds(problem)
 
 
@@ -74,8 +73,6 @@ def scatter(previous: SearchResult, mask: Bool[Tensor, "*batch"], new: SearchRes
     """Return `new` for the chosen problems and `previous` for the others, which have no iterations of this search."""
     values = {**vars(previous), "iterations": torch.zeros_like(previous.iterations)}
     for name, part in vars(new).items():
-        if part is not None:
-            whole = torch.full_like(previous.error, torch.nan) if values[name] is None else values[name].clone()
-            whole[mask] = part.to(whole)
-            values[name] = whole
+        values[name] = values[name].clone()
+        values[name][mask] = part.to(values[name])
     return SearchResult(**values)
