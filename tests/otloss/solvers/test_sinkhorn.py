@@ -160,7 +160,9 @@ test_bad_input = raising(
     (sinkhorn, {"epsilon": 1e-310}, "epsilon is 1e-310, expected at least 2.23e-308"),
     (sinkhorn, {"tolerance": -1.0}, "tolerance is -1.0"),
     (sinkhorn, {"cost": 0 * matrix0, "epsilon_relative_to": "mean_cost"}, "the mean cost is 0"),
-    (sinkhorn_divergence, {}, "cost_p"),
+    (sinkhorn_divergence, {}, "not square.*cost_p"),
+    (sinkhorn_divergence, {"p": q0, "cost": torch.arange(25.0).reshape(5, 5)}, "which is not symmetric"),
+    (sinkhorn_divergence, {"p": q0, "cost": torch.full((5, 5), 0.5)}, "up to 0.5 on its diagonal.*compute_mode"),
     (sinkhorn_divergence, {"cost_p": torch.rand(4, 4), **ZEROS}, "not symmetric"),
     call=lambda function, change: function(**({"p": p0, "q": q0, "cost": matrix0, "epsilon": 0.1} | change)),
 )
