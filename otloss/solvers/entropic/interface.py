@@ -76,7 +76,8 @@ class SearchResult:
     """The end of a search for the potentials, per problem and without a graph.
 
     Attributes:
-        f: (..., n), g: (..., m), finite on all bins; f is an exact update from g. NaN where the error is not finite.
+        f: (..., n), g: (..., m), finite on all bins; f is an exact update from g. They say nothing where the error is
+            not finite.
         error: (...), the sum of the errors of both marginals, relative to the mass; infinite where it is not known.
         iterations: (...).
         potential_error: (...), an estimate of the largest error of g. This and the next two are NaN where they were not
@@ -150,7 +151,7 @@ class Method(Protocol):
     In each result f is an exact update from g. Where `budget.is_accurate` a method may estimate `potential_error`,
     `potential_range` and `smallest_eigenvalue`, if that costs it little; the others are estimated after the ladder.
 
-    Whether `impl` is possible on the device, and the start finite, is checked before (`solve_problem`, `potentials`).
+    Whether `impl` is possible on the device, and the start finite, is checked before (`pose_for_device`, `potentials`).
     """
 
     def applies(self, problem: Problem) -> bool:

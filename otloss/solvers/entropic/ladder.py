@@ -3,7 +3,7 @@
 A rung is a tuple of methods of which the first that applies is taken. The next rung starts from what was found:
 
 1. Sinkhorn's iteration, in the form that the device and the cost allow, until its contraction says that the tolerance
-   is far. Where the points of each cloud are epsilons apart, Newton's method comes first (`NewtonFirst`).
+   is far. Between clouds too small for `Clusters` whose points are epsilons apart, Newton's method (`NewtonFirst`).
 2. With impl="triton", Newton's method by products with the plan, on the device.
 3. Between large images, Sinkhorn's iteration in float64, as long as Newton's method would take.
 4. Newton's method, for balanced problems from the potentials of exact transport.

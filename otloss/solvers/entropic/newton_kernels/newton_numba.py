@@ -17,9 +17,9 @@ function of b the dual has the gradient t - c, and its negative Hessian is
     step        `find_step` solves H x = t - c. `search_along` moves b by x, or by a part of x where the dual would fall
                 beyond it.
 
-    newton_cells_numba      the plan over all pairs and on the cells; which arrays belong together after which function
-    newton_step_numba       the equations of a step
-    newton_numba            this file: searches along steps, rounds, stages, and the problems of a call
+    cells_numba     the plan over all pairs and on the cells; which arrays belong together after which function
+    step_numba      the equations of a step
+    newton_numba    this file: searches along steps, rounds, stages, and the problems of a call
 
 `begin_round` and `find_step` are kernels that `newton_problems` calls by their addresses.
 `tests/otloss/newton_reference.py` computes the same from the formulas above, with dense matrices.

@@ -12,8 +12,8 @@ exchanged and gamma in place of phi.
     update          phi <- phi + w k_p log(t / (U G V)): `steps_numba.damped_update`
     shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / (r_p + r_q)
 
-No constant s increases the dual more than this shift does. Where factors underflow, the error is infinite and
-`entropic.sinkhorn`, the reference implementation, takes over.
+No constant s increases the dual more than this shift does. Where factors underflow, the error is infinite, and
+the next methods of the ladder take over.
 
 Bins too light for the factors join at the end, by exact updates of all bins. The error includes them. It is infinite
 too if these updates do not make it small.
