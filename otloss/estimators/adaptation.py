@@ -50,7 +50,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         method: "linear", an affine map between means and covariances; "barycentric", by a plan between samples.
         epsilon: for "barycentric": None for an exact plan, else as for `otloss.sinkhorn`.
         ridge: for "linear": added to the variances, above 0, in squared units of the features; by default 1e-8 of the
-            variance of each feature in both domains, so that nothing depends on its unit.
+            variance of each feature in each domain, so that nothing depends on its unit.
 
     Attributes:
         matrix_, offset_: (d, d) and (d,), of "linear": x @ matrix_ + offset_.
@@ -93,8 +93,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         if other.shape[1] != source.shape[1]:
             raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
         if self.method == "linear":
-            ridge = _ridge(source, other) if self.ridge is None else np.full(source.shape[1], float(self.ridge))
-            self.matrix_ = _affine(_covariance(source, ridge), _covariance(other, ridge))
+            self.matrix_ = _affine(self._covariance(source, other), self._covariance(other, source))
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
             return self
         z = torch.from_numpy(other)
@@ -123,18 +122,28 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         _, nearest = cKDTree(self.samples_).query(points)
         return np.asarray(points + (self.mapped_ - self.samples_)[nearest])
 
-
-def _ridge(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return a share of the variance of each feature; for a constant one its own rounding, or 1, which keeps it."""
-    variance = (source.var(0) + target.var(0)) / 2
-    rounding = _ROUNDINGS * np.finfo(np.float64).eps * np.maximum(abs(source).max(0), abs(target).max(0))
-    ridge = _RIDGE * variance + rounding**2
-    return np.where(ridge > 0, ridge, 1.0)
+    def _covariance(self, samples: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Return the covariance of one domain, with the ridge."""
+        centred = samples - samples.mean(0)
+        ridge = _ridge(samples, others) if self.ridge is None else np.full(samples.shape[1], float(self.ridge))
+        return np.asarray(centred.T @ centred / len(samples) + np.diag(ridge))
 
 
-def _covariance(samples: np.ndarray, ridge: np.ndarray) -> np.ndarray:
-    centred = samples - samples.mean(0)
-    return np.asarray(centred.T @ centred / len(samples) + np.diag(ridge))
+def _ridge(samples: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return a share of the variance of each feature of one domain, so that domains may differ in their units.
+
+    A constant feature has the share of its variance in the other domain, or of 1 where it is constant there too.
+    """
+    variance, variance_of_others = (_variance_above_rounding(each) for each in (samples, others))
+    variance = np.where(variance > 0, variance, variance_of_others)
+    return np.where(variance > 0, _RIDGE * variance, 1.0)
+
+
+def _variance_above_rounding(samples: np.ndarray) -> np.ndarray:
+    """Return the variance of each feature, 0 for a constant one, whose mean is rounded."""
+    variance: np.ndarray = samples.var(0)
+    rounding = _ROUNDINGS * np.finfo(np.float64).eps * abs(samples).max(0)
+    return np.where(variance > rounding**2, variance, 0.0)
 
 
 def _affine(source: np.ndarray, target: np.ndarray) -> np.ndarray:

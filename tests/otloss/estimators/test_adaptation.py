@@ -38,6 +38,14 @@ def test_the_linear_map_does_not_depend_on_the_unit(unit: float) -> None:
     np.testing.assert_allclose(moved, unit * expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("unit", "unit_of_target"), [(1.0, 1e4), (1e4, 1.0), (1e-6, 1e6)])
+def test_the_linear_map_does_not_depend_on_the_units_of_the_domains(unit: float, unit_of_target: float) -> None:
+    """Domains of other units, as two sensors have, are mapped as domains of one unit are."""
+    expected = TransportAdapter().fit(SOURCE, target=TARGET).transform(NEW)
+    moved = TransportAdapter().fit(unit * SOURCE, target=unit_of_target * TARGET).transform(unit * NEW)
+    np.testing.assert_allclose(moved, unit_of_target * expected, rtol=1e-6)
+
+
 def test_the_linear_map_keeps_constant_features() -> None:
     """Equal numbers whose mean is rounded, and zeros, beside a feature in a small unit."""
     source, target = (np.column_stack([1e-6 * x[:, 0], np.full(len(x), 0.1), 0 * x[:, 0]]) for x in (SOURCE, TARGET))
