@@ -19,13 +19,15 @@ def drift(
     x: Float[Tensor, "*own n d"],
     y: Float[Tensor, "*own m d"],
 ) -> Float[Tensor, "*batch d"]:
-    """Return sum_i p_i x_i - sum_j q_j y_j."""
+    """Return sum_i p_i x_i - sum_j q_j y_j in the dtype of the weights, since it cancels where they nearly agree."""
+    is_one_cloud = x is y
+    x, y = x.to(p.dtype), y.to(p.dtype)
 
     def centred(x: Tensor, y: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor]:  # p and q (..., 1, n)
         centre = y.detach().mean(-2, keepdim=True)  # far from the origin the sums would cancel
         return (product(p, x - centre) - product(q, y - centre),)
 
-    if x is y:
+    if is_one_cloud:
         return _moment(p - q, x - x.detach().mean(-2, keepdim=True))
     return by_problems(centred, x, y, p.unsqueeze(-2), q.unsqueeze(-2))[0].squeeze(-2)
 
@@ -48,7 +50,8 @@ def between_directions(
     Each zero row is on an axis of its own: it costs 1 to every other point, like one that is orthogonal to all of them.
     """
     mass = mass.unsqueeze(-1)
-    moved = _moment(p - q, u) if u is v else _moment(p, u) - _moment(q, v)
+    # The difference of wider weights keeps the digits, and a large embedding its dtype.
+    moved = _moment((p - q).to(u.dtype), u) if u is v else _moment(p.to(u.dtype), u) - _moment(q.to(v.dtype), v)
     square = power_of_drift(moved, mass, 2).sum(-1)
     for weights, points in ((p - q, u),) if u is v else ((p, u), (q, v)):
         is_zero = torch.linalg.vector_norm(points.detach(), dim=-1) == 0
