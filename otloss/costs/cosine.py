@@ -20,8 +20,10 @@ from otloss.costs.products import product
 class CosineCost(Cost):
     """The cosine cost between the rows of an embedding, `c(i, j) = 1 - cos(e_i, e_j)`, without the V x V matrix.
 
-    The diagonal is exactly 0 and no cost is negative. A row of norm zero (a padding row) has no direction: it costs
-    1 to every other row and 0 to itself, and receives no gradient. The graph of `embedding` is kept.
+    The diagonal is exactly 0 and no cost is negative. In float32 the absolute error of a cost is about 1e-7,
+    which is 1 % of it for directions that are 0.005 radians apart: pass such rows in float64. A row of norm zero (a
+    padding row) has no direction: it costs 1 to every other row and 0 to itself, and receives no gradient. The graph
+    of `embedding` is kept.
 
     Args:
         embedding: (V, d), finite, of any scale. float16 and bfloat16 rows are normalised, and their costs
