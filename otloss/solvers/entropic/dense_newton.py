@@ -137,6 +137,8 @@ def shortened(
 ) -> Float[Tensor, "*batch m"]:  # fmt: skip
     """Return the step where it halves the derivative of the dual along itself, and elsewhere a safe share of it.
 
+    A derivative below 0 at the end says nothing: the dual may have fallen along nearly all of a long step.
+
     Along a step h the third derivative of the dual is at most the second times the range of h, its largest minus its
     smallest entry. So a step times log(1 + range) / range always increases the dual, but it is at most that logarithm.
 
@@ -148,7 +150,8 @@ def shortened(
     Source: F. Bach, Self-concordant analysis for logistic regression, 2010.
     """
     at_start, at_end = (gradient * step).sum(-1), (gradient_after(step) * step).sum(-1)
-    share = torch.where(at_end.abs() <= 0.5 * at_start, 1.0, safe_share(step, is_balanced=is_balanced))
+    is_halved = (at_end >= 0) & (at_end <= 0.5 * at_start)
+    share = torch.where(is_halved, 1.0, safe_share(step, is_balanced=is_balanced))
     return share.unsqueeze(-1) * step
 
 
