@@ -29,12 +29,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, has_float64
+from otloss._checks import broadcast_shape
 from otloss._public import public
 from otloss.costs import Cost
 from otloss.costs.centroids import or_one
 from otloss.costs.cost import block_entries
-from otloss.solvers.histograms import HistogramPair, of_equal_mass, pair_and_cost
+from otloss.solvers.histograms import HistogramPair, pair_and_cost, weights_in_float64
 
 COUPLINGS = ("independent", "residual", "best")
 
@@ -133,10 +133,7 @@ def lower_bound(
         tensor(1.5000)
     """
     pair, fitted = pair_and_cost(p, q, cost)
-    # In float32 the masses would differ by rounding, which would move the centroids of near-equal histograms.
-    wide = torch.float64 if has_float64(pair.p.device) else pair.p.dtype
-    p, q = pair.p.to(wide), pair.q.to(wide)
-    centroid = fitted.centroid_bound(p, of_equal_mass(p, q), pair.mass)
+    centroid = fitted.centroid_bound(*weights_in_float64(pair.p, pair.q), pair.mass)
     if centroid is None:
         value = _relaxed_marginals(pair, fitted)
     elif centroid.is_smooth:

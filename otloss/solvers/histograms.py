@@ -31,14 +31,20 @@ def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
     return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
 
 
-def between_masses(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-    """Return p - q with the sum 0, in float64 where the device has it: in float32 masses cannot be scaled by 1 + 1e-8.
+def weights_in_float64(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> tuple[Tensor, Tensor]:
+    """Return the weights in float64 where the device has it, with equal masses: float32 cannot scale by 1 + 1e-8.
 
     The rounding of float32 weights would move at the price of the whole way, beside histograms that are nearly equal.
     """
     wide = torch.float64 if has_float64(p.device) else p.dtype
     p, q = p.to(wide), q.to(wide)
-    return p - of_equal_mass(p, q)
+    return p, of_equal_mass(p, q)
+
+
+def between_masses(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    """Return p - q with the sum 0, computed `weights_in_float64`."""
+    p, q = weights_in_float64(p, q)
+    return p - q
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from otloss._checks import broadcast_shape, check_positive, check_tensor, has_fl
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.closed_forms.line import both_or_uniform, check_exponent, checked_positions, finite_in, power_of
-from otloss.solvers.histograms import between_masses, histogram_pair, of_equal_mass
+from otloss.solvers.histograms import between_masses, histogram_pair, weights_in_float64
 
 BISECTIONS = 60  # they find the shift in float64 to its last digit
 ROUNDINGS = 8.0  # two levels that differ by no more of them may be the same
@@ -197,9 +197,7 @@ def _cheapest(price: Tensor, partner: Tensor, x: Tensor, period: float) -> Tenso
 
 def _above_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, order: float) -> Tensor:
     batch = broadcast_shape(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
-    wide = torch.float64 if has_float64(p.device) else p.dtype
-    p, q = p.to(wide), q.to(wide)
-    (p, x), (q, y) = (_sorted(w, t.to(wide), batch) for w, t in ((p, x), (of_equal_mass(p, q), y)))
+    (p, x), (q, y) = (_sorted(w, t.to(w.dtype), batch) for w, t in zip(weights_in_float64(p, q), (x, y), strict=True))
     fixed_p, fixed_q = p.detach(), q.detach()
     low, high, share = _best_shift(_shifted(fixed_p, fixed_q, x.detach(), y.detach(), period, order))
     path = _shifted(fixed_p, fixed_q, x, y, period, order)
