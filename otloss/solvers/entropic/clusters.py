@@ -128,10 +128,11 @@ class Clusters(Method):
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the potentials between clusters; see `interface.Method`.
 
-        The search ends early where it becomes slow, and has no iteration where clusters do not help: a side has no
-        mass, the problem between clusters was not solved, or clusters are far larger than epsilon resolves. Between a
-        cloud and itself, Sinkhorn's iteration runs without clusters then. The potentials between clusters are better
-        than `start`, which is what iterations have found while a kernel was compiled.
+        The search ends early where it becomes slow. It has no iteration where clusters do not help: a side has no mass,
+        the problem between clusters was not solved, or clusters are far larger than epsilon resolves. Newton's method
+        in a later rung then takes less time than iterations before it. Between a cloud and itself, where there is none,
+        Sinkhorn's iteration runs. The potentials between clusters are better than `start`, which is what iterations
+        have found while a kernel was compiled.
         """
         p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
         result = _search(dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(())), budget)

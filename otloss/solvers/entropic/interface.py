@@ -148,6 +148,11 @@ def start_of(problem: Problem) -> Start | None:
 class Method(Protocol):
     """A way to find the potentials of entropic problems.
 
+    In each rung of the ladder one method runs, the first that applies. What its `run` does not solve is left to the
+    next rung, also where it gives up before its first iteration (`SearchResult.without_search`). So `applies` alone
+    leaves a problem to later methods of the same rung. In the first rung `run` ends where the patience of its budget
+    is used up; a method of a later rung has its own rule for its end.
+
     In each result f is an exact update from g. Where `budget.is_accurate` a method may estimate `potential_error`,
     `potential_range` and `smallest_eigenvalue`, if that costs it little; the others are estimated after the ladder.
 
