@@ -21,15 +21,12 @@ Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
     interface       what all methods share: start, budget, result, `applies` and `run`
     solution        value, plan, <C, P>, duality gap and bounds at potentials
 
-The methods of the ladder, one in each file:
+The methods, one in each file but for the two of `newton`; the docstring of `ladder` says when each runs:
 
-    sinkhorn                    the reference, for any cost and device
-    sinkhorn_cpu                matrices, by numba kernels
-    sinkhorn_gpu                small problems on a GPU, by a Triton kernel
-    clusters, coarse_images     large clouds, and large images
-    images_float64              large images whose iterations are slow
-    newton, newton_products     on the cells of a plan, and by products with the plan on a device
-    sinkhorn_last_resort        in float64, where the others end early
+    sinkhorn, sinkhorn_cpu, sinkhorn_gpu            Sinkhorn's iteration in torch, by numba kernels, by a Triton kernel
+    clusters, coarse_images                         Sinkhorn's iteration with the help of a coarser problem
+    images_float64, sinkhorn_last_resort            Sinkhorn's iteration in float64
+    newton, newton_products                         Newton's method on cells of the plan, and by products with the plan
 
 Around the ladder `meanwhile` iterates while a kernel is compiled, `newton_problems` takes the problems of Newton's
 method out of a batch, `dense_newton` makes potentials accurate, `messages` has the warnings and errors of a search,

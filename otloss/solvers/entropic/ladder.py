@@ -1,12 +1,12 @@
 """The ladder: which methods search for the potentials of an entropic problem, in which order, and when the search ends.
 
-A rung is a tuple of methods of which the first that applies is taken. The next rung starts from what was found:
+A rung is a tuple of methods of which the first that applies runs. The next rung starts from where it ended:
 
-1. Sinkhorn's iteration, in the form that the device and the cost allow, until its contraction says that the tolerance
-   is far. Between clouds too small for `Clusters` whose points are epsilons apart, Newton's method (`NewtonFirst`).
+1. Newton's method between clouds whose points are epsilons apart, if they are too small for `Clusters`; else Sinkhorn's
+   iteration, in the form that the device and the cost allow, until its contraction says that the tolerance is far.
 2. With impl="triton", Newton's method by products with the plan, on the device.
 3. Between large images, Sinkhorn's iteration in float64, as long as Newton's method would take.
-4. Newton's method, for balanced problems from the potentials of exact transport.
+4. Newton's method, for balanced problems from the potentials of exact transport, unless it was the first one.
 5. Sinkhorn's iteration in float64, with no limit but the budget.
 
 A new method is a class in a file of its own, its import here, and its place in a rung before the last one.
@@ -41,15 +41,15 @@ PATIENCE = 250  # Newton's method with its exact start takes less time than so m
 
 
 def search(problem: Problem, budget: Budget) -> SearchResult:
-    """Return for each problem the best potentials that the methods have found.
-
-    The budget is for all methods together: a search that uses it up reaches no further rung. A method that gives up
-    leaves the problem to the next one. The first one has limited patience where the last would not do the same.
-    """
-    rungs = [next((method for method in rung if method.applies(problem)), None) for rung in LADDER]
-    methods = [method for method in rungs if method is not None]
-    patience = PATIENCE if len(methods) > 2 or differs_from_first(problem) else math.inf
+    """Return for each problem the best potentials that the methods find, with one budget for all of them."""
+    methods: list[Method] = []
+    for rung in LADDER:
+        first = next((method for method in rung if method.applies(problem)), None)
+        if first is not None and not any(isinstance(earlier, type(first)) for earlier in methods):
+            methods.append(first)
+    last_repeats_first = len(methods) == 2 and not differs_from_first(problem)
     start, result, unused = start_of(problem), None, budget.max_iterations
+    patience: float = math.inf if last_repeats_first else PATIENCE
     for method in methods:
         limits = dataclasses.replace(budget, max_iterations=unused, patience=patience)
         result = better(result, run_method(method, problem, start, limits), budget.tolerance)

@@ -90,6 +90,40 @@ def test_the_first_method_may_give_up_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert bool(image(torch.float64).converged)
 
 
+class GivesUp(Added):
+    """The method for the test: it gives up before its first iteration."""
+
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+        return SearchResult.without_search(problem)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_method_that_gives_up_leaves_the_problem_to_the_next_rung(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = CASES[case]().value
+    capsys.readouterr()
+    monkeypatch.setattr(ladder, "LADDER", ((GivesUp(), Added()), *ladder.LADDER[1:]))
+    result = CASES[case]()
+    assert capsys.readouterr().out == ""
+    assert bool(result.converged)
+    torch.testing.assert_close(result.value, expected, rtol=1e-3, atol=0.0)
+
+
+def test_no_method_repeats_the_search_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+
+    def fail(self: Method, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+        searches.append(type(self))
+        return SearchResult.without_search(problem)
+
+    monkeypatch.setattr(newton.NewtonFirst, "applies", lambda *_: True)
+    monkeypatch.setattr(newton.SparseNewton, "run", fail)
+    monkeypatch.setattr(ladder, "LADDER", ((newton.NewtonFirst(),), *ladder.LADDER[1:]))
+    assert bool(matrix(torch.float64).converged)
+    assert searches == [newton.NewtonFirst]
+
+
 def test_the_chart_has_every_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(ladder, "LADDER", (ladder.LADDER[0], (Added(),), *ladder.LADDER[1:]))
