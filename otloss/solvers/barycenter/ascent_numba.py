@@ -26,15 +26,15 @@ from otloss._numba.compile import addresses_of, call_at, compiled, inner, splice
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
 from otloss.solvers.entropic.newton_kernels.cells_numba import Cells, Side, column_error, evaluate
-from otloss.solvers.entropic.newton_kernels.newton_numba import derivative_along, search_along
-from otloss.solvers.entropic.newton_kernels.numbers import NEWTON
-from otloss.solvers.entropic.newton_kernels.step_numba import (
+from otloss.solvers.entropic.newton_kernels.equations_numba import (
     Factor,
     build_conjugate_gradients,
     elimination_order,
     factorise,
     precondition,
 )
+from otloss.solvers.entropic.newton_kernels.newton_numba import derivative_along, search_along
+from otloss.solvers.entropic.newton_kernels.numbers import NEWTON
 
 
 class AscentNumbers(NamedTuple):

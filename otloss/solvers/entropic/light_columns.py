@@ -20,28 +20,26 @@ from otloss.solvers.problem import Problem
 MAX_UPDATES = 300
 
 
-def without_light_columns(problem: Problem) -> Problem:
+def drop_light_columns(problem: Problem) -> Problem:
     """Return a balanced problem without the mass of its light columns."""
     lightest = torch.finfo(torch.float64).eps * problem.q.amax(-1, keepdim=True)
     return dataclasses.replace(problem, q=problem.q.masked_fill(problem.q < lightest, 0.0))
 
 
-def with_light_columns(problem: Problem, searched: Problem, result: SearchResult, budget: Budget) -> SearchResult:
+def restore_light_columns(problem: Problem, searched: Problem, result: SearchResult, budget: Budget) -> SearchResult:
     """Return a result of `searched`, the problem without its light columns, with the potentials of the whole problem.
 
     The error of potentials is infinite where the updates still change g by more than the budget allows.
     """
     updates = build_updates(problem)
     g = torch.where(searched.q == 0, updates.g_from(result.f), result.g)
-    for _ in range(MAX_UPDATES):
+    for count in range(MAX_UPDATES + 1):
         f = updates.f_from(g)
         received = updates.g_from(f)
         is_inaccurate = ~(updates.largest_change(g, received, updates.log_q) <= budget.largest_change)
-        if not bool(is_inaccurate.any()):
+        if count == MAX_UPDATES or not bool(is_inaccurate.any()):
             break
         g = torch.where(is_inaccurate.unsqueeze(-1), received, g)
-    f = updates.f_from(g)
-    received = updates.g_from(f)
     g = torch.where(problem.q == 0, received, g)
     return dataclasses.replace(
         result,

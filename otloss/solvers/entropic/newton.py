@@ -21,10 +21,10 @@ from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import PointCost
 from otloss.costs.order import METRIC_NUMBERS, order_of
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, Start, better
-from otloss.solvers.entropic.light_columns import with_light_columns, without_light_columns
+from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, Start
+from otloss.solvers.entropic.light_columns import drop_light_columns, restore_light_columns
 from otloss.solvers.entropic.messages import check_epsilon, smallest_epsilon_over_potential
-from otloss.solvers.entropic.newton_problems import scatter, select, suits_newton
+from otloss.solvers.entropic.newton_problems import scatter, search_again, select, suits_newton
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
@@ -114,12 +114,20 @@ def _places(costs: Float[Tensor, "*batch k n"]) -> float:
 
 def _solve_balanced(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     """Return the result from exact potentials, with exact updates at the columns without mass."""
-    result = _run_kernel(problem, *_exact_start(problem, g), budget)
-    if not result.is_within(budget.tolerance):
-        result = _without_light_columns(problem, result, budget)
+    result = _run_from_exact(problem, g, budget)
+    result = search_again(problem, result, budget, _search_heavy_columns)
     if not bool((problem.q == 0).any()):
         return result
     return dataclasses.replace(result, g=torch.where(problem.q > 0, result.g, build_updates(problem).g_from(result.f)))
+
+
+def _search_heavy_columns(problem: Problem, budget: Budget) -> SearchResult:
+    """Return the result of a search without the light columns, in which Newton's steps go astray."""
+    searched = drop_light_columns(problem)
+    if torch.equal(searched.q, problem.q):
+        return SearchResult.without_search(problem)
+    result = _run_from_exact(searched, torch.zeros_like(searched.q), budget)
+    return restore_light_columns(problem, searched, result, budget)
 
 
 def _solve_unbalanced(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
@@ -128,8 +136,7 @@ def _solve_unbalanced(problem: Problem, g: Tensor, budget: Budget) -> SearchResu
     Light columns, which hardly count, may decide the estimate of the error: it gives no warning.
     """
     result = _run_kernel(problem, g, None, budget)
-    if not result.is_within(budget.tolerance):
-        result = _through_larger_epsilons(problem, result, budget)
+    result = search_again(problem, result, budget, _search_from_zeros)
     updates = build_updates(problem)
     g = updates.g_from(result.f)
     return dataclasses.replace(
@@ -137,47 +144,30 @@ def _solve_unbalanced(problem: Problem, g: Tensor, budget: Budget) -> SearchResu
     )
 
 
-def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return potentials of exact transport and the cells of its plans, or g and None where the exact solver fails."""
-    problem = dataclasses.replace(problem, is_exact=True)
-    try:
-        solve = solve_between_clouds if suits_clouds(problem) else solve_exactly
-        solution = solve(problem, warns=False)
-    except RuntimeError:  # not certified; Newton's method measures its own error
-        return g, None
-    optimum = solution.optimum
-    return optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
-
-
-def _through_larger_epsilons(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
-    """Return the result with a second search, from zeros, of unbalanced problems that did not converge from a start.
+def _search_from_zeros(problem: Problem, budget: Budget) -> SearchResult:
+    """Return the result of a search of unbalanced problems through larger epsilons.
 
     Beside a tiny epsilon a start with a large error is a corner that Newton's method hardly leaves.
     """
-    mask = ~(result.error <= budget.tolerance)
-    remaining = select(problem, mask)
     max_steps = MAX_SMALL_STEPS if math.prod(problem.cost.shape) <= SMALL_PAIRS else MAX_STEPS
-    max_steps = min(max_steps, budget.max_iterations - result.iterations_used)
-    if max_steps < 1:
-        return result
-    new = _run_kernel(remaining, torch.zeros_like(remaining.q), None, budget, max_steps=max_steps)
+    result = _run_kernel(problem, torch.zeros_like(problem.q), None, budget, max_steps=max_steps)
     # Where numbers overflowed, the next method has the whole budget.
-    new = dataclasses.replace(new, iterations=new.iterations.masked_fill(~new.error.isfinite(), 0))
-    return better(result, scatter(result, mask, new), budget.tolerance)
+    return dataclasses.replace(result, iterations=result.iterations.masked_fill(~result.error.isfinite(), 0))
 
 
-def _without_light_columns(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
-    """Return the result with a second search of balanced problems in whose light columns the steps went astray."""
-    mask = ~(result.error <= budget.tolerance)
-    remaining = select(problem, mask)
-    searched = without_light_columns(remaining)
-    max_iterations = budget.max_iterations - result.iterations_used
-    if torch.equal(searched.q, remaining.q) or max_iterations < 1:
-        return result
-    budget = dataclasses.replace(budget, max_iterations=max_iterations)
-    g, cells = _exact_start(searched, torch.zeros_like(searched.q))
-    new = with_light_columns(remaining, searched, _run_kernel(searched, g, cells, budget), budget)
-    return better(result, scatter(result, mask, new), budget.tolerance)
+def _run_from_exact(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
+    """Return where the kernel ends from potentials of exact transport, or from g where the exact solver fails."""
+    from otloss.solvers.entropic.newton_kernels.newton_numba import find_kernels
+
+    find_kernels()  # If they are not compiled yet, exact transport would be solved again at each look for them.
+    exact_problem, plans = dataclasses.replace(problem, is_exact=True), None
+    try:
+        solve = solve_between_clouds if suits_clouds(exact_problem) else solve_exactly
+        optimum = solve(exact_problem, warns=False).optimum
+        g, plans = optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
+    except RuntimeError:  # not certified; Newton's method measures its own error
+        pass
+    return _run_kernel(problem, g, plans, budget)
 
 
 class _Order(NamedTuple):
@@ -230,12 +220,10 @@ def _run_kernel(
     problem: Problem, g: Tensor, plans: Tensor | None, budget: Budget, *, max_steps: int = MAX_STEPS
 ) -> SearchResult:
     """Call the kernel, from g and the cells (problems, 2, cells) of the exact plans."""
-    from otloss._numba.compile import addresses_of
     from otloss.solvers.entropic.newton_kernels.newton_numba import (
-        NewtonKernels,
         NewtonLimits,
-        build_calls,
         build_results,
+        find_kernels,
         newton_problems,
     )
 
@@ -249,15 +237,8 @@ def _run_kernel(
         1 / smallest_epsilon_over_potential(budget.tolerance) if problem.marginal_penalty is None else np.inf,
     )
     results = build_results(n, g[:, order.columns].contiguous().numpy())
-    arguments = problems, limits, results
-    kernels = addresses_of(
-        newton_problems,
-        lambda addresses: (newton_problems, (np.zeros(3, np.int64), NewtonKernels(*addresses), *arguments)),
-        build_calls,
-    )
-    count = len(g)
-    work = Work("Newton's method", count * n * m, budget.tolerance)
-    run_on_threads(newton_problems, count, (NewtonKernels(*kernels), *arguments), work=work)
+    work = Work("Newton's method", len(g) * n * m, budget.tolerance)
+    run_on_threads(newton_problems, len(g), (find_kernels(), problems, limits, results), work=work)
     f, g = (torch.from_numpy(potential) for potential in (results.f, results.g))
     f, g = (torch.empty_like(t).index_copy_(1, places, t) for t, places in zip((f, g), order, strict=True))
     outcome = torch.from_numpy(results.outcome)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
-from otloss.costs import Cost, DenseCost
+from otloss.costs import DenseCost
 from otloss.costs.order import METRIC_NUMBERS, can_leave_out
 from otloss.solvers.entropic.arithmetic import in_float64
-from otloss.solvers.entropic.interface import SearchResult
+from otloss.solvers.entropic.interface import Budget, SearchResult, better
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.problem import Problem
 
@@ -46,27 +47,36 @@ def suits_newton(problem: Problem) -> bool:
 
 
 def select(problem: Problem, mask: Bool[Tensor, "*batch"]) -> Problem:
-    """Return the chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds.
-
-    Of balanced ones a column that is lighter than the rounding of all rows has no mass: its marginal says nothing of
-    its potential, in which Newton's steps would go astray. The potentials f decide it. Beside a row that is lighter
-    still a column keeps its mass, which counts for the potential of that row.
-    """
-    wide, cost = in_float64(problem), problem.cost
+    """Return the chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds."""
+    wide = in_float64(problem)
     p, q, epsilon = (t[mask].cpu() for t in (wide.p, wide.q, wide.epsilon))
-    costs: Cost = wide.cost
-    if not is_between_large_clouds(problem):
-        matrices = (wide.cost if cost.stored_matrix() is None else cost).dense().detach()
-        if matrices.dim() > 2:
-            matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[mask]
-        costs = DenseCost.unchecked(matrices.cpu().double().contiguous())
+    cost = wide.cost if is_between_large_clouds(problem) else _choose_matrices(problem, wide, mask)
     penalty = problem.marginal_penalty
     penalty = penalty and penalty.map(lambda rho: rho[mask].cpu())
     if penalty is None:
-        lightest_row = p.masked_fill(p == 0, torch.inf).amin(-1, keepdim=True)
-        lightest = torch.finfo(torch.float64).eps * torch.minimum(lightest_row, q.amax(-1, keepdim=True))
-        q = q.masked_fill(q < lightest, 0.0)
-    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=costs, marginal_penalty=penalty, start=None)
+        q = _without_undetermined(p, q)
+    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=cost, marginal_penalty=penalty, start=None)
+
+
+def _choose_matrices(problem: Problem, wide: Problem, mask: Tensor) -> DenseCost:
+    """Return the matrices of the chosen problems, as they are stored or computed in float64."""
+    matrices = (wide if problem.cost.stored_matrix() is None else problem).cost.dense().detach()
+    if matrices.dim() > 2:
+        matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[mask]
+    return DenseCost.unchecked(matrices.cpu().double().contiguous())
+
+
+def _without_undetermined(
+    p: Float[Tensor, "problems n"], q: Float[Tensor, "problems m"]
+) -> Float[Tensor, "problems m"]:
+    """Return the weights q without the columns that are lighter than the rounding of all rows.
+
+    The marginal of such a column says nothing of its potential, in which Newton's steps would go astray. The potentials
+    f decide it. Beside a row that is lighter still a column keeps its mass, which counts for the potential of that row.
+    """
+    lightest_row = p.masked_fill(p == 0, torch.inf).amin(-1, keepdim=True)
+    lightest = torch.finfo(torch.float64).eps * torch.minimum(lightest_row, q.amax(-1, keepdim=True))
+    return q.masked_fill(q < lightest, 0.0)
 
 
 def scatter(previous: SearchResult, mask: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:
@@ -76,3 +86,14 @@ def scatter(previous: SearchResult, mask: Bool[Tensor, "*batch"], new: SearchRes
         values[name] = values[name].clone()
         values[name][mask] = part.to(values[name])
     return SearchResult(**values)
+
+
+def search_again(
+    problem: Problem, result: SearchResult, budget: Budget, search: Callable[[Problem, Budget], SearchResult]
+) -> SearchResult:
+    """Return the result with another search of the problems that are not within the tolerance, where it is better."""
+    mask, unused = ~(result.error <= budget.tolerance), budget.max_iterations - result.iterations_used
+    if not bool(mask.any()) or unused < 1:
+        return result
+    new = search(select(problem, mask), dataclasses.replace(budget, max_iterations=unused))
+    return better(result, scatter(result, mask, new), budget.tolerance)

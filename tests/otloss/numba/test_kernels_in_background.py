@@ -20,7 +20,9 @@ from otloss._numba import background, notices
 from otloss._numba.background import StillCompilingError
 from otloss.solvers.barycenter import ascent
 from otloss.solvers.barycenter import barycenter as barycenters
+from otloss.solvers.entropic import newton
 from otloss.solvers.entropic.newton import SparseNewton
+from otloss.solvers.entropic.newton_kernels import newton_numba
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
 from tests.samples import sampled
@@ -91,6 +93,22 @@ def test_iterations_go_on_without_a_kernel(monkeypatch: pytest.MonkeyPatch, meth
     found = otloss.solve(None, None, problems(), epsilon=epsilon)
     assert bool(found.converged.all())
     torch.testing.assert_close(found.value, expected.value, rtol=1e-6, atol=0)
+
+
+def test_exact_transport_is_solved_once_however_long_newtons_kernel_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_kernels, solve, looks, solutions = newton_numba.find_kernels, newton.solve_exactly, [], []
+
+    def not_yet() -> Any:
+        looks.append(1)
+        if len(looks) < 4:
+            raise StillCompilingError
+        return find_kernels()
+
+    monkeypatch.setattr(newton_numba, "find_kernels", not_yet)
+    monkeypatch.setattr(newton, "solve_exactly", lambda *a, **k: solutions.append(1) or solve(*a, **k))
+    assert bool(otloss.solve(None, None, problems(), epsilon=1e-3).converged.all())
+    assert len(looks) > 4
+    assert len(solutions) == 1
 
 
 @pytest.mark.parametrize("epsilon", [0.003, 0.0003])

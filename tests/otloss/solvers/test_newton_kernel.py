@@ -12,7 +12,7 @@ from tests.otloss.newton_reference import DenseDual, solve_in_stages
 from tests.otloss.uncompiled_kernels import import_uncompiled
 
 sparse, equations, newton, ascent = import_uncompiled(
-    "otloss.solvers.entropic.newton_kernels.cells_numba", "otloss.solvers.entropic.newton_kernels.step_numba",
+    "otloss.solvers.entropic.newton_kernels.cells_numba", "otloss.solvers.entropic.newton_kernels.equations_numba",
     "otloss.solvers.entropic.newton_kernels.newton_numba", "otloss.solvers.barycenter.ascent_numba",
 )  # fmt: skip
 COUNTER = np.zeros(8, np.int64)

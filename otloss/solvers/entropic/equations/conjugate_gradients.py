@@ -1,6 +1,6 @@
 """Conjugate gradients for batches of equations A b = c that are known by products, on any device.
 
-A is self-adjoint and positive in an inner product that belongs to each problem. `newton_kernels.step_numba` has
+A is self-adjoint and positive in an inner product that belongs to each problem. `newton_kernels.equations_numba` has
 conjugate gradients for one plan, whose cells give the preconditioner.
 """
 

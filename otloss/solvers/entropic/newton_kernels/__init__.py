@@ -1,7 +1,9 @@
 """The kernels of Newton's method on the cells of a plan, for `newton` and for barycenters.
 
-    newton_numba    the notation, stages, rounds and the search along a step    numbers     the constants, with reasons
-    cells_numba     the plan on few cells or over all pairs                     step_numba  the equations of a step
+    newton_numba        the notation, stages, rounds and the search along a step
+    cells_numba         the plan on few cells or over all pairs
+    equations_numba     the equations of a step
+    numbers             the constants, with reasons
 
 tests/otloss/newton_reference.py has the reference implementation, with dense matrices.
 """

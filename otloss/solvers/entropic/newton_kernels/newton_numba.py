@@ -17,9 +17,9 @@ function of b the dual has the gradient t - c, and its negative Hessian is
     step        `find_step` solves H x = t - c. `search_along` moves b by x, or by a part of x where the dual would fall
                 beyond it.
 
-    cells_numba     the plan over all pairs and on the cells; which arrays belong together after which function
-    step_numba      the equations of a step
-    newton_numba    this file: searches along steps, rounds, stages, and the problems of a call
+    cells_numba         the plan over all pairs and on the cells; which arrays belong together after which function
+    equations_numba     the equations of a step
+    newton_numba        this file: searches along steps, rounds, stages, and the problems of a call
 
 `begin_round` and `find_step` are kernels that `newton_problems` calls by their addresses.
 `tests/otloss/newton_reference.py` computes the same from the formulas above, with dense matrices.
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._numba.compile import call_at, compiled, inner, result_at, spliced
+from otloss._numba.compile import addresses_of, call_at, compiled, inner, result_at, spliced
 from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
 from otloss.solvers.entropic.newton_kernels.cells_numba import (
@@ -49,8 +49,8 @@ from otloss.solvers.entropic.newton_kernels.cells_numba import (
     target,
     update_columns,
 )
+from otloss.solvers.entropic.newton_kernels.equations_numba import elimination_order, find_step
 from otloss.solvers.entropic.newton_kernels.numbers import NEWTON
-from otloss.solvers.entropic.newton_kernels.step_numba import elimination_order, find_step
 
 
 class NewtonKernels(NamedTuple):
@@ -261,3 +261,18 @@ def build_calls() -> tuple[tuple[Any, tuple[Any, ...]], ...]:
         (begin_round, (Pairs(matrix, matrix, matrix, 0), side, side, 1.0, 0.1, cells, True)),
         (find_step, (places, cells, side, side, places, 1.0, 0.1, numbers)),
     )
+
+
+def find_kernels() -> NewtonKernels:
+    """Return the addresses of the kernels that `newton_problems` calls; all three are compiled together."""
+
+    def caller(addresses: Any) -> tuple[Any, tuple[Any, ...]]:
+        numbers, places, matrix = np.ones(1), np.zeros(1, np.int64), np.ones((1, 1))
+        problems = NewtonProblems(
+            matrix, matrix, Pairs(matrix[None], matrix, matrix, 0), places, numbers, matrix, np.ones(1, bool),
+            plans=np.zeros((1, 2, 1), np.int64),
+        )  # fmt: skip
+        arguments = problems, NewtonLimits(1.0, 1.0, 1), build_results(1, matrix)
+        return newton_problems, (np.zeros(3, np.int64), NewtonKernels(*addresses), *arguments)
+
+    return NewtonKernels(*addresses_of(newton_problems, caller, build_calls))
