@@ -168,7 +168,7 @@ def run_kernel(
     if problems.penalties is not None:
         inputs += (problems.penalties,)
     results = empty_results(count, n, m, None if g is None else g.detach().numpy())
-    arguments = (inputs, _kernel_budget(budget, is_warm=g is not None), results)
+    arguments = (inputs, _kernel_limits(budget, is_warm=g is not None), results)
     addresses = addresses_of(
         (kernel, weights, costs),
         lambda unknown: (kernel, (np.zeros(3, np.int64), unknown, *arguments, *empty_arrays(1, 1, costs))),
@@ -194,12 +194,12 @@ def _choose_kernel(problems: MatrixProblems) -> tuple[Any, Any]:
     return (symmetric_problems if problems.is_symmetric else sinkhorn_problems), build_calls
 
 
-def _kernel_budget(budget: Budget, *, is_warm: bool) -> tuple[Any, ...]:
-    """Return the fields of `KernelBudget`."""
-    from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import KernelBudget
+def _kernel_limits(budget: Budget, *, is_warm: bool) -> tuple[Any, ...]:
+    """Return the fields of `SinkhornLimits`."""
+    from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import SinkhornLimits
 
     return tuple(
-        KernelBudget(
+        SinkhornLimits(
             budget.tolerance, budget.largest_change, max_iterations=budget.last_iteration,
             patience=float(budget.patience), is_warm=is_warm, estimates_error=budget.is_accurate,
         )

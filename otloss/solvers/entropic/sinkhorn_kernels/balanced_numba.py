@@ -82,7 +82,7 @@ class IterationBounds(NamedTuple):
 ITERATION_BOUNDS = IterationBounds()
 
 
-class KernelBudget(NamedTuple):
+class SinkhornLimits(NamedTuple):
     """When the iterations of a problem end, and what is known before.
 
     Attributes:
@@ -106,17 +106,17 @@ def empty_results(count: int, n: int, m: int, g: np.ndarray | None) -> tuple[np.
 
 
 @inner()
-def build_budget(values: Any) -> KernelBudget:
+def build_limits(values: Any) -> SinkhornLimits:
     tolerance, largest_change, max_iterations, patience, is_warm, estimates_error = values
-    return KernelBudget(tolerance, largest_change, max_iterations, patience, is_warm, estimates_error)
+    return SinkhornLimits(tolerance, largest_change, max_iterations, patience, is_warm, estimates_error)
 
 
 @inner()
-def budget_of_stage(limits: Any, iterations: int, is_last: bool) -> KernelBudget:
+def limits_of_stage(limits: Any, iterations: int, is_last: bool) -> SinkhornLimits:
     """Return when a stage ends, after the iterations of the stages before it. The last one has what is left of all."""
     remaining = limits.max_iterations - iterations
     is_cut = is_last or remaining < ITERATION_BOUNDS.stage_iterations
-    return KernelBudget(
+    return SinkhornLimits(
         limits.tolerance if is_last else ITERATION_BOUNDS.stage_error, limits.largest_change,
         remaining if is_cut else ITERATION_BOUNDS.stage_iterations, limits.patience if is_last else np.inf,
         limits.is_warm, limits.estimates_error,
@@ -267,7 +267,7 @@ def _run_stages(shared: Any, cost: Any, work: Any, n: int, m: int, epsilon: floa
         width /= SCHEDULE.stage_factor
     while True:
         is_last = width <= epsilon
-        stage_limits = budget_of_stage(limits, iterations, is_last)
+        stage_limits = limits_of_stage(limits, iterations, is_last)
         error, count = _iterate(shared, cost, work, n, m, width, stage_limits, is_last)
         iterations += count
         if is_last:
@@ -323,14 +323,14 @@ def sinkhorn_problems(counter: Any, shared: Any, problems: Any, limits: Any, res
     shared      the addresses of the kernels that `Shared` names
     problems    p (B, n), q (B, m) and costs (matrices, n, m) in float32 or float64, in which the iterations run;
                 owner (B,) and epsilon (B,)
-    limits      the fields of `KernelBudget`
+    limits      the fields of `SinkhornLimits`
     results     f (B, n) and g (B, m) in float64; outcome (B, 5), as `KernelResults` explains it: infinity and NaN
                 where the problem is not valid. Potentials of a problem without mass are 0
     arrays      what `empty_arrays` returns
     """
     p, q, costs, owner, epsilon = problems
     f, g, outcome = results
-    work, bounds = build_scratch(counter, arrays), build_budget(limits)
+    work, bounds = build_scratch(counter, arrays), build_limits(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -392,7 +392,7 @@ def symmetric_problems(counter: Any, shared: Any, problems: Any, limits: Any, re
     """As `sinkhorn_problems`, of p with itself at symmetric costs and without stages of epsilon."""
     p, _, costs, owner, epsilon = problems
     f, g, outcome = results
-    work, bounds = build_scratch(counter, arrays), build_budget(limits)
+    work, bounds = build_scratch(counter, arrays), build_limits(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

@@ -33,11 +33,11 @@ from otloss._numba.tasks import is_stopped, next_task
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS
 from otloss.solvers.entropic.sinkhorn_kernels.balanced_numba import (
     ITERATION_BOUNDS,
-    KernelBudget,
-    budget_of_stage,
-    build_budget,
+    SinkhornLimits,
+    build_limits,
     error_of_potential,
     is_too_slow,
+    limits_of_stage,
 )
 from otloss.solvers.entropic.sinkhorn_kernels.numbers import (
     POTENTIAL_ERROR,
@@ -256,7 +256,7 @@ def _run_stages(
         )
         for j in range(m):
             gamma[j] = gamma[j] / width + log_p
-        stage_limits = budget_of_stage(limits, iterations, is_last)
+        stage_limits = limits_of_stage(limits, iterations, is_last)
         error, count, residual = _iterate(shared, cost, work, n, m, sides, stage_limits, is_last)
         iterations += count
         if is_last:
@@ -296,7 +296,7 @@ def unbalanced_problems(counter: Any, shared: Any, problems: Any, limits: Any, r
     """
     p, q, costs, owner, epsilon, penalties = problems
     f, g, outcome = results
-    work, bounds = build_scratch(counter, arrays), build_budget(limits)
+    work, bounds = build_scratch(counter, arrays), build_limits(limits)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -445,6 +445,6 @@ def write_unbalanced_potentials(
 def build_unbalanced_calls(weights: Any, costs: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     """Return what `build_calls` does, with the kernel that writes potentials of unbalanced problems."""
     *calls, (_, (shared, problem, work, outputs)) = build_calls(weights, costs)
-    side, limits = Side(1.0, 1.0, 1.0), KernelBudget(1.0, 1.0, 1, 1.0, True, True)
+    side, limits = Side(1.0, 1.0, 1.0), SinkhornLimits(1.0, 1.0, 1, 1.0, True, True)
     arguments = shared, problem, work, Sides(side, side, 1.0), limits, 1.0, 1.0, outputs
     return (*calls, (write_unbalanced_potentials, arguments))
