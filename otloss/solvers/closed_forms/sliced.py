@@ -4,7 +4,8 @@
 
 (N. Bonneel, J. Rabin, G. Peyre, H. Pfister, Sliced and Radon Wasserstein Barycenters of Measures, 2015). Directions are
 drawn once per call and shared by the batch. Both clouds are moved by the mean of all their points before they are
-projected: the distance stays, and clouds far from the origin keep their digits.
+projected, in float64 where the device has it: the distance stays, and clouds far from the origin, or with clusters far
+from each other, keep their digits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from otloss._checks import (
     check_floating,
     check_last_axis,
     device_of,
+    has_float64,
 )
 from otloss._per_example import per_example
 from otloss._public import public
@@ -84,7 +86,7 @@ def sliced_wasserstein(
         tensor(12.5000)
     """
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in _check_clouds(x, y, a, b)))
-    arithmetic = torch.promote_types(dtype, torch.float32)
+    arithmetic = torch.float64 if has_float64(x.device) else torch.promote_types(dtype, torch.float32)
     directions = _directions(projections, x.shape[-1], generator).to(device=x.device, dtype=arithmetic)
     x, y = _centred(x.to(arithmetic), y.to(arithmetic))
     a = x.new_full((x.shape[-2],), 1 / x.shape[-2]) if a is None else a

@@ -222,6 +222,20 @@ def test_slices_of_large_numbers_in_float32() -> None:
         on_line(1e160 * x.double(), 1e160 * x.double().flip(0))
 
 
+@pytest.mark.parametrize("d", [1, 8])
+def test_slices_of_far_clusters_in_float32(d: int) -> None:
+    x, along = torch.randn(40, d, generator=torch.Generator().manual_seed(0)), torch.randn(9, d)
+    x[20:] += 1e4
+    y = x + 0.05 * torch.randn(40, d, generator=torch.Generator().manual_seed(1))
+    values, gradients = [], []
+    for dtype in (torch.float32, torch.float64):
+        points = x.to(dtype).requires_grad_()
+        values.append(sliced_wasserstein(points, y.to(dtype), projections=along))
+        gradients.append(torch.autograd.grad(values[-1], points)[0].double())
+    torch.testing.assert_close(values[0].double(), values[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-6 * float(gradients[1].abs().max()))
+
+
 third, ones, square = torch.full((3,), 1 / 3), torch.ones(3), torch.rand(4, 2)
 test_bad_input = raising(
     (cdf_distance, (third, third), {"power": 0.5}, "power is 0.5, expected a finite number of at"),
