@@ -391,6 +391,17 @@ def test_potentials_of_columns_lighter_than_rounding(seed: int, light: float) ->
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-3)
 
 
+def potentials_in_logs(p: Tensor, q: Tensor, cost: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Plain Sinkhorn in the log domain, with every bin in play."""
+    f, g = torch.zeros_like(p), torch.zeros_like(q)
+    for _ in range(20_000):
+        previous, f = f, -epsilon * ((g - cost) / epsilon + q.log()).logsumexp(-1)
+        g = -epsilon * ((f - cost.T) / epsilon + p.log()).logsumexp(-1)
+        if bool(((f - previous).abs() < 1e-12).all()):
+            break
+    return f, g
+
+
 @pytest.mark.parametrize(
     ("seed", "n", "m", "scale", "epsilon"),
     [
@@ -411,11 +422,47 @@ def test_potentials_where_rows_and_columns_are_lighter_than_rounding(
     p, q = (torch.softmax(scale * torch.randn(k, generator=generator, dtype=torch.float64), -1) for k in (n, m))
     cost = torch.cdist(x, y).square()
     solution = otloss.solve(p, q, cost, epsilon=epsilon)
-    f, g = torch.zeros_like(p), torch.zeros_like(q)
-    for _ in range(20_000):
-        f = -epsilon * ((g - cost) / epsilon + q.log()).logsumexp(-1)
-        g = -epsilon * ((f - cost.T) / epsilon + p.log()).logsumexp(-1)
+    f, g = potentials_in_logs(p, q, cost, epsilon)
     torch.testing.assert_close(solution.value, p @ f + q @ g, rtol=1e-7, atol=0.0)
     for found, expected, weights in zip(solution.potentials, (f, g), (p, q), strict=True):
         difference = found - expected
         assert (difference - difference @ weights).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_potentials_of_bins_too_light_for_the_kernel_on_both_sides(dtype: torch.dtype) -> None:
+    """A row lighter than a light column took its mass from it: potentials were off by 5, where costs are 18."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1.0, 30.0, 30.0, 60.0]) * (1 if dtype == torch.float32 else 8)
+    for scale in sizes.repeat(3):
+        p, q = (torch.softmax(scale * torch.randn(6, generator=generator), -1).to(dtype) for _ in range(2))
+        cost = (18 * torch.rand(6, 6, generator=generator)).to(dtype)
+        solution = otloss.solve(p, q, cost, epsilon=0.1)
+        wide = tuple((w / w.sum()).double() for w in (p.double(), q.double()))
+        expected = potentials_in_logs(*wide, cost.double(), 0.1)
+        assert float(solution.potential_error) < 1e-3
+        shift = (solution.potentials[0].double() - expected[0]) @ wide[0]
+        torch.testing.assert_close(solution.potentials[0].double() - shift, expected[0], rtol=0.0, atol=2e-3)
+        torch.testing.assert_close(solution.potentials[1].double() + shift, expected[1], rtol=0.0, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_derivatives_of_a_divergence_at_bins_too_light_for_the_kernel(dtype: torch.dtype) -> None:
+    """Light bins read f or g of heavy ones, whose errors cancel in their mean alone: derivatives were off by 3.6."""
+    generator = torch.Generator().manual_seed(1)
+    for scale in (1.0, 40.0, 40.0, 80.0):
+        scale = scale if dtype == torch.float32 else 8 * scale
+        scores = scale * torch.randn(8, generator=generator, dtype=torch.float64)
+        p = torch.softmax(scores, -1).to(dtype).requires_grad_()
+        x = torch.randn(8, 2, generator=generator).to(dtype)
+        cost, to_one = (x[:, None] - x).square().sum(-1), x.square().sum(-1, keepdim=True)
+        value = otloss.sinkhorn_divergence(
+            p, torch.ones(1, dtype=dtype), to_one, epsilon=0.02, cost_p=cost, cost_q=torch.zeros(1, 1, dtype=dtype)
+        )
+        (gradient,) = torch.autograd.grad(value, p)
+        weights = p.detach().double() / p.detach().double().sum()
+        f = torch.zeros_like(weights)  # equal to g, so that the mean of f and its update tends to it
+        for _ in range(200):
+            f = (f - 0.02 * ((f - cost.double()) / 0.02 + weights.log()).logsumexp(-1)) / 2
+        difference = gradient.double() - (to_one[:, 0].double() - f)
+        assert (difference - difference @ weights).abs().max() < 2e-3

@@ -302,7 +302,6 @@ def _solve(shared: Any, problem: Any, limits: Any, work: Any, outputs: Any) -> N
         beta[j] = g[work.columns[j]]
     block = work.costs if n < cost.shape[0] or m < cost.shape[1] else cost
     error, iterations = _run_stages(shared, block, work, n, m, epsilon, limits)
-    call_at(shared[SHARED.write], (shared, problem, work, outputs))
     if limits.estimates_error:
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
@@ -313,6 +312,7 @@ def _solve(shared: Any, problem: Any, limits: Any, work: Any, outputs: Any) -> N
         call_at(shared[SHARED.estimate], (work, n, m, outcome))
         outcome[POTENTIAL_ERROR] = epsilon * error_of_potential(residual, outcome[SMALLEST_EIGENVALUE], cost.itemsize)
         outcome[POTENTIAL_RANGE] = highest_g - lowest_g
+    call_at(shared[SHARED.write], (shared, problem, work, False, limits.largest_change, outputs))
     outcome[ERROR], outcome[ITERATIONS] = error, iterations
 
 
@@ -411,4 +411,4 @@ def symmetric_problems(counter: Any, shared: Any, problems: Any, limits: Any, re
         outcome[k, ERROR], outcome[k, ITERATIONS] = _iterate_symmetric(
             shared, block, work, n, epsilon[k], bounds.tolerance, bounds.largest_change, bounds.max_iterations
         )
-        call_at(shared[SHARED.write], (shared, problem, work, outputs))
+        call_at(shared[SHARED.write], (shared, problem, work, True, bounds.largest_change, outputs))

@@ -19,7 +19,7 @@ import numpy as np
 
 from otloss._numba.compile import call_at, compiled, exp, inner, largest, log64
 from otloss._numba.sums import mass_of
-from otloss.solvers.entropic.sinkhorn_kernels.numbers import SMALLEST_EIGENVALUE
+from otloss.solvers.entropic.sinkhorn_kernels.numbers import POTENTIAL_ERROR, SMALLEST_EIGENVALUE
 from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
     FAST,
     product,
@@ -30,10 +30,19 @@ from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
 
 
 class ShareBounds(NamedTuple):
-    """Shares of the mass from which bins take part, in float32 and in float64: 1 / share has to fit the kernel."""
+    """Shares of the mass from which bins take part, and the updates of light bins, which have less.
+
+    Attributes:
+        negligible_32, negligible_64: the shares in float32 and in float64: 1 / share has to fit the kernel.
+        near: bins whose share is below so many times these are updated with light bins, with which they may exchange
+            a part of their mass that counts.
+        light_updates: of potentials of light bins among each other, at most.
+    """
 
     negligible_32: float = 1e-20
     negligible_64: float = 1e-150
+    near: float = 1e6
+    light_updates: int = 300
 
 
 class Facts(NamedTuple):
@@ -43,6 +52,8 @@ class Facts(NamedTuple):
         n, m: the numbers of bins that take part.
         mass_p, mass_q: the masses; NaN if a weight is not valid.
         highest: the largest cost of the bins that take part; NaN if any cost is negative, NaN or infinite.
+        change: the largest change of a potential over epsilon by the last call of `write_other_potentials`, over bins
+            with mass.
     """
 
     n: int = 0
@@ -50,6 +61,7 @@ class Facts(NamedTuple):
     mass_p: int = 2
     mass_q: int = 3
     highest: int = 4
+    change: int = 5
 
 
 class Shared(NamedTuple):
@@ -159,6 +171,11 @@ def highest_cost(cost: Any) -> float:
 
 
 @inner()
+def negligible_share(cost: Any) -> float:
+    return SHARE_BOUNDS.negligible_32 if cost.itemsize == 4 else SHARE_BOUNDS.negligible_64
+
+
+@inner()
 def gather_shares(weights: Any, mass: float, negligible: float, shares: Any, places: Any) -> int:
     """Write the shares of the mass that are not negligible, and the places of their bins; return their number."""
     count, inverse = 0, 1 / mass
@@ -186,7 +203,7 @@ def _gather_costs(cost: Any, work: Any, n: int, m: int) -> float:
 def gather_problem(problem: Any, work: Any) -> None:
     """Write shares and places of the bins that take part, and the facts; and the costs, if other bins take none."""
     p, q, cost = problem.p, problem.q, problem.cost
-    negligible = SHARE_BOUNDS.negligible_32 if cost.itemsize == 4 else SHARE_BOUNDS.negligible_64
+    negligible = negligible_share(cost)
     facts = work.facts
     highest, mass_p, mass_q = highest_cost(cost), mass_of(p), mass_of(q)
     n = gather_shares(p, mass_p, negligible, work.p, work.rows)
@@ -298,34 +315,36 @@ def estimate_eigenvalue(work: Any, n: int, m: int, outcome: Any) -> None:
 
 @compiled(by_address=True)
 def write_other_potentials(
-    problem: Any, work: Any, is_transposed: bool, count: int, smallest_share: float, potential: Any, out: Any
-) -> None:
-    """Write the f, or with `is_transposed` the g, of the bins that are not among the first `count` that take part.
+    problem: Any, work: Any, is_transposed: bool, largest_share: float, smallest_share: float, is_ordered: bool,
+    potential: Any, out: Any,
+) -> None:  # fmt: skip
+    """Write the f, or with `is_transposed` the g, of the bins with at most `largest_share` of the mass.
 
-    They are soft minima over the other side's bins above a share `smallest_share` of its mass, whose potentials are
-    `potential`. `out` may be longer than the side.
+    They are soft minima over the other side's bins above a share `smallest_share` of its mass, and with `is_ordered`
+    above the bin's own share; the potentials of the other side are `potential`. `out` may be longer than the side.
     """
-    cost, epsilon, bins = problem.cost, problem.epsilon, problem.cost.shape[1 if is_transposed else 0]
-    if count == bins:
-        return
-    places = work.columns if is_transposed else work.rows
-    weights = problem.p if is_transposed else problem.q
-    mass = work.facts[FACTS.mass_p if is_transposed else FACTS.mass_q]
-    shifted, scores, inverse = work.shifted, work.scores, 1 / mass
+    cost, epsilon = problem.cost, problem.epsilon
+    own, weights = (problem.q, problem.p) if is_transposed else (problem.p, problem.q)
+    inverse_own = 1 / work.facts[FACTS.mass_q if is_transposed else FACTS.mass_p]
+    inverse = 1 / work.facts[FACTS.mass_p if is_transposed else FACTS.mass_q]
+    shares, shifted, scores = work.totals, work.shifted, work.scores
     for j in range(weights.shape[0]):
-        share = weights[j] * inverse
-        shifted[j] = potential[j] / epsilon + math.log(share) if share > smallest_share else -np.inf
-    at = 0
-    for i in range(bins):
-        if at < count and places[at] == i:
-            at += 1
+        shares[j] = weights[j] * inverse
+        shifted[j] = potential[j] / epsilon + math.log(shares[j]) if shares[j] > smallest_share else -np.inf
+    change = 0.0
+    for i in range(own.shape[0]):
+        share = own[i] * inverse_own
+        if share > largest_share:
             continue
-        number = 0
+        number, lower = 0, share if is_ordered else 0.0
         for j in range(weights.shape[0]):
-            if shifted[j] > -np.inf:
+            if shifted[j] > -np.inf and shares[j] > lower:
                 scores[number] = shifted[j] - (cost[j, i] if is_transposed else cost[i, j]) / epsilon
                 number += 1
-        out[i] = softmin_of_scores(scores, epsilon, number)
+        updated = softmin_of_scores(scores, epsilon, number)
+        change = max(change, abs(updated - out[i])) if share > 0 else change
+        out[i] = updated
+    work.facts[FACTS.change] = change / epsilon
 
 
 @inner()
@@ -336,22 +355,76 @@ def count_positive(weights: Any) -> int:
     return count
 
 
+@inner()
+def _update_light(
+    shared: Any, problem: Any, work: Any, is_symmetric: bool, largest_share: float, is_ordered: bool, outputs: Any
+) -> float:
+    """Update g and then f of the bins with at most `largest_share`; return the largest change over epsilon.
+
+    In symmetric problems f = g at the solution, and the mean of f and its update is taken: two updates in turn would
+    leave the difference between f and g of a bin that exchanges its mass with itself.
+    """
+    f, g, change = outputs.f, outputs.g, 0.0
+    if is_symmetric:
+        for i in range(f.shape[0]):
+            if problem.p[i] * (1 / work.facts[FACTS.mass_p]) <= largest_share:
+                g[i] = f[i] if is_ordered else (f[i] + g[i]) / 2
+                f[i] = g[i]
+    else:
+        call_at(shared[SHARED.others], (problem, work, True, largest_share, 0.0, is_ordered, f, g))
+        change = work.facts[FACTS.change]
+    call_at(shared[SHARED.others], (problem, work, False, largest_share, 0.0, is_ordered, g, f))
+    return max(change, work.facts[FACTS.change])
+
+
+@inner()
+def _join_light_bins(
+    shared: Any, problem: Any, work: Any, is_symmetric: bool, negligible: float, largest_change: float, outputs: Any
+) -> bool:
+    """Update f and g of light and empty bins of both sides until they settle; return whether they have.
+
+    With potentials from heavy bins alone they would exchange more mass than they hold. An entry of the plan is at most
+    the weight of its row and of its column, so that heavier bins of the other side decide a light bin. The bins follow
+    in this order first: where a lighter one had an excess of mass to give, updates would take it away only slowly.
+    """
+    for _ in range(SHARE_BOUNDS.light_updates):
+        if _update_light(shared, problem, work, is_symmetric, negligible, np.bool_(True), outputs) == 0:
+            break
+    previous, near = -1.0, negligible * SHARE_BOUNDS.near
+    for _ in range(SHARE_BOUNDS.light_updates):
+        change = _update_light(shared, problem, work, is_symmetric, near, np.bool_(False), outputs)
+        # The second product is of what is left to change, if it contracts as between the last two updates.
+        if change == 0 or (change <= largest_change and change * change <= largest_change * (previous - change)):
+            return True
+        previous = change
+    return False
+
+
 @compiled(by_address=True)
-def write_potentials(shared: Any, problem: Any, work: Any, outputs: Any) -> None:
-    """Write f and g on all bins, from the potentials alpha and beta of the bins that take part."""
+def write_potentials(
+    shared: Any, problem: Any, work: Any, is_symmetric: bool, largest_change: float, outputs: Any
+) -> None:
+    """Write f and g on all bins, from the potentials alpha and beta of the bins that take part.
+
+    The error of potentials is infinite where potentials of light bins still change by more than `largest_change`.
+    """
     f, g, n, m = outputs.f, outputs.g, int(work.facts[FACTS.n]), int(work.facts[FACTS.m])
-    negligible = SHARE_BOUNDS.negligible_32 if problem.cost.itemsize == 4 else SHARE_BOUNDS.negligible_64
+    negligible = negligible_share(problem.cost)
     for i in range(n):
         f[work.rows[i]] = work.alpha[i]
     for j in range(m):
         g[work.columns[j]] = work.beta[j]
-    call_at(shared[SHARED.others], (problem, work, False, n, negligible, g, f))
-    call_at(shared[SHARED.others], (problem, work, True, m, negligible, f, g))
-    if n < count_positive(problem.p) and m < count_positive(problem.q):
-        # Both sides have light bins. With potentials from heavy bins alone, they would exchange more mass than they
-        # hold.
-        call_at(shared[SHARED.others], (problem, work, True, m, 0.0, f, g))
-        call_at(shared[SHARED.others], (problem, work, False, n, 0.0, g, f))
+    if is_symmetric and n < f.shape[0]:
+        # f = g at the solution. Their errors are opposite, and light bins would read one of them.
+        for i in range(n):
+            g[work.rows[i]] = f[work.rows[i]] = (work.alpha[i] + work.beta[i]) / 2
+    if n < f.shape[0]:
+        call_at(shared[SHARED.others], (problem, work, False, negligible, negligible, False, g, f))
+    if m < g.shape[0]:
+        call_at(shared[SHARED.others], (problem, work, True, negligible, negligible, False, f, g))
+    is_joined = n < f.shape[0] and m < g.shape[0] and n + m < count_positive(problem.p) + count_positive(problem.q)
+    if is_joined and not _join_light_bins(shared, problem, work, is_symmetric, negligible, largest_change, outputs):
+        outputs.outcome[POTENTIAL_ERROR] = np.inf
 
 
 def build_calls(weights: Any, costs: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
@@ -362,7 +435,7 @@ def build_calls(weights: Any, costs: Any) -> tuple[tuple[Any, tuple[Any, ...]], 
     return (
         (gather_problem, (problem, work)),
         (absorb, (matrix, work, 1, 1, 1.0)),
-        (write_other_potentials, (problem, work, False, 1, 0.0, wide, wide)),
+        (write_other_potentials, (problem, work, False, 1.0, 0.0, False, wide, wide)),
         (estimate_eigenvalue, (work, 1, 1, wide)),
-        (write_potentials, (((0, 0),) * len(SHARED), problem, work, Outputs(wide, wide, wide))),
+        (write_potentials, (((0, 0),) * len(SHARED), problem, work, False, 1.0, Outputs(wide, wide, wide))),
     )

@@ -53,6 +53,7 @@ from otloss.solvers.entropic.sinkhorn_kernels.shared_numba import (
     build_calls,
     build_scratch,
     count_positive,
+    negligible_share,
 )
 from otloss.solvers.entropic.sinkhorn_kernels.steps_numba import (
     column_sums,
@@ -307,19 +308,20 @@ def unbalanced_problems(counter: Any, shared: Any, problems: Any, limits: Any, r
 
 @inner()
 def _update_others(
-    shared: Any, problem: Any, work: Any, sides: Any, is_transposed: bool, count: int, potential: Any, out: Any
-) -> None:
-    """Update f, or with `is_transposed` g, exactly but for the first `count` bins that take part.
+    shared: Any, problem: Any, work: Any, sides: Any, is_transposed: bool, largest_share: float, potential: Any,
+    out: Any,
+) -> None:  # fmt: skip
+    """Update f, or with `is_transposed` g, exactly for the bins with at most `largest_share` of the mass.
 
     They follow from the `potential` of the other side. `out` may be longer than the side.
     """
-    call_at(shared[SHARED.others], (problem, work, is_transposed, count, 0.0, potential, out))
-    places, side = (work.columns, sides.columns) if is_transposed else (work.rows, sides.rows)
-    at = 0
-    for i in range(problem.cost.shape[1 if is_transposed else 0]):
-        if at < count and places[at] == i:
-            at += 1
-        else:
+    arguments = problem, work, is_transposed, largest_share, 0.0, np.bool_(False), potential, out
+    call_at(shared[SHARED.others], arguments)
+    own, mass, side = problem.p, work.facts[FACTS.mass_p], sides.rows
+    if is_transposed:
+        own, mass, side = problem.q, work.facts[FACTS.mass_q], sides.columns
+    for i in range(own.shape[0]):
+        if own[i] * (1 / mass) <= largest_share:
             out[i] = side.damping * (out[i] + problem.epsilon * side.constant)
 
 
@@ -341,10 +343,10 @@ def _join_light(
         is_changed[work.columns[j]] = 0.0
     error, change = np.inf, np.inf
     for k in range(JOINT_UPDATES):
-        _update_others(shared, problem, work, sides, np.bool_(False), 0, g, f)
+        _update_others(shared, problem, work, sides, np.bool_(False), np.inf, g, f)
         for j in range(g.shape[0]):
             updated[j] = g[j]
-        _update_others(shared, problem, work, sides, np.bool_(True), 0, f, updated)
+        _update_others(shared, problem, work, sides, np.bool_(True), np.inf, f, updated)
         difference, total, change = 0.0, 0.0, 0.0
         is_start = k == 0 and has_light_columns  # their potentials are arbitrary
         for j in range(g.shape[0]):
@@ -417,6 +419,7 @@ def write_unbalanced_potentials(
     """
     f, g, outcome, epsilon = outputs.f, outputs.g, outputs.outcome, problem.epsilon
     n, m = int(work.facts[FACTS.n]), int(work.facts[FACTS.m])
+    negligible = negligible_share(problem.cost)
     for j in range(g.shape[0]):
         g[j] = 0.0  # light columns: near the size of a right potential, from which `_join_light` begins
     for i in range(n):
@@ -424,8 +427,10 @@ def write_unbalanced_potentials(
     for j in range(m):
         g[work.columns[j]] = epsilon * work.gamma[j]
     # np.bool_ is no literal: numba would compile `_update_others` once for each literal.
-    _update_others(shared, problem, work, sides, np.bool_(False), n, g, f)
-    _update_others(shared, problem, work, sides, np.bool_(True), m, f, g)
+    if n < f.shape[0]:
+        _update_others(shared, problem, work, sides, np.bool_(False), negligible, g, f)
+    if m < g.shape[0]:
+        _update_others(shared, problem, work, sides, np.bool_(True), negligible, f, g)
     uncertain = 0.0
     if n < count_positive(problem.p) or m < count_positive(problem.q):
         error, uncertain = _join_light(
@@ -444,7 +449,7 @@ def write_unbalanced_potentials(
 
 def build_unbalanced_calls(weights: Any, costs: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     """Return what `build_calls` does, with the kernel that writes potentials of unbalanced problems."""
-    *calls, (_, (shared, problem, work, outputs)) = build_calls(weights, costs)
+    *calls, (_, (shared, problem, work, *_, outputs)) = build_calls(weights, costs)
     side, limits = Side(1.0, 1.0, 1.0), SinkhornLimits(1.0, 1.0, 1, 1.0, True, True)
     arguments = shared, problem, work, Sides(side, side, 1.0), limits, 1.0, 1.0, outputs
     return (*calls, (write_unbalanced_potentials, arguments))
