@@ -428,3 +428,8 @@ def check_broadcast(**shapes: tuple[int, ...]) -> torch.Size:
 def has_float64(device: torch.device) -> bool:
     """Whether there are float64 numbers on this device."""
     return device.type != "mps"
+
+
+def float64_or(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return float64 if the device has it, else the dtype."""
+    return torch.float64 if has_float64(device) else dtype

@@ -30,7 +30,7 @@ from otloss._checks import (
     check_cloud,
     check_epsilon,
     check_floating,
-    has_float64,
+    float64_or,
     is_differentiated,
     needs_torch,
 )
@@ -349,7 +349,7 @@ class PointCost(Cost):
         if self.metric == "cosine":
             return torch.full(self.batch_shape, 2.0, dtype=self.dtype, device=self.device)
         x, y = self.x.detach(), self.y.detach()
-        wide = torch.float64 if has_float64(self.device) else self.dtype
+        wide = float64_or(self.dtype, self.device)
         width = torch.maximum(x.amax(-2) - y.amin(-2), y.amax(-2) - x.amin(-2)).to(wide)  # (..., d)
         distance = torch.linalg.vector_norm(width, ord=1 if self.metric == "l1" else 2, dim=-1)
         if x.shape[-1] > MAX_AXES_OF_BOXES and self.metric != "l1":
@@ -605,7 +605,7 @@ def _gradients_of_lengths(x: Tensor, y: Tensor, lengths: Tensor, upstream: Tenso
 
 def _square_product(cost: PointCost, v: Tensor) -> Tensor:
     # Where v has mass near each other and far from the centre, float32 would lose all digits.
-    dtype, wide = v.dtype, torch.float64 if has_float64(v.device) else v.dtype
+    dtype, wide = v.dtype, float64_or(v.dtype, v.device)
     x, y, v = cost.x.to(wide), cost.y.to(wide), v.to(wide)
     centre = y.detach().mean(-2, keepdim=True)
     x, y = x - centre, y - centre

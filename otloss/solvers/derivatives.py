@@ -38,7 +38,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import check_no_tangent, check_no_transform, once_only
-from otloss._checks import has_float64, is_differentiated
+from otloss._checks import float64_or, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.condition import SMALL_STEP, check_condition, corrected, singular_equations_error
@@ -216,7 +216,7 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
         return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g))
     if suits_products(problem) and (graph := with_graph_by_products(problem, f, g, solution.value)) is not None:
         return ImplicitSolution(problem, solution.search, solution.tolerance, graph.value, (graph.f, graph.g))
-    wide = torch.float64 if has_float64(f.device) else f.dtype
+    wide = float64_or(f.dtype, f.device)
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
     ratio = ratio_of(problem, f, g, p, epsilon, matrix)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import has_float64, needs_torch
+from otloss._checks import float64_or, needs_torch
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs import Cost, as_cost, costs_within
@@ -85,7 +85,7 @@ def sinkhorn_divergence(
     problem = pose_for_device(p, q, cost, epsilon=epsilon, settings=settings)
     problem, _ = reduce_epsilon(problem, settings) or (problem, None)  # for all three alike
     settings = dataclasses.replace(settings, tolerance=tolerance_of(problem, settings))
-    dtype, wide = problem.dtype, torch.float64 if has_float64(problem.p.device) else problem.p.dtype
+    dtype, wide = problem.dtype, float64_or(problem.p.dtype, problem.p.device)
     problem = dataclasses.replace(problem, dtype=wide)  # the difference would lose digits
     return _debiased(problem, among_p, among_q, settings).to(dtype)
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_finite, check_floating, has_float64, needs_torch
+from otloss._checks import check_broadcast, check_finite, check_floating, float64_or, needs_torch
 from otloss.costs import Cost, as_cost, cost_between
 from otloss.costs.dense import posed_cost
 
@@ -36,7 +36,7 @@ def weights_in_float64(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"
 
     The rounding of float32 weights would move at the price of the whole way, beside histograms that are nearly equal.
     """
-    wide = torch.float64 if has_float64(p.device) else p.dtype
+    wide = float64_or(p.dtype, p.device)
     p, q = p.to(wide), q.to(wide)
     return p, of_equal_mass(p, q)
 

@@ -31,7 +31,7 @@ from otloss._checks import (
     check_number,
     check_positive,
     check_potentials,
-    has_float64,
+    float64_or,
     is_number,
 )
 from otloss.costs import Cost
@@ -82,7 +82,7 @@ class Problem:
     @property
     def dtype_of_sums(self) -> torch.dtype:
         """Return the dtype in which a reduction makes sums: float64 if the device has it, float32 for impl="triton"."""
-        return self.cost.dtype if self.impl == "triton" or not has_float64(self.p.device) else torch.float64
+        return self.cost.dtype if self.impl == "triton" else float64_or(self.cost.dtype, self.p.device)
 
     @cached_property
     def largest_cost(self) -> Float[Tensor, "*batch"]:
@@ -119,7 +119,7 @@ def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings:
         shapes |= {f"marginal_penalty[{side}]": rho.shape[:-1] for side, rho in enumerate(penalty.tensors)}
     batch = check_broadcast(**shapes)
     if penalty is not None:
-        wide = torch.float64 if has_float64(fitted.device) else fitted.dtype
+        wide = float64_or(fitted.dtype, fitted.device)
         penalty = penalty.map(lambda rho: rho.to(fitted.device, wide).expand(*batch, 1))
     start = None
     if settings.start is not None:
@@ -206,7 +206,7 @@ def _checked_epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
 
 
 def _checked_mass(mass: Any, p: Tensor, q: Tensor) -> Tensor:
-    wide = torch.float64 if has_float64(p.device) else p.dtype
+    wide = float64_or(p.dtype, p.device)
     if isinstance(mass, Tensor):
         moved = check_floating("mass", mass).to(p.device, wide)
     else:

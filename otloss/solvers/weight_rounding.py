@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import has_float64
+from otloss._checks import float64_or
 from otloss.costs import Cost, DenseCost, PointCost
 from otloss.solvers.problem import Problem
 
@@ -36,7 +36,7 @@ def rounding_of_value(problem: Problem, value: Tensor | None = None) -> Float[Te
     Without the value, the rounding of the mass of equal weights is left out.
     """
     device = problem.p.device
-    wide = torch.float64 if has_float64(device) else problem.p.dtype
+    wide = float64_or(problem.p.dtype, device)
     p, q = (w.detach().to(wide) for w in (problem.p, problem.q))
     if problem.marginal_penalty is not None or not problem.batch.numel():
         return p.new_zeros(problem.batch)

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import check_no_tangent, check_no_transform
-from otloss._checks import check_cloud, check_count, check_positive, device_of, has_float64
+from otloss._checks import check_cloud, check_count, check_positive, device_of, float64_or
 from otloss._public import public
 from otloss.costs import PointCost
 from otloss.costs.products import product
@@ -137,7 +137,7 @@ def register(
     epsilon = float(check_positive("epsilon", epsilon))
     if marginal_penalty is not None:
         check_positive("marginal_penalty", marginal_penalty)
-    dtype, wide = torch.promote_types(x.dtype, y.dtype), torch.float64 if has_float64(x.device) else torch.float32
+    dtype, wide = torch.promote_types(x.dtype, y.dtype), float64_or(torch.float32, x.device)
     # Far points have the weight exp(-distance / marginal_penalty), which underflows in float32.
     cost = PointCost(x.to(wide), y.to(wide))
     x, y = cost.x, cost.y

@@ -30,7 +30,7 @@ from otloss._checks import (
     check_floating,
     check_last_axis,
     check_positive,
-    has_float64,
+    float64_or,
     is_differentiated,
 )
 from otloss._public import public
@@ -314,7 +314,7 @@ def _posed(
     if points.dim() < 3 or points.shape[-3] == 0:
         raise ValueError(f"clouds have shape {tuple(points.shape)}, expected (..., k, n, d), several clouds.")
     k, n = points.shape[-3:-1]
-    wide = torch.float64 if has_float64(points.device) else torch.float32
+    wide = float64_or(torch.float32, points.device)
     dtype = torch.promote_types(points.dtype, torch.float32)
     if masses is None:
         masses = points.new_full((k, n), 1 / n, dtype=wide)
@@ -361,7 +361,7 @@ def _padded(clouds: Sequence[Tensor], masses: Tensor | Sequence[Tensor] | None) 
     if not each or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
         raise ValueError(f"clouds is a list of shapes {shapes}, expected at least one cloud (n_k, d), of one d.")
     if masses is None:
-        wide = torch.float64 if has_float64(each[0].device) else torch.float32
+        wide = float64_or(torch.float32, each[0].device)
         masses = [torch.full_like(cloud[:, 0].detach(), 1 / len(cloud), dtype=wide) for cloud in each]
     if not isinstance(masses, Tensor):
         masses = [check_floating(f"masses[{k}]", each) for k, each in enumerate(masses)]

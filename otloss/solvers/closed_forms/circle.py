@@ -36,7 +36,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_positive, check_tensor, has_float64
+from otloss._checks import broadcast_shape, check_positive, check_tensor, float64_or
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.closed_forms.line import both_or_uniform, check_exponent, checked_positions, finite_in, power_of
@@ -120,7 +120,7 @@ def wasserstein_circular(
 def _on_circle(name: str, positions: Tensor, weights: Tensor, period: float) -> Tensor:
     """Return checked positions in [0, period): taken in float64, angles far from 0 keep all the digits they have."""
     checked_positions(name, positions, weights)
-    wide = positions.to(torch.float64) if has_float64(positions.device) else positions.to(weights.dtype)
+    wide = positions.to(float64_or(weights.dtype, positions.device))
     return wide.remainder(period).to(weights.dtype)
 
 

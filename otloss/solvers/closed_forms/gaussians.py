@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import check_no_tangent, check_no_transform, once_only
-from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis, has_float64
+from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis, float64_or
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.closed_forms.line import finite_in
@@ -91,7 +91,7 @@ def bures_wasserstein(
             shapes[name] = mean.shape[:-1]
             dtype = torch.promote_types(dtype, mean.dtype)
     batch = check_broadcast(**shapes)
-    wide = torch.float64 if has_float64(A.device) else torch.float32
+    wide = float64_or(torch.float32, A.device)
     if mean_p is not None and mean_q is not None:
         apart = (mean_p.to(wide) - mean_q.to(wide)).square().sum(-1)
     A, B = (matrix.to(wide).expand(*batch, d, d) for matrix in (A, B))
@@ -111,7 +111,7 @@ def _checked(name: str, matrix: Any) -> Tensor:
     allowed = TOLERANCE[matrix.dtype] * fixed.abs().amax((-2, -1))
     if ((fixed - fixed.mT).abs().amax((-2, -1)) > allowed).any():
         raise ValueError(f"{name} is not symmetric, expected a covariance matrix; pass ({name} + {name}.mT) / 2.")
-    wide = fixed.to(torch.float64 if has_float64(fixed.device) else torch.float32)
+    wide = fixed.to(float64_or(torch.float32, fixed.device))
     smallest = torch.linalg.eigvalsh(wide)[..., 0]
     if (smallest < -allowed).any():
         raise ValueError(

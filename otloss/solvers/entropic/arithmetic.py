@@ -7,14 +7,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from otloss._checks import has_float64
+from otloss._checks import float64_or
 from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
 
 def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
     """Return the same problem without a graph, or with its graph, in float64 if the device has it."""
-    wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
+    wide = float64_or(problem.cost.dtype, problem.p.device)
     with torch.set_grad_enabled(with_graph):
         inputs = (problem.p, problem.q, problem.epsilon)
         p, q, epsilon = (t.to(wide) if with_graph else t.detach().to(wide) for t in inputs)

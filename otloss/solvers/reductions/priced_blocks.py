@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._checks import has_float64, needs_torch
+from otloss._checks import float64_or, needs_torch
 from otloss.costs import Cost, DenseCost
 from otloss.solvers.exact.blocks import Blocks, blocks_of_matrices
 from otloss.solvers.options import Settings
@@ -139,7 +139,7 @@ def _equal_blocks(blocks: Blocks, p: np.ndarray, q: np.ndarray, rounding: float,
 def _reduced(problem: Problem, p: np.ndarray, q: np.ndarray, blocks: list[Blocks | None]) -> tuple[Problem, WayBack]:
     """Scale q and cap costs between blocks, in float64: in float32 the scaled masses would differ again."""
     cost, batch, (n, m) = problem.cost, problem.batch, problem.cost.shape
-    device, wide = cost.device, torch.float64 if has_float64(cost.device) else cost.dtype
+    device, wide = cost.device, float64_or(cost.dtype, cost.device)
     # A stored matrix is data; costs that are computed get the digits of float64.
     matrix = cost.dense().to(wide) if cost.stored_matrix() is not None else cost.to(wide).dense()
     matrix = matrix.expand(*batch, n, m)
