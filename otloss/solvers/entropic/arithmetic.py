@@ -12,16 +12,21 @@ from otloss.solvers.histograms import of_equal_mass
 from otloss.solvers.problem import Problem
 
 
-def in_float64(problem: Problem, *, with_graph: bool = False) -> Problem:
-    """Return the same problem without a graph, or with its graph, in float64 if the device has it."""
+def in_float64(problem: Problem) -> Problem:
+    """Return the problem in float64 if the device has it, in balanced problems with equal masses."""
     wide = float64_or(problem.cost.dtype, problem.p.device)
-    with torch.set_grad_enabled(with_graph):
-        inputs = (problem.p, problem.q, problem.epsilon)
-        p, q, epsilon = (t.to(wide) if with_graph else t.detach().to(wide) for t in inputs)
-        if problem.marginal_penalty is None:
-            q = of_equal_mass(p, q)
-        cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
+    p, q, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.epsilon))
+    if problem.marginal_penalty is None:
+        q = of_equal_mass(p, q)
+    cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
     return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
+
+
+def detached_in_float64(problem: Problem) -> Problem:
+    """Return the problem `in_float64`, without a graph, except for a cost that is in float64 already."""
+    p, q, epsilon = (t.detach() for t in (problem.p, problem.q, problem.epsilon))
+    with torch.no_grad():
+        return in_float64(dataclasses.replace(problem, p=p, q=q, epsilon=epsilon))
 
 
 def is_queued(problem: Problem) -> bool:

@@ -47,7 +47,7 @@ from otloss._progress import report
 from otloss.costs import Cost, PointCost
 from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.costs.order import Groups, grouped
-from otloss.solvers.entropic.arithmetic import in_float64, potential_of_plan
+from otloss.solvers.entropic.arithmetic import detached_in_float64, potential_of_plan
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import MAX_STAGES
@@ -134,8 +134,8 @@ class Clusters(Method):
         Sinkhorn's iteration runs. The potentials between clusters are better than `start`, which is what iterations
         have found while a kernel was compiled.
         """
-        p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
-        result = _search(dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(())), budget)
+        p, q, epsilon = problem.p.detach().flatten(), problem.q.detach().flatten(), problem.epsilon.detach().reshape(())
+        result = _search_with_clusters(dataclasses.replace(problem, p=p, q=q, epsilon=epsilon), budget)
         if result is None and problem.is_symmetric:
             return run_sinkhorn(problem, start, budget)
         if result is None:
@@ -144,7 +144,7 @@ class Clusters(Method):
         return SearchResult.without_estimates(f, g, result.error.reshape(batch), result.iterations.reshape(batch))
 
 
-def _search(problem: Problem, budget: Budget) -> SearchResult | None:
+def _search_with_clusters(problem: Problem, budget: Budget) -> SearchResult | None:
     """Return where the search ends; None where clusters do not help, or no error was finite."""
     clusters = _choose_clusters(problem)
     solution = None if clusters is None else _solve_between(problem, clusters)
@@ -417,7 +417,7 @@ class _Sums:
         rounding = CLUSTERING.rounding * torch.finfo(problem.cost.dtype).eps * (g.amax() - g.amin()) / epsilon
         if not self.by_pairs or problem.cost.dtype == torch.float64 or error >= float(rounding):
             return False
-        self.updates = build_updates(in_float64(problem)).at(epsilon.squeeze(-1))
+        self.updates = build_updates(detached_in_float64(problem)).at(epsilon.squeeze(-1))
         return True
 
 

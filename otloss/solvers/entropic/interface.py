@@ -136,7 +136,7 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
     return SearchResult(**{**merged, "iterations": previous.iterations + new.iterations})
 
 
-def start_of(problem: Problem) -> Start | None:
+def user_start(problem: Problem) -> Start | None:
     """Return the start that the user has given, of which no error is known."""
     if problem.start is None:
         return None

@@ -20,7 +20,7 @@ import math
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
 from otloss.solvers.entropic.images_float64 import ImagesInFloat64
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, start_of
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, user_start
 from otloss.solvers.entropic.meanwhile import run_method
 from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
 from otloss.solvers.entropic.newton_products import NewtonByProducts
@@ -48,7 +48,7 @@ def search(problem: Problem, budget: Budget) -> SearchResult:
         if first is not None and not any(isinstance(earlier, type(first)) for earlier in methods):
             methods.append(first)
     last_repeats_first = len(methods) == 2 and not differs_from_first(problem)
-    start, result, unused = start_of(problem), None, budget.max_iterations
+    start, result, unused = user_start(problem), None, budget.max_iterations
     patience: float = math.inf if last_repeats_first else PATIENCE
     for method in methods:
         limits = dataclasses.replace(budget, max_iterations=unused, patience=patience)

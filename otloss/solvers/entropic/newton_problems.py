@@ -14,9 +14,9 @@ from otloss._checks import has_float64, needs_torch
 from otloss._numba import may_run_on
 from otloss.costs import DenseCost
 from otloss.costs.order import METRIC_NUMBERS, can_leave_out
-from otloss.solvers.entropic.arithmetic import in_float64
+from otloss.solvers.entropic.arithmetic import detached_in_float64
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
-from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
+from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS, is_faster_on_axes
 from otloss.solvers.problem import Problem
 
 MAX_ENTRIES_OF_IMAGES = 2**24  # entries of the matrix between images, 64 x 64, where Newton's method takes 4 to 30 s
@@ -28,12 +28,6 @@ def is_between_large_clouds(problem: Problem) -> bool:
     if cost is None or cost.metric not in METRIC_NUMBERS or problem.batch.numel() != 1:
         return False
     return can_leave_out(cost.x, cost.y) and may_run_on(cost.x, cost.y)
-
-
-def is_faster_on_axes(problem: Problem) -> bool:
-    """Return whether updates along the axes of images are faster than by a matrix."""
-    entries = math.prod(problem.cost.shape)
-    return problem.cost.softmin_work() < entries and entries > MATRIX_LIMITS.largest_image
 
 
 def suits_newton(problem: Problem) -> bool:
@@ -48,7 +42,7 @@ def suits_newton(problem: Problem) -> bool:
 
 def select(problem: Problem, mask: Bool[Tensor, "*batch"]) -> Problem:
     """Return the chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds."""
-    wide = in_float64(problem)
+    wide = detached_in_float64(problem)
     p, q, epsilon = (t[mask].cpu() for t in (wide.p, wide.q, wide.epsilon))
     cost = wide.cost if is_between_large_clouds(problem) else _choose_matrices(problem, wide, mask)
     penalty = problem.marginal_penalty

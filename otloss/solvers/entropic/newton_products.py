@@ -34,7 +34,7 @@ from torch import Tensor
 from otloss._checks import has_float64
 from otloss._progress import report
 from otloss.costs.cost import PlanProducts
-from otloss.solvers.entropic.arithmetic import in_float64, is_queued
+from otloss.solvers.entropic.arithmetic import detached_in_float64, is_queued
 from otloss.solvers.entropic.dense_newton import shortened
 from otloss.solvers.entropic.equations.conjugate_gradients import Equations, conjugate_gradients
 from otloss.solvers.entropic.equations.looks import Looks
@@ -77,24 +77,24 @@ class NewtonByProducts(Method):
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from near potentials, else in stages of epsilon, and then in float64; see `interface.Method`."""
-        result = _search(problem, start or Start.zeros(problem), budget)
-        if problem.cost.dtype == torch.float32 and has_float64(problem.p.device) and not _is_solved(result, budget):
-            precise = _search(in_float64(problem), result.start, budget)
+        result = _search_in_own_dtype(problem, start or Start.zeros(problem), budget)
+        if problem.cost.dtype == torch.float32 and has_float64(problem.p.device) and not _is_at_end(result, budget):
+            precise = _search_in_own_dtype(detached_in_float64(problem), result.start, budget)
             result = dataclasses.replace(precise, iterations=result.iterations + precise.iterations)
         return result
 
 
-def _is_solved(result: SearchResult, budget: Budget) -> bool:
+def _is_at_end(result: SearchResult, budget: Budget) -> bool:
     return result.is_within(budget.tolerance) or result.iterations_used >= budget.max_iterations
 
 
-def _search(problem: Problem, start: Start, budget: Budget) -> SearchResult:
+def _search_in_own_dtype(problem: Problem, start: Start, budget: Budget) -> SearchResult:
     """Return where the steps end in the arithmetic of the problem."""
     updates = build_updates(problem)
     is_near = start.error <= STEP_LIMITS.stage_error
     g, steps = start.g.to(updates.log_q), torch.zeros_like(start.error, dtype=torch.int64)
     if start.error.numel() and not bool(is_near.all()):
-        staged = _run_stages(updates, budget)
+        staged = _lower_epsilon(updates, budget)
         g, steps = torch.where(is_near.unsqueeze(-1), g, staged.g), torch.where(is_near, 0, staged.steps)
     end = _run_steps(updates, g, budget.tolerance, min(STEP_LIMITS.max_steps, budget.max_iterations))
     return exact_updates(updates, updates.f_from(end.g), end.g, steps + end.steps)
@@ -107,7 +107,7 @@ class _NewtonEnd(NamedTuple):
     steps: Int[Tensor, "*batch"]
 
 
-def _run_stages(updates: Updates, budget: Budget) -> _NewtonEnd:
+def _lower_epsilon(updates: Updates, budget: Budget) -> _NewtonEnd:
     """Return potentials for the problem's own epsilon, from falling larger ones."""
     problem = updates.problem
     g, steps = torch.zeros_like(updates.log_q), torch.zeros_like(problem.epsilon, dtype=torch.int64)

@@ -14,7 +14,7 @@ from otloss._numba import may_run_on
 from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.arithmetic import in_float64
 from otloss.solvers.entropic.dense_newton import with_accurate_potentials, with_estimates
-from otloss.solvers.entropic.equations.dual import shifted_to_equal_mass
+from otloss.solvers.entropic.equations.dual import with_best_constant
 from otloss.solvers.entropic.equations.slow_modes import with_known_error
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult
@@ -31,8 +31,8 @@ from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, tolerance_of
 
 
-class PotentialTolerance(NamedTuple):
-    """When potentials are accurate, and a start is usable.
+class PotentialLimits(NamedTuple):
+    """When potentials are accurate, costs are computed in float64, and a start is usable.
 
     Attributes:
         largest_change: potentials are accurate if the last update changes no factor of the plan by a larger share.
@@ -48,7 +48,7 @@ class PotentialTolerance(NamedTuple):
     largest_start: float = 100.0
 
 
-POTENTIAL_TOLERANCE = PotentialTolerance()
+POTENTIAL_LIMITS = PotentialLimits()
 
 
 def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool = False) -> tuple[Problem, SearchResult]:
@@ -71,7 +71,8 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
     has_weight_graph = makes_graph(problem.p, problem.q)
     budget = _build_budget(problem, settings, is_accurate=is_accurate or has_weight_graph)
     with torch.no_grad():
-        result = _search_and_refine(problem, budget)
+        searched = _prepare(problem)
+        result = _refine(searched, search(searched, budget), budget).to(problem.p.device)
     if not result.is_within(budget.tolerance):
         warn_of_errors(problem, result, settings)
         return problem, _without_unknown(result)
@@ -86,7 +87,8 @@ def _choose_cost(problem: Problem) -> Problem:
     if problem.impl == "triton":
         problem = dataclasses.replace(problem, cost=problem.cost.streamed() or problem.cost)
     if _rounds_costs(problem):
-        problem = in_float64(problem, with_graph=True)
+        with torch.enable_grad():
+            problem = in_float64(problem)
     cost = problem.cost.with_matrix()
     return problem if cost is problem.cost else dataclasses.replace(problem, cost=cost)
 
@@ -95,26 +97,26 @@ def _build_budget(problem: Problem, settings: Settings, *, is_accurate: bool) ->
     tolerance, change = tolerance_of(problem, settings), math.inf
     if is_accurate:
         is_wide = problem.cost.dtype == torch.float64
-        change = POTENTIAL_TOLERANCE.largest_change if is_wide else POTENTIAL_TOLERANCE.largest_change_float32
+        change = POTENTIAL_LIMITS.largest_change if is_wide else POTENTIAL_LIMITS.largest_change_float32
         change = max(change, 100 * tolerance)
     return Budget(tolerance, settings.max_iterations, largest_change=change)
 
 
-def _search_and_refine(problem: Problem, budget: Budget) -> SearchResult:
-    """Return the result of the ladder, with accurate potentials if the budget asks for them."""
-    searched = _prepared(problem)
-    result = search(searched, budget)
+def _refine(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
+    """Return the result of the ladder with accurate potentials, and what is known of them, if the budget asks for it.
+
+    In unbalanced problems the constant between f and g becomes the best one in any case.
+    """
     if budget.is_accurate and not problem.is_symmetric:
-        result = with_estimates(searched, result)
-    result = shifted_to_equal_mass(searched, result)
-    check_epsilon(searched, result, budget.tolerance)
-    if budget.is_accurate and problem.is_symmetric:
-        result = _with_equal_potentials(searched, result)
-    elif budget.is_accurate:
-        accurate_result = with_accurate_potentials(searched, result, budget)
-        if accurate_result is not result:
-            result = shifted_to_equal_mass(searched, accurate_result)
-    return result.to(problem.p.device)
+        result = with_estimates(problem, result)
+    result = with_best_constant(problem, result)
+    check_epsilon(problem, result, budget.tolerance)
+    if not budget.is_accurate:
+        return result
+    if problem.is_symmetric:
+        return _with_equal_potentials(problem, result)
+    accurate_result = with_accurate_potentials(problem, result, budget)
+    return result if accurate_result is result else with_best_constant(problem, accurate_result)
 
 
 def _without_unknown(result: SearchResult) -> SearchResult:
@@ -153,7 +155,7 @@ def _rounds_costs(problem: Problem) -> bool:
         return False
     if needs_torch(problem.p, problem.q, *cost.tensors()) or not problem.batch.numel():
         return False
-    return bool((cost.largest() > POTENTIAL_TOLERANCE.largest_cost_float32 * problem.epsilon.detach()).any())
+    return bool((cost.largest() > POTENTIAL_LIMITS.largest_cost_float32 * problem.epsilon.detach()).any())
 
 
 def is_faster_on_cpu(problem: Problem) -> bool:
@@ -168,7 +170,7 @@ def is_faster_on_cpu(problem: Problem) -> bool:
     return suits and problem.cost.as_grid() is None and batch * n * m <= MATRIX_LIMITS.max_entries
 
 
-def _prepared(problem: Problem) -> Problem:
+def _prepare(problem: Problem) -> Problem:
     """Return the problem to search, perhaps on the CPU, with a start that has been checked."""
     if problem.impl == "compiled" and not may_run_on(problem.p):
         raise ValueError(
@@ -199,7 +201,7 @@ def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tenso
                 "problem."
             )
     # Potentials differ by no more than the costs do, plus epsilon times the logarithms of weights.
-    bound = POTENTIAL_TOLERANCE.largest_start * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
+    bound = POTENTIAL_LIMITS.largest_start * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
     is_sane = (g.masked_fill(q == 0, 0.0).abs() <= bound).all(-1, keepdim=True)
     g = torch.where(is_sane & (g.abs() <= bound), g, 0.0)
     return torch.where(is_sane, f, 0.0), g

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss._numba.threads import PASSES, Work, run_on_threads
-from otloss.solvers.entropic.arithmetic import in_float64
+from otloss.solvers.entropic.arithmetic import detached_in_float64
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
@@ -57,7 +58,7 @@ class SinkhornOnCPU(Method):
         largest = (
             MATRIX_LIMITS.largest_image if problem.marginal_penalty is None else MATRIX_LIMITS.largest_unbalanced_image
         )
-        if cost.softmin_work() < n * m and n * m > largest:
+        if is_faster_on_axes(problem, largest):
             return False
         return n * m <= MATRIX_LIMITS.largest_matrix and cost.batch_shape.numel() * n * m <= MATRIX_LIMITS.max_entries
 
@@ -68,11 +69,17 @@ class SinkhornOnCPU(Method):
         results = run_kernel(build_matrix_problems(problem), budget, g=g)
         f, g = results.f.reshape(*batch, n), results.g.reshape(*batch, m)
         if _rounds_potentials(problem):
-            updates = build_updates(in_float64(problem))
+            updates = build_updates(detached_in_float64(problem))
             g = updates.g_from(f)
             f = updates.f_from(g)
         error, iterations, *estimates = (column.reshape(batch) for column in results.outcome.unbind(-1))
         return SearchResult(f, g, error, iterations.long(), *estimates)
+
+
+def is_faster_on_axes(problem: Problem, largest_image: int = MATRIX_LIMITS.largest_image) -> bool:
+    """Return whether updates along the axes of images are faster than updates by a matrix."""
+    entries = math.prod(problem.cost.shape)
+    return problem.cost.softmin_work() < entries and entries > largest_image
 
 
 def _rounds_potentials(problem: Problem) -> bool:

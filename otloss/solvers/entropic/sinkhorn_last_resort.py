@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from otloss.solvers.entropic.arithmetic import in_float64
+from otloss.solvers.entropic.arithmetic import detached_in_float64
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import run_sinkhorn
@@ -19,7 +19,7 @@ class SinkhornAsLastResort(Method):
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the start; see `interface.Method`."""
-        problem = in_float64(problem)
+        problem = detached_in_float64(problem)
         run = run_sinkhorn if problem.marginal_penalty is None else Sinkhorn().run  # whose logarithms do not underflow
         return run(problem, start, budget)
 

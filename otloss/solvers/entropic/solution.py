@@ -32,7 +32,7 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
-from otloss.solvers.entropic.arithmetic import in_float64, potential_of_plan
+from otloss.solvers.entropic.arithmetic import detached_in_float64, potential_of_plan
 from otloss.solvers.entropic.equations.slow_modes import with_known_error
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import SearchResult
@@ -155,7 +155,7 @@ class EntropicSolution:
     def _in_float64(self) -> _InFloat64:
         """Return the problem in float64, with f an exact update there, so that rounding does not spoil the bounds."""
         self._unchanged.check("a bound")
-        problem = in_float64(self.problem)
+        problem = detached_in_float64(self.problem)
         with torch.no_grad():
             g = self.search.g.to(problem.p.dtype)
             return _InFloat64(problem, build_updates(problem).f_from(g), g)

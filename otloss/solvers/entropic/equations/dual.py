@@ -10,7 +10,7 @@ r_q = epsilon / rho_q and k_p = 1 / (1 + r_p), the dual has in b
 
 On a side that is kept rho is infinite: a = p and k_p = 1, or t = q and r_q = 0. Where both are, a constant in b changes
 nothing. Where both penalties are large, a constant changes next to nothing: the marginal error, an error of masses,
-tells it only up to the penalty times the tolerance. But the best constant has a closed form (`shifted_to_equal_mass`).
+tells it only up to the penalty times the tolerance. But the best constant has a closed form (`with_best_constant`).
 
 The error of g is at most the largest relative error of the columns over the smallest eigenvalue of H, where constants
 are left out, and where both are taken in the metric of t. This is a linear model. Near the limit of its validity the
@@ -135,7 +135,7 @@ def range_over_mass(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Ten
     return g.masked_fill(is_empty, -torch.inf).amax(-1) - g.masked_fill(is_empty, torch.inf).amin(-1)
 
 
-def shifted_to_equal_mass(problem: Problem, result: SearchResult) -> SearchResult:
+def with_best_constant(problem: Problem, result: SearchResult) -> SearchResult:
     """Return the potentials g - s and f + k_p s of unbalanced problems, with the s that maximises the dual.
 
     f stays the exact update from g. The rows of the plan sum to p exp(-f / rho_p); they have the mass that its columns
@@ -174,10 +174,10 @@ def _constants(target: Tensor) -> Tensor:
 def _smallest_eigenvalue(matrix: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch"]:
     """Return the smallest eigenvalue of symmetric matrices with eigenvalues of at least 0; 0 if they are singular."""
     factors, pivots, failed = factor(matrix)
-    # A start with a pattern is orthogonal to some eigenvectors of uniform weights.
+    # A vector with a pattern is orthogonal to some eigenvectors of uniform weights.
     # Random numbers of torch are an error inside torch.vmap.
-    start = torch.from_numpy(np.random.default_rng(0).random(matrix.shape[-1]) - 0.5)
-    x = start.to(matrix.device, matrix.dtype).expand(matrix.shape[:-1]).unsqueeze(-1)
+    random = torch.from_numpy(np.random.default_rng(0).random(matrix.shape[-1]) - 0.5)
+    x = random.to(matrix.device, matrix.dtype).expand(matrix.shape[:-1]).unsqueeze(-1)
     smallest = torch.ones_like(matrix[..., 0, 0])
     for _ in range(INVERSE_ITERATIONS):
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.arithmetic import in_float64
+from otloss.solvers.entropic.arithmetic import detached_in_float64
 from otloss.solvers.entropic.equations.dual import ROUNDING, range_over_mass
 from otloss.solvers.entropic.equations.updates import Updates, build_updates
 from otloss.solvers.entropic.interface import SearchResult
@@ -35,9 +35,9 @@ class LanczosLimits(NamedTuple):
         resolved: the bound of the error of l over 1 - l. It holds for some eigenvalue, and after the first products for
             the largest. After 14 products, the eigenvalue of one cell that hardly exchanges mass had not shown yet.
         smallest_norm: of a step, below which all eigenvalues are found.
-        lightest: bins of at least this share of the mass have an equal part in the start, however light they are. The
-            eigenvector of one such bin is nearly orthogonal to a start of equal numbers. Far larger numbers at bins
-            that are still lighter would round the others.
+        lightest: bins of at least this share of the mass have an equal part in the first vector, however light they
+            are. The eigenvector of one such bin is nearly orthogonal to a vector of equal numbers. Far larger numbers
+            at bins that are still lighter would round the others.
     """
 
     min_steps: int = 24
@@ -64,7 +64,7 @@ def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
     ):
         return result
     with torch.no_grad():
-        estimate = _estimate(build_updates(in_float64(problem)), result.g)
+        estimate = _estimate(build_updates(detached_in_float64(problem)), result.g)
     error = torch.where(error.isnan(), estimate, error)
     return dataclasses.replace(result, potential_error=error, potential_range=range_over_mass(problem, result.g))
 
@@ -84,11 +84,11 @@ def _smallest_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tenso
     """Return the smallest eigenvalue of H without constants, less the bound of its error."""
     weights = updates.log_q.exp()
     random = torch.Generator("cpu").manual_seed(0)
-    start = torch.rand(weights.shape[-1], dtype=weights.dtype, generator=random, device="cpu") - 0.5
-    start = start + 0.5 * start.sign()  # small numbers would be nearly orthogonal to the eigenvector of a single bin
-    start = start.to(weights) / weights.clamp(min=LANCZOS_LIMITS.lightest).sqrt()
+    first = torch.rand(weights.shape[-1], dtype=weights.dtype, generator=random, device="cpu") - 0.5
+    first = first + 0.5 * first.sign()  # small numbers would be nearly orthogonal to the eigenvector of a single bin
+    first = first.to(weights) / weights.clamp(min=LANCZOS_LIMITS.lightest).sqrt()
     basis = torch.ones_like(weights).unsqueeze(-2)  # rows of length one in the inner product of the weights
-    step, norm = _orthogonal(start, basis, weights)
+    step, norm = _orthogonal(first, basis, weights)
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
     while True:
