@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from otloss._progress import clock
 
+Result = TypeVar("Result")
 Kernel = tuple[Any, tuple[Any, ...]]  # with its signature
 MAX_ENTRIES_IN_TORCH = 2**25  # a second of the processor in torch; a kernel compiles in 2 to 5
 
@@ -102,6 +103,42 @@ def declining(entries: int = 0, *, processes: int = 1) -> Iterator[None]:
         yield
     finally:
         _state.declines, _state.processes = before
+
+
+class Counts(NamedTuple):
+    """How many iterations are done without a kernel: until one looks for it again, in total, and the smallest count."""
+
+    until_look: int
+    total: int
+    smallest: int
+
+
+def run_when_compiled(
+    run: Callable[[Result | None], Result], iterate: Callable[[Result | None, int], Result],
+    is_solved: Callable[[Result], bool], counts: Counts, *, entries: int = 0, processes: int = 1,
+) -> Result:  # fmt: skip
+    """Return what `run` returns; as long as its kernel is compiled elsewhere, iterate without it.
+
+    The iterations may solve the problem, and then `run` is not needed. Where fewer than the smallest count are left,
+    they would hardly help, and the call waits.
+
+    Args:
+        run, iterate: begin from the previous result, None at first; `iterate` also takes the number of iterations.
+        entries, processes: as for `declining`.
+    """
+    result, remaining = None, counts.total
+    while True:
+        try:
+            with declining(entries, processes=processes):
+                return run(result)
+        except StillCompilingError as compilation:
+            count = min(counts.until_look, remaining)
+            if count < counts.smallest:
+                compilation.wait()
+                continue
+            result, remaining = iterate(result, count), remaining - count
+            if is_solved(result):
+                return result
 
 
 def check_compiled(*calls: tuple[Any, Any, Callable[[], tuple[Any, ...]]]) -> None:

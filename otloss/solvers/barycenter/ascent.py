@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from otloss._numba.background import StillCompilingError, declining
+from otloss._numba.background import Counts, run_when_compiled
 from otloss._numba.threads import Work, run_on_threads
 from otloss.costs import DenseCost
 from otloss.solvers.barycenter.iteration import iterate
@@ -21,22 +21,23 @@ def ascend_once_compiled(
     problem: BarycenterProblem, start: Potentials, tolerance: float, max_iterations: int, *, with_graph: bool
 ) -> BarycenterResult:
     """Return the result of `ascend`, or of iterations that reach the tolerance while its kernel is compiled."""
+
+    def run(previous: BarycenterResult | None) -> BarycenterResult:
+        used = 0 if previous is None else previous.iterations
+        return ascend(problem, tolerance, max(1, max_iterations - used), with_graph=with_graph)
+
+    def go_on(previous: BarycenterResult | None, count: int) -> BarycenterResult:
+        if previous is None:
+            return iterate(problem, start, tolerance, count)
+        result = iterate(problem, previous.potentials, tolerance, count)
+        return dataclasses.replace(result, iterations=previous.iterations + result.iterations)
+
     entries = problem.p.numel() * problem.cost.shape[0]
     count = max(NUMBERS.cycle * NUMBERS.window, NUMBERS.entries_until_check // entries)
-    iterations = 0
-    while True:
-        try:
-            with declining(count * entries):
-                return ascend(problem, tolerance, max(1, max_iterations - iterations), with_graph=with_graph)
-        except StillCompilingError as compilation:
-            count = min(count, max_iterations // 2 - iterations)
-            if count < NUMBERS.cycle:
-                compilation.wait()
-                continue
-            result = iterate(problem, start, tolerance, count)
-            start, iterations = result.potentials, iterations + result.iterations
-            if bool((result.error <= tolerance).all()):
-                return dataclasses.replace(result, iterations=iterations)
+    counts = Counts(count, max_iterations // 2, NUMBERS.cycle)
+    return run_when_compiled(
+        run, go_on, lambda result: bool((result.error <= tolerance).all()), counts, entries=count * entries
+    )
 
 
 def ascend(problem: BarycenterProblem, tolerance: float, max_iterations: int, *, with_graph: bool) -> BarycenterResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from otloss._numba.background import StillCompilingError, declining
+from otloss._numba.background import Counts, StillCompilingError, declining, run_when_compiled
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start, better
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import run_sinkhorn
@@ -19,31 +19,28 @@ SHARE = 4  # one in so many iterations of the budget is done without the kernel,
 def run_method(method: Method, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
     """Return the result of a method; as long as its kernel is compiled elsewhere, iterate without it.
 
-    These iterations may reach the tolerance, and then the method does not run. Large problems only wait: their
-    iterations would also take the processor from the compilation. Within a method, soft minima of a missing kernel are
-    computed by torch (`_numba.background.declining`).
+    Large problems only wait: their iterations would also take the processor from the compilation. Within a method, soft
+    minima of a missing kernel are computed by torch (`_numba.background.declining`).
     """
+
+    def start_after(previous: SearchResult | None) -> Start | None:
+        return start if previous is None else previous.start
+
+    def run(previous: SearchResult | None) -> SearchResult:
+        used = 0 if previous is None else previous.iterations_used
+        limits = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used))
+        return better(previous, method.run(problem, start_after(previous), limits), budget.tolerance)
+
+    def iterate(previous: SearchResult | None, count: int) -> SearchResult:
+        limits = dataclasses.replace(budget, patience=math.inf, max_iterations=count)
+        return better(previous, _iterate(problem, start_after(previous), limits), budget.tolerance)
+
     count = int(ENTRIES_UNTIL_CHECK / max(1, problem.batch.numel() * math.prod(problem.cost.shape)))
-    without_kernel = budget.max_iterations // SHARE if count >= SMALLEST_COUNT else 0
-    result, processes = None, 1 if without_kernel else 2
-    while True:
-        try:
-            with declining(processes=processes):
-                new = method.run(problem, start, budget)
-        except StillCompilingError as compilation:
-            count = min(without_kernel, count)
-            if not count:
-                compilation.wait()
-                continue
-            without_kernel -= count
-            new = _iterate(problem, start, dataclasses.replace(budget, patience=math.inf, max_iterations=count))
-            result = better(result, new, budget.tolerance)
-            if result.is_within(budget.tolerance):
-                return result
-            start = result.start
-            budget = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - new.iterations_used))
-        else:
-            return better(result, new, budget.tolerance)
+    counts = Counts(count, budget.max_iterations // SHARE, SMALLEST_COUNT)
+    processes = 1 if count >= SMALLEST_COUNT else 2  # A call that waits has a core for a second process.
+    return run_when_compiled(
+        run, iterate, lambda result: result.is_within(budget.tolerance), counts, processes=processes
+    )
 
 
 def _iterate(problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
