@@ -49,7 +49,8 @@ from otloss.solvers.entropic.implicit.products import (
     suits_products,
     with_graph_by_products,
 )
-from otloss.solvers.entropic.solution import EntropicSolution, dual_term
+from otloss.solvers.entropic.objectives import dual_term
+from otloss.solvers.entropic.solution import EntropicSolution
 from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.linear_systems import solve as solve_systems
 from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, is_kept

@@ -12,7 +12,7 @@ SMALL_BLOCKS = {
     "otloss.costs.distances.PRODUCTS": Products(block_entries=90 * 3 * 7),
     "otloss.losses.number_tokens._PIECE_ON_CPU": 30,
     "otloss.solvers.barycenter.iteration.NUMBERS": Numbers(largest_matrix=0),
-    "otloss.solvers.entropic.solution._PLAN_BLOCK_ENTRIES": 1,
+    "otloss.solvers.entropic.objectives._PLAN_BLOCK_ENTRIES": 1,
     "otloss.solvers.entropic.implicit.grid.MIN_CELLS": 1,
     "otloss.solvers.closed_forms.line._SMALL": 0,
     "otloss.solvers.closed_forms.sliced._BLOCK": 1,

@@ -19,7 +19,9 @@ Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
     potentials      the search from a problem to its potentials: the place to begin reading
     ladder          which methods search, in which order, and when the search ends
     interface       what all methods share: start, budget, result, `applies` and `run`
-    solution        value, plan, <C, P>, duality gap and bounds at potentials
+    objectives      the value and the sums of the plan at potentials
+    gap             a bound of how far the value is from the optimum
+    solution        all of these for the caller
 
 The methods, one in each file but for the two of `newton`; the docstring of `ladder` says when each runs:
 

@@ -21,8 +21,8 @@ from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, Start
 from otloss.solvers.entropic.newton_products import NewtonByProducts, Point
+from otloss.solvers.entropic.objectives import dual_value
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
-from otloss.solvers.entropic.solution import dual_value
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem, pose
 

@@ -1,0 +1,123 @@
+"""The objectives of an entropic problem at potentials of which f is an exact update from g, and the plan's sums.
+
+All of it is computed from soft minima and products, so a cost without a matrix needs none here. The value is the dual
+objective at the potentials, D = f.p + g.q - epsilon (sum P - mass). In unbalanced problems rho_p (1 - exp(-f / rho_p))
+replaces f, rho_q (1 - exp(-g / rho_q)) replaces g, and mass_p mass_q replaces the mass. On a side that is kept the
+potential stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss.solvers.entropic.arithmetic import potential_of_plan
+from otloss.solvers.entropic.equations.updates import build_updates
+from otloss.solvers.options import is_kept
+from otloss.solvers.problem import Problem
+
+_PLAN_BLOCK_ENTRIES = 2**20  # several arrays of this size exist at a time
+
+
+def dual_term(potential: Tensor, rho: float | Tensor) -> Tensor:
+    """Return a potential's term in the dual: `rho (1 - exp(-f / rho))`, or itself for a side that is kept."""
+    return potential if is_kept(rho) else -rho * torch.expm1(-potential / rho)
+
+
+def kept_mass(weights: Tensor, potential: Tensor, rho: float | Tensor) -> Tensor:
+    """Return w_i exp(-f_i / rho), 0 at bins without mass: exp(-f_i / rho) alone may overflow at light bins."""
+    return (weights.log() - potential / rho).exp()
+
+
+def dual_sum(weights: Tensor, potential: Tensor, rho: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum_i w_i rho (1 - exp(-f_i / rho)) and the mass sum_i w_i exp(-f_i / rho)."""
+    if is_kept(rho):
+        return (weights * potential).sum(-1), weights.sum(-1)
+    exponent, mass = -potential / rho, kept_mass(weights, potential, rho)
+    gain = torch.where(exponent > 1, mass - weights, weights * exponent.clamp(max=1.0).expm1())
+    return (-rho * gain).sum(-1), mass.sum(-1)
+
+
+def sizes_of_terms(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return the sum of the sizes of all terms of the primal and dual objectives, each times its own conditioning."""
+    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    penalty, mass_p, mass_q = problem.marginal_penalty, p.sum(-1), q.sum(-1)
+    if penalty is None:
+        return (p * f.abs()).sum(-1) + (q * g.abs()).sum(-1) + epsilon * (mass_p + mass_q)
+    total = epsilon * mass_p * mass_q
+    for weights, potential, rho in ((p, f, penalty.p), (q, g, penalty.q)):
+        kept, size = kept_mass(weights, potential, rho), potential.abs()
+        # The exponential in the kept mass has the relative error of its exponent.
+        gain = torch.where(size > rho, rho * (weights + kept), weights * size)
+        total = total + (gain + kept * (size + epsilon.unsqueeze(-1) * (1 + size / rho))).sum(-1)
+    return total
+
+
+def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return D at potentials of which f is an exact update from g."""
+    penalty = problem.marginal_penalty
+    if penalty is None:
+        return (f * problem.p.detach()).sum(-1) + (g * problem.q.detach()).sum(-1)
+    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    mass_p, mass_q = p.sum(-1), q.sum(-1)
+    (from_p, kept), (from_q, _) = dual_sum(p, f, penalty.p), dual_sum(q, g, penalty.q)
+    return from_p + from_q - epsilon * (kept - mass_p * mass_q)
+
+
+def log_marginal_ratios(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log(P 1 / p) and log(P^T 1 / q), as their limits at bins without mass."""
+    updates = build_updates(problem)
+    return (f - updates.softmin_rows(g)) / updates.epsilon, (g - updates.softmin_columns(f)) / updates.epsilon
+
+
+def marginals(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return P 1 and P^T 1."""
+    ratios = log_marginal_ratios(problem, f, g)
+    p, q = ((w.detach().to(f.dtype).log() + x).exp() for w, x in zip((problem.p, problem.q), ratios, strict=True))
+    return p, q
+
+
+def linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return `<C, P>`, block by block of rows, or by the rows that a kernel sums."""
+    log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
+    with torch.no_grad():
+        costs = problem.cost.plan_costs(
+            potential_of_plan(problem, f), g, log_p, log_q, epsilon=problem.epsilon.detach().to(f.dtype)
+        )
+    if costs is not None:
+        return costs.sum(-1)
+    total = f.new_zeros(problem.batch)
+    for _, plan, rows in plan_blocks(problem, f, g):
+        total += (plan * rows).sum((-2, -1))
+    return total
+
+
+def relative_entropy(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return the entropy term, `sum P log(P / p q^T)` or KL: the derivative of the value in epsilon."""
+    rows, columns = marginals(problem, f, g)
+    inner = (f * rows).sum(-1) + (g * columns).sum(-1) - linear_cost(problem, f, g)
+    entropy = inner / problem.epsilon.detach().to(f.dtype)
+    if problem.marginal_penalty is None:
+        return entropy
+    mass = problem.p.detach().to(f.dtype).sum(-1) * problem.q.detach().to(f.dtype).sum(-1)
+    return entropy - rows.sum(-1) + mass
+
+
+def plan_blocks(problem: Problem, f: Tensor, g: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (slice of rows, P there, C there), in the dtype of the potentials."""
+    n, m = problem.cost.shape
+    log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
+    f, epsilon = potential_of_plan(problem, f), problem.epsilon.detach().to(f.dtype)[..., None, None]
+    step = max(1, _PLAN_BLOCK_ENTRIES // max(1, m * problem.batch.numel()))
+    for start in range(0, n, step):
+        part = slice(start, min(start + step, n))
+        with torch.no_grad():
+            rows = problem.cost.row_block(part.start, part.stop).to(f.dtype)
+            exponent = (f[..., part, None] + g[..., None, :] - rows) / epsilon
+            exponent = exponent + log_p[..., part, None] + log_q[..., None, :]
+            # exp is ten times slower where its result underflows, and an entry of exp(-200) counts as 0.
+            nothing = exponent <= -200.0
+            yield part, exponent.clamp_(min=-200.0).exp_().masked_fill_(nothing, 0.0), rows
