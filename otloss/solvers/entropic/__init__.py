@@ -23,12 +23,12 @@ Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
     gap             a bound of how far the value is from the optimum
     solution        all of these for the caller
 
-The methods, one in each file but for the two of `newton`; the docstring of `ladder` says when each runs:
+The methods are in these files; the docstring of `ladder` says when each runs:
 
-    sinkhorn, sinkhorn_cpu, sinkhorn_gpu            Sinkhorn's iteration in torch, by numba kernels, by a Triton kernel
-    clusters, coarse_images                         Sinkhorn's iteration with the help of a coarser problem
-    images_float64, sinkhorn_last_resort            Sinkhorn's iteration in float64
-    newton, newton_products                         Newton's method on cells of the plan, and by products with the plan
+    sinkhorn, sinkhorn_cpu, sinkhorn_gpu    Sinkhorn's iteration in torch, by numba kernels, and by a Triton kernel
+    sinkhorn_float64                        Sinkhorn's iteration in float64, of images and as the last method
+    clusters, coarse_images                 Sinkhorn's iteration with the help of a coarser problem
+    newton, newton_products                 Newton's method on cells of the plan, and by products with the plan
 
 Around the ladder `meanwhile` iterates while a kernel is compiled, `newton_problems` takes the problems of Newton's
 method out of a batch, `dense_newton` makes potentials accurate, `messages` has the warnings and errors of a search,

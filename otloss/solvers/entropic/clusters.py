@@ -128,11 +128,10 @@ class Clusters(Method):
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the potentials between clusters; see `interface.Method`.
 
-        The search ends early where it becomes slow. It has no iteration where clusters do not help: a side has no mass,
-        the problem between clusters was not solved, or clusters are far larger than epsilon resolves. Newton's method
-        in a later rung then takes less time than iterations before it. Between a cloud and itself, where there is none,
-        Sinkhorn's iteration runs. The potentials between clusters are better than `start`, which is what iterations
-        have found while a kernel was compiled.
+        The search gives up where it becomes slow, and before its first iteration where clusters do not help: a side has
+        no mass, the problem between clusters was not solved, or clusters are far larger than epsilon resolves. Newton's
+        method then takes less time than iterations. Between a cloud and itself Sinkhorn's iteration runs instead. The
+        potentials between clusters are better than `start`, which iterations have found while a kernel was compiled.
         """
         p, q, epsilon = problem.p.detach().flatten(), problem.q.detach().flatten(), problem.epsilon.detach().reshape(())
         result = _search_with_clusters(dataclasses.replace(problem, p=p, q=q, epsilon=epsilon), budget)
@@ -146,19 +145,18 @@ class Clusters(Method):
 
 def _search_with_clusters(problem: Problem, budget: Budget) -> SearchResult | None:
     """Return where the search ends; None where clusters do not help, or no error was finite."""
-    clusters = _choose_clusters(problem)
-    solution = None if clusters is None else _solve_between(problem, clusters)
-    if clusters is None or solution is None:
+    solution = _solve_between(problem)
+    if solution is None:
         return None
     search = _ClusterSearch(problem, solution, share=CLUSTERING.grid_share * budget.tolerance)
     epsilon, tolerance = float(problem.epsilon), max(CLUSTERING.stage_tolerance, budget.tolerance)
     larger = [epsilon / SCHEDULE.stage_factor**k for k in range(MAX_STAGES, 0, -1)]
-    for stage in (stage for stage in larger if stage < 0.99 * clusters.epsilon):
+    for stage in (stage for stage in larger if stage < 0.99 * solution.clusters.epsilon):
         search.run(stage, tolerance, min(search.iterations + STAGE_ITERATIONS, budget.max_iterations - 1))
     for with_bound in (False, True):  # the sums without a bound may be less accurate than planned
         search.sums.with_bound = with_bound
         search.run(epsilon, budget.tolerance, budget.max_iterations)
-        result = search.result()
+        result = search.sums.last_updates(search.best, search.iterations)
         if result.is_within(budget.tolerance) or search.sums.by_pairs or search.iterations >= budget.max_iterations:
             break
     return result if bool(result.error.isfinite()) else None
@@ -229,8 +227,11 @@ class _Solution:
         return self._extended(self.f - self.clusters.epsilon * (self.rows @ solution)) - self.g_of_points
 
 
-def _solve_between(problem: Problem, clusters: _Clusters) -> _Solution | None:
-    """Return the solution of the problem between clusters; None where that fails."""
+def _solve_between(problem: Problem) -> _Solution | None:
+    """Return the solution of the problem between clusters; None where clusters do not help, or that fails."""
+    clusters = _choose_clusters(problem)
+    if clusters is None:
+        return None
     points, (p, q), epsilon = _points(problem.cost), (clusters.x.masses, clusters.y.masses), clusters.epsilon
     # In the dtype of the points, for which the kernel may have been compiled already.
     dtype = points.dtype
@@ -295,19 +296,22 @@ class _ClusterSearch:
     def run(self, epsilon: float, tolerance: float, last_iteration: int) -> None:
         """Iterate from the best potentials until the error is within the tolerance, or hardly falls."""
         self.sums.begin(epsilon)
-        g, progress, acceleration = self.best.g, _Progress(), _Anderson(self.weights.sqrt())
+        g, acceleration = self.best.g, _Anderson(self.weights.sqrt())
+        smallest_error, halved_error, last_halved = math.inf, math.inf, self.iterations
         while self.iterations < last_iteration:
-            updated = self.sums.update(g, self.best.f, min(progress.smallest_error, 1.0))
+            updated = self.sums.update(g, self.best.f, min(smallest_error, 1.0))
             error = float(self.sums.updates.error_of_columns(g, updated.g))
             self.iterations += 1
             report("Sinkhorn iterations", error, tolerance=tolerance)
-            if error < progress.smallest_error:
-                self.best = updated
-            progress.record(error)
+            if error < smallest_error:
+                self.best, smallest_error = updated, error
+            if error <= halved_error / 2:
+                halved_error, last_halved = error, self.iterations
+            is_slow = self.iterations - last_halved >= CLUSTERING.slow_iterations
             aim = tolerance if self.sums.by_pairs else CLUSTERING.grid_margin * tolerance
-            if error <= aim or progress.is_slow or not math.isfinite(error):
+            if error <= aim or is_slow or not math.isfinite(error):
                 break
-            if self.sums.widen_where_rounded(error, g) or error > CLUSTERING.restart * progress.smallest_error:
+            if self.sums.widen_where_rounded(error, g) or error > CLUSTERING.restart * smallest_error:
                 acceleration.clear()
             g = acceleration.next(g, self._step(g, updated, epsilon))
 
@@ -317,27 +321,6 @@ class _ClusterSearch:
             return (updated.f + updated.g) / 2 - g
         change = updated.g - g
         return change + self.solution.correction(change / epsilon, self.weights)
-
-    def result(self) -> SearchResult:
-        """Return the best potentials with their error, by accurate updates."""
-        return self.sums.last_updates(self.best, self.iterations)
-
-
-class _Progress:
-    """How the error falls at one epsilon."""
-
-    def __init__(self) -> None:
-        self.smallest_error, self.halved_error, self.iterations_since_halved = math.inf, math.inf, 0
-
-    def record(self, error: float) -> None:
-        self.iterations_since_halved += 1
-        self.smallest_error = min(self.smallest_error, error)
-        if error <= self.halved_error / 2:
-            self.halved_error, self.iterations_since_halved = error, 0
-
-    @property
-    def is_slow(self) -> bool:
-        return self.iterations_since_halved >= CLUSTERING.slow_iterations
 
 
 class _Sums:
@@ -396,20 +379,18 @@ class _Sums:
 
         The sums of the search have left out more, and light bins hardly count in its error.
         """
-        updates, (f, g), self.grid = self.updates, best, None
-        count = torch.tensor(iterations, device=g.device)
+        updates, epsilon, (f, g), self.grid = self.updates, float(self.updates.epsilon), best, None
         grid = None if self.by_pairs else self._grid_near(f, g, self.share, is_bound=True)
-        updated = self._through_grid(grid, g)
+        updated, bound = self._through_grid(grid, g), 0.0
         if updated is not None:
             # The bound holds for sums between f and g as they were.
             change = sum(float((new - old).abs().amax()) for new, old in zip(updated, best, strict=True))
-            if change <= float(updates.epsilon):
-                bound = self.share * math.exp(change / float(updates.epsilon))
-                return SearchResult.without_estimates(
-                    updated.f, g, updates.error_of_columns(g, updated.g) + bound, count
-                )
-        f = updates.f_from(g)
-        return SearchResult.without_estimates(f, g, updates.error_of_columns(g, updates.g_from(f)), count)
+            updated, bound = (updated, self.share * math.exp(change / epsilon)) if change <= epsilon else (None, 0.0)
+        if updated is None:
+            f = updates.f_from(g)
+            updated = _Potentials(f, updates.g_from(f))
+        error = updates.error_of_columns(g, updated.g) + bound
+        return SearchResult.without_estimates(updated.f, g, error, torch.tensor(iterations, device=g.device))
 
     def widen_where_rounded(self, error: float, g: Tensor) -> bool:
         """Continue by pairs in float64 where the error has reached the rounding of float32; return whether."""

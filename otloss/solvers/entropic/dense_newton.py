@@ -7,8 +7,6 @@ solved up to rounding, and the steps end where one is small or does not reduce t
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from otloss.solvers.entropic.equations.dual import (
     ROUNDING,
-    Dual,
     build_dual,
     estimate_error,
     is_dense_fast,
@@ -114,8 +111,7 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
         is_active = is_active & (failed == 0) & torch.isfinite(step_range)
         if not bool(is_active.any()):
             break
-        after = functools.partial(_gradient_after, dual, b)
-        step = shortened(step, gradient, after, is_balanced=dual.is_balanced)
+        step = shortened(step, gradient, dual.gradient(b + step), is_balanced=dual.is_balanced)
         b = torch.where(is_active.unsqueeze(-1), b + step, b)
         steps = steps + is_active
     f = updates.f_from(torch.where(q > 0, b * updates.epsilon, g))
@@ -127,14 +123,9 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
     )
 
 
-def _gradient_after(dual: Dual, b: Tensor, step: Tensor) -> Tensor:
-    return dual.gradient(b + step)
-
-
 def shortened(
-    step: Float[Tensor, "*batch m"], gradient: Float[Tensor, "*batch m"],
-    gradient_after: Callable[[Tensor], Tensor], *, is_balanced: bool,
-) -> Float[Tensor, "*batch m"]:  # fmt: skip
+    step: Float[Tensor, "*batch m"], gradient: Tensor, gradient_after: Tensor, *, is_balanced: bool
+) -> Float[Tensor, "*batch m"]:
     """Return the step where it halves the derivative of the dual along itself, and elsewhere a safe share of it.
 
     A derivative below 0 at the end says nothing: the dual may have fallen along nearly all of a long step.
@@ -143,13 +134,12 @@ def shortened(
     smallest entry. So a step times log(1 + range) / range always increases the dual, but it is at most that logarithm.
 
     Args:
-        gradient: of the dual before the step.
-        gradient_after: a step to the gradient after it.
+        gradient, gradient_after: of the dual, before and after the step.
         is_balanced: whether a constant changes nothing.
 
     Source: F. Bach, Self-concordant analysis for logistic regression, 2010.
     """
-    at_start, at_end = (gradient * step).sum(-1), (gradient_after(step) * step).sum(-1)
+    at_start, at_end = (gradient * step).sum(-1), (gradient_after * step).sum(-1)
     is_halved = (at_end >= 0) & (at_end <= 0.5 * at_start)
     share = torch.where(is_halved, 1.0, safe_share(step, is_balanced=is_balanced))
     return share.unsqueeze(-1) * step

@@ -19,15 +19,14 @@ import math
 
 from otloss.solvers.entropic.clusters import Clusters
 from otloss.solvers.entropic.coarse_images import CoarseImages
-from otloss.solvers.entropic.images_float64 import ImagesInFloat64
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, better, user_start
 from otloss.solvers.entropic.meanwhile import run_method
 from otloss.solvers.entropic.newton import NewtonFirst, SparseNewton
 from otloss.solvers.entropic.newton_products import NewtonByProducts
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU
+from otloss.solvers.entropic.sinkhorn_float64 import ImagesInFloat64, SinkhornAsLastResort, differs_from_first
 from otloss.solvers.entropic.sinkhorn_gpu import SinkhornOnGPU
-from otloss.solvers.entropic.sinkhorn_last_resort import SinkhornAsLastResort, differs_from_first
 from otloss.solvers.problem import Problem
 
 LADDER: tuple[tuple[Method, ...], ...] = (

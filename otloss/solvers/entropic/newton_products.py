@@ -78,14 +78,11 @@ class NewtonByProducts(Method):
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from near potentials, else in stages of epsilon, and then in float64; see `interface.Method`."""
         result = _search_in_own_dtype(problem, start or Start.zeros(problem), budget)
-        if problem.cost.dtype == torch.float32 and has_float64(problem.p.device) and not _is_at_end(result, budget):
+        is_at_end = result.is_within(budget.tolerance) or result.iterations_used >= budget.max_iterations
+        if problem.cost.dtype == torch.float32 and has_float64(problem.p.device) and not is_at_end:
             precise = _search_in_own_dtype(detached_in_float64(problem), result.start, budget)
             result = dataclasses.replace(precise, iterations=result.iterations + precise.iterations)
         return result
-
-
-def _is_at_end(result: SearchResult, budget: Budget) -> bool:
-    return result.is_within(budget.tolerance) or result.iterations_used >= budget.max_iterations
 
 
 def _search_in_own_dtype(problem: Problem, start: Start, budget: Budget) -> SearchResult:
@@ -175,13 +172,9 @@ class Point:
         looks = Looks(is_queued=is_queued(self.updates.problem))
         equations = Equations(self.times, self._inner, lambda v: self._centred(v / self._diagonal))
         end = conjugate_gradients(equations, right, precision, max_products=STEP_LIMITS.max_products, looks=looks)
-        gradient = self.target - self.received
-
-        def gradient_at(step: Tensor) -> Tensor:
-            there = Point.build(self.updates, self.g + step * self.updates.epsilon)
-            return there.target - there.received
-
-        return shortened(end.solution, gradient, gradient_at, is_balanced=self.is_balanced)
+        after = Point.build(self.updates, self.g + end.solution * self.updates.epsilon)
+        gradient, gradient_after = (point.target - point.received for point in (self, after))
+        return shortened(end.solution, gradient, gradient_after, is_balanced=self.is_balanced)
 
     @property
     def is_balanced(self) -> bool:

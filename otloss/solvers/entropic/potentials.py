@@ -19,12 +19,7 @@ from otloss.solvers.entropic.equations.slow_modes import with_known_error
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
-from otloss.solvers.entropic.messages import (
-    check_epsilon,
-    warn_of_errors,
-    warn_of_slow_images,
-    warn_of_uncertain,
-)
+from otloss.solvers.entropic.messages import check_epsilon, warn_of_errors, warn_of_slow_images, warn_of_uncertain
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS
 from otloss.solvers.entropic.sinkhorn_gpu import is_measured_faster
 from otloss.solvers.options import Settings

@@ -85,10 +85,9 @@ def is_faster_on_axes(problem: Problem, largest_image: int = MATRIX_LIMITS.large
 def _rounds_potentials(problem: Problem) -> bool:
     """Return whether the mass of the plan multiplies the rounding of potentials by more than `largest_ratio`."""
     penalty = problem.marginal_penalty
-    penalty_limit = None if penalty is None else of_batch(penalty.smallest)
-    if penalty_limit is None:
+    if penalty is None:
         return False
-    return bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * penalty_limit).any())
+    return bool((problem.epsilon > MATRIX_LIMITS.largest_ratio * of_batch(penalty.smallest)).any())
 
 
 def run_sinkhorn(problem: Problem, start: Start | None, budget: Budget) -> SearchResult:

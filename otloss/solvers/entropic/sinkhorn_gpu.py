@@ -8,18 +8,11 @@ holds for that GPU, batches of at least so many problems between "points" or wit
 many bins. `python -m benchmarks.gpu transport` writes such rows. Without one for a device, "auto" does not take the
 kernel there.
 
-Why `LARGEST_SIDE` is 1,024, for a batch of 16 problems on a GPU of 132 multiprocessors: an iteration has an exponential
-for each pair and side, and a multiprocessor computes 16 of them a clock. In one launch each problem has one of them for
-itself. Step by step all of them share the work, but an iteration is about 85 operations of torch, each a launch.
-
-    clocks of an iteration                  1,024 bins a side                   2,048 bins a side
-    one launch, 16 multiprocessors work     2 x 1,024^2 / 16 = 131,072          524,288
-    step by step, without the launches      131,072 x 16 / 132 = 15,888         63,550
-    so the launches may take, each          (131,072 - 15,888) / 85 = 1,355     5,421
-
-1,355 clocks are less than a microsecond, which no launch takes, so one launch is faster there. The numbers are counts:
-nothing was measured on a device. Programs that share a problem within one launch would have to wait for each other, for
-which Triton has no barrier.
+`LARGEST_SIDE` is where one launch is still faster for a batch of 16 problems on a GPU of 132 multiprocessors. There a
+problem has one multiprocessor for itself: 2 n^2 / 16 clocks an iteration. Step by step all of them share the work, but
+an iteration is about 85 launches of torch. At n = 1,024 each launch may take 1,355 clocks, less than a microsecond,
+which no launch does; at 2,048 it may take 5,421. These are counts: nothing was measured on a device. Programs that
+share a problem within a launch would have to wait for each other, for which Triton has no barrier.
 """
 
 from __future__ import annotations

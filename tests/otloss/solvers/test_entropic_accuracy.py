@@ -15,7 +15,7 @@ from otloss.solvers.entropic import newton, potentials
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
 from otloss.solvers.entropic.newton import NewtonFirst
-from otloss.solvers.entropic.sinkhorn_last_resort import SinkhornAsLastResort
+from otloss.solvers.entropic.sinkhorn_float64 import SinkhornAsLastResort
 from otloss.solvers.problem import Problem
 
 
