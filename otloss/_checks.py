@@ -236,7 +236,7 @@ def check_reduction(reduction: str) -> None:
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether `value` is a real number of Python or numpy, and no bool.
 
-    Other real numbers, such as fractions and those of sympy, are no operands of tensors.
+    Other real numbers, such as fractions and the numbers of sympy, are no operands of tensors.
     """
     return isinstance(value, _NUMBERS) and not isinstance(value, bool)
 

@@ -18,7 +18,7 @@ _log = logging.getLogger("otloss")
 
 SECONDS = 10.0  # after which a call says so
 SAMPLE = 0.5  # share of the seconds until the next line, from which a loop's error is looked at
-LEAST_WAIT = 1.0  # seconds between two looks that an estimate is made from, if the line is less late than that
+SMALLEST_WAIT = 1.0  # seconds between two looks that an estimate is made from, if the line is less late than that
 FARTHEST = (
     100.0  # times the seconds between two looks: an error that hardly falls tells nothing of what is farther away
 )
@@ -108,7 +108,7 @@ def report(work: str, error: float | Tensor = math.nan, *, tolerance: float = 0.
     if is_new:
         _call.work, _call.first = work, look
     late = elapsed - _call.due
-    if late < 0 or max(late, elapsed - _call.first.time) < LEAST_WAIT:
+    if late < 0 or max(late, elapsed - _call.first.time) < SMALLEST_WAIT:
         return
     error_in_words = "" if math.isnan(worst) else f", error {worst:.2g}{_aim(worst, tolerance)}"
     seconds_left = _seconds_left(_call.first, look, tolerance)

@@ -30,7 +30,7 @@ _log = logging.getLogger("otloss")
 # Large enough that kernels are used where small problems are left to torch.
 _BINS, _ROWS = 300, 5000
 # A kernel takes up to a fifth of all seconds, so more processes would only take memory, 0.4 GiB each.
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 
 
 def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64)) -> None:
@@ -72,7 +72,7 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
     tasks = _tasks([name for name in EXAMPLES if name in (names or EXAMPLES)], dtypes)
     from otloss._numba.notices import silenced  # takes a second: it imports numba
 
-    processes = min(torch.get_num_threads(), MOST_PROCESSES) if _are_kept() and can_start_python() else 1
+    processes = min(torch.get_num_threads(), MAX_PROCESSES) if _are_kept() and can_start_python() else 1
     begin = time.perf_counter()
     with _other_processes(tasks, processes - 1), silenced():
         _show(0, len(tasks), 0.0)

@@ -126,10 +126,10 @@ def announce(compilations: Sequence[tuple[Any, Any]], *, elsewhere: bool = False
         "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"
     )  # fmt: skip
     # Kernels that others call by address are parts of them, whose names say nothing to a user.
-    named = [each for each in compilations if not each[0].targetoptions.get("no_cpython_wrapper")] or compilations
-    names = " and ".join(_name(kernel) + _dtype(arguments) + _purpose(kernel) for kernel, arguments in named)
-    names += f" (in {len(compilations)} parts)" if len(compilations) > len(named) else ""
-    plural = "s" if len(named) > 1 else ""
+    entries = [each for each in compilations if not each[0].targetoptions.get("no_cpython_wrapper")] or compilations
+    names = " and ".join(_name(kernel) + _dtype(arguments) + _purpose(kernel) for kernel, arguments in entries)
+    names += f" (in {len(compilations)} parts)" if len(compilations) > len(entries) else ""
+    plural = "s" if len(entries) > 1 else ""
     place = " in another process (calls are slower until then)" if elsewhere else ""
     time = rounded(expected_seconds([kernel for kernel, _ in compilations], elsewhere=elsewhere))
     _log.warning("compiling the CPU kernel%s %s%s, which takes %s of the processor, once; %s",

@@ -44,7 +44,7 @@ LARGEST_WEIGHT = 1e12  # Of a row: with it, sums of float32 gradients stay finit
 
 # Smallest second derivative, of a transport term whose neighbouring classes lie 1 apart: both derivatives vanish where
 # a row is certain, right or wrong, and the second one does so first.
-_LEAST = 1e-2
+_SMALLEST_CURVATURE = 1e-2
 # Rows below which numpy is as fast; for a single row, in both memory orders, the kernel would be compiled again.
 _SMALL = 32
 _SMALLEST = 1e-16  # XGBoost's own objective has this lower limit.
@@ -67,7 +67,7 @@ def curvature(loss: RowLoss, *, library: str, single: bool) -> Curvature:
     """
     together = 1.0 if single else 2.0
     # In units of the average cost of a step to the neighbouring class.
-    smallest = max(_LEAST * loss.transport * loss.largest_transport / (loss.num_classes - 1), _SMALLEST)
+    smallest = max(_SMALLEST_CURVATURE * loss.transport * loss.largest_transport / (loss.num_classes - 1), _SMALLEST)
     own = loss.num_classes / (loss.num_classes - 1) if library == "lightgbm" and not single else together
     return Curvature(together if loss.is_square else together / 2, own, smallest)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
-_LEAST_EXPONENT = -80.0
+_SMALLEST_EXPONENT = -80.0
 _LARGEST_RATIO = 1e3  # of an ordinary cost over the median
 _SAMPLE = 2**14  # entries of a matrix for its median
 _SMALL_PLAN = 2**13  # entries up to which torch takes less time than a call of the kernel of plans
@@ -551,7 +551,7 @@ def softmin_in_torch(
     width = torch.where(is_soft, epsilon, 1.0)
     empty = hard.detach() == torch.inf
     shift = hard.detach().masked_fill(empty, 0.0)  # -top, and no difference of infinities
-    terms = ((scores + shift.unsqueeze(-1)) / width.unsqueeze(-1)).clamp(min=_LEAST_EXPONENT).exp()
+    terms = ((scores + shift.unsqueeze(-1)) / width.unsqueeze(-1)).clamp(min=_SMALLEST_EXPONENT).exp()
     soft = (shift - width * terms.sum(-1).log()).masked_fill(empty, torch.inf)
     return torch.where(is_soft, soft, hard)
 
@@ -562,8 +562,8 @@ def plan_rows(
     width = epsilon[..., None, None] if isinstance(epsilon, Tensor) else epsilon
     log_p, log_q = log_weights
     exponent = (f.unsqueeze(-1) + g.unsqueeze(-2) - rows) / width + log_p.unsqueeze(-1) + log_q.unsqueeze(-2)
-    plan = exponent.clamp_(min=_LEAST_EXPONENT).exp_()
-    return torch.threshold_(plan, 1.01 * math.exp(_LEAST_EXPONENT), 0.0)
+    plan = exponent.clamp_(min=_SMALLEST_EXPONENT).exp_()
+    return torch.threshold_(plan, 1.01 * math.exp(_SMALLEST_EXPONENT), 0.0)
 
 
 def scaled_plan_rows(

@@ -60,8 +60,8 @@ class Summation:
         max_peak: log P is small at a solution. Potentials before it may have a larger one; where the share is an
             estimate, log P counts as at most this.
         pairs_in_step: of a point and a block, whose sums are made at a time.
-        least_exponent, least_weight: of factors and of weights within a block. Their sum stays above the logarithm of
-            float64's least number.
+        smallest_exponent, smallest_weight: of factors and of weights within a block. Their sum stays above the
+            logarithm of float64's smallest number.
         gain: the grid is used where it takes less than this share of the time of the pairs, since making it takes time
             too.
     """
@@ -75,8 +75,8 @@ class Summation:
     max_nodes: int = 2**22
     max_peak: float = 20.0
     pairs_in_step: int = 2**20
-    least_exponent: float = -600.0
-    least_weight: float = -100.0
+    smallest_exponent: float = -600.0
+    smallest_weight: float = -100.0
     gain: float = 0.45
 
 
@@ -263,7 +263,7 @@ class _Side:
         logs = self.cloud.blocks_of(logs) + self.constant
         top = logs.amax(1, keepdim=True)
         logs = logs - top.masked_fill(top == -torch.inf, 0.0)
-        if bool(((logs < SUMMATION.least_weight) & (logs > -torch.inf)).any()):
+        if bool(((logs < SUMMATION.smallest_weight) & (logs > -torch.inf)).any()):
             raise OutOfRangeError
         weights, top, workspace = logs.exp_(), top.squeeze(-1), _Workspace()
         highest = torch.full(cells, torch.finfo(torch.float64).min, dtype=torch.float64, device="cpu")
@@ -297,7 +297,7 @@ class _Side:
             lines = workspace.array("lines", blocks.factors[2].shape)
             torch.bmm(planes, terms, out=lines).mul_(blocks.factors[2])  # sums over the first two axes
             total = lines.sum(-1)
-            if not bool((total > math.exp(SUMMATION.least_exponent)).all()):
+            if not bool((total > math.exp(SUMMATION.smallest_exponent)).all()):
                 raise OutOfRangeError
             out[blocks.index] = total.log().add_(top[:, 0, 0])
             if means is not None:
@@ -354,7 +354,7 @@ class GaussianSums:
         cells = torch.maximum(last[0].amax(0), last[1].amax(0)) + 1
         sizes = [end - start + 1 for start, end in zip(first, last, strict=True)]
         furthest = max(float((size * (h / (2 * SUMMATION.ratio * s))).square().sum(-1).amax()) / 2 for size in sizes)
-        if math.prod(cells.tolist()) > SUMMATION.max_nodes or furthest > -SUMMATION.least_exponent:
+        if math.prod(cells.tolist()) > SUMMATION.max_nodes or furthest > -SUMMATION.smallest_exponent:
             return None
         grid = GridCost(cells.tolist(), spacing=h).to(torch.float64)
         if _nanoseconds((one, other), sizes, grid, epsilon) > SUMMATION.gain * NANOSECONDS.pair * pairs:
@@ -449,7 +449,7 @@ def _ranges(
 
 def _nanoseconds(clouds: Sequence[_Cloud], sizes: Sequence[Tensor], grid: GridCost, epsilon: float) -> float:
     """Return an estimate of the nanoseconds that a soft minimum through the grid takes."""
-    in_logs = epsilon * (1 - 2 * SUMMATION.ratio**2) < grid.least_epsilon_for_products
+    in_logs = epsilon * (1 - 2 * SUMMATION.ratio**2) < grid.smallest_epsilon_for_products
     work = (NANOSECONDS.log_node if in_logs else NANOSECONDS.node) * math.prod(grid.cells) * sum(grid.cells)
     for cloud, size in zip(clouds, sizes, strict=True):
         planes, nodes = float((size[:, 0] * size[:, 1]).sum()), float(size.prod(-1).sum())

@@ -29,9 +29,9 @@ from otloss.costs.products import product
 
 # Costs over epsilon up to which exp(-C / eps) is held as a number in float64: along all axes at once, and along one by
 # itself. There both factors of a product are larger by exp(SHIFT), so that sums reach from exp(2 SHIFT) times the
-# number of cells down to exp(2 SHIFT - _LARGEST_ALONG); what is cut off below exp(LEAST_EXPONENT) is exp(-40) of that.
+# number of cells down to exp(2 SHIFT - _LARGEST_ALONG); numbers below exp(SMALLEST_EXPONENT) are exp(-40) of that.
 _LARGEST_EXPONENT, _LARGEST_ALONG = 600.0, 1010.0
-SHIFT, LEAST_EXPONENT = 350.0, -700.0
+SHIFT, SMALLEST_EXPONENT = 350.0, -700.0
 
 
 class GridCost(Cost):
@@ -39,7 +39,7 @@ class GridCost(Cost):
 
     Histograms over it are flattened in C order: `images.flatten(-2)` for images (..., height, width).
 
-    On a CPU entropic problems are quick down to `least_epsilon_for_products`, a thousandth of the largest cost along
+    On a CPU entropic problems are quick down to `smallest_epsilon_for_products`, a thousandth of the largest cost along
     one axis. Below it large grids take from seconds to minutes, and so do the dense equations of grad="implicit" there
     and in unbalanced problems; a UserWarning says so.
 
@@ -161,7 +161,7 @@ class GridCost(Cost):
         return [[axis] for axis in axes] if max(along) <= _LARGEST_ALONG * smallest else None
 
     @property
-    def least_epsilon_for_products(self) -> float:
+    def smallest_epsilon_for_products(self) -> float:
         """The least epsilon at which soft minima on a CPU are products along the axes; below they take longer."""
         return max(self._largest_along()) / _LARGEST_ALONG
 
@@ -228,7 +228,7 @@ class _Products:
         for axes, kernels in self.groups:
             top = h.amax(axes, keepdim=True)
             terms = (h - top.masked_fill(top == -torch.inf, 0.0)) / self.width + self.shift
-            terms = terms.clamp_(min=LEAST_EXPONENT).exp_()
+            terms = terms.clamp_(min=SMALLEST_EXPONENT).exp_()
             for axis, kernel in zip(axes, kernels, strict=True):
                 lines = terms.reshape(shape[0], math.prod(shape[1:axis]), shape[axis], -1)
                 terms = lines.squeeze(-1) @ kernel if lines.shape[-1] == 1 else kernel.unsqueeze(1) @ lines

@@ -72,8 +72,8 @@ class Tiles(NamedTuple):
     Attributes:
         few, many: rows of 32 columns in one warp, or of 128 in four, whose maxima and sums are reduced at the end.
             With 16 rows and up to three axes 167 registers, none spilled; 8 rows for more axes, or more sums.
-        least_wide: columns from which four warps share a tile. One warp needs no shared memory.
-        least_programs: where the rows give fewer programs, each reads part of the columns. 132 multiprocessors hold
+        min_wide: columns from which four warps share a tile. One warp needs no shared memory.
+        min_programs: where the rows give fewer programs, each reads part of the columns. 132 multiprocessors hold
             several.
         interpreted: for the interpreter, whose time grows with the number of operations on tiles.
         dots: rows, columns and axes of a matrix product, its warps, and how many loads are ahead, from Hopper on. Of
@@ -83,8 +83,8 @@ class Tiles(NamedTuple):
 
     few: int = 8
     many: int = 16
-    least_wide: int = 4096
-    least_programs: int = 1024
+    min_wide: int = 4096
+    min_programs: int = 1024
     interpreted: Tile = Tile(64, 128, 1, 4)
     dots: tuple[int, int, int, int, int] = (64, 64, 32, 8, 2)
     dots_before: tuple[int, int, int, int, int] = (64, 32, 32, 8, 2)
@@ -283,7 +283,7 @@ class Launch:
         """Return the tile of points and matrices; with a loop over the axes (no registers) without UNROLL."""
         if interpreted():
             return TILES.interpreted
-        wide = max(self.shape) >= TILES.least_wide
+        wide = max(self.shape) >= TILES.min_wide
         unroll = 4 if job == "softmin" and registers else 1
         return Tile(rows, 128 if wide else 32, unroll, 4 if wide else 1)
 
@@ -302,7 +302,7 @@ class Launch:
         values, v_batch = (h, 0) if v is None else self.flat(v.float(), 2)
         outputs, terms = (tile.columns, tile.rows) if outputs_lie_in_columns else (tile.rows, tile.columns)
         blocks, groups, step = -(-n // outputs), -(-columns // kept), terms * tile.unroll
-        parts = min(-(-m // (4 * step)), TILES.least_programs // max(1, problems * blocks * groups))
+        parts = min(-(-m // (4 * step)), TILES.min_programs // max(1, problems * blocks * groups))
         span = -(-m // (max(1, parts) * step)) * step
         parts = -(-m // span) if m else 1
         out = h.new_empty(problems, parts, n, columns)

@@ -144,8 +144,8 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, **training: Any) -> None:
         """Check everything, train, and calibrate; `training` goes to `_train`."""
-        for given in (X, y):
-            check_not_masked(given)
+        for array in (X, y):
+            check_not_masked(array)
         categories = categories_of(y) if self.categories is None else self.categories
         X, y = self._checked(X, y)
         self._check_settings()

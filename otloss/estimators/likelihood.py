@@ -37,7 +37,7 @@ from otloss.estimators.training import OrdinalNetwork
 from otloss.losses import cumulative_log_probabilities
 
 _SMALLEST_CURVATURE = 1e-10  # relative to the largest; below, the likelihood is constant along some direction
-_LEAST_SLACK = 1e-5  # directions have entries up to 1, and the program keeps its constraints to 1e-7
+_SMALLEST_SLACK = 1e-5  # directions have entries up to 1, and the program keeps its constraints to 1e-7
 _FEW_ROWS = 2000  # for which the linear program takes some milliseconds
 _LARGEST_DECREMENT = 1e-2  # twice the log-likelihood that a Newton step may still gain
 
@@ -189,4 +189,4 @@ def _slacks(X: Float[np.ndarray, "rows features"], y: Int[np.ndarray, " rows"]) 
 def _has_slack(slacks: Float[np.ndarray, "slacks unknowns"]) -> bool:
     """Return whether there is a direction of which no slack is below 0 and some are above."""
     result = linprog(-slacks.sum(0), A_ub=-slacks, b_ub=np.zeros(len(slacks)), bounds=(-1, 1), method="highs")
-    return bool(result.status == 0 and -result.fun > _LEAST_SLACK)
+    return bool(result.status == 0 and -result.fun > _SMALLEST_SLACK)

@@ -20,7 +20,7 @@ from otloss.estimators.criterion import check_real
 from otloss.estimators.features import SMALLEST_FEATURE, fitted_scaler, standardised, warn_of_tiny_columns
 from otloss.estimators.training import OrdinalNetwork, PenalisedLoss, Rows, restarted, train_lbfgs
 
-LEAST_SHARE_OF_PENALTY = 1e-6  # Coefficients are of this size where the weights sum to so small a part of alpha.
+SMALLEST_SHARE_OF_PENALTY = 1e-6  # Coefficients are of this size where the weights sum to so small a part of alpha.
 SMALLEST_SUM, LARGEST_SUM = 1e-300, 1e303  # of the weights of all rows
 
 
@@ -90,7 +90,7 @@ class ModelBase(OrdinalBase):
         if self.standardize:
             warn_of_tiny_columns(X, SMALLEST_FEATURE, stacklevel=5)
         mass = float(weights.sum())
-        if mass < LEAST_SHARE_OF_PENALTY * self.alpha:
+        if mass < SMALLEST_SHARE_OF_PENALTY * self.alpha:
             warnings.warn(
                 f"the weights of the rows sum to {mass:g}, which is so small beside alpha={self.alpha:g} that "
                 f"{type(self).__name__} learns nothing from the features; multiply sample_weight, or lower alpha.",

@@ -35,9 +35,9 @@ from otloss.losses.cumulative import quantiles
 
 HEADS = ("softmax", "cumulative")
 LOSSES = ("transport", "all_threshold", "immediate_threshold")
-PATIENCE = 20  # epochs of Adam without a fall of the loss by `LEAST_FALL`
-LEAST_FALL = 1e-6
-_LEAST_START = 1e-6  # probability of a class where training starts
+PATIENCE = 20  # epochs of Adam without a fall of the loss by `SMALLEST_FALL`
+SMALLEST_FALL = 1e-6
+_SMALLEST_START = 1e-6  # probability of a class where training starts
 
 
 class OrdinalNetwork(nn.Module):
@@ -115,7 +115,7 @@ def start_thresholds(prior: Float[np.ndarray, " positions"], link: str) -> Float
 
     Thresholds beside a class of almost no weight would be one number, and the logarithm of their gap infinite.
     """
-    shares = np.maximum(prior, _LEAST_START)
+    shares = np.maximum(prior, _SMALLEST_START)
     return np.asarray(quantiles(torch.from_numpy((shares / shares.sum()).cumsum()[:-1]), link))
 
 
@@ -251,7 +251,7 @@ def train_adam(
             raise ValueError(f"the loss is {loss} in training; lower learning_rate, or raise alpha.")
         if held_out is not None and loss < best:
             best, best_epoch, best_state = loss, epoch, deepcopy(network.state_dict())
-        reference, waited = (loss, 0) if loss < reference - LEAST_FALL else (reference, waited + 1)
+        reference, waited = (loss, 0) if loss < reference - SMALLEST_FALL else (reference, waited + 1)
         if waited >= patience:
             break
     if held_out is None:

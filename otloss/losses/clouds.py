@@ -34,7 +34,7 @@ KINDS = ("divergence", "emd", "sliced")
 _OF_BLUR = {"sqeuclidean": (2.0, 2), "euclidean": (1.0, 1)}
 _ORDER = {"sqeuclidean": 2, "euclidean": 1}
 _BLUR = 0.05  # The default.
-_LEAST_EPSILON = 1e-200  # in place of the square of a tiny blur, which may vanish
+_SMALLEST_EPSILON = 1e-200  # in place of the square of a tiny blur, which may vanish
 
 Clouds = Float[Tensor, "*batch n d"] | Sequence[Tensor]
 Weights = Float[Tensor, "*batch n"] | Sequence[Tensor] | None
@@ -139,7 +139,7 @@ def cloud_loss(
         return sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
     factor, exponent = _OF_BLUR[str(metric)]
     width = _BLUR if blur is None else blur
-    epsilon = max(factor * width**exponent, _LEAST_EPSILON)
+    epsilon = max(factor * width**exponent, _SMALLEST_EPSILON)
     try:
         value = sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
     except SmallEpsilonError as error:

@@ -94,17 +94,17 @@ class Circle(Geometry):
 
     def to_class(self, P: Tensor, y: Tensor) -> Tensor:
         if self.power == 2:
-            return self._least_square(_cdf_difference(P, y))
+            return self._smallest_square(_cdf_difference(P, y))
         x = _positions(self.gaps[:-1])
         apart = (x - x[y].unsqueeze(-1)).abs()
         return (P * torch.minimum(apart, self.gaps.sum() - apart)).sum(-1)
 
     def to_soft(self, P: Tensor, label: Tensor) -> Tensor:
         if self.power == 2:
-            return self._least_square(_cdf_difference(P, centre_gradient(label, has_light_bins=False)))
+            return self._smallest_square(_cdf_difference(P, centre_gradient(label, has_light_bins=False)))
         return wasserstein_circular(P, label, _positions(self.gaps[:-1]), period=float(self.gaps.detach().sum()))
 
-    def _least_square(self, r: Float[Tensor, "rows gaps"]) -> Float[Tensor, " rows"]:
+    def _smallest_square(self, r: Float[Tensor, "rows gaps"]) -> Float[Tensor, " rows"]:
         r = pad(r, (0, 1))  # F = G after the last class.
         mean = (self.gaps * r).sum(-1, keepdim=True) / self.gaps.sum()
         return (self.gaps * (r - mean).square()).sum(-1)
@@ -196,7 +196,7 @@ class GeometrySettings:
     @property
     def dtypes(self) -> list[torch.dtype]:
         """Return the dtypes that take part in the promotion, for settings that are valid."""
-        return [given.dtype for given in (self.x, self.cost) if given is not None]
+        return [setting.dtype for setting in (self.x, self.cost) if setting is not None]
 
 
 def check_power(power: Any) -> float:

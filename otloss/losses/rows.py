@@ -183,12 +183,12 @@ def position_weights(
     if sample_weight is None:
         return None
     try:
-        spread = check_tensor("sample_weight", sample_weight, is_read=False).expand(shape)
+        weights = check_tensor("sample_weight", sample_weight, is_read=False).expand(shape)
     except RuntimeError:
         raise ValueError(
             f"sample_weight has shape {tuple(sample_weight.shape)}, expected {tuple(shape)}, one a position."
         ) from None
-    return _check_weights("sample_weight", spread.reshape(-1) if kept is None else spread[kept]).to(dtype)
+    return _check_weights("sample_weight", weights.reshape(-1) if kept is None else weights[kept]).to(dtype)
 
 
 def _check_weights(name: str, weights: Tensor) -> Tensor:

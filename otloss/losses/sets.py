@@ -108,6 +108,6 @@ def _matched(
     places = (rows * cost.shape[-1] + columns).clamp(min=0)
     matched = cost.flatten(-2).gather(-1, places).masked_fill(rows < 0, 0.0).sum(-1)
     n = unmatched.shape[-1]
-    is_taken = torch.zeros(*unmatched.shape[:-1], n + 1, dtype=torch.bool, device=cost.device)
-    is_taken = is_taken.scatter(-1, rows.masked_fill(rows < 0, n), True)[..., :n]
-    return matched + unmatched.masked_fill(is_taken, 0.0).sum(-1)
+    is_matched = torch.zeros(*unmatched.shape[:-1], n + 1, dtype=torch.bool, device=cost.device)
+    is_matched = is_matched.scatter(-1, rows.masked_fill(rows < 0, n), True)[..., :n]
+    return matched + unmatched.masked_fill(is_matched, 0.0).sum(-1)

@@ -43,8 +43,8 @@ def read_weights(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarra
         return np.ones(count)
     weight = as_array(sample_weight)
     if weight.dtype.kind not in "biufO":
-        given = repr(sample_weight) if weight.ndim == 0 else f"of dtype {weight.dtype}"
-        raise TypeError(f"sample_weight is {given}, expected real numbers; estimators have class_weight=.")
+        got = repr(sample_weight) if weight.ndim == 0 else f"of dtype {weight.dtype}"
+        raise TypeError(f"sample_weight is {got}, expected real numbers; estimators have class_weight=.")
     fix = "pass one real number for each example; estimators have class_weight=."
     weight = as_floats("sample_weight", weight, fix=fix)
     if weight.shape != (count,):

@@ -48,9 +48,9 @@ class Reliability:
     @property
     def interval(self) -> tuple[Float[np.ndarray, " bins"], Float[np.ndarray, " bins"]]:
         """Ends of the 95 % interval of each observed share: Wilson's, which is right for a handful of examples too."""
-        spread = NORMAL_95**2 / self.count
-        middle = (self.observed + spread / 2) / (1 + spread)
-        half = np.sqrt(spread * (self.observed * (1 - self.observed) + spread / 4)) / (1 + spread)
+        correction = NORMAL_95**2 / self.count
+        middle = (self.observed + correction / 2) / (1 + correction)
+        half = np.sqrt(correction * (self.observed * (1 - self.observed) + correction / 4)) / (1 + correction)
         return np.maximum(middle - half, 0.0), np.minimum(middle + half, 1.0)
 
 

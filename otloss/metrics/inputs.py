@@ -22,7 +22,7 @@ from otloss.metrics.rank_labels import (
     Labels,
     RankOrder,
     categories_of,
-    in_given_order,
+    in_order_of_labels,
     is_whole,
     plain_labels,
     positions,
@@ -164,7 +164,7 @@ def _implied_order(y_true: ArrayLike, columns: int, column_labels: Labels | None
     if categories_of(y_true) is not None or order.labels.size == columns:
         return order, order.labels
     if order.count == columns:  # a column for every integer
-        order = in_given_order(np.arange(int(order.labels[0]), int(order.labels[-1]) + 1))
+        order = in_order_of_labels(np.arange(int(order.labels[0]), int(order.labels[-1]) + 1))
         return order, order.labels
     raise ValueError(
         f"proba has {columns} columns but y_true holds {order.labels.size} classes, {shown(order.labels)}: which "

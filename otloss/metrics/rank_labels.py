@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics.arrays import as_array, read_values
 
-_MOST_CLASSES = 10_000  # A longer range of integers is unlikely to be a range of ranks.
+_MAX_CLASSES = 10_000  # A longer range of integers is unlikely to be a range of ranks.
 KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings"}
 
 Labels = Shaped[np.ndarray, " classes"]
@@ -44,7 +44,7 @@ class RankOrder:
         return self.ranks if values is None else read_values(values, self.count)[self.ranks.astype(np.int64)]
 
 
-def in_given_order(labels: Labels) -> RankOrder:
+def in_order_of_labels(labels: Labels) -> RankOrder:
     """Return the order of labels that are all classes, lowest first."""
     return RankOrder(labels, np.arange(float(labels.size)))
 
@@ -64,7 +64,7 @@ def rank_order(labels: ArrayLike | RankOrder | None, **targets: ArrayLike) -> Ra
         classes = plain_labels("labels", told)
         if classes.size == 0 or np.unique(classes).size != classes.size:
             raise ValueError(f"labels is {shown(classes)}, expected each class once, in rank order.")
-        return in_given_order(classes)
+        return in_order_of_labels(classes)
     plain = {name: plain_labels(name, values) for name, values in targets.items()}
     _check_same_kind(**plain)
     for name, vector in plain.items():
@@ -85,7 +85,7 @@ def implied_ranks(labels: Labels) -> tuple[RankOrder, str]:
     - Numbers with a fraction and booleans: the labels seen in their order, 1 apart.
     - Text: as above, but in doubt, for its order is alphabetical. One label alone needs no order.
     """
-    in_order = in_given_order(labels)
+    in_order = in_order_of_labels(labels)
     if labels.dtype.kind == "U":
         reason = f"the labels {shown(labels)} are text, whose rank order is not known: it is seldom the alphabet"
         return in_order, reason if labels.size > 1 else ""
@@ -103,12 +103,12 @@ def implied_ranks(labels: Labels) -> tuple[RankOrder, str]:
 def implied_order(labels: Labels) -> tuple[Labels, str]:
     """Return all classes in the rank order that the sorted distinct labels seen imply, and why it is in doubt, or "".
 
-    As `implied_ranks`; a longer range of integers than `_MOST_CLASSES` is in doubt: they are the labels seen, 1 apart.
+    As `implied_ranks`; a longer range of integers than `_MAX_CLASSES` is in doubt: they are the labels seen, 1 apart.
     """
     order, doubt = implied_ranks(labels)
     if doubt or order.count == labels.size:
         return order.labels, doubt
-    if order.count > _MOST_CLASSES:
+    if order.count > _MAX_CLASSES:
         return labels, f"the labels go from {labels[0]} to {labels[-1]}, and every integer between would be a class"
     return np.arange(int(labels[0]), int(labels[-1]) + 1), ""
 

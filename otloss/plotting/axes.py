@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, VERMILION, GREY, PALE = "#0072B2", "#E69F00", "#D55E00", "#767676", "#D8D8D8"
-MOST_NAMES = 15  # classes beyond which names, and numbers in cells, are too small to read
+MAX_NAMES = 15  # classes beyond which names, and numbers in cells, are too small to read
 
 
 def axes_to_draw_on(ax: Axes | None) -> Axes:
@@ -34,7 +34,7 @@ def names_of(labels: np.ndarray) -> list[str]:
 def name_classes(axis: Any, places: Float[np.ndarray, " classes"], labels: np.ndarray) -> None:
     """Name the classes, those too near to the last one named left out; on the x axis aslant where names would touch."""
     names = names_of(labels)
-    nearest = np.ptp(places) / (MOST_NAMES + 1)
+    nearest = np.ptp(places) / (MAX_NAMES + 1)
     kept = [0]
     for k in range(1, len(places)):
         if places[k] - places[kept[-1]] >= nearest:

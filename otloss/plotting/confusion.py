@@ -10,13 +10,13 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics.arrays import read_weights
 from otloss.metrics.inputs import read_decisions
-from otloss.plotting.axes import BLUE, MOST_NAMES, VERMILION, axes_to_draw_on, colour_bar, inches_wide, name_classes
+from otloss.plotting.axes import BLUE, MAX_NAMES, VERMILION, axes_to_draw_on, colour_bar, inches_wide, name_classes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_MOST_COLOURS = 256  # in the legend
+_MAX_COLOURS = 256  # in the legend
 
 
 def plot_confusion_matrix(
@@ -56,7 +56,7 @@ def plot_confusion_matrix(
     strength = np.sqrt(shares)[..., None]  # a share of 1 % is still visible
     image = (1 - strength) + strength * _distance_colours(distance, order.count)
     ax.imshow(image, interpolation="nearest")
-    if len(table) <= MOST_NAMES:
+    if len(table) <= MAX_NAMES:
         _write_cells(ax, table, shares, image)
     ax.set(xlabel="predicted class", ylabel="true class")
     name_classes(ax.xaxis, np.arange(len(table)), order.labels)
@@ -96,7 +96,7 @@ def _legend_of_distances(ax: Axes, classes: int) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
-    count = min(classes, _MOST_COLOURS)
+    count = min(classes, _MAX_COLOURS)
     colours = _distance_colours(np.linspace(0, float(classes - 1), count), classes)
     edges = np.linspace(0, float(classes), count + 1) - 0.5
     scale = ScalarMappable(BoundaryNorm(edges, count), ListedColormap(colours))

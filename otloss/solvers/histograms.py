@@ -253,7 +253,7 @@ def centre_of(
 
     The median where the mean is so large, beside the differences of most bins, that these would lose their digits: a
     bin without mass that only pairs of a price reach has a derivative of the size of the price. Bins that differ by
-    rounding alone, such as those of equal points, have no digits to lose.
+    rounding alone, as bins at equal points do, have no digits to lose.
     """
     mean = gradient.mean(-1, keepdim=True)
     with_mass = torch.where(weights.detach() != 0, gradient.detach(), torch.nan)

@@ -157,10 +157,10 @@ def tolerance_of(problem: Problem, settings: Settings) -> float:
 
 def _check_combination(epsilon: Any, mass: Any, settings: Settings) -> None:
     if epsilon is None:
-        not_taken = sorted(settings.non_defaults - {"start"})
-        if not_taken:
+        unsupported = sorted(settings.non_defaults - {"start"})
+        if unsupported:
             raise ValueError(
-                f"exact transport (epsilon=None) does not take {not_taken}; give an epsilon, or drop them."
+                f"exact transport (epsilon=None) does not take {unsupported}; give an epsilon, or drop them."
             )
     if mass is not None and settings.start is not None:
         raise ValueError("start is given with mass=, expected none: the dummy bins have potentials of their own.")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from otloss.costs.products import product
 
-LABELS, DRAWS, LEAST_DRAWS = 4, 512, 64
+LABELS, DRAWS, MIN_DRAWS = 4, 512, 64
 RARE = 0.1  # relative to the mean count: a token that occurs less often is seldom trained
 WORK = 2**33  # multiplications, a third of a second on one core of a CPU
 
@@ -41,7 +41,7 @@ def hub_share(unit: Float[Tensor, "V d"], counts: Float[Tensor, " V"]) -> float 
     """
     draws = min(DRAWS, WORK // max(1, unit.numel()))
     counts = counts.double() * (unit != 0).any(1).to(counts.device)  # a row of zeros is as far from all tokens
-    if draws < LEAST_DRAWS or not counts.any():
+    if draws < MIN_DRAWS or not counts.any():
         return None
     rare = (counts < RARE * counts.mean()).to(unit.device)
     # Draws by the inverse of the cumulative shares: torch.multinomial takes 2^24 tokens at most.
@@ -51,7 +51,7 @@ def hub_share(unit: Float[Tensor, "V d"], counts: Float[Tensor, " V"]) -> float 
     shares = counts.cpu().cumsum(0) / counts.sum().cpu()
     labels = torch.searchsorted(shares, points, right=True).clamp(max=len(unit) - 1).view(draws, LABELS).to(unit.device)
     hubs = 0
-    for some in labels.split(LEAST_DRAWS):
+    for some in labels.split(MIN_DRAWS):
         nearness = product(unit[some].mean(1), unit.T)  # 1 - m_j
         own = nearness.gather(1, some).amax(1)
         hubs += int((nearness.masked_fill(~rare, -2.0).amax(1) > own).sum())

@@ -19,7 +19,7 @@ from otloss_llm.objectives import Sum
 # gains nothing and a small vocabulary's buffer only costs fresh memory. On a GPU 512 MiB in 16 bits: 2048 rows of a
 # vocabulary of 128256, for each chunk reads and writes the gradient of the whole head, 4 GiB at a width of 4096.
 CHUNK_ENTRIES, CHUNK_ENTRIES_ON_GPU = 2**25, 2**28
-MOST_ROWS_ON_CPU = 1024
+MAX_ROWS_ON_CPU = 1024
 ROW_MULTIPLE, ROW_MULTIPLE_ON_GPU = 16, 128  # matrix products of other heights cost up to a fifth more
 
 
@@ -48,7 +48,7 @@ class TokenLossConfig:
         """Tokens in one chunk on a device of this type."""
         on_cpu = device == "cpu"
         fitting = (CHUNK_ENTRIES if on_cpu else CHUNK_ENTRIES_ON_GPU) // max(1, vocab)
-        fitting = min(fitting, MOST_ROWS_ON_CPU) if on_cpu else fitting
+        fitting = min(fitting, MAX_ROWS_ON_CPU) if on_cpu else fitting
         multiple = ROW_MULTIPLE if on_cpu else ROW_MULTIPLE_ON_GPU
         return self.chunk_size or max(1, fitting - fitting % multiple)
 

@@ -63,10 +63,10 @@ def with_estimates(problem: Problem, result: SearchResult) -> SearchResult:
         "potential_range": range_over_mass(problem, result.g),
         "smallest_eigenvalue": torch.ones_like(error),  # the estimate has taken account of it
     }
-    known = vars(result)
+    fields = vars(result)
     return dataclasses.replace(
         result,
-        **{name: torch.where(known[name].isnan(), estimate, known[name]) for name, estimate in estimates.items()},
+        **{name: torch.where(fields[name].isnan(), estimate, fields[name]) for name, estimate in estimates.items()},
     )
 
 

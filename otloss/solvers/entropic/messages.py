@@ -53,10 +53,10 @@ def warn_of_slow_images(problem: Problem, grad: str) -> None:
             f'grad="implicit" between {what} forms and solves dense systems of {cells} equations here: the time grows '
             'with the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or '
             "sum blocks of cells to a coarser grid; balanced problems at an epsilon that is a number, of at least "
-            f"{cost.least_epsilon_for_products:.3g}, need no dense system.",
+            f"{cost.smallest_epsilon_for_products:.3g}, need no dense system.",
             stacklevel=level_of_the_caller(),
         )
-    limit = cost.least_epsilon_for_products
+    limit = cost.smallest_epsilon_for_products
     smallest = float(problem.epsilon.detach().amin()) if problems else limit
     if smallest < limit and problems * cells * sum(cost.cells) >= WARNING_LIMITS.slow_pairs:
         warnings.warn(

@@ -125,7 +125,7 @@ def _with_equal_potentials(problem: Problem, result: SearchResult) -> SearchResu
     """Return the result of a symmetric problem with the update of (f + g) / 2 at bins without mass.
 
     f and g are equal at the solution. At light bins the search ends while they differ, by errors that are opposite and
-    cancel in their mean; at a bin without mass, whose f and g read those of its neighbours, they do not cancel.
+    cancel in their mean; at a bin without mass, whose f and g follow from its neighbours, they do not cancel.
     """
     is_empty = problem.p == 0
     if not is_empty.any():

@@ -74,7 +74,7 @@ def _select(
     """Copy the columns that may be among the K best of any of the points, with C - g below the point's `above`.
 
     `best` has K numbers. Let the score of column j be g_j - C_ij, and r the best column at the centre of the box.
-    Within the box, the score of j less that of r changes by at most `slack`.
+    Within the box, the difference of the scores of j and r changes by at most `slack`.
     """
     half = np.empty(points.shape[1])
     top = scores_in_box(points, y, g, count, metric, half, bounds)

@@ -15,12 +15,12 @@ from otloss.solvers.options import Settings
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
-LEAST_RATIO = 1e-7  # of epsilon to the largest cost: 10 times what float64 needs, and errors of potentials stay small
+SMALLEST_RATIO = 1e-7  # of epsilon to the largest cost: 10 times what float64 needs; errors of potentials stay small
 
 
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
     """Reduce such problems to an epsilon that rounding allows."""
     if problem.is_exact or problem.marginal_penalty is not None or 1 not in problem.cost.shape:
         return None
-    epsilon = torch.maximum(problem.epsilon, LEAST_RATIO * problem.largest_cost.to(problem.epsilon))
+    epsilon = torch.maximum(problem.epsilon, SMALLEST_RATIO * problem.largest_cost.to(problem.epsilon))
     return dataclasses.replace(problem, epsilon=epsilon), WayBack()

@@ -70,7 +70,7 @@ def test_transport_of_images_is_that_of_the_matrix(cells: tuple[int, ...], epsil
 @pytest.mark.parametrize("share", [1.0, 1.3, 2.0])
 def test_products_at_the_least_epsilon(share: float) -> None:
     cost = GridCost((30, 20), spacing=(1.0, 1.4)).to(torch.float64)
-    epsilon = share * cost.least_epsilon_for_products
+    epsilon = share * cost.smallest_epsilon_for_products
     h = torch.randn(4, 600, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     h[1] *= 300 * epsilon
     h[2, 1:] = -torch.inf
@@ -140,7 +140,7 @@ def test_implicit_derivatives_raise_where_parts_hardly_exchange_mass(by_products
 
 def test_slow_problems_warn() -> None:
     cost, large = GridCost((48, 48), spacing=1 / 48), GridCost((128, 128), spacing=1 / 128)
-    smallest = large.least_epsilon_for_products
+    smallest = large.smallest_epsilon_for_products
     with pytest.raises(UserWarning, match=r'"implicit" between 48 x 48 cells \(1 problem\).*Use grad="envelope"'):
         otloss.sinkhorn(None, None, cost, epsilon=0.05, grad="implicit", marginal_penalty=1.0)
     with pytest.raises(UserWarning, match="needs a matrix of 4096 x 4096 costs"):

@@ -138,7 +138,7 @@ def test_any_epsilon(epsilon: float, device: str) -> None:
 
 def test_parts_of_columns_and_real_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns are split among programs, whose parts are joined, and the maximum changes every two tiles."""
-    tiles = streams.TILES._replace(interpreted=streams.Tile(16, 16, 2, 1), least_programs=8)
+    tiles = streams.TILES._replace(interpreted=streams.Tile(16, 16, 2, 1), min_programs=8)
     monkeypatch.setattr(streams, "TILES", tiles)
     for name in ("l1 2", "columns"):
         cost = costs_of(name) if name == "columns" else clouds("l1", 2, n=5, m=100)

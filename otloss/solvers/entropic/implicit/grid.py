@@ -27,7 +27,7 @@ from torch import Tensor
 from otloss._autograd import once_only
 from otloss._checks import has_tangent
 from otloss.costs import GridCost
-from otloss.costs.grid import LEAST_EXPONENT, SHIFT
+from otloss.costs.grid import SHIFT, SMALLEST_EXPONENT
 from otloss.solvers.condition import check_condition, corrected, singular_equations_error
 from otloss.solvers.entropic.arithmetic import potential_of_plan
 from otloss.solvers.entropic.equations.conjugate_gradients import Equations, conjugate_gradients
@@ -47,7 +47,7 @@ def suits_axes(problem: Problem) -> bool:
         return False
     if epsilon.requires_grad or has_tangent(problem.p, problem.q) or cost.device.type == "mps" or not epsilon.numel():
         return False
-    return float(epsilon.detach().amin()) >= cost.least_epsilon_for_products
+    return float(epsilon.detach().amin()) >= cost.smallest_epsilon_for_products
 
 
 class _Product:
@@ -60,7 +60,7 @@ class _Product:
             kernel = (cost.axis_costs(axis).double() / -width + SHIFT).exp()
             lines = _lines(h, axis, epsilon.dim())
             top = lines.amax(-1, keepdim=True)
-            terms = ((lines - top) / width + SHIFT).clamp(min=LEAST_EXPONENT).exp()
+            terms = ((lines - top) / width + SHIFT).clamp(min=SMALLEST_EXPONENT).exp()
             total = terms @ kernel
             self.steps.append((axis, kernel, terms, total))
             h = _image(top + width * (total.log() - 2 * SHIFT), axis, h)
