@@ -105,10 +105,8 @@ def _run_dense(problem: Problem, g: Tensor, budget: Budget) -> SearchResult:
         step_range = range_of_step(step, is_balanced=dual.is_balanced)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         error = gradient.abs().sum(-1) / dual.target(b).sum(-1).clamp(min=tiny)
-        is_active = (error > 0.1 * budget.tolerance) | (
-            (step_range > DENSE_NEWTON_LIMITS.smallest_step) & (error > ROUNDING)
-        )
-        is_active = is_active & (failed == 0) & torch.isfinite(step_range)
+        is_moving = (step_range > DENSE_NEWTON_LIMITS.smallest_step) & (error > ROUNDING)
+        is_active = ((error > 0.1 * budget.tolerance) | is_moving) & (failed == 0) & torch.isfinite(step_range)
         if not bool(is_active.any()):
             break
         step = shortened(step, gradient, dual.gradient(b + step), is_balanced=dual.is_balanced)

@@ -60,9 +60,7 @@ def _choose_matrices(problem: Problem, wide: Problem, mask: Tensor) -> DenseCost
     return DenseCost.unchecked(matrices.cpu().double().contiguous())
 
 
-def _without_undetermined(
-    p: Float[Tensor, "problems n"], q: Float[Tensor, "problems m"]
-) -> Float[Tensor, "problems m"]:
+def _without_undetermined(p: Tensor, q: Float[Tensor, "problems m"]) -> Float[Tensor, "problems m"]:
     """Return the weights q without the columns that are lighter than the rounding of all rows.
 
     The marginal of such a column says nothing of its potential, in which Newton's steps would go astray. The potentials

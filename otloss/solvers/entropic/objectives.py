@@ -84,9 +84,8 @@ def linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch
     """Return `<C, P>`, block by block of rows, or by the rows that a kernel sums."""
     log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
     with torch.no_grad():
-        costs = problem.cost.plan_costs(
-            potential_of_plan(problem, f), g, log_p, log_q, epsilon=problem.epsilon.detach().to(f.dtype)
-        )
+        epsilon = problem.epsilon.detach().to(f.dtype)
+        costs = problem.cost.plan_costs(potential_of_plan(problem, f), g, log_p, log_q, epsilon=epsilon)
     if costs is not None:
         return costs.sum(-1)
     total = f.new_zeros(problem.batch)

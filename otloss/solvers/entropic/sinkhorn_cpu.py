@@ -55,12 +55,10 @@ class SinkhornOnCPU(Method):
         cost, (n, m) = problem.cost, problem.cost.shape
         if problem.impl != "auto" or not may_run_on(problem.p):
             return False
-        largest = (
-            MATRIX_LIMITS.largest_image if problem.marginal_penalty is None else MATRIX_LIMITS.largest_unbalanced_image
-        )
-        if is_faster_on_axes(problem, largest):
+        limits, is_balanced = MATRIX_LIMITS, problem.marginal_penalty is None
+        if is_faster_on_axes(problem, limits.largest_image if is_balanced else limits.largest_unbalanced_image):
             return False
-        return n * m <= MATRIX_LIMITS.largest_matrix and cost.batch_shape.numel() * n * m <= MATRIX_LIMITS.max_entries
+        return n * m <= limits.largest_matrix and cost.batch_shape.numel() * n * m <= limits.max_entries
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the start, or without one in stages of epsilon; see `interface.Method`."""

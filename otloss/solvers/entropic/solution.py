@@ -174,10 +174,8 @@ class EntropicSolution:
     def cost_gradients(self, upstream: Float[Tensor, "*batch"]) -> tuple[Tensor, ...]:
         problem, (f, g) = self.problem, self.potentials
         log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
-        epsilon = problem.epsilon.detach().to(f.dtype)
-        return problem.cost.plan_gradients(
-            potential_of_plan(problem, f), g, log_p, log_q, epsilon=epsilon, upstream=upstream
-        )
+        f, epsilon = potential_of_plan(problem, f), problem.epsilon.detach().to(f.dtype)
+        return problem.cost.plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
 
 
 class _InFloat64(NamedTuple):
