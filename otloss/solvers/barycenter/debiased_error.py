@@ -19,40 +19,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
-
-from otloss.solvers.barycenter.equations import Equations, border, solve_with_mass
-from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem
-from otloss.solvers.linear_systems import invert, solve_ex
+from otloss.solvers.barycenter.equations import TINY, DenseProblem, Equations, border, multiply, solve_with_mass
+from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, Array
 
 
 class DebiasedError(NamedTuple):
-    """The error as a share of the mass, and the tau that tells it."""
+    """The error (...) as a share of the mass, and the tau (..., 1) that tells it."""
 
-    error: Float[Tensor, "*batch"]
-    tau: Float[Tensor, "*batch 1"]
+    error: Array
+    tau: Array
 
 
-def find_error(equations: Equations, details: HistogramDetails, tolerance: float) -> DebiasedError:
+def find_error(details: HistogramDetails, equations: Equations, tolerance: float) -> DebiasedError:
     """Return the least error of all tau, or the first one within the tolerance."""
-    shares, has_mass = equations.shares, equations.shares > NUMBERS.no_mass
-    excess = (shares * equations.right).sum(-1, keepdim=True) - equations.right
+    xp, shares = details.problem.xp, equations.shares
+    excess = (shares * equations.right).sum(-1)[..., None] - equations.right
     # An empty bin whose gradient is below the constant gains mass: each iteration multiplies it by about
     # exp(-gradient), until it is about -gradient.
-    regrown = torch.minimum(-excess, (shares.log() + (-NUMBERS.patience * excess).clamp(min=0.0)).exp())
-    regrown = torch.where(~has_mass & (shares > NUMBERS.judged_mass), regrown, 0.0).amax(-1)
-    best = torch.full_like(equations.lack, UNKNOWN)
-    best_tau = torch.full_like(shares[..., :1], NUMBERS.taus[0])
+    regrown = xp.minimum(-excess, shares * xp.exp((-NUMBERS.patience * excess).clip(0.0, -NUMBERS.smallest_exponent)))
+    is_empty = (shares <= NUMBERS.no_mass) & (shares > NUMBERS.judged_mass)
+    regrown = xp.amax(xp.where(is_empty, regrown, 0.0), -1)
+    best = xp.full_like(equations.lack, UNKNOWN)
+    best_tau = xp.full_like(shares[..., :1], NUMBERS.taus[0])
     for tau in NUMBERS.taus:
-        parts = find_parts(equations, excess, tau, details.hidden_by(tau))
-        error = NUMBERS.error_margin * torch.maximum(parts.step + parts.hidden, regrown).clamp(max=UNKNOWN)
-        best_tau = torch.where((error < best).unsqueeze(-1), tau, best_tau)
-        best = torch.minimum(best, error)
+        parts = find_parts(details, equations, excess, tau)
+        error = NUMBERS.error_margin * xp.maximum(parts.step + parts.hidden, regrown).clip(max=UNKNOWN)
+        best_tau = xp.where((error < best)[..., None], tau, best_tau)
+        best = xp.minimum(best, error)
         # At smaller tau steps are longer, so that only the hidden details can become less.
         gains_little = NUMBERS.error_margin * parts.step >= NUMBERS.share_of_step * best
-        if bool(((best <= tolerance) | gains_little).all()):
+        if ((best <= tolerance) | gains_little).all():
             break
     return DebiasedError(best, best_tau)
 
@@ -60,28 +56,30 @@ def find_error(equations: Equations, details: HistogramDetails, tolerance: float
 class ErrorParts(NamedTuple):
     """The step, and the sum of both parts of hidden details, at one tau."""
 
-    step: Float[Tensor, "*batch"]
-    hidden: Float[Tensor, "*batch"]
+    step: Array
+    hidden: Array
 
 
-def find_parts(equations: Equations, excess: Tensor, tau: float, hidden: Tensor) -> ErrorParts:
-    """Return the parts of the error at one tau; `hidden` counts the details of the histograms."""
+def find_parts(details: HistogramDetails, equations: Equations, excess: Array, tau: float) -> ErrorParts:
+    """Return the parts of the error at one tau."""
+    problem, xp = details.problem, details.problem.xp
     shares, system, has_mass = equations.shares, equations.system, equations.shares > NUMBERS.no_mass
     # Rounding decides the gradient at bins without mass. A first step finds the bins that empty: they lose more than
     # half of their mass. Only they have a g in the second step.
-    excess = torch.where(has_mass, excess.clamp(min=tau), excess.clamp(min=1.0))
-    first = solve_with_mass(system + torch.diag_embed(excess), shares, equations.right, equations.lack)
-    excess = torch.where(has_mass & ~(first < -0.5), tau, excess)
-    inverse = invert(border(system + torch.diag_embed(excess), shares))
-    log_a = torch.where(has_mass, equations.log_a, 0.0)
-    columns = torch.stack([equations.right, tau * log_a], -1)
-    lack = torch.stack([equations.lack, torch.zeros_like(equations.lack)], -1)
-    second, of_a = (inverse @ torch.cat([columns, lack.unsqueeze(-2)], -2))[..., :-1, :].unbind(-1)
+    excess = xp.where(has_mass, excess.clip(min=tau), excess.clip(min=1.0))
+    ridge = excess[..., None] * problem.eye
+    first = solve_with_mass(problem, system + ridge, shares, equations.right, equations.lack)
+    ridge = xp.where(has_mass & ~(first < -0.5), tau, excess)[..., None] * problem.eye
+    inverse = problem.invert(border(xp, system + ridge, shares))
+    log_a = xp.where(has_mass, equations.log_a, 0.0)
+    second = multiply(inverse, xp.concatenate([equations.right, equations.lack[..., None]], -1))[..., :-1]
+    of_a = tau * multiply(inverse[..., :-1, :-1], log_a)
     # The trace counts the eigenvalues below tau.
-    hidden_eigenvalues = tau * torch.where(has_mass, inverse.diagonal(dim1=-2, dim2=-1)[..., :-1], 0.0).sum(-1)
-    step, second_step, in_a = ((shares * each.abs()).sum(-1) for each in (first, second, of_a))
-    in_p = hidden * hidden_eigenvalues.abs().clamp(max=1.0)
-    return ErrorParts(torch.maximum(step, second_step).nan_to_num(UNKNOWN), (in_a + in_p).nan_to_num(UNKNOWN))
+    trace = (xp.where(has_mass[..., None], inverse[..., :-1, :-1], 0.0) * problem.eye).sum(-1).sum(-1)
+    step, second_step, in_a = ((shares * abs(each)).sum(-1) for each in (first, second, of_a))
+    in_p = details.hidden_by(tau) * abs(tau * trace).clip(max=1.0)
+    step, hidden = xp.maximum(step, second_step), in_a + in_p
+    return ErrorParts(xp.nan_to_num(step, nan=UNKNOWN), xp.nan_to_num(hidden, nan=UNKNOWN))
 
 
 @dataclass(frozen=True)
@@ -92,31 +90,30 @@ class HistogramDetails:
         plans: (..., k, n, n), symmetric, with the eigenvalues of B_k.
         roots: (..., k, n), of the masses p_k.
         log_p: (..., k, n), 0 at bins without mass.
-        weights: (..., k)
     """
 
-    plans: Float[Tensor, "*batch k n n"]
-    roots: Float[Tensor, "*batch k n"]
-    log_p: Float[Tensor, "*batch k n"]
-    weights: Float[Tensor, "*batch k"]
+    problem: DenseProblem
+    plans: Array
+    roots: Array
+    log_p: Array
 
     @staticmethod
-    def build(problem: BarycenterProblem, matrix: Float[Tensor, "n n"]) -> HistogramDetails:
-        kernel, p = (-matrix / problem.epsilon).exp(), problem.p / problem.p.sum(-1, keepdim=True)
-        d = p.sqrt()
+    def build(problem: DenseProblem) -> HistogramDetails:
+        xp, p = problem.xp, problem.p / problem.p.sum(-1)[..., None]
+        kernel, d = xp.exp(problem.log_k), xp.sqrt(p)
         for _ in range(NUMBERS.iterations_of_plan):
-            d = (d * p / (d @ kernel).clamp(min=torch.finfo(p.dtype).tiny)).sqrt()
-        plan = d.unsqueeze(-1) * kernel * d.unsqueeze(-2)
-        roots = plan.sum(-1).sqrt()
-        inverse = (1 / roots).masked_fill(roots == 0, 0.0)
-        plans = inverse.unsqueeze(-1) * plan * inverse.unsqueeze(-2)
-        return HistogramDetails(plans, roots, p.log().masked_fill(p == 0, 0.0), problem.weights)
+            d = xp.sqrt(d * p / (d @ kernel).clip(min=TINY))
+        plans = d[..., None] * kernel * d[..., None, :]
+        roots = xp.sqrt(plans.sum(-1))
+        inverse = xp.where(roots > 0, 1 / roots.clip(min=TINY), 0.0)
+        log_p = xp.where(p > 0, xp.log(p.clip(min=TINY)), 0.0)
+        return HistogramDetails(problem, inverse[..., None] * plans * inverse[..., None, :], roots, log_p)
 
-    def choose(self, choice: Bool[Tensor, "*batch"]) -> HistogramDetails:
-        return HistogramDetails(self.plans[choice], self.roots[choice], self.log_p[choice], self.weights[choice])
+    def choose(self, choice: Array) -> HistogramDetails:
+        parts = (t[choice] for t in (self.plans, self.roots, self.log_p))
+        return HistogramDetails(self.problem.choose(choice), *parts)
 
-    def hidden_by(self, tau: float) -> Float[Tensor, "*batch"]:
+    def hidden_by(self, tau: float) -> Array:
         """Return the sums over the bins of what tau hides, as a weighted mean of the histograms."""
-        system = self.plans + tau * torch.eye(self.plans.shape[-1], dtype=self.plans.dtype, device=self.plans.device)
-        hidden = tau * solve_ex(system, self.roots * self.log_p)[0]
-        return (self.weights * (self.roots * hidden.abs()).sum(-1)).sum(-1)
+        hidden = tau * self.problem.solve(self.plans + tau * self.problem.eye, self.roots * self.log_p)
+        return (self.problem.weights * (self.roots * abs(hidden)).sum(-1)).sum(-1)

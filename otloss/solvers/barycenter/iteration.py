@@ -26,13 +26,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._checks import needs_torch
 from otloss.costs import Cost, GridCost
 from otloss.solvers.barycenter.debiased_error import HistogramDetails, find_error
-from otloss.solvers.barycenter.equations import linearise
-from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, BarycenterProblem, BarycenterResult, Potentials
-
-Array = Any  # a tensor, or an array of numpy for small problems on a CPU: its calls take a third of the time
+from otloss.solvers.barycenter.equations import DenseProblem, linearise
+from otloss.solvers.barycenter.problem import (
+    NUMBERS,
+    UNKNOWN,
+    Array,
+    BarycenterProblem,
+    BarycenterResult,
+    Potentials,
+    from_tensor,
+)
 
 
 def iterate(
@@ -54,34 +59,26 @@ def iterate(
     logs = begin = from_tensor(xp, torch.cat(rows, -2))
     errors = CycleErrors(xp, xp.full_like(from_tensor(xp, problem.mass), UNKNOWN), problem.debiased)
     log_a, iterations = from_tensor(xp, start.log_a), 0
-    with np.errstate(all="ignore"):
-        while iterations < max_iterations:
-            cycle = step.run(begin, min(NUMBERS.cycle, max_iterations - iterations))
-            if not cycle.is_finite(xp):
-                if isinstance(step, LogStep):
-                    break
-                step, begin = LogStep.build(problem, xp), logs
-                continue
-            iterations, logs, log_a = iterations + cycle.count, cycle.logs[..., -1, :, :], cycle.log_a
-            error, begin = judge_cycle(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
-            errors.append(error)
-            is_open = ~(errors.current <= tolerance)
-            is_judged = len(errors.all) > judged_after
-            if not is_open.any() or (is_judged and errors.is_slow(is_open, tolerance, patience)):
+    while iterations < max_iterations:
+        cycle = step.run(begin, min(NUMBERS.cycle, max_iterations - iterations))
+        if not cycle.is_finite(xp):
+            if isinstance(step, LogStep):
                 break
-    log_a, logs, error = (
-        torch.as_tensor(t, dtype=problem.p.dtype, device=problem.p.device) for t in (log_a, logs, errors.current)
-    )
-    log_d = logs[..., count, :] if problem.debiased else start.log_d
+            step, begin = LogStep.build(problem, xp), logs
+            continue
+        iterations, logs, log_a = iterations + cycle.count, cycle.logs[..., -1, :, :], cycle.log_a
+        error, begin = judge_cycle(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
+        errors.append(error)
+        is_open = ~(errors.current <= tolerance)
+        is_judged = len(errors.all) > judged_after
+        if not is_open.any() or (is_judged and errors.is_slow(is_open, tolerance, patience)):
+            break
+    log_d, error = logs[..., -1, :] if problem.debiased else start.log_d, errors.current
     last = Potentials(logs[..., :count, :], log_d, log_a)
     if problem.suits_newton:  # The changes of iterations miss what is very slow.
-        matrix = problem.cost.dense()
-        error, _ = find_error(linearise(problem, matrix, last), HistogramDetails.build(problem, matrix), tolerance)
-    return BarycenterResult(last, error, iterations)
-
-
-def from_tensor(xp: Any, t: Tensor) -> Array:
-    return t if xp is torch else t.numpy()
+        dense = DenseProblem.build(problem, xp)
+        error, _ = find_error(HistogramDetails.build(dense), linearise(dense, last), tolerance)
+    return BarycenterResult(last, error, iterations).restore(problem)
 
 
 @dataclass(frozen=True)
@@ -190,11 +187,10 @@ def choose_step(problem: BarycenterProblem) -> Step:
     """Return the step in products, where the kernel can be held, or in logarithms."""
     is_wide = problem.p.dtype == torch.float64
     kernel = build_gibbs_kernel(problem.cost, problem.epsilon) if is_wide else None
-    is_small = kernel is None or max(factor.numel() for factor in kernel.factors) <= NUMBERS.numpy_kernel
-    is_small = is_small and problem.p.numel() <= NUMBERS.numpy_entries and problem.p.device.type == "cpu"
-    xp = np if is_small and not needs_torch(problem.p, problem.weights) else torch
     if kernel is None:
-        return LogStep.build(problem, xp)
+        return LogStep.build(problem, problem.xp)
+    is_small = max(factor.numel() for factor in kernel.factors) <= NUMBERS.numpy_kernel
+    xp = problem.xp if is_small else torch
     kernel = GibbsKernel(tuple(from_tensor(xp, factor) for factor in kernel.factors), kernel.cells)
     p, shares = from_tensor(xp, problem.p), from_tensor(xp, problem.weights)[..., None, :]
     return ProductStep(xp, weigh_rows(problem, xp), kernel, p, shares, problem.debiased)
@@ -220,26 +216,29 @@ class LogStep:
     def build(problem: BarycenterProblem, xp: Any = torch) -> LogStep:
         return LogStep(xp, weigh_rows(problem, xp), problem, problem.cost.T, problem.p.log())
 
+    def choose(self, choice: Array) -> LogStep:
+        return LogStep.build(self.problem.choose(torch.as_tensor(choice)), self.xp)
+
     def run(self, logs: Array, iterations: int) -> Cycle:
-        count = self.problem.p.shape[-2]
-        start = torch.as_tensor(logs, device=self.log_p.device)
-        log_d = start[..., count, :] if self.problem.debiased else torch.zeros_like(start[..., 0, :])
-        now = Potentials(start[..., :count, :], log_d, log_d)
-        history = [start]
+        count, debiased = self.problem.p.shape[-2], self.problem.debiased
+        now = Potentials(logs[..., :count, :], logs[..., -1, :], logs[..., -1, :])
+        history = [logs]
         for _ in range(iterations):
             now = self.update(now)
-            rows = [now.log_u, now.log_d.unsqueeze(-2)] if self.problem.debiased else [now.log_u]
-            history.append(torch.cat(rows, -2))
-        return Cycle(from_tensor(self.xp, torch.stack(history, -3)), from_tensor(self.xp, now.log_a))
+            history.append(self.xp.concatenate([now.log_u, now.log_d[..., None, :]], -2) if debiased else now.log_u)
+        return Cycle(self.xp.stack(history, -3), now.log_a)
 
     def update(self, potentials: Potentials) -> Potentials:
-        cost, epsilon, log_d = self.problem.cost, self.problem.epsilon, potentials.log_d
-        log_v = self.transposed.softmin(epsilon * potentials.log_u, epsilon) / epsilon
+        cost, epsilon, weights = self.problem.cost, self.problem.epsilon, self.problem.weights.unsqueeze(-1)
+        log_u, log_d = (torch.as_tensor(t) for t in (potentials.log_u, potentials.log_d))
+        log_v = self.transposed.softmin(epsilon * log_u, epsilon) / epsilon
         log_kv = cost.softmin(epsilon * (self.log_p + log_v), epsilon) / -epsilon
-        log_a = log_d + (self.problem.weights.unsqueeze(-1) * log_kv).sum(-2)
+        log_a = (weights * log_kv).sum(-2)
         if self.problem.debiased:
+            log_a = log_d + log_a
             log_d = (log_d + log_a + cost.softmin(epsilon * log_d, epsilon) / epsilon) / 2
-        return Potentials(log_a.unsqueeze(-2) - log_kv, log_d, log_a)
+        updated = Potentials(log_a.unsqueeze(-2) - log_kv, log_d, log_a)
+        return updated.map(lambda t: from_tensor(self.xp, t))
 
 
 @dataclass(frozen=True)

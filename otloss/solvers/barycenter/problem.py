@@ -1,17 +1,26 @@
-"""What the algorithms for barycenters share: the problem, the potentials, the result and the thresholds."""
+"""What the algorithms for barycenters share: the problem, the potentials, the result and the thresholds.
+
+Small problems on a CPU are arrays of numpy, whose calls take a third of the time: an `Array` is one of these or a
+tensor, and `xp` is numpy or torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import needs_torch
 from otloss.costs import Cost
+
+Array = Any
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class Numbers:
     # The plain iteration (`iteration`)
     cycle: int = 10  # iterations between two extrapolations; 5 take twice the iterations, 20 are too long for easy ones
     largest_extrapolation: float = 2.0  # The logarithm of a bin moves by no more, or a bin may lose its mass for good.
-    ridge: float = 1e-12  # It keeps the equations of an extrapolation regular; its coefficients are small numbers.
+    ridge: float = 1e-12  # It keeps the equations of an extrapolation and of a step regular.
     largest_contraction: float = 0.999  # the factor of one iteration or cycle; an error is measured no better
     window: int = 3  # cycles over which ratios are measured at least
     patience: int = 500  # Newton's method follows where more iterations are left than what one of its runs costs.
@@ -78,30 +87,32 @@ NUMBERS = Numbers()
 UNKNOWN = 2.0  # the error where nothing is known: two histograms of mass one differ by no more
 
 
-def put(t: Tensor, choice: Bool[Tensor, "*batch"], part: Tensor) -> Tensor:
+def put(t: Array, choice: Array, part: Array) -> Array:
     """Return a copy of t with the part in the chosen places."""
-    t = t.clone()
+    t = t.clone() if isinstance(t, Tensor) else t.copy()
     t[choice] = part
     return t
+
+
+def from_tensor(xp: Any, t: Tensor) -> Array:
+    return t if xp is torch else t.numpy()
 
 
 @dataclass(frozen=True)
 class Potentials:
     """The logarithms of u (..., k, n), d (..., n) and the barycenter a (..., n)."""
 
-    log_u: Float[Tensor, "*batch k n"]
-    log_d: Float[Tensor, "*batch n"]
-    log_a: Float[Tensor, "*batch n"]
+    log_u: Array
+    log_d: Array
+    log_a: Array
 
-    @property
-    def are_finite(self) -> Bool[Tensor, "*batch"]:
-        finite_u = self.log_u.isfinite().flatten(-2).all(-1)
-        return finite_u & self.log_d.isfinite().all(-1) & self.log_a.isfinite().all(-1)
+    def map(self, function: Callable[[Array], Array]) -> Potentials:
+        return Potentials(*(function(t) for t in (self.log_u, self.log_d, self.log_a)))
 
-    def choose(self, choice: Bool[Tensor, "*batch"]) -> Potentials:
-        return Potentials(self.log_u[choice], self.log_d[choice], self.log_a[choice])
+    def choose(self, choice: Array) -> Potentials:
+        return self.map(lambda t: t[choice])
 
-    def replace(self, choice: Bool[Tensor, "*batch"], other: Potentials) -> Potentials:
+    def replace(self, choice: Array, other: Potentials) -> Potentials:
         """Return these potentials, with the other ones in the places of the chosen problems."""
         pairs = ((self.log_u, other.log_u), (self.log_d, other.log_d), (self.log_a, other.log_a))
         return Potentials(*(put(t, choice, part) for t, part in pairs))
@@ -120,10 +131,18 @@ class BarycenterResult:
     """
 
     potentials: Potentials
-    error: Float[Tensor, "*batch"]
+    error: Array
     iterations: int
 
-    def replace(self, choice: Bool[Tensor, "*batch"], other: BarycenterResult) -> BarycenterResult:
+    def choose_better(self, choice: Array, other: BarycenterResult, *, at_ties: bool = False) -> BarycenterResult:
+        """Return this result, with the other one, of the chosen problems, where its error is smaller, or equal too."""
+        is_better = other.error <= self.error[choice] if at_ties else other.error < self.error[choice]
+        return self.replace(put(choice, choice, is_better), other.choose(is_better))
+
+    def choose(self, choice: Array) -> BarycenterResult:
+        return BarycenterResult(self.potentials.choose(choice), self.error[choice], self.iterations)
+
+    def replace(self, choice: Array, other: BarycenterResult) -> BarycenterResult:
         """Return this result, with the other one in the places of the chosen problems."""
         return BarycenterResult(
             self.potentials.replace(choice, other.potentials),
@@ -131,15 +150,14 @@ class BarycenterResult:
             self.iterations + other.iterations,
         )
 
-    def choose(self, choice: Bool[Tensor, "*batch"]) -> BarycenterResult:
-        return BarycenterResult(self.potentials.choose(choice), self.error[choice], self.iterations)
+    def reshape(self, batch: tuple[int, ...]) -> BarycenterResult:
+        """Return the result of a flat batch in the shape of the batch."""
+        potentials = self.potentials.map(lambda t: t.reshape(*batch, *t.shape[1:]))
+        return BarycenterResult(potentials, self.error.reshape(batch), self.iterations)
 
-    def choose_better(
-        self, choice: Bool[Tensor, "*batch"], other: BarycenterResult, *, at_ties: bool = False
-    ) -> BarycenterResult:
-        """Return this result, with the other one, of the chosen problems, where its error is smaller, or equal too."""
-        is_better = other.error <= self.error[choice] if at_ties else other.error < self.error[choice]
-        return self.replace(put(choice, choice, is_better), other.choose(is_better))
+    def restore(self, problem: BarycenterProblem) -> BarycenterResult:
+        """Return the result as tensors."""
+        return BarycenterResult(self.potentials.map(problem.restore), problem.restore(self.error), self.iterations)
 
 
 @dataclass(frozen=True)
@@ -156,6 +174,16 @@ class BarycenterProblem:
     @property
     def mass(self) -> Float[Tensor, "*batch"]:
         return self.p.sum((-2, -1)) / self.p.shape[-2]
+
+    @property
+    def xp(self) -> Any:
+        """Numpy, or torch where arrays of numpy do not serve."""
+        is_small = self.p.numel() <= NUMBERS.numpy_entries and self.p.device.type == "cpu"
+        return np if is_small and not needs_torch(self.p, self.weights) else torch
+
+    def restore(self, t: Array) -> Tensor:
+        """Return the array as a tensor of the kind of p."""
+        return torch.as_tensor(t, dtype=self.p.dtype, device=self.p.device)
 
     @property
     def suits_ascent(self) -> bool:
@@ -176,6 +204,11 @@ class BarycenterProblem:
         """Return the problem without a graph and without tangents."""
         cost = self.cost.with_tensors({id(t): t.detach() for t in self.cost.tensors()})
         return dataclasses.replace(self, p=self.p.detach(), weights=self.weights.detach(), cost=cost)
+
+    def flatten(self) -> BarycenterProblem:
+        """Return the problem with one axis of batch."""
+        p = self.p.reshape(-1, *self.p.shape[-2:])
+        return dataclasses.replace(self, p=p, weights=self.weights.reshape(len(p), -1))
 
     def choose(self, choice: Bool[Tensor, "*batch"]) -> BarycenterProblem:
         return dataclasses.replace(self, p=self.p[choice], weights=self.weights[choice])
