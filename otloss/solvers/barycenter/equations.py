@@ -155,6 +155,15 @@ def border(xp: Any, system: Array, shares: Array) -> Array:
     return xp.concatenate([xp.concatenate([system, ones], -1), last], -2)
 
 
+def iterate_densely(problem: DenseProblem, at: Potentials) -> Potentials:
+    """Return the potentials after one plain iteration (`iteration`) of a debiased problem."""
+    log_v = problem.log_p - softmax(problem.xp, problem.log_k.T + at.log_u[..., None, :])[1]
+    log_kv = softmax(problem.xp, problem.log_k + log_v[..., None, :])[1]
+    log_a = at.log_d + (problem.weights[..., None] * log_kv).sum(-2)
+    log_kd = softmax(problem.xp, problem.log_k + at.log_d[..., None, :])[1]
+    return Potentials(log_a[..., None, :] - log_kv, (at.log_d + log_a - log_kd) / 2, log_a)
+
+
 def softmax(xp: Any, logits: Array) -> tuple[Array, Array]:
     """Return the softmax over the last axis, and the logarithm of the sum of exp."""
     largest = xp.amax(logits, -1)[..., None]

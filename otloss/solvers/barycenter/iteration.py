@@ -216,9 +216,6 @@ class LogStep:
     def build(problem: BarycenterProblem, xp: Any = torch) -> LogStep:
         return LogStep(xp, weigh_rows(problem, xp), problem, problem.cost.T, problem.p.log())
 
-    def choose(self, choice: Array) -> LogStep:
-        return LogStep.build(self.problem.choose(torch.as_tensor(choice)), self.xp)
-
     def run(self, logs: Array, iterations: int) -> Cycle:
         count, debiased = self.problem.p.shape[-2], self.problem.debiased
         now = Potentials(logs[..., :count, :], logs[..., -1, :], logs[..., -1, :])

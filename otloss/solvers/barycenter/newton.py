@@ -19,9 +19,9 @@ from otloss.solvers.barycenter.equations import (
     NewtonStep,
     complete_step,
     find_newton_step,
+    iterate_densely,
     linearise,
 )
-from otloss.solvers.barycenter.iteration import LogStep
 from otloss.solvers.barycenter.problem import (
     NUMBERS,
     UNKNOWN,
@@ -56,17 +56,16 @@ class Search:
 
     problem: DenseProblem
     details: HistogramDetails
-    iteration: LogStep
     tolerance: float
 
     @staticmethod
     def build(problem: BarycenterProblem, tolerance: float) -> Search:
         dense = DenseProblem.build(problem, problem.xp)
-        return Search(dense, HistogramDetails.build(dense), LogStep.build(problem, problem.xp), tolerance)
+        return Search(dense, HistogramDetails.build(dense), tolerance)
 
     def choose(self, choice: Array) -> Search:
-        details, iteration = self.details.choose(choice), self.iteration.choose(choice)
-        return Search(details.problem, details, iteration, self.tolerance)
+        details = self.details.choose(choice)
+        return Search(details.problem, details, self.tolerance)
 
     def take_steps(self, potentials: Potentials, max_iterations: int) -> BarycenterResult:
         """Take steps, each at the tau that tells the least error, until it is small or does not fall."""
@@ -82,7 +81,7 @@ class Search:
             if iterations >= max_iterations or is_done.all():
                 return dataclasses.replace(best, iterations=iterations)
             step = find_newton_step(self.problem, equations, tau)
-            potentials = self.iteration.update(move_bins(xp, potentials, equations, step))
+            potentials = iterate_densely(self.problem, move_bins(xp, potentials, equations, step))
             iterations += 1
 
     def continue_in_tau(self, potentials: Potentials, max_iterations: int) -> BarycenterResult:
@@ -101,7 +100,8 @@ class Search:
             previous_error, result = best.error, BarycenterResult(potentials, error.clip(max=UNKNOWN), 0)
             best = best.replace(is_better, result.choose(is_better))
             # Where rounding makes a tau diverge, smaller ones do too; changes by rounding grow as tau falls.
-            is_last = ~converges | (NUMBERS.fall_of_tau * end.change >= best.error) | (best.error <= self.tolerance)
+            diverges = ~converges | (NUMBERS.fall_of_tau * end.change >= best.error) & (end.change > self.tolerance)
+            is_last = diverges | (best.error <= self.tolerance)
             if (is_last | (best.error < NUMBERS.near) & (error >= previous_error)).all():
                 break
             tau = tau / NUMBERS.fall_of_tau
@@ -124,7 +124,7 @@ class Search:
             is_done = is_whole & (change <= sufficient) | (share == 0) | (stalled >= NUMBERS.stalled_steps)
             iterations += 1
         # An iteration brings the log u of empty bins, which drift from step to step, back to the equations.
-        return NewtonEnd(self.iteration.update(potentials), change, iterations)
+        return NewtonEnd(iterate_densely(self.problem, potentials), change, iterations)
 
 
 @dataclass(frozen=True)
