@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # What imports and tests make while they are collected stays: searches for garbage would take a quarter of that time.
 gc.disable()
@@ -72,3 +73,38 @@ def closed_figures() -> Iterator[None]:
     yield
     if pyplot := sys.modules.get("matplotlib.pyplot"):
         pyplot.close("all")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_are_compiled_for_one_layout() -> Iterator[None]:
+    """Fail where a kernel was called with an array in pieces, or one that is read-only, after the tests of a file.
+
+    For each of these a user waits for another compilation, whatever `warm_up` has compiled.
+    """
+    yield
+    kernels = [
+        (module.__name__, name, kernel)
+        for key, module in list(sys.modules.items())
+        if key.startswith("otloss") and key.endswith("_numba")
+        for name, kernel in vars(module).items()
+        if type(getattr(kernel, "_cache", None)).__name__ == "KernelCache"
+    ]
+    wrong = {
+        (*named, str(array))
+        for *named, kernel in kernels
+        for signature in kernel.overloads
+        for array in arrays_among(signature)
+        if array.layout == "A" or not array.mutable
+    }
+    assert wrong == set()
+
+
+def arrays_among(kinds: Any) -> Iterator[Any]:
+    """The types of arrays in a signature, also of those in tuples."""
+    from numba import types
+
+    for kind in kinds:
+        if isinstance(kind, types.Array):
+            yield kind
+        elif isinstance(kind, types.BaseTuple):
+            yield from arrays_among(kind)

@@ -335,7 +335,8 @@ def shared(data: Tensor, own_axes: int, batch: torch.Size) -> tuple[np.ndarray, 
     leading, own = data.shape[:-own_axes], data.shape[-own_axes:]
     flat = data.reshape(leading.numel(), *own).contiguous()
     which = torch.arange(leading.numel(), device="cpu").reshape(leading).expand(batch).reshape(-1)
-    return flat.numpy(), which.numpy()
+    # In one layout, since a kernel is compiled for each.
+    return flat.numpy(), which.contiguous().numpy()
 
 
 def centred(

@@ -128,8 +128,8 @@ def build_matrix_problems(problem: Problem) -> MatrixProblems:
     costs = problem.cost.dense().detach()
     owner = np.arange(costs.shape[:-2].numel())
     if costs.shape[:-2] != problem.batch:
-        owner = np.broadcast_to(owner.reshape(costs.shape[:-2]), problem.batch)
-        owner = np.ascontiguousarray(owner).reshape(-1)
+        # A copy in any case: a read-only array would be another type, for which the kernel is compiled again.
+        owner = np.broadcast_to(owner.reshape(costs.shape[:-2]), problem.batch).flatten()
     p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
     return MatrixProblems(
         p, q, costs.reshape(-1, *costs.shape[-2:]), owner,
