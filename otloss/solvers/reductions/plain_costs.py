@@ -38,6 +38,7 @@ from otloss.solvers.options import Settings, is_kept, of_batch
 from otloss.solvers.problem import Problem
 from otloss.solvers.reductions.way_back import WayBack
 
+LARGEST_LOSS = 1e-4  # the share of a value that rounding may decide where costs below 0 scale the masses
 EPSILONS_PER_PAIR = 40.0  # the price holds so many for each pair of a cycle, which leaves exp(-40) of the mass
 
 
@@ -45,7 +46,8 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     """Reduce problems whose cost has entries below 0 or +inf.
 
     Raises:
-        ValueError: if costs are so far apart, or so far below 0 with a marginal penalty, that they overflow.
+        ValueError: if costs are so far apart, or so far below 0 with a marginal penalty, that they overflow. The way
+            back raises it where rounding would decide the value.
     """
     cost, penalty = problem.cost, problem.marginal_penalty
     if cost.has_plain_entries:
@@ -92,6 +94,7 @@ class _Shift:
         mass: (...), what is moved; the masses of p and q on average where the plan decides it.
         low_of_plan: (...), l where the plan decides how much is moved; None elsewhere.
         rounding: (...), what the rounding of scaled weights may change in a value.
+    unmoved: (...), the value if nothing were moved, where the weights are scaled.
     """
 
     of_value: Float[Tensor, "*batch"]
@@ -100,6 +103,22 @@ class _Shift:
     mass: Float[Tensor, "*batch"]
     low_of_plan: Float[Tensor, "*batch"] | None = None
     rounding: Float[Tensor, "*batch"] | float = 0.0
+    unmoved: Float[Tensor, "*batch"] | float = 0.0
+
+    def check(self, value: Tensor) -> None:
+        """Raise ValueError where values are differences of far larger numbers, of which rounding leaves no digits."""
+        if self.low_of_plan is None:
+            return
+        lost = self.rounding > LARGEST_LOSS * (value.detach().abs() + self.unmoved)
+        if bool(lost.any()):
+            raise ValueError(_far_below_zero(self.low_of_plan, "rounding would decide the value"))
+
+
+def _far_below_zero(low: Tensor, consequence: str) -> str:
+    return (
+        f"the cost matrix holds {float(low.min()):.3g}, far below 0 for this marginal_penalty: {consequence}; expected "
+        "larger costs, or larger penalties."
+    )
 
 
 def _shifted(problem: Problem, low: Tensor) -> tuple[Problem, _Shift]:
@@ -124,15 +143,16 @@ def _shifted(problem: Problem, low: Tensor) -> tuple[Problem, _Shift]:
     p, q = problem.p * factor, problem.q * factor
     product = p.sum(-1) * q.sum(-1)
     if not bool((product <= torch.finfo(problem.dtype).max).all()):
-        raise ValueError(
-            f"the cost matrix holds {float(low.min()):.3g}, far below 0 for this marginal_penalty: the mass of "
-            f"the plan overflows {problem.dtype}; expected larger costs, or larger penalties."
-        )
+        raise ValueError(_far_below_zero(low, f"the mass of the plan overflows {problem.dtype}"))
     # Differences bin by bin keep the digits where the penalty is large and the factor near one.
     of_value = rho_p * (problem.p - p).sum(-1) + rho_q * (problem.q - q).sum(-1) + epsilon * (mass_p * mass_q - product)
     by_a = -a.detach().unsqueeze(-1)
-    rounding = 2 * torch.finfo(p.dtype).eps * (rho_p * p.detach().sum(-1) + rho_q * q.detach().sum(-1))
-    shift = _Shift(of_value, by_a * penalty.p, by_a * penalty.q, average, low, rounding)
+    unmoved, scaled = (
+        (rho_p * a.sum(-1) + rho_q * b.sum(-1) + epsilon * a.sum(-1) * b.sum(-1)).detach()
+        for a, b in ((problem.p, problem.q), (p, q))
+    )
+    rounding = 2 * torch.finfo(p.dtype).eps * scaled
+    shift = _Shift(of_value, by_a * penalty.p, by_a * penalty.q, average, low, rounding, unmoved)
     return dataclasses.replace(problem, p=p, q=q), shift
 
 
@@ -175,7 +195,9 @@ class _PlainCosts(WayBack):
         return dataclasses.replace(self, forbidden_cost=self.price * leaked, plan_of_all=plan)
 
     def value(self, value: Tensor) -> Tensor:
-        return value + self.shift.of_value - self.forbidden_cost
+        value = value + self.shift.of_value - self.forbidden_cost
+        self.shift.check(value)
+        return value
 
     def dual_value(self, value: Tensor) -> Tensor:
         return self.value(value) - self.shift.rounding

@@ -303,6 +303,18 @@ def test_costs_so_far_below_zero_that_the_mass_overflows() -> None:
     assert value.item() == pytest.approx(-2e3, rel=1e-2)
 
 
+def test_costs_so_far_below_zero_that_rounding_would_decide_the_value() -> None:
+    cost = torch.tensor([[-1.0]], dtype=torch.float64)
+    for rho in (0.1, 0.03, 0.02):
+        size = 2 * rho + 0.001
+        value = otloss.sinkhorn(None, None, cost, epsilon=0.001, marginal_penalty=rho)
+        assert value.item() == pytest.approx(size * (1 - np.exp(1 / size)), rel=1e-3)
+    costs = torch.tensor([[2.0, -1.0, 0.5], [0.0, 1.0, 0.3]], dtype=torch.float64)
+    for rho in (0.01, 0.001):  # the value was 0 where it is -4e18 and -5e141
+        with pytest.raises(ValueError, match=r"holds -1, far below 0 .* decide the value; expected larger costs, or"):
+            otloss.sinkhorn(None, None, costs, epsilon=0.001, marginal_penalty=rho)
+
+
 def test_a_bad_start_is_left_for_what_iterations_find() -> None:
     """Errors of unbalanced problems have no largest value, so the start is not kept as the smaller one."""
     generator = torch.Generator().manual_seed(0)
