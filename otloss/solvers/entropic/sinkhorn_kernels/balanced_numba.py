@@ -17,7 +17,8 @@ iteration where the kernel is positive definite.
 
 The error is the sum of |P 1 - p| and |P^T 1 - q|. Light bins hardly count in it. So the iterations end with an exact
 update of g and then of f, and the reported error is the error of the columns after them. Bins without mass, or with
-next to none, take no part; soft minima give their potentials at the end.
+next to none, take no part; soft minima give their potentials at the end, and where both sides have such bins, updates
+among them until they settle.
 """
 
 from __future__ import annotations
