@@ -126,3 +126,9 @@ class SparseRows:
     def __rmatmul__(self, G: np.ndarray) -> np.ndarray:
         product: np.ndarray = ((self.rows.T @ G.T).T - np.outer(G.sum(1), self.mean)) / self.scale
         return product
+
+    def mean_squares(self, weight: np.ndarray) -> np.ndarray:
+        """Return sum_i weight_i x_ij^2, (d,), for weights (n,) of sum 1 by which the columns are centred."""
+        squares = self.rows.multiply(self.rows).T @ weight - self.mean**2
+        means: np.ndarray = np.maximum(squares, 0.0) / self.scale**2
+        return means

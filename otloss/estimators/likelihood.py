@@ -6,7 +6,7 @@ as they come, its coefficients beta and thresholds theta, and their covariance, 
     beta = w / s,    theta = t + m.beta,    cov(beta, theta) = A H^{-1} A^T
 
 H is the Hessian of the negative log-likelihood in (w, t), and A is the matrix of the map from (w, t) to (beta, theta).
-The condition of H does not depend on the units of the features.
+H is scaled to a diagonal of ones, so that its condition does not depend on the units of the features.
 
 The likelihood has no maximum if the features separate the classes: if there is a direction (w, t) along which no row's
 interval narrows, and the interval of some row widens. With a_y = t_y - w.x that is the linear program
@@ -36,7 +36,7 @@ from otloss.estimators.features import standardised
 from otloss.estimators.training import OrdinalNetwork
 from otloss.losses import cumulative_log_probabilities
 
-_SMALLEST_CURVATURE = 1e-10  # relative to the largest; below, the likelihood is constant along some direction
+_SMALLEST_CURVATURE = 1e-10  # where each parameter has curvature 1; below, the likelihood is constant along a direction
 _SMALLEST_SLACK = 1e-5  # directions have entries up to 1, and the program keeps its constraints to 1e-7
 _FEW_ROWS = 2000  # for which the linear program takes some milliseconds
 _LARGEST_DECREMENT = 1e-2  # twice the log-likelihood that a Newton step may still gain
@@ -140,13 +140,16 @@ def likelihood_summary(
     value = loss(point)
     gradient = torch.autograd.grad(value, point)[0].numpy()
     H = torch.autograd.functional.hessian(loss, point.detach()).numpy()
-    curvatures = np.linalg.eigvalsh(H)
-    if not curvatures[0] > _SMALLEST_CURVATURE * curvatures[-1]:
+    # Features may be in any units where they are not standardised.
+    sizes = np.sqrt(np.maximum(H.diagonal(), 0.0))
+    sizes[sizes == 0] = 1.0
+    scaled = H / np.outer(sizes, sizes)
+    if not np.linalg.eigvalsh(scaled)[0] > _SMALLEST_CURVATURE:
         raise ValueError(
             "the Hessian of the likelihood is singular, so there are no standard errors: a feature is constant or a "
             "linear combination of others, or rows weigh almost nothing. Leave features out."
         )
-    inverse = np.linalg.inv(H)
+    inverse = np.linalg.inv(scaled) / np.outer(sizes, sizes)
     decrement = float(gradient @ inverse @ gradient)
     if not decrement < _LARGEST_DECREMENT:
         raise ValueError(

@@ -146,8 +146,8 @@ class LinearBase(ModelBase):
     def _optimise(self, rows: Rows, random: np.random.RandomState) -> bool:
         tol = self.tol * min(self._criterion.transport + self._criterion.cross_entropy, 1.0)
         objective = self._objective(rows)
-        self.n_iter_, largest = train_lbfgs(self._network, objective, rows, max_iter=self.max_iter, tol=tol)
-        return self.n_iter_ < self.max_iter or largest <= tol
+        self.n_iter_, has_converged = train_lbfgs(self._network, objective, rows, max_iter=self.max_iter, tol=tol)
+        return has_converged
 
     def _logits(self, X: Any) -> np.ndarray:
         if not issparse(X):

@@ -38,6 +38,7 @@ LOSSES = ("transport", "all_threshold", "immediate_threshold")
 PATIENCE = 20  # epochs of Adam without a fall of the loss by `SMALLEST_FALL`
 SMALLEST_FALL = 1e-6
 _SMALLEST_START = 1e-6  # probability of a class where training starts
+_ROUNDED_GRADIENT = 1e-6  # of a loss at its minimum: the gain of a step is its square, which rounding hides
 
 
 class OrdinalNetwork(nn.Module):
@@ -191,17 +192,22 @@ class PenalisedLoss:
 
 def train_lbfgs(
     network: OrdinalNetwork, objective: PenalisedLoss, rows: Rows, *, max_iter: int, tol: float
-) -> tuple[int, float]:
-    """Train a linear `network` by L-BFGS; return the iterations and the largest derivative at the end.
+) -> tuple[int, bool]:
+    """Train a linear `network` by L-BFGS; return the iterations, and whether it converged.
 
-    Autograd goes from the loss to the scores; the products with the features are numpy's, at half the time.
+    Autograd goes from the loss to the scores; the products with the features are numpy's, at half the time. The
+    unknowns are the weights times `_units`.
     """
     gaps = [] if network.log_gaps is None else [network.log_gaps]
     parameters = [*network.layers.parameters(), *gaps]
     X: Any = rows.features if isinstance(rows.features, SparseRows) else rows.features.numpy()
     outputs, inputs = network.layers[0].weight.shape
+    start = parameters_to_vector(parameters).detach().numpy()
+    units = np.ones(len(start))
+    units[: outputs * inputs] = np.tile(_units(X, objective, rows), outputs)
 
-    def value_and_gradient(vector: np.ndarray) -> tuple[float, np.ndarray]:
+    def value_and_gradient(unknowns: np.ndarray) -> tuple[float, np.ndarray]:
+        vector = unknowns / units
         vector_to_parameters(torch.from_numpy(vector), parameters)
         W, bias = vector[: outputs * inputs].reshape(outputs, inputs), vector[outputs * inputs :][:outputs]
         scores = torch.from_numpy(X @ W.T + bias).requires_grad_()
@@ -209,17 +215,33 @@ def train_lbfgs(
         by_scores, *by_gaps = (g.numpy() for g in torch.autograd.grad(value, [scores, *gaps]))
         by_weight = by_scores.T @ X + objective.alpha * W
         gradient = np.concatenate([by_weight.ravel(), by_scores.sum(0), *by_gaps]) / objective.mass
-        return (value.item() + 0.5 * objective.alpha * float((W * W).sum())) / objective.mass, gradient
+        return (value.item() + 0.5 * objective.alpha * float((W * W).sum())) / objective.mass, gradient / units
 
     result = minimize(
         value_and_gradient,
-        parameters_to_vector(parameters).detach().numpy(),
+        start * units,
         jac=True,
         method="L-BFGS-B",
         options={"maxiter": max_iter, "maxfun": 5 * max_iter, "gtol": tol, "ftol": 64 * np.finfo(float).eps},
     )
-    vector_to_parameters(torch.tensor(result.x, device="cpu"), parameters)
-    return max(int(result.nit), 1), float(np.abs(result.jac).max())
+    vector_to_parameters(torch.tensor(result.x / units, device="cpu"), parameters)
+    largest = float(np.abs(result.jac).max())
+    # Beside success there are the limits, and line searches that end at the rounding of the loss, or far from it.
+    has_converged = result.success or largest <= max(tol, _ROUNDED_GRADIENT)
+    return max(int(result.nit), 1), bool(has_converged)
+
+
+def _units(X: Any, objective: PenalisedLoss, rows: Rows) -> Float[np.ndarray, " features"]:
+    """Return the sizes of the columns, such that the penalised loss is curved alike by all weights in these units.
+
+    They are 1 for columns of deviation 1. Without them a feature in large units would take thousands of iterations, and
+    the first step would lead where the loss overflows.
+    """
+    weight = rows.weight.numpy() / objective.mass
+    squares = X.mean_squares(weight) if isinstance(X, SparseRows) else np.einsum("i,ij,ij->j", weight, X, X)
+    penalty = objective.alpha / objective.mass
+    units = np.sqrt((squares + penalty) / (1 + penalty))
+    return np.where(units > 0, units, 1.0)
 
 
 def train_adam(

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import OptimizeResult
 from scipy.sparse import csr_matrix
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes
+from sklearn.exceptions import ConvergenceWarning
 
 from otloss.estimators import CumulativeLinkClassifier, OrdinalClassifier, OrdinalNetworkClassifier
 from otloss.estimators.likelihood import separates
@@ -113,6 +115,36 @@ def test_a_weight_counts_rows_and_units_change_nothing_else() -> None:
     np.testing.assert_allclose(weighted.standard_errors[:3] * units, repeated.standard_errors[:3], rtol=1e-4)
     np.testing.assert_allclose(weighted.log_likelihood, repeated.log_likelihood, rtol=1e-9)
     assert weighted.rows == repeated.rows == weight.sum()
+
+
+@pytest.mark.parametrize("link", ORDERED_MODEL)
+@pytest.mark.parametrize("layout", [np.asarray, csr_matrix])
+def test_features_that_are_not_standardised_may_have_any_units(link: str, layout: Any) -> None:
+    value, estimates, errors = ORDERED_MODEL[link]
+    units = np.array([1e4, 1.0, 1e-5])
+    features = layout(X * units)
+    summary = CumulativeLinkClassifier(link=link, standardize=False, **LIKELIHOOD).fit(features, y).summary(features, y)
+    np.testing.assert_allclose(summary.log_likelihood, value, atol=1e-6)
+    np.testing.assert_allclose(summary.estimates[:3] * units, estimates[:3], atol=1e-5)
+    np.testing.assert_allclose(summary.standard_errors[:3] * units, errors[:3], atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [OrdinalClassifier(), CumulativeLinkClassifier(link="cloglog")])
+def test_a_penalty_on_features_that_are_not_standardised_is_on_their_coefficients(model: Any) -> None:
+    penalised = clone(model).set_params(tol=1e-7, alpha=0.3).fit(X, y)
+    coefficients = penalised.coef_ * X.std(0)
+    units = 100 / X.std(0)  # in which a penalty of 0.3 * 100^2 is one of 0.3 on standardised features
+    given = clone(model).set_params(tol=1e-7, alpha=0.3 * 100**2, standardize=False).fit(X * units, y)
+    np.testing.assert_allclose(given.coef_ * 100, coefficients, atol=1e-5)
+
+
+def test_a_line_search_that_ends_far_from_a_minimum_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abnormal(function: Any, start: np.ndarray, **_: Any) -> OptimizeResult:
+        return OptimizeResult(x=start, jac=function(start)[1], nit=1, success=False)
+
+    monkeypatch.setattr("otloss.estimators.training.minimize", abnormal)
+    with pytest.warns(ConvergenceWarning, match="did not converge"):
+        OrdinalClassifier().fit(X, y)
 
 
 TWICE = np.column_stack([X, X[:, 0]])
