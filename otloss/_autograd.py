@@ -30,7 +30,10 @@ def check_no_tangent(advice: str, *inputs: Tensor) -> None:
         raise NotImplementedError(f"{called()} has no derivative in forward mode here; {advice}")
 
 
-def check_no_transform() -> None:
+_ADVICE = "Call torch.autograd.grad, or in forward mode use torch.autograd.forward_ad."
+
+
+def check_no_transform(advice: str = _ADVICE) -> None:
     """Raise NotImplementedError inside transforms of `torch.func`, whose tensors do not let their numbers be read."""
     if torch._C._are_functorch_transforms_active():
         functorch = torch._C._functorch
@@ -38,8 +41,7 @@ def check_no_transform() -> None:
             raise_inside_vmap()
         raise NotImplementedError(
             f"{called()} does not work inside transforms of torch.func (grad, jvp, ...) with these arguments: "
-            "it reads the numbers of its tensors. Call torch.autograd.grad, or in forward mode use "
-            "torch.autograd.forward_ad."
+            f"it reads the numbers of its tensors. {advice}"
         )
 
 

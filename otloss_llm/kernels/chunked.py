@@ -30,6 +30,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._autograd import check_no_transform
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows
 from otloss_llm.kernels.few_columns import FewColumnSweeps
 from otloss_llm.kernels.logits import ROW_MULTIPLE, Logits, TokenLossConfig, runs_on_numba, sweeps_for
@@ -39,6 +40,8 @@ from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
 from otloss_llm.kernels.weight_gradients import Gradients
 from otloss_llm.models.sharded_heads import VocabShard
 from otloss_llm.objectives import Statistics
+
+_WITHOUT_TRANSFORM = 'Pass impl="reference", or call torch.autograd.grad.'
 
 
 @dataclass
@@ -309,6 +312,7 @@ def token_values(
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Statistics]:
     """`factor * sum of values`, or with no factor the values, and the statistics; every label is a valid token."""
+    check_no_transform(_WITHOUT_TRANSFORM)
     now = factor is not None and torch.is_grad_enabled() and not _is_checkpointed()
     wanted = tuple(now and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     loss, *statistics = _Loss.apply(hidden, weight, bias, labels, factor, config, shard, wanted)
@@ -359,4 +363,5 @@ def nll_and_entropy(
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """nll and entropy of each token, both with a graph; `config.objective` reads these two."""
+    check_no_transform(_WITHOUT_TRANSFORM)
     return _NllEntropy.apply(hidden, weight, bias, labels, config, shard)

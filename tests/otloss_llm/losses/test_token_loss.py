@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from otloss.costs import DenseCost
-from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, linear_token_loss, token_loss
+from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, linear_token_loss, token_loss, token_statistics
 from tests.errors import raising
 from tests.otloss.operations import Operations
 from tests.otloss.oracles import cosine_matrix
@@ -175,6 +175,22 @@ def test_second_derivatives_are_those_of_the_reference_alone() -> None:
         chunked = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
         with pytest.raises(RuntimeError, match=r'no second derivative.*impl="reference"'):
             torch.autograd.grad(chunked, leaves, create_graph=True)
+
+
+def test_transforms_of_torch_func_are_those_of_the_reference_alone() -> None:
+    given = problem(12, batch=(5,), vocab=6, width=3)
+    leaves = [leaf.detach() for leaf in given.leaves()]
+
+    def loss(hidden: Tensor, impl: str) -> Tensor:
+        return fused([hidden, *leaves[1:]], given, objective=EMO(), impl=impl).loss
+
+    def log_prob(hidden: Tensor, impl: str) -> Tensor:
+        return token_statistics(hidden, leaves[1], given.labels, impl=impl).log_prob.sum()
+
+    for function in (loss, log_prob):
+        assert torch.func.grad(function)(leaves[0], "reference").isfinite().all()
+        with pytest.raises(NotImplementedError, match=r'transforms of torch.func.*impl="reference"'):
+            torch.func.grad(function)(leaves[0], "chunked")
 
 
 def test_backward_again_over_a_retained_graph() -> None:
