@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -24,15 +26,42 @@ class FinishedError(Exception):
     """The checkpoint to resume from was written at the last step."""
 
 
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Create a folder and hold it for this process; raise ValueError if a run of another one is in it.
+
+    Two runs that begin in one empty folder would mix their checkpoints. Where a system or its file system has no locks
+    nothing is held.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process trains in {folder}; choose another --output_dir, or wait until it has ended."
+            ) from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def open_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a run into its folder; raises ValueError if it holds a run with other settings."""
+    """Write the settings of a run into a folder that exists; raises ValueError if it holds another run."""
     path = folder / SETTINGS_FILE
     if any([*folder.glob("checkpoint-*"), *folder.glob("*.safetensors")]):
         fix = "choose another --output_dir, or delete that one"
         if not path.is_file():
             raise ValueError(f"{folder} holds a model that this command did not write ({path.name} is missing); {fix}.")
         check_same_run(folder, settings, fix)
-    folder.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(_as_json(settings) + "\n", encoding="utf-8")
     unfinished.replace(path)  # at once: a run that is killed here leaves a whole file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from otloss_llm.cli.guard import (
     diverged,
     fingerprint,
     last_checkpoint,
+    only_run_in,
     open_folder,
     tokenizer_fingerprint,
 )
@@ -53,19 +55,19 @@ def run(request: Request) -> str:
     trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
     settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
     report_numbers(trainer, request.objective.objective)
-    folder = Path(args.output_dir)
-    with args.main_process_first(desc="open the output folder"):
-        if args.process_index == 0:
-            _open(folder, args.resume_from_checkpoint, settings)
-    checkpoint = args.resume_from_checkpoint or (None if args.save_only_model else last_checkpoint(folder))
-    with naming_rows(rows, evaluation, args=trainer.args):  # rows of a stream are prepared in the training
-        _train(trainer, checkpoint)
-    trainer.save_model(args.output_dir)
-    trainer.save_state()
-    results = _results(trainer)
-    if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
-    trainer.end()  # trackers, and the group of processes
+    with ExitStack() as held:
+        with args.main_process_first(desc="open the output folder"):
+            if args.process_index == 0:
+                held.enter_context(only_run_in(Path(args.output_dir)))
+                _open(Path(args.output_dir), args.resume_from_checkpoint, settings)
+        with naming_rows(rows, evaluation, args=trainer.args):  # rows of a stream are prepared in the training
+            _train(trainer)
+        trainer.save_model(args.output_dir)
+        trainer.save_state()
+        results = _results(trainer)
+        if args.push_to_hub:
+            trainer.push_to_hub(dataset_name=script.dataset_name)
+        trainer.end()  # trackers, and the group of processes
     print(f"the model is in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
 
@@ -89,7 +91,10 @@ def _check_best_metric(metric: str | None) -> None:
         raise ValueError(f"--metric_for_best_model is {metric!r}, which no evaluation has; take {near[0]}, or nll.")
 
 
-def _train(trainer: Any, checkpoint: str | None) -> None:
+def _train(trainer: Any) -> None:
+    args = trainer.args
+    newest = None if args.save_only_model else last_checkpoint(Path(args.output_dir))
+    checkpoint = args.resume_from_checkpoint or newest
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except FinishedError:

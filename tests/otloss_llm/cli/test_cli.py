@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import otloss_llm
 from otloss_llm import MLE, EmbeddingCost, token_loss
 from otloss_llm.cli import main
+from otloss_llm.cli.guard import only_run_in
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
@@ -278,6 +279,16 @@ def test_a_run_without_a_step_is_an_error(cli: Cli, model: Path, sums: Path, tmp
     given = asked("train", model, sums, output_dir=tmp_path / "run", per_device_train_batch_size=len(SUMS) + 1)
     assert "no step was taken" in cli(*given, "--dataloader_drop_last", "true").error
     assert not (tmp_path / "run/model.safetensors").exists()
+
+
+def test_two_runs_do_not_share_a_folder(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    """Both begin where there is no checkpoint yet, whose run could be compared."""
+    pytest.importorskip("fcntl")
+    given = asked("train", model, sums, output_dir=tmp_path / "run", max_steps=1)
+    with only_run_in(tmp_path / "run"):
+        assert "another process trains in" in cli(*given).error
+    assert not list((tmp_path / "run").glob("*"))
+    assert cli(*given).code == 0
 
 
 def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
