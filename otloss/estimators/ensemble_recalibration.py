@@ -17,6 +17,7 @@ Source: B. Van Schaeybroeck, S. Vannitsem, Ensemble post-processing using member
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Self
 
 import numpy as np
@@ -30,8 +31,10 @@ from otloss._checks import check_not_negative
 from otloss.metrics.arrays import read_shares
 from otloss.metrics.ensembles import read_ensemble
 
-# A descent stops at the kinks of the score, so they are first smoothed by these shares of the error.
-_ROUNDINGS = 10.0 ** -np.arange(1, 6)
+# A descent stops at the kinks of the score, so they are first smoothed: by a tenth of the error, and then by less and
+# less, down to this share of the error that is left.
+_LEAST_ROUNDING = 1e-5
+_ROUNDING_OF_FLOATS = 1e-13  # of an error that is left, in units of the first one
 
 
 class EnsembleRecalibration(BaseEstimator):
@@ -74,7 +77,6 @@ class EnsembleRecalibration(BaseEstimator):
         weight = read_shares(sample_weight, len(members))
         mean, residual, spread = _parts(members)
         unit = float(np.sqrt(weight @ (mean - true) ** 2)) or 1.0
-        # In units of the error, because the optimiser's tolerances are absolute.
         mean, residual, spread, true = (numbers / unit for numbers in (mean, residual, spread, true))
         centre = weight @ mean
         typical = float(weight @ spread)
@@ -85,20 +87,20 @@ class EnsembleRecalibration(BaseEstimator):
         pull = self.shrinkage * float(weight @ weight)
         identity = np.array([0.0, 1.0, 1.0, 0.0])
 
-        def score(p: np.ndarray, rounding: float) -> tuple[float, np.ndarray]:
+        def score(p: np.ndarray, rounding: float) -> tuple[float, float, np.ndarray]:
+            """The mean distance to y, the score, and its gradient."""
             error = centre - true[:, None] + sum(a * column for a, column in zip(p, columns, strict=True))
             size = np.sqrt(error**2 + rounding**2)
             signs = weight[:, None] / members.shape[1] * np.divide(error, size, out=np.zeros_like(size), where=size > 0)
             gradient = np.array([(signs * column).sum() for column in columns])
             gradient[2:] -= spreads
-            change = p - identity
-            return float(weight @ size.mean(1) - p[2:] @ spreads + pull * change @ change), gradient + 2 * pull * change
+            change, distance = p - identity, float(weight @ size.mean(1))
+            return distance, float(distance - p[2:] @ spreads + pull * change @ change), gradient + 2 * pull * change
 
-        parameters, best = identity, identity
-        bounds = [(None, None), (None, None), (0, None), (0, None)]
-        for rounding in _ROUNDINGS:
-            parameters = minimize(score, parameters, (rounding,), jac=True, method="L-BFGS-B", bounds=bounds).x
-            best = min((best, parameters), key=lambda p: score(p, 0.0)[0])
+        # In these units the score is curved alike by all four numbers, whatever the range of the means.
+        sizes = np.array([np.sqrt(weight @ np.broadcast_to(column**2, members.shape).mean(1)) for column in columns])
+        units = 1 / np.sqrt(sizes**2 + pull + (sizes == 0))
+        best = _descend(score, identity, units)
         self.factor_, self.scale_ = float(best[1]), float(best[2])
         self.offset_ = float(best[0] + centre * (1 - best[1])) * unit
         self.added_ = float(best[3] * typical) * unit
@@ -119,6 +121,28 @@ class EnsembleRecalibration(BaseEstimator):
         mean, residual, spread = _parts(members)
         stretch = self.scale_ + _ratio(self.added_, spread)
         return (self.offset_ + self.factor_ * mean + 0.0)[:, None] + stretch[:, None] * residual
+
+
+def _descend(
+    score: Callable[[np.ndarray, float], tuple[float, float, np.ndarray]], start: np.ndarray, units: np.ndarray
+) -> np.ndarray:
+    """Return the four numbers of least score, the last two >= 0: of scores that are smoothed less and less."""
+    bounds = [(None, None), (None, None), (0, None), (0, None)]
+    parameters = best = start
+    rounding = score(start, 0.0)[0]
+    while True:
+        distance = score(best, 0.0)[0]
+        rounding = 0.1 * min(rounding, distance)
+        if rounding < max(_LEAST_ROUNDING * distance, _ROUNDING_OF_FLOATS):
+            return best
+
+        # In units of the distance, because the optimiser's tolerances are absolute.
+        def in_units(q: np.ndarray, rounding: float = rounding, distance: float = distance) -> tuple[float, np.ndarray]:
+            _, value, gradient = score(q * units, rounding)
+            return value / distance, gradient * units / distance
+
+        parameters = minimize(in_units, parameters / units, jac=True, method="L-BFGS-B", bounds=bounds).x * units
+        best = min((best, parameters), key=lambda p: score(p, 0.0)[1])
 
 
 def _parts(members: Float[np.ndarray, "n members"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

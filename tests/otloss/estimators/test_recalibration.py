@@ -133,8 +133,9 @@ def best_score(ensemble: np.ndarray, y: np.ndarray, weight: np.ndarray) -> float
     mean = ensemble.mean(1)
     residual = ensemble - mean[:, None]
     spread = np.abs(ensemble[:, :, None] - ensemble[:, None]).mean((1, 2)) / 2
-    columns = np.stack([np.ones((n, m)), np.tile(mean[:, None], m), residual, residual / spread[:, None]], -1)
-    A, b = columns.reshape(n * m, 4), np.repeat(y, m)
+    level = (mean - mean.mean()) / mean.std()
+    columns = np.stack([np.ones((n, m)), np.tile(level[:, None], m), residual, residual / spread[:, None]], -1)
+    A, b = columns.reshape(n * m, 4), np.repeat(y - y.mean(), m)
     weight = weight / weight.sum()
     goal = np.concatenate([[0, 0, -weight @ spread, -weight.sum()], np.repeat(weight, m) / m])
     rows = np.block([[A, -np.eye(n * m)], [-A, -np.eye(n * m)]])
@@ -149,6 +150,17 @@ def test_ensembles_have_the_optimum_of_a_linear_program(seed: int) -> None:
     weight = np.random.default_rng(seed).random(9)
     fitted = EnsembleRecalibration(shrinkage=0).fit(ensemble, y, weight)
     assert crps_of(fitted.predict(ensemble), y, weight) == pytest.approx(best_score(ensemble, y, weight), rel=2e-4)
+
+
+@pytest.mark.parametrize(("factor", "spread"), [(1.0, 0.1), (1.0, 5.0), (1.3, 0.1), (0.5, 5.0)])
+@pytest.mark.parametrize(("far", "start"), [(1e3, 1e3), (1e4, 10.0), (100.0, 1e5)])
+def test_levels_may_vary_far_more_than_the_error(far: float, start: float, factor: float, spread: float) -> None:
+    ensemble, y = calibrated(5, 30, 4)
+    level = start + far * np.random.default_rng(6).normal(size=30)
+    mean = ensemble.mean(1, keepdims=True)
+    ensemble, y = factor * (level[:, None] + mean) + spread * (ensemble - mean), level + y
+    fitted = EnsembleRecalibration(shrinkage=0).fit(ensemble, y)
+    assert crps_of(fitted.predict(ensemble), y) == pytest.approx(best_score(ensemble, y, np.ones(30)), rel=2e-3)
 
 
 @pytest.mark.parametrize("shrinkage", [0.0, 4.0, 1e9])
