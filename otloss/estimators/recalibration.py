@@ -268,19 +268,21 @@ def _fit_map(
 ) -> tuple[float, float]:
     """Return (a, log b) of least Brier score, pulled to `centre`; (0, 0) if that is not below the score of `below`."""
 
-    def score(parameters: np.ndarray) -> tuple[float, np.ndarray]:
+    def score(parameters: np.ndarray, unit: float = 1.0) -> tuple[float, np.ndarray]:
         slope = np.exp(parameters[1])
         mapped = expit(parameters[0] + slope * logit)
         error, change = mapped - was_below, parameters - centre
         by_logit = 2 * weight * error * mapped * (1 - mapped)
         gradient = np.array([by_logit.sum(), by_logit @ logit * slope]) + 2 * pull * change
-        return float(weight @ error**2 + pull * change @ change), gradient
+        return float(weight @ error**2 + pull * change @ change) / unit, gradient / unit
 
     # Where forecasts are next to 0 and 1 the score is flat: from there no descent starts, hence the smaller slopes.
     starts = [centre, (0.0, 0.0), (0.0, -0.5), (0.0, -1.0), (0.0, -2.0), (0.0, 0.5)]
     start = min(starts, key=lambda s: score(np.array(s))[0])
     bounds = [(-_LARGEST_OFFSET, _LARGEST_OFFSET), (-_LARGEST_LOG, _LARGEST_LOG)]
-    best = minimize(score, np.array(start), jac=True, method="L-BFGS-B", bounds=bounds).x
+    # In units of the score, which is small of a rare event, because the optimiser's tolerances are absolute.
+    unit = max(score(np.array(start))[0], np.finfo(float).tiny)
+    best = minimize(score, np.array(start), (unit,), jac=True, method="L-BFGS-B", bounds=bounds).x
     better = weight @ (expit(best[0] + np.exp(best[1]) * logit) - was_below) ** 2 < weight @ (below - was_below) ** 2
     return (float(best[0]), float(best[1])) if better else (0.0, 0.0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import linprog, minimize_scalar
+from scipy.optimize import linprog, minimize, minimize_scalar
 from scipy.special import expit, softmax
 from sklearn.base import clone
 
@@ -88,6 +88,23 @@ def test_maps_of_thresholds_are_recovered() -> None:
     fitted = OrdinalRecalibration().fit(np.diff(below, axis=1, prepend=0, append=1), y)
     np.testing.assert_allclose(fitted.offset_, offset, atol=0.06)
     np.testing.assert_allclose(fitted.slope_, slope, atol=0.06)
+
+
+@pytest.mark.parametrize(("offset", "slope"), [(1.1, 1.0), (0.0, 0.6)])
+def test_the_map_of_a_rare_event_has_the_least_score(offset: float, slope: float) -> None:
+    rng = np.random.default_rng(0)
+    truth = expit(-5.8 + rng.normal(size=100_000))
+    happened = rng.random(100_000) < truth
+    logits = (np.log(truth / (1 - truth)) - offset) / slope
+
+    def score(parameters: np.ndarray) -> float:
+        return 1e3 * float(((expit(parameters[0] + np.exp(parameters[1]) * logits) - happened) ** 2).mean())
+
+    forecast = np.column_stack([expit(logits), 1 - expit(logits)])
+    fitted = OrdinalRecalibration(shrinkage=0).fit(forecast, 1 - happened)
+    reached = score(np.array([fitted.offset_[0], np.log(fitted.slope_[0])]))
+    least = minimize(score, [offset, np.log(slope)], method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-10}).fun
+    assert reached - least < 1e-3 * (score(np.zeros(2)) - least)
 
 
 def test_certain_and_wrong_forecasts_are_corrected() -> None:
