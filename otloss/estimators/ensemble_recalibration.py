@@ -33,7 +33,7 @@ from otloss.metrics.ensembles import read_ensemble
 
 # A descent stops at the kinks of the score, so they are first smoothed: by a tenth of the error, and then by less and
 # less, down to this share of the error that is left.
-_LEAST_ROUNDING = 1e-5
+_SMALLEST_ROUNDING = 1e-5
 _ROUNDING_OF_FLOATS = 1e-13  # of an error that is left, in units of the first one
 
 
@@ -133,7 +133,7 @@ def _descend(
     while True:
         distance = score(best, 0.0)[0]
         rounding = 0.1 * min(rounding, distance)
-        if rounding < max(_LEAST_ROUNDING * distance, _ROUNDING_OF_FLOATS):
+        if rounding < max(_SMALLEST_ROUNDING * distance, _ROUNDING_OF_FLOATS):
             return best
 
         # In units of the distance, because the optimiser's tolerances are absolute.
