@@ -105,8 +105,9 @@ def barycenter(
     if with_graph and not has_tangent(*inputs):
         check_no_transform()  # torch.func differentiates as create_graph=True does
     with torch.no_grad(), np.errstate(all="ignore"):
-        warn_of_several_barycenters(problem.detach())
-        result = find_barycenter(problem.detach(), tolerance, max_iterations, with_graph=with_graph)
+        fixed = problem.detach()
+        warn_of_several_barycenters(fixed)
+        result = find_barycenter(fixed, tolerance, max_iterations, with_graph=with_graph)
     if not bool((result.error <= tolerance).all()):
         warn_of_convergence(result, tolerance, max_iterations, debiased=debiased)
     a = attach_gradient(problem, result) if with_graph else problem.give_mass(result.potentials.log_a)

@@ -43,11 +43,12 @@ def find_error(details: HistogramDetails, equations: Equations, tolerance: float
     best_tau = xp.full_like(shares[..., :1], NUMBERS.taus[0])
     for tau in NUMBERS.taus:
         parts = find_parts(details, equations, excess, tau)
-        error = NUMBERS.error_margin * xp.maximum(parts.step + parts.hidden, regrown).clip(max=UNKNOWN)
+        error = NUMBERS.error_margin * xp.maximum(parts.step + parts.hidden, regrown)
+        error = xp.where(error < UNKNOWN, error, UNKNOWN)  # also where it is NaN
         best_tau = xp.where((error < best)[..., None], tau, best_tau)
         best = xp.minimum(best, error)
         # At smaller tau steps are longer, so that only the hidden details can become less.
-        gains_little = NUMBERS.error_margin * parts.step >= NUMBERS.share_of_step * best
+        gains_little = ~(NUMBERS.error_margin * parts.step < NUMBERS.share_of_step * best)
         if ((best <= tolerance) | gains_little).all():
             break
     return DebiasedError(best, best_tau)
@@ -78,8 +79,7 @@ def find_parts(details: HistogramDetails, equations: Equations, excess: Array, t
     trace = (xp.where(has_mass[..., None], inverse[..., :-1, :-1], 0.0) * problem.eye).sum(-1).sum(-1)
     step, second_step, in_a = ((shares * abs(each)).sum(-1) for each in (first, second, of_a))
     in_p = details.hidden_by(tau) * abs(tau * trace).clip(max=1.0)
-    step, hidden = xp.maximum(step, second_step), in_a + in_p
-    return ErrorParts(xp.nan_to_num(step, nan=UNKNOWN), xp.nan_to_num(hidden, nan=UNKNOWN))
+    return ErrorParts(xp.maximum(step, second_step), in_a + in_p)
 
 
 @dataclass(frozen=True)

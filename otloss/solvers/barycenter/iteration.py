@@ -28,7 +28,7 @@ from torch import Tensor
 
 from otloss.costs import Cost, GridCost
 from otloss.solvers.barycenter.debiased_error import HistogramDetails, find_error
-from otloss.solvers.barycenter.equations import DenseProblem, linearise
+from otloss.solvers.barycenter.equations import TINY, DenseProblem, linearise, softmax
 from otloss.solvers.barycenter.problem import (
     NUMBERS,
     UNKNOWN,
@@ -117,11 +117,11 @@ class CycleErrors:
     all: list[Array] = field(default_factory=list)
 
     def append(self, error: Array) -> None:
-        error = self.xp.nan_to_num(error, nan=UNKNOWN).clip(max=UNKNOWN)
+        error = self.xp.where(error < UNKNOWN, error, UNKNOWN)  # also where it is NaN
         self.all.append(error)
         if span := min(len(self.all) - 1, max(NUMBERS.window, len(self.all) // 2)):
-            ratio = self.xp.nan_to_num(error / self.all[-1 - span]) ** (1 / span)
-            self.ratio = ratio.clip(max=NUMBERS.largest_contraction)
+            ratio = error / self.all[-1 - span].clip(min=TINY)
+            self.ratio = (ratio ** (1 / span)).clip(max=NUMBERS.largest_contraction)
         previous, self.latest = self.latest, (error / (1 - self.ratio)).clip(max=UNKNOWN)
         self.current = self.latest.clip(min=previous) if self.is_irregular else self.latest
 
@@ -136,13 +136,13 @@ def judge_cycle(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debi
 
     The error is the last change over one minus the contraction, and at least the distance to the extrapolation.
     """
-    last, a = cycle.logs[..., -1, :, :], xp.exp(cycle.log_a)[..., None, :]
+    last = cycle.logs[..., -1, :, :]
     if cycle.count == 1:
-        return xp.full_like(a[..., 0, 0], UNKNOWN), last
-    masses = weights * (a / a.sum(-1)[..., None])  # the marginal of the rows
+        return xp.full_like(cycle.log_a[..., 0], UNKNOWN), last
+    masses = weights * softmax(xp, cycle.log_a)[0][..., None, :]  # the marginal of the rows
     changes = cycle.logs[..., 1:, :, :] - cycle.logs[..., :-1, :, :]
     previous_change, last_change = ((masses * abs(changes[..., place, :, :])).sum(-1).sum(-1) for place in (-2, -1))
-    contraction = xp.nan_to_num(last_change / previous_change).clip(max=NUMBERS.largest_contraction)
+    contraction = (last_change / previous_change.clip(min=TINY)).clip(max=NUMBERS.largest_contraction)
     error = last_change / (1 - contraction)
     # An extrapolation costs as much as a cycle of few bins, and may spare one. It also shows the slow changes of
     # debiased barycenters that hide in fast ones.
@@ -164,10 +164,9 @@ def extrapolate(xp: Any, masses: Array, changes: Array) -> Array:
     places = range(shape[-3])
     system[..., places, places] += NUMBERS.ridge
     right = rows @ (changes[..., -1:, :, :] * root).reshape(*shape[:-3], -1, 1)
-    system, right = (xp.nan_to_num(t, posinf=0.0, neginf=0.0) for t in (system, right))
     share = xp.linalg.solve(system, right) / scale
     move = -(share.swapaxes(-1, -2) @ changes[..., 1:, :, :].reshape(*shape[:-2], -1)).reshape(*shape[:-3], *shape[-2:])
-    return xp.nan_to_num(move).clip(-NUMBERS.largest_extrapolation, NUMBERS.largest_extrapolation)
+    return move.clip(-NUMBERS.largest_extrapolation, NUMBERS.largest_extrapolation)
 
 
 class Step(Protocol):
@@ -303,5 +302,4 @@ def build_gibbs_kernel(cost: Cost, epsilon: float) -> GibbsKernel | None:
 
 def exponentiate(cost: Tensor, epsilon: float) -> Tensor:
     """Return exp(-C / epsilon), and 0 below the normal numbers, products with which are slow."""
-    exponent, smallest = cost.double() / -epsilon, NUMBERS.smallest_exponent
-    return torch.where(exponent > smallest, exponent.clamp(min=smallest).exp(), 0.0)
+    return torch.nn.functional.threshold((cost.double() / -epsilon).exp(), math.exp(NUMBERS.smallest_exponent), 0.0)
