@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from otloss.solvers.barycenter.equations import TINY, DenseProblem, Equations, border, multiply, solve_with_mass
+from otloss.solvers.barycenter.equations import DenseProblem, Equations, border, multiply, solve_with_mass
 from otloss.solvers.barycenter.problem import NUMBERS, UNKNOWN, Array
 
 
@@ -102,11 +102,11 @@ class HistogramDetails:
         xp, p = problem.xp, problem.p / problem.p.sum(-1)[..., None]
         kernel, d = xp.exp(problem.log_k), xp.sqrt(p)
         for _ in range(NUMBERS.iterations_of_plan):
-            d = xp.sqrt(d * p / (d @ kernel).clip(min=TINY))
+            d = xp.sqrt(d * p / (d @ kernel).clip(min=NUMBERS.tiny))
         plans = d[..., None] * kernel * d[..., None, :]
         roots = xp.sqrt(plans.sum(-1))
-        inverse = xp.where(roots > 0, 1 / roots.clip(min=TINY), 0.0)
-        log_p = xp.where(p > 0, xp.log(p.clip(min=TINY)), 0.0)
+        inverse = xp.where(roots > 0, 1 / roots.clip(min=NUMBERS.tiny), 0.0)
+        log_p = xp.where(p > 0, xp.log(p.clip(min=NUMBERS.tiny)), 0.0)
         return HistogramDetails(problem, inverse[..., None] * plans * inverse[..., None, :], roots, log_p)
 
     def choose(self, choice: Array) -> HistogramDetails:

@@ -16,13 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from otloss.solvers import linear_systems
 from otloss.solvers.barycenter.problem import NUMBERS, Array, BarycenterProblem, Potentials, from_tensor
-
-TINY = float(np.finfo(np.float64).tiny)
 
 
 @dataclass(frozen=True)
@@ -30,19 +27,19 @@ class DenseProblem:
     """A problem in arrays, with the matrix log K = -C / epsilon (n, m), and the identity of its rows."""
 
     xp: Any
+    debiased: bool
     p: Array
     log_p: Array
     weights: Array
     log_k: Array
     eye: Array
-    debiased: bool
 
     @staticmethod
     def build(problem: BarycenterProblem, xp: Any) -> DenseProblem:
         log_k = problem.cost.dense() / -problem.epsilon
         eye = torch.eye(len(log_k), dtype=log_k.dtype, device=log_k.device)
         arrays = problem.p, problem.p.log(), problem.weights, log_k, eye
-        return DenseProblem(xp, *(from_tensor(xp, t) for t in arrays), debiased=problem.debiased)
+        return DenseProblem(xp, problem.debiased, *(from_tensor(xp, t) for t in arrays))
 
     @property
     def mass(self) -> Array:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otloss._checks import has_tangent
-from otloss.solvers.barycenter.equations import TINY, DenseProblem, Equations, linearise, multiply, solve_with_mass
+from otloss.solvers.barycenter.equations import DenseProblem, Equations, linearise, multiply, solve_with_mass
 from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, BarycenterResult
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 
@@ -60,7 +60,7 @@ def attach_step(
     columns = equations.columns * factor.mT
     masses = (columns * (problem.p / columns.sum(-1)).unsqueeze(-1)).sum(-2)
     has_mass = (shares > NUMBERS.no_mass).unsqueeze(-2)
-    change = torch.where(has_mass, masses / masses.detach().clamp(min=TINY), 1.0).log()  # 0 with derivatives
+    change = torch.where(has_mass, masses / masses.detach().clamp(min=NUMBERS.tiny), 1.0).log()  # 0 with derivatives
     off = equations.off + change - (log_a - log_a.detach()).unsqueeze(-2)
     off = torch.where(has_mass, off, off.detach())
     right = (fixed.weights.unsqueeze(-1) * (off - multiply(equations.remainder, off))).sum(-2) - gradient

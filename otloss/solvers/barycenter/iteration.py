@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from otloss.costs import Cost, GridCost
 from otloss.solvers.barycenter.debiased_error import HistogramDetails, find_error
-from otloss.solvers.barycenter.equations import TINY, DenseProblem, linearise, softmax
+from otloss.solvers.barycenter.equations import DenseProblem, linearise, softmax
 from otloss.solvers.barycenter.problem import (
     NUMBERS,
     UNKNOWN,
@@ -120,7 +120,7 @@ class CycleErrors:
         error = self.xp.where(error < UNKNOWN, error, UNKNOWN)  # also where it is NaN
         self.all.append(error)
         if span := min(len(self.all) - 1, max(NUMBERS.window, len(self.all) // 2)):
-            ratio = error / self.all[-1 - span].clip(min=TINY)
+            ratio = error / self.all[-1 - span].clip(min=NUMBERS.tiny)
             self.ratio = (ratio ** (1 / span)).clip(max=NUMBERS.largest_contraction)
         previous, self.latest = self.latest, (error / (1 - self.ratio)).clip(max=UNKNOWN)
         self.current = self.latest.clip(min=previous) if self.is_irregular else self.latest
@@ -142,7 +142,7 @@ def judge_cycle(xp: Any, weights: Array, cycle: Cycle, tolerance: float, *, debi
     masses = weights * softmax(xp, cycle.log_a)[0][..., None, :]  # the marginal of the rows
     changes = cycle.logs[..., 1:, :, :] - cycle.logs[..., :-1, :, :]
     previous_change, last_change = ((masses * abs(changes[..., place, :, :])).sum(-1).sum(-1) for place in (-2, -1))
-    contraction = (last_change / previous_change.clip(min=TINY)).clip(max=NUMBERS.largest_contraction)
+    contraction = (last_change / previous_change.clip(min=NUMBERS.tiny)).clip(max=NUMBERS.largest_contraction)
     error = last_change / (1 - contraction)
     # An extrapolation costs as much as a cycle of few bins, and may spare one. It also shows the slow changes of
     # debiased barycenters that hide in fast ones.
@@ -158,7 +158,7 @@ def extrapolate(xp: Any, masses: Array, changes: Array) -> Array:
     rows = (changes[..., 1:, :, :] - changes[..., :-1, :, :]) * root
     shape = rows.shape
     rows = rows.reshape(*shape[:-2], -1)
-    scale = ((rows * rows).sum(-1) ** 0.5).clip(min=np.finfo(np.float32).tiny)[..., None]
+    scale = ((rows * rows).sum(-1) ** 0.5).clip(min=NUMBERS.tiny)[..., None]
     rows = rows / scale
     system = rows @ rows.swapaxes(-1, -2)
     places = range(shape[-3])
@@ -169,20 +169,7 @@ def extrapolate(xp: Any, masses: Array, changes: Array) -> Array:
     return move.clip(-NUMBERS.largest_extrapolation, NUMBERS.largest_extrapolation)
 
 
-class Step(Protocol):
-    @property
-    def xp(self) -> Any:
-        """Numpy or torch, of which the arrays are."""
-
-    @property
-    def weights(self) -> Array:
-        """The weights (..., rows, 1) of the histograms, and debiased 1 for log d."""
-
-    def run(self, logs: Array, iterations: int) -> Cycle:
-        """Return the iterates from the logarithms on."""
-
-
-def choose_step(problem: BarycenterProblem) -> Step:
+def choose_step(problem: BarycenterProblem) -> LogStep | ProductStep:
     """Return the step in products, where the kernel can be held, or in logarithms."""
     is_wide = problem.p.dtype == torch.float64
     kernel = build_gibbs_kernel(problem.cost, problem.epsilon) if is_wide else None

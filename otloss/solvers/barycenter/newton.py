@@ -93,22 +93,22 @@ class Search:
         while iterations < max_iterations and float(tau.max()) >= NUMBERS.smallest_tau:
             end = self.solve_at(tau, potentials, min(NUMBERS.steps, max_iterations - iterations))
             potentials, iterations = end.potentials, iterations + end.iterations
-            error = find_error(self.details, linearise(self.problem, potentials), self.tolerance).error + end.change
-            converges = end.change < NUMBERS.small_change
+            error = find_error(self.details, linearise(self.problem, potentials), self.tolerance).error + end.error
+            converges = end.error < NUMBERS.small_change
             # Where errors are not known, the one at the smallest tau that converged is the best guess.
             is_better = (error < best.error) | (best.error >= UNKNOWN) & converges
             previous_error, result = best.error, BarycenterResult(potentials, error.clip(max=UNKNOWN), 0)
             best = best.replace(is_better, result.choose(is_better))
             # Where rounding makes a tau diverge, smaller ones do too; changes by rounding grow as tau falls.
-            diverges = ~converges | (NUMBERS.fall_of_tau * end.change >= best.error) & (end.change > self.tolerance)
+            diverges = ~converges | (NUMBERS.fall_of_tau * end.error >= best.error) & (end.error > self.tolerance)
             is_last = diverges | (best.error <= self.tolerance)
             if (is_last | (best.error < NUMBERS.near) & (error >= previous_error)).all():
                 break
             tau = tau / NUMBERS.fall_of_tau
         return dataclasses.replace(best, iterations=iterations)
 
-    def solve_at(self, tau: Array, potentials: Potentials, max_steps: int) -> NewtonEnd:
-        """Take Newton steps at one tau until they change nothing, or rounding stops them."""
+    def solve_at(self, tau: Array, potentials: Potentials, max_steps: int) -> BarycenterResult:
+        """Take steps at one tau until they change nothing, or rounding stops them: the error is the last change."""
         xp = self.problem.xp
         smallest = change = xp.full_like(tau[..., 0], xp.inf)
         stalled, iterations, is_done = xp.zeros_like(smallest), 0, smallest < 0
@@ -124,22 +124,7 @@ class Search:
             is_done = is_whole & (change <= sufficient) | (share == 0) | (stalled >= NUMBERS.stalled_steps)
             iterations += 1
         # An iteration brings the log u of empty bins, which drift from step to step, back to the equations.
-        return NewtonEnd(iterate_densely(self.problem, potentials), change, iterations)
-
-
-@dataclass(frozen=True)
-class NewtonEnd:
-    """The state in which Newton's method ends at one tau.
-
-    Attributes:
-        potentials: the last ones.
-        change: what the last step changed of a, as a share of its mass.
-        iterations: the number of steps.
-    """
-
-    potentials: Potentials
-    change: Array
-    iterations: int
+        return BarycenterResult(iterate_densely(self.problem, potentials), change, iterations)
 
 
 def move_bins(xp: Any, potentials: Potentials, equations: Equations, step: NewtonStep) -> Potentials:

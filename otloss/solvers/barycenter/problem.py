@@ -38,6 +38,7 @@ class Numbers:
     # and after still more where Newton's method has failed.
     debiased_judged_after: int = 20
     hard_judged_after: int = 150
+    tiny: float = float(np.finfo(np.float32).tiny)  # in place of 0 in quotients and logarithms, in float32 too
     # Arrays of numpy take a third to half of the time of tensors up to these entries of the histograms and of one
     # factor of exp(-C / epsilon); matrices of 784 x 784 take nearly twice the time.
     numpy_entries: int = 2**14
