@@ -130,12 +130,14 @@ def update(columns: Any, weights: Any, epsilon: float, log_a: Any) -> None:
 @inner(allocates=True)
 def all_cells(matrix: Any, count: int) -> Cells:
     m, n = matrix.shape
-    places, costs = np.empty((count, m, n), np.int32), np.empty((count, m, n))
-    for k in range(count):
-        costs[k] = matrix
-        for i in range(m):
-            places[k, i] = np.arange(k * n, (k + 1) * n)
-    return Cells(np.arange(0, count * m * n + 1, n), places.ravel(), costs.ravel(), np.empty(count * m * n))
+    rows = count * m
+    starts, places, costs = np.empty(rows + 1, np.int64), np.empty(rows * n, np.int32), np.empty(rows * n)
+    starts[rows] = rows * n
+    for row in range(rows):
+        starts[row] = row * n
+        for j in range(n):
+            places[row * n + j], costs[row * n + j] = row // m * n + j, matrix[row % m, j]
+    return Cells(starts, places, costs, np.empty(rows * n))
 
 
 @inner(allocates=True)
@@ -159,14 +161,16 @@ def joint_factor(cells: Any, rows: Any, diagonal: Any, excess: Any) -> Any:
     """Return an approximate factor of all H_k, or their diagonals, where there are too many cells."""
     if cells.columns.shape[0] <= ASCENT.max_cells_of_row * rows.mass.shape[0]:
         return factorise(cells, rows, 1.0, excess, elimination_order(cells, diagonal.shape[0]))
-    excess[:] = diagonal
+    count = diagonal.shape[0]
+    order, places = np.empty(count, np.int64), np.zeros(count + 1, np.int64)
+    for j in range(count):
+        order[j], excess[j] = j, diagonal[j]
     for i in range(rows.mass.shape[0]):
         for e in range(cells.starts[i], cells.starts[i + 1]):
             excess[cells.columns[e]] -= rows.mass[i] * cells.shares[e] * cells.shares[e]
-    for j in range(diagonal.shape[0]):
+    for j in range(count):
         excess[j] = max(excess[j], NEWTON.smallest_ridge * diagonal[j])
-    places = np.zeros(diagonal.shape[0] + 1, np.int64)
-    return Factor(np.arange(diagonal.shape[0]), excess, places, cells.columns[:0], cells.shares[:0])
+    return Factor(order, excess, places, cells.columns[:0], cells.shares[:0])
 
 
 @inner()
@@ -186,6 +190,13 @@ def precondition_jointly(joint: Any, residual: Any, out: Any) -> None:
     precondition(factor, scratch, out)
     if not is_diagonal:
         remove_mean(weights, out)
+
+
+@inner()
+def copy_to(x: Any, out: Any) -> None:
+    """Copy x. With an assignment to a slice numba compiles the texts of its errors, for seconds."""
+    for j in range(x.shape[0]):
+        out[j] = x[j]
 
 
 @inner()
@@ -281,12 +292,14 @@ def solve_stage(
         error = find_targets(all_pairs, rows, columns, weights, epsilon)
         dual = (rows.mass * rows.potential).sum()
         if dual < previous_dual - NEWTON.relative_rounding * abs(previous_dual) and not is_careful:
-            columns.potential[:], is_careful = previous_potential, True
+            copy_to(previous_potential, columns.potential)
+            is_careful = True
             continue
         if error <= tolerance or steps >= max_steps or is_stopped(counter, error, np.nan):
             update(columns, weights, epsilon, log_a)
             return error, steps
-        previous_potential[:], previous_dual = columns.potential, dual
+        copy_to(columns.potential, previous_potential)
+        previous_dual = dual
         cut = max(tolerance, NEWTON.omitted_share * NEWTON.error_reduction * error) / size
         cells = cells_that_count(all_pairs, rows, columns, cut)
         goal = max(NEWTON.error_share * tolerance, NEWTON.error_reduction * error)
@@ -323,8 +336,8 @@ def solve_problem(
             ASCENT.tolerance_of_stage if stage > 0 else limits.tolerance, limits.max_steps - steps, results.log_a[b],
         )  # fmt: skip
         steps += done
-        previous[:] = latest
-        latest[:] = columns.potential
+        copy_to(latest, previous)
+        copy_to(columns.potential, latest)
     for k in range(count):
         for j in range(n):
             results.log_u[b, k, j] = columns.potential[k * n + j] / epsilon
