@@ -37,6 +37,7 @@ from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.evaluation import perplexity
 
 BLOCK, VOCABULARY = 128, 1024
+LENGTH = 48  # tokens of a sampled text
 MLE_ARM, DEFAULT, RAW, RANDOM = "mle", "emo/all-but-the-top", "emo/source", "emo/random"
 ARMS = (MLE_ARM, DEFAULT, RAW, RANDOM)
 TEMPERATURES, COMPARED_AT = (1.1, 1.0, 0.9, 0.8), 0.8
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None, packages: tuple[str, ...] = ("scipy
 
     print("Students of the source, with each objective from one start.", flush=True)
     oracle = Oracle(
-        source=str(source), arms=ARMS, seeds=tuple(range(options.seeds)), temperatures=TEMPERATURES, length=48,
+        source=str(source), arms=ARMS, seeds=tuple(range(options.seeds)), temperatures=TEMPERATURES, length=LENGTH,
         start_steps=scaled(250), start_batch=16, steps=scaled(125), batch=16, texts=scaled(160, 20),
     )  # fmt: skip
     results = run_oracle(oracle, options.output / "compare", args)

@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
     options = parser.parse_args(argv)
     shape = load(options.data)
-    count, steps, seeds, far = (120, 5, 1, 4) if options.quick else (400, 40, 20, 80)
+    count, steps, seeds, far = (80, 2, 1, 2) if options.quick else (400, 40, 20, 80)
     rows = {
         "30 degrees, unbalanced": (30, ours),
         f"30 degrees, unbalanced, {far // 4} restarts": (30, lambda x, y: ours(x, y, restarts=far // 4)),

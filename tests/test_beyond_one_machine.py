@@ -172,6 +172,7 @@ def test_the_example_prints_values_of_one_call(client: Any, capsys: Any, monkeyp
     assert capsys.readouterr().out.count("dask: 0 from one call at most") == 2
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_nothing(client: Any) -> None:
     """Partitions that it had solved are lost with it, and solved again; others go to its successor."""
     pairs, solve = [many_problems.draw_pairs(20, seed) for seed in range(16)], many_problems.grid_distances

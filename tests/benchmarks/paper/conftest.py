@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.otloss_llm.conftest import BLOCK, Cli, Ended, Tiny, options
+from tests.otloss_llm.conftest import nothing_old_is_searched_for_garbage as nothing_old_is_searched_for_garbage
 from tests.otloss_llm.conftest import tiny as tiny
 
 if any(find_spec(name) is None for name in ("transformers", "accelerate")):  # the extra "llm" installs them

@@ -65,7 +65,8 @@ def compared(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("compared")
     arms = ["mle", "mixce:1.0", "emo", "emo/random", "emo/shuffled", "mle/T=0.5"]
-    assert main(compare_options(tiny, folder, objectives=arms, samples_per_prompt=2, metrics=["mauve", "rouge"])) == 0
+    given = {"max_steps": 3, "samples_per_prompt": 2, "metrics": ["mauve", "rouge"]}
+    assert main(compare_options(tiny, folder, objectives=arms, **given)) == 0
     return folder
 
 

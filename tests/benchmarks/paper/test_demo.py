@@ -17,6 +17,7 @@ def test_the_demo_leaves_table_report_and_figure(
     from transformers.utils import logging
 
     monkeypatch.setattr(demo, "TEMPERATURES", (1.0, demo.COMPARED_AT))
+    monkeypatch.setattr(demo, "LENGTH", 8)
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         demo.main(["--output", str(tmp_path), "--scale", "0.01", "--seeds", "1"], CORNERS)
