@@ -34,7 +34,7 @@ from otloss._public import public
 from otloss.costs import Cost
 from otloss.costs.centroids import or_one
 from otloss.costs.cost import block_entries
-from otloss.solvers.histograms import HistogramPair, pair_and_cost, weights_in_float64
+from otloss.solvers.histograms import HistogramPair, pair_and_cost
 
 COUPLINGS = ("independent", "residual", "best")
 
@@ -133,7 +133,7 @@ def lower_bound(
         tensor(1.5000)
     """
     pair, fitted = pair_and_cost(p, q, cost)
-    centroid = fitted.centroid_bound(*weights_in_float64(pair.p, pair.q), pair.mass)
+    centroid = fitted.centroid_bound(*pair.in_float64, pair.mass)
     if centroid is None:
         value = _relaxed_marginals(pair, fitted)
     elif centroid.is_smooth:
@@ -150,7 +150,8 @@ def _independent(pair: HistogramPair, cost: Cost) -> Tensor:
 
 def _residual(pair: HistogramPair, cost: Cost) -> Tensor:
     """sum_i r_i C_ii + a^T C b / m."""
-    excess, lack = (pair.p - pair.q).relu(), (pair.q - pair.p).relu()  # a and b
+    p, q = pair.in_float64
+    excess, lack = ((one - other).relu().to(pair.p.dtype) for one, other in ((p, q), (q, p)))  # a and b
     moved = (excess.sum(-1) + lack.sum(-1)) / 2
     # Divided before the product: a^T C b underflows where p and q nearly agree, and would hide that they differ.
     share = excess / or_one(moved).unsqueeze(-1)

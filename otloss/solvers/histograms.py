@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,22 +33,6 @@ def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
     return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
 
 
-def weights_in_float64(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> tuple[Tensor, Tensor]:
-    """Return the weights in float64 where the device has it, with equal masses: float32 cannot scale by 1 + 1e-8.
-
-    The rounding of float32 weights would move at the price of the whole way, beside histograms that are nearly equal.
-    """
-    wide = float64_or(p.dtype, p.device)
-    p, q = p.to(wide), q.to(wide)
-    return p, of_equal_mass(p, q)
-
-
-def between_masses(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-    """Return p - q with the sum 0, computed `weights_in_float64`."""
-    p, q = weights_in_float64(p, q)
-    return p - q
-
-
 @dataclass(frozen=True)
 class HistogramPair:
     """Two histograms in the arithmetic dtype with equal masses, and the dtype of the output.
@@ -58,6 +44,8 @@ class HistogramPair:
         has_empty_side: whether a histogram holds no mass.
         rounding: the rounding unit of the weights in the dtypes that they were given in; float32 for 16 bits, which are
             too few to tell a difference.
+        in_float64: p and q computed in float64 where the device has it: float32 cannot scale by 1 + 1e-8, and what that
+            leaves counts beside histograms that are nearly equal.
     """
 
     p: Float[Tensor, "*batch n"]
@@ -65,6 +53,14 @@ class HistogramPair:
     dtype: torch.dtype
     has_empty_side: bool = False
     rounding: float = 0.0
+    balanced_in: Callable[[torch.dtype], tuple[Tensor, Tensor]] | None = None
+
+    @cached_property
+    def in_float64(self) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]:
+        wide = float64_or(self.p.dtype, self.p.device)
+        if self.p.dtype == wide:
+            return self.p, self.q
+        return (self.p.to(wide), self.q.to(wide)) if self.balanced_in is None else self.balanced_in(wide)
 
     @property
     def mass(self) -> Float[Tensor, "*batch"]:
@@ -84,21 +80,14 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
             or if the batch axes or the devices do not fit.
     """
     masses = _checked_masses(p, q, ("p", "q"), balanced=balanced)
-    mass_p, mass_q, has_empty_side = masses.p, masses.q, masses.has_empty_side
+    has_empty_side = masses.has_empty_side
     dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
     arithmetic = torch.promote_types(dtype, torch.float32)
     rounding = max(torch.finfo(torch.promote_types(w.dtype, torch.float32)).eps for w in (p, q))
     if not balanced:
         return HistogramPair(p.to(arithmetic), q.to(arithmetic), dtype, has_empty_side, rounding)
-    of_p, of_q = (mass_p, mass_q) if mass_p.dim() or mass_q.dim() else (mass_p.item(), mass_q.item())  # as below
-    both: Any = (of_p + of_q) / 2
-    return HistogramPair(
-        p=centre_gradient(_rescaled(p, of_p, both, arithmetic, has_empty_side), has_light_bins=masses.has_light_bins),
-        q=centre_gradient(_rescaled(q, of_q, both, arithmetic, has_empty_side), has_light_bins=masses.has_light_bins),
-        dtype=dtype,
-        has_empty_side=has_empty_side,
-        rounding=rounding,
-    )
+    balanced_in = functools.partial(_balanced, p, q, masses)
+    return HistogramPair(*balanced_in(arithmetic), dtype, has_empty_side, rounding, balanced_in)
 
 
 def check_masses(
@@ -307,6 +296,18 @@ def _check_equal_mass(masses: tuple[Tensor, Tensor], names: tuple[str, str], tol
 
 def _is_positive(mass: Tensor) -> bool:
     return not mass.numel() or mass.amin().item() > 0
+
+
+def _balanced(p: Tensor, q: Tensor, masses: _Masses, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return p and q scaled to the mean of both masses, with gradients that are centred."""
+    mass_p, mass_q = masses.p, masses.q
+    is_batch = mass_p.dim() or mass_q.dim()
+    # Numbers for a single problem, as in `_checked_masses`.
+    of_p, of_q = (mass_p, mass_q) if is_batch else (mass_p.item(), mass_q.item())
+    both: Any = (of_p + of_q) / 2
+    scaled = (_rescaled(weights, mass, both, dtype, masses.has_empty_side) for weights, mass in ((p, of_p), (q, of_q)))
+    balanced_p, balanced_q = (centre_gradient(weights, has_light_bins=masses.has_light_bins) for weights in scaled)
+    return balanced_p, balanced_q
 
 
 def _rescaled(weights: Tensor, mass: Any, target: Any, dtype: torch.dtype, has_empty_side: bool) -> Tensor:

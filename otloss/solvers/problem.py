@@ -109,6 +109,7 @@ def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings:
     pair, fitted = pair_and_cost(p, q, cost, balanced=balanced, signed=True)
     (n, m), batch = fitted.shape, pair.p.shape[:-1]
     is_exact = epsilon is None
+    weights_p, weights_q = pair.in_float64 if is_exact and balanced else (pair.p, pair.q)
     width = pair.p.new_zeros(()) if is_exact else _checked_epsilon(epsilon, fitted, settings)
     moved = None if mass is None else _checked_mass(mass, pair.p, pair.q)
     shapes: dict[str, Any] = {"p": batch, "q": pair.q.shape[:-1], "cost": fitted.batch_shape, "epsilon": width.shape}
@@ -128,8 +129,8 @@ def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings:
         if balanced:
             start = _centred(*start, pair.q)
     return Problem(
-        p=pair.p.expand(*batch, n),
-        q=pair.q.expand(*batch, m),
+        p=weights_p.expand(*batch, n),
+        q=weights_q.expand(*batch, m),
         cost=fitted,
         epsilon=width.expand(batch),
         dtype=pair.dtype,

@@ -40,7 +40,7 @@ from otloss._checks import broadcast_shape, check_positive, check_tensor, float6
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.closed_forms.line import both_or_uniform, check_exponent, checked_positions, finite_in, power_of
-from otloss.solvers.histograms import between_masses, histogram_pair, weights_in_float64
+from otloss.solvers.histograms import histogram_pair
 
 BISECTIONS = 60  # they find the shift in float64 to its last digit
 ROUNDINGS = 8.0  # two levels that differ by no more of them may be the same
@@ -108,12 +108,13 @@ def wasserstein_circular(
     if period is None:
         raise ValueError("x is given without a period, expected period=, the circumference (such as 24, 360 or 2 pi).")
     check_positive("period", period)
-    x = _on_circle("x", x, pair.p, float(period))
-    y = x if y is None else _on_circle("y", y, pair.q, float(period))
+    p, q = pair.in_float64
+    x = _on_circle("x", x, p, float(period))
+    y = x if y is None else _on_circle("y", y, q, float(period))
     if order == 1:
-        value = _of_order_1(pair.p, pair.q, x, y, float(period), is_shared=y is x)
+        value = _of_order_1(p, q, x, y, float(period), is_shared=y is x)
     else:
-        value = _above_order_1(pair.p, pair.q, x, y, float(period), order)
+        value = _above_order_1(p, q, x, y, float(period), order)
     return finite_in(pair.dtype, value, order)
 
 
@@ -152,7 +153,7 @@ def _around(p: Tensor, q: Tensor, x: Tensor, period: float) -> Tensor:
     fixed_p, fixed_q = p.detach(), q.detach()
     occupied = ((fixed_p > 0) | (fixed_q > 0)).long().cumsum(-1)
     # Behind all mass D is 0, as it is before; rounding of the last sums must not tell the two apart.
-    apart = between_masses(fixed_p, fixed_q).cumsum(-1).masked_fill(occupied == occupied[..., -1:], 0.0)
+    apart = (fixed_p - fixed_q).cumsum(-1).masked_fill(occupied == occupied[..., -1:], 0.0)
     apart = apart - _median(apart, gaps.detach())
     potential = _potential(apart, gaps)
     f, g = potential, -potential
@@ -197,7 +198,7 @@ def _cheapest(price: Tensor, partner: Tensor, x: Tensor, period: float) -> Tenso
 
 def _above_order_1(p: Tensor, q: Tensor, x: Tensor, y: Tensor, period: float, order: float) -> Tensor:
     batch = broadcast_shape(p.shape[:-1], q.shape[:-1], x.shape[:-1], y.shape[:-1])
-    (p, x), (q, y) = (_sorted(w, t.to(w.dtype), batch) for w, t in zip(weights_in_float64(p, q), (x, y), strict=True))
+    (p, x), (q, y) = (_sorted(w, t.to(w.dtype), batch) for w, t in ((p, x), (q, y)))
     fixed_p, fixed_q = p.detach(), q.detach()
     low, high, share = _best_shift(_shifted(fixed_p, fixed_q, x.detach(), y.detach(), period, order))
     path = _shifted(fixed_p, fixed_q, x, y, period, order)

@@ -35,7 +35,7 @@ from otloss._checks import (
 from otloss._numba import may_run_on
 from otloss._per_example import per_example
 from otloss._public import public
-from otloss.solvers.histograms import MASS_TOLERANCE, between_masses, histogram_pair
+from otloss.solvers.histograms import MASS_TOLERANCE, histogram_pair
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -98,15 +98,16 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
             f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins; "
             "for different bins use wasserstein_1d with positions x and y."
         )
-    x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
+    p, q = pair.in_float64
+    x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, p)
     x_sorted, order = x.sort(dim=-1, stable=True)
     # The last bin has no gap behind it; a gap of 0 there is cheaper than slicing the histograms.
     gaps = x_sorted.diff(dim=-1, append=x_sorted[..., -1:])
-    weights_p, weights_q = _in_order(pair.p, order), _in_order(pair.q, order)
+    weights_p, weights_q = _in_order(p, order), _in_order(q, order)
     if power == 1:
         apart = _absolute_cdf_difference(weights_p, weights_q)
     else:
-        apart = between_masses(weights_p, weights_q).cumsum(-1)
+        apart = (weights_p - weights_q).cumsum(-1)
         if power < 2:  # the derivative at rounding errors is large: their power - 1
             apart = apart.masked_fill(_empty_ends(weights_p)[1] & _empty_ends(weights_q)[1], 0.0)
         apart = power_of(apart, power)
@@ -202,11 +203,12 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
             f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins when y is not given; "
             "pass y, the positions of q's bins."
         )
-    x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
-    y = x if y is None else checked_positions("y", y, pair.q)
+    p, q = pair.in_float64
+    x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, p)
+    y = x if y is None else checked_positions("y", y, q)
     x_sorted, order_x = x.sort(dim=-1, stable=True)
     y_sorted, order_y = y.sort(dim=-1, stable=True)
-    value = _quantile_cost(_in_order(pair.p, order_x), _in_order(pair.q, order_y), x_sorted, y_sorted, order)
+    value = _quantile_cost(_in_order(p, order_x), _in_order(q, order_y), x_sorted, y_sorted, order)
     return value.to(pair.dtype)
 
 
@@ -345,7 +347,7 @@ def _absolute_cdf_difference(p: Tensor, q: Tensor) -> Tensor:
     before_q, after_q = _empty_ends(q)
     before, after = before_p & before_q, after_p & after_q
     # Rounding of the last sums must not choose a side.
-    apart = between_masses(p, q).cumsum(-1).masked_fill(before | after, 0.0)
+    apart = (p - q).cumsum(-1).masked_fill(before | after, 0.0)
     # Mass that arrives in the empty front of either histogram raises |F - G|; in the empty back it lowers F or G
     # there, and raises |F - G| again. The difference from the detached sum adds these derivatives and no value.
     both = (p + q).cumsum(-1)

@@ -24,7 +24,7 @@ from torch import Tensor
 from otloss._checks import broadcast_shape, check_finite, check_floating, check_integers
 from otloss._public import public
 from otloss.costs.products import product
-from otloss.solvers.histograms import between_masses, histogram_pair
+from otloss.solvers.histograms import histogram_pair
 
 
 @public
@@ -73,21 +73,19 @@ def wasserstein_tree(
     ancestors = _ancestors(_parents(parent, n).to(p.device))
     batch = broadcast_shape(p.shape[:-1], q.shape[:-1])
     # Nodes first: adding whole rows is fast, and the edges of a node lie side by side.
-    weights_p, weights_q, net = (
-        w.expand(*batch, n).movedim(-1, 0) for w in (pair.p, pair.q, between_masses(pair.p, pair.q))
-    )  # (n, ...)
-    carried = _carried(weights_p, weights_q, net, ancestors)
+    weights_p, weights_q = (w.expand(*batch, n).movedim(-1, 0) for w in pair.in_float64)  # (n, ...)
+    carried = _carried(weights_p, weights_q, ancestors)
     lengths = length.to(carried.dtype).masked_fill(ancestors[0] == n, 0.0)  # the root has no edge
     return product(lengths, carried.reshape(n, batch.numel())).reshape(batch).to(pair.dtype)
 
 
-def _carried(p: Tensor, q: Tensor, net: Tensor, ancestors: list[Tensor]) -> Tensor:
-    """Return |P_v - Q_v| for every node, net = p - q; with one-sided derivatives where one side of an edge is empty."""
+def _carried(p: Tensor, q: Tensor, ancestors: list[Tensor]) -> Tensor:
+    """Return |P_v - Q_v| for every node; with one-sided derivatives where one side of an edge is empty."""
     holds = ((p.detach() > 0) | (q.detach() > 0)).to(torch.int64)
     inside = _subtree_sums(holds, ancestors)
     below_empty, above_empty = inside == 0, inside == holds.sum(0)
     # Rounding must not choose a side.
-    apart = _subtree_sums(net, ancestors).masked_fill(below_empty | above_empty, 0.0).abs()
+    apart = _subtree_sums(p - q, ancestors).masked_fill(below_empty | above_empty, 0.0).abs()
     if not (below_empty | above_empty).any():
         return apart
     both = _subtree_sums(p + q, ancestors)
