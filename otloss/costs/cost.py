@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
@@ -158,8 +158,11 @@ class Cost(ABC):
     @_from_rows
     def diagonal(self) -> Float[Tensor, "*batch n"]:
         """Return the costs of staying, C[i, i], of a square cost, block by block of rows."""
-        parts = [self.row_block(*b).diagonal(b[0], dim1=-2, dim2=-1) for b in self.row_blocks(self.batch_shape)]
-        return torch.cat(parts, dim=-1)
+
+        def part(start: int, stop: int) -> Tensor:
+            return self.row_block(start, stop).diagonal(start, dim1=-2, dim2=-1)
+
+        return join_blocks(part, self.row_blocks(self.batch_shape), recompute=False)
 
     def _zeros(self) -> Float[Tensor, " n"]:
         """The diagonal of a cost at which staying is free."""
@@ -169,9 +172,12 @@ class Cost(ABC):
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         """Return C v over the last axis, in the promoted dtype of the cost and `v`, block by block of rows."""
         cost, v = self._product_arguments(v)
-        column, blocks = v.unsqueeze(-1), cost.row_blocks(cost.batch_shape)
-        products = [product(cost.row_block(*block), column).squeeze(-1) for block in blocks]
-        return torch.cat(products, dim=-1)
+        column = v.unsqueeze(-1)
+
+        def part(start: int, stop: int) -> Tensor:
+            return product(cost.row_block(start, stop), column).squeeze(-1)
+
+        return join_blocks(part, cost.row_blocks(cost.batch_shape), recompute=False)
 
     @_from_rows
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
@@ -195,10 +201,8 @@ class Cost(ABC):
         def part(start: int, stop: int) -> Tensor:
             return softmin_of(self.row_block(start, stop), potential, epsilon)
 
-        blocks = list(self.row_blocks(batch))
-        # The graph of every block would hold the whole matrix several times.
-        recompute = len(blocks) > 1 and makes_graph(potential, *Cost.parameters(self))
-        return torch.cat([recomputed(part, *b) if recompute else part(*b) for b in blocks], dim=-1)
+        recompute = makes_graph(potential, *Cost.parameters(self))
+        return join_blocks(part, self.row_blocks(batch), recompute=recompute)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the floating tensors that this cost is made of, each once."""
@@ -503,6 +507,31 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return `function(*args)`, computed again in the backward pass in place of what its graph would hold."""
     result: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return result
+
+
+def join_blocks(
+    part: Callable[[int, int], Tensor], blocks: Iterable[tuple[int, int]], *, recompute: bool
+) -> Float[Tensor, "*batch n"]:
+    """Return what `part` gives for blocks of rows, side by side along the last axis.
+
+    With `recompute` the graph, which would hold the whole matrix, is computed again in the backward pass. Without one
+    the parts are copied one by one: an allocator would put the small parts into the memory that large blocks have left,
+    which then fits no block any more, and the memory of the whole matrix would be taken.
+    """
+    (start, stop), *others = blocks
+    if not others:
+        return part(start, stop)
+    if recompute:
+        return torch.cat([recomputed(part, *block) for block in ((start, stop), *others)], dim=-1)
+    first = part(start, stop)
+    if needs_torch(first) or first.requires_grad:
+        return torch.cat([first, *(part(*block) for block in others)], dim=-1)
+    joined = first.new_empty(*first.shape[:-1], others[-1][1])
+    joined[..., start:stop] = first
+    del first
+    for start, stop in others:
+        joined[..., start:stop] = part(start, stop)
+    return joined
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
