@@ -5,8 +5,9 @@ has
 
     E(P) = (1 - alpha) <M, P> + alpha sum_ijkl (C_ik - D_jl)^2 P_ij P_kl,     P 1 = p,  P^T 1 = q
 
-For fixed marginals the square gives C^2 p 1^T + 1 (D^2 q)^T - 2 C P D^T, so the gradient of E costs two products of
-matrices. E is not convex, so the result is a local minimum, the best one of several starts.
+E depends on the differences of C and D alone: a number that is common to both is subtracted, since its square would
+round the others away. For fixed marginals the square gives C^2 p 1^T + 1 (D^2 q)^T - 2 C P D^T, so the gradient of E
+costs two products of matrices. E is not convex, so the result is a local minimum, the best one of several starts.
 
 Each start descends by conditional gradients. The target of a step is an optimal plan at the cost grad E(P), and the
 step goes to the smallest E on the segment from P to the target. With an epsilon, epsilon KL(P | p q^T) is added to E,
@@ -126,7 +127,7 @@ def fused_gromov(
         check_positive("epsilon", epsilon)
     check_no_transform()
     C, D, M, a, b = (t.detach() for t in inputs)
-    energy = _Energy(C, D, M, float(alpha))
+    energy = _Energy(*_centred(C, D, a, b), M, float(alpha))
     plan, value, converged = _best_minimum(energy, a, b, starts, generator, epsilon, max_iterations, tolerance)
     if not bool(converged.all()):
         warnings.warn(
@@ -165,6 +166,16 @@ class _Energy(NamedTuple):
         rows, columns = plan.sum(-1, keepdim=True), plan.sum(-2).unsqueeze(-1)
         squares = (rows.mT @ self.C.square() @ rows + columns.mT @ self.D.square() @ columns)[..., 0, 0]
         return (1 - self.alpha) * (self.M.abs() * plan).sum((-2, -1)) + self.alpha * squares
+
+
+def _centred(C: Tensor, D: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both less the mean between the bins with mass of one of them, the one that more problems share."""
+    matrix, weights = (C, p) if C.dim() <= D.dim() else (D, q)
+    if matrix.dim() == 2:
+        weights = weights.reshape(-1, weights.shape[-1]).sum(0)
+    share = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    centre = (share.unsqueeze(-2) @ matrix @ share.unsqueeze(-1)).detach()
+    return C - centre, D - centre
 
 
 @torch.no_grad()

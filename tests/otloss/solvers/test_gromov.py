@@ -35,6 +35,25 @@ def test_never_worse_than_pot_and_its_value_is_the_formula(alpha: float) -> None
         assert float(actual.value) <= float(theirs) + 1e-9
 
 
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_a_number_common_to_both_spaces_changes_nothing(epsilon: float | None) -> None:
+    pairs = [_pair(seed, 5, 5) for seed in range(3)]
+    C, D, M, p, q = (torch.stack(each) for each in zip(*pairs, strict=True))
+    offset = torch.tensor([1e8, 0.0, 1e4], dtype=torch.float64)[:, None, None]
+    padded = [torch.nn.functional.pad(C + offset, (0, 1, 0, 1)), D + offset, torch.nn.functional.pad(M, (0, 0, 0, 1))]
+    for actual, expected in (
+        (
+            fused_gromov(*padded, torch.nn.functional.pad(p, (0, 1)), q, epsilon=epsilon),
+            fused_gromov(C, D, M, p, q, epsilon=epsilon),
+        ),
+        (
+            fused_gromov(C[0] + 1e8, D + 1e8, M, p, q, epsilon=epsilon),
+            fused_gromov(C[0], D, M, p, q, epsilon=epsilon),
+        ),
+    ):
+        torch.testing.assert_close(actual.value, expected.value, rtol=1e-6, atol=0)
+
+
 def test_padding_and_batches_change_nothing() -> None:
     pairs = [_pair(seed, 4 + seed, 5) for seed in range(3)]
     C, M, p = torch.zeros(3, 6, 6).double(), torch.zeros(3, 6, 5).double(), torch.zeros(3, 6).double()
