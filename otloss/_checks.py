@@ -120,9 +120,9 @@ def check_tensor(name: str, value: Any, *, is_read: bool = True) -> Tensor:
         has_weight = isinstance(getattr(value, "weight", None), Tensor)
         fix = "; pass the weight of the module, its .weight" if has_weight else ""
         raise TypeError(f"{name} is a module of type {kind}, expected a torch.Tensor{fix}.")
-    raise TypeError(
-        f"{name} is a {kind}, expected a torch.Tensor; convert it first, for example with torch.as_tensor({name})."
-    )
+    # torch reads no table of pandas or polars, and warns of arrays that share their memory.
+    tensor = f"torch.tensor({name}.to_numpy())" if hasattr(value, "to_numpy") else f"torch.as_tensor({name})"
+    raise TypeError(f"{name} is a {kind}, expected a torch.Tensor; convert it first, for example with {tensor}.")
 
 
 def check_layout(name: str, value: Tensor) -> None:

@@ -2,10 +2,12 @@
 
 import itertools
 
+import pandas as pd
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import otloss
 from otloss._checks import broadcast_shape
 
 SHAPES = [(), *itertools.product(range(4)), *itertools.product(range(4), repeat=2)]
@@ -33,3 +35,10 @@ def test_symbolic_sizes_broadcast() -> None:
     graph = make_fx(zeros, tracing_mode="symbolic")(x, y)
     assert graph(x, y).shape == (3, 5)
     assert graph(torch.ones(7, 1), torch.ones(9)).shape == (7, 9)  # the sizes are no constants of the graph
+
+
+def test_the_advice_for_tables_works() -> None:
+    series = pd.Series([0, 2, 1], index=[7, 3, 5])  # as a part of a table has it
+    with pytest.raises(TypeError, match=r"target is a Series.*torch.tensor\(target.to_numpy\(\)\)"):
+        otloss.ordinal_loss(torch.zeros(3, 3), series)  # type: ignore[arg-type]
+    assert torch.tensor(series.to_numpy()).tolist() == [0, 2, 1]
