@@ -253,9 +253,8 @@ class Cost(ABC):
             plan = plan_rows(rows.detach(), f[..., part], g, (log_p[..., part], log_q), epsilon)
             weights = (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
             with torch.enable_grad():
-                value = torch.dot(
-                    rows.reshape(-1), weights.reshape(-1)
-                )  # with weights, torch would import sympy: 0.5 s
+                # In place of `torch.autograd.grad` with weights, for which torch would import sympy: 0.5 s.
+                value = torch.dot(rows.reshape(-1), weights.reshape(-1))
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             for total, gradient in zip(totals, gradients, strict=True):
                 if gradient is not None:

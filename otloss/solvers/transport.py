@@ -192,9 +192,8 @@ class Transport:
         columns = self._columns("y", y, self._problem.q)
         columns = torch.cat([columns, torch.ones_like(columns[..., :1])], -1)
         moved = None
-        if (
-            self._keeps_plan
-        ):  # without the weights of the rows, which may be so small that entries of the plan underflow
+        if self._keeps_plan:
+            # Per mass of the rows, whose weights may be so small that entries of the plan underflow.
             moved = self._solution.streamed_product(columns, is_transposed=False, per_mass=True)
         moved = self.apply(columns) if moved is None else self._guarded_cast(moved, columns)
         mass = moved[..., -1:]

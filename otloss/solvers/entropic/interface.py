@@ -7,8 +7,9 @@ the potentials to begin with, and returns potentials with the error of the margi
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -31,7 +32,7 @@ class Budget:
         max_iterations: the largest number of iterations.
         patience: Sinkhorn's iteration also ends after so many iterations, or where its contraction says that it needs
             more than so many further ones. Finite in the first rung, where the ladder has another method for the
-            problem; the methods of the later rungs have their own rules for when they end.
+            problem; other methods have rules of their own, and do not read it.
         largest_change: if finite, a search that is within the tolerance continues until its last update changes no
             factor of the plan by a larger share, and estimates the error of g.
     """
@@ -128,7 +129,8 @@ def better(previous: SearchResult | None, new: SearchResult, tolerance: float) -
     """Return for each problem the result with the smaller error, the new one if both are within the tolerance."""
     if previous is None:
         return new
-    is_new = ~(previous.error.clamp(min=tolerance) < new.error)  # an error may be NaN
+    old_error, new_error = (result.error.nan_to_num(nan=torch.inf, posinf=torch.inf) for result in (previous, new))
+    is_new = new_error <= old_error.clamp(min=tolerance)
     merged = {
         name: torch.where(is_new.unsqueeze(-1) if name in ("f", "g") else is_new, value, getattr(previous, name))
         for name, value in vars(new).items()
@@ -145,24 +147,30 @@ def user_start(problem: Problem) -> Start | None:
     return Start(f, g, torch.full_like(problem.epsilon, torch.inf, dtype=dtype))
 
 
-class Method(Protocol):
+class Method(ABC):
     """A way to find the potentials of entropic problems.
 
     In each rung of the ladder one method runs, the first that applies. What its `run` does not solve is left to the
     next rung, also where it gives up before its first iteration (`SearchResult.without_search`). So `applies` alone
-    leaves a problem to later methods of the same rung. In the first rung `run` ends where the patience of its budget
-    is used up; a method of a later rung has its own rule for its end.
+    leaves a problem to later methods of the same rung. A method ends where the problem is not solved soon: Sinkhorn's
+    iteration in the first rung where the patience of its budget is used up, any other by a rule of its own.
 
     In each result f is an exact update from g. Where `budget.is_accurate` a method may estimate `potential_error`,
     `potential_range` and `smallest_eigenvalue`, if that costs it little; the others are estimated after the ladder.
 
     Whether `impl` is possible on the device, and the start finite, is checked before (`pose_for_device`, `potentials`).
+
+    Attributes:
+        replaces: a method of a later rung that would do the same once more; it is left out after this one.
     """
 
+    replaces: ClassVar[type[Method] | None] = None
+
+    @abstractmethod
     def applies(self, problem: Problem) -> bool:
         """Return whether the method is for this problem: its sizes, options, device, start and cost."""
-        ...
 
+    @abstractmethod
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search until the tolerance is reached, the budget is used up, or the search is too slow.
 
@@ -173,4 +181,3 @@ class Method(Protocol):
             The result of this search, with its own iterations. The error of problems that `start` has solved may be
             infinite: the ladder keeps their earlier result.
         """
-        ...

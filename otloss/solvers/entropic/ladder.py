@@ -2,8 +2,8 @@
 
 A rung is a tuple of methods of which the first that applies runs. The next rung starts from where it ended:
 
-1. Newton's method between clouds whose points are epsilons apart, if they are too small for `Clusters`; else Sinkhorn's
-   iteration, in the form that the device and the cost allow, until its contraction says that the tolerance is far.
+1. Sinkhorn's iteration, in the form that the device and the cost allow, until its contraction says that the tolerance
+   is far; but Newton's method between clouds whose points are epsilons apart, if they are too small for `Clusters`.
 2. With impl="triton", Newton's method by products with the plan, on the device.
 3. Between large images, Sinkhorn's iteration in float64, as long as Newton's method would take.
 4. Newton's method, for balanced problems from the potentials of exact transport, unless it was the first one.
@@ -44,7 +44,7 @@ def search(problem: Problem, budget: Budget) -> SearchResult:
     methods: list[Method] = []
     for rung in LADDER:
         first = next((method for method in rung if method.applies(problem)), None)
-        if first is not None and not any(isinstance(earlier, type(first)) for earlier in methods):
+        if first is not None and type(first) not in {earlier.replaces for earlier in methods}:
             methods.append(first)
     last_repeats_first = len(methods) == 2 and not differs_from_first(problem)
     start, result, unused = user_start(problem), None, budget.max_iterations

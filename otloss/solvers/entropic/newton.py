@@ -88,6 +88,8 @@ class SparseNewton(Method):
 class NewtonFirst(SparseNewton):
     """Newton's method before any iteration, for clouds whose points are epsilons apart."""
 
+    replaces = SparseNewton
+
     def applies(self, problem: Problem) -> bool:
         points, is_balanced = problem.cost.as_points(), problem.marginal_penalty is None
         if points is None or not is_balanced or problem.impl != "auto" or problem.start is not None:

@@ -3,8 +3,8 @@
 A cost without a matrix needs none. A matrix is copied once, transposed (`updates`).
 
 This is the reference implementation of the numba kernels (`balanced_numba`, `unbalanced_numba`). Stages of
-epsilon, updates and over-relaxation follow the same formulas (see `steps_numba`) and the same `Schedule`, with
-bounds that suit whole batches and logarithms. A problem that has converged stays as it is.
+epsilon, updates and over-relaxation are the same method (see `steps_numba`) with the same `Schedule`; the lengths of
+stages, and the iterations between looks, suit whole batches and logarithms. A converged problem stays as it is.
 
 Unbalanced problems are also shifted to f + t and g - t, with the best t in closed form. Without that, the balance of
 the two masses would converge slowest.

@@ -8,7 +8,7 @@ import torch
 
 from otloss.solvers.entropic.arithmetic import detached_in_float64
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
-from otloss.solvers.entropic.newton import SparseNewton
+from otloss.solvers.entropic.newton_problems import suits_newton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import is_faster_on_axes, run_sinkhorn
 from otloss.solvers.problem import Problem
@@ -20,7 +20,7 @@ class ImagesInFloat64(Method):
     """The method for large balanced images whose iterations are slow, but no slower than Newton's method."""
 
     def applies(self, problem: Problem) -> bool:
-        return is_faster_on_axes(problem) and SparseNewton().applies(problem)
+        return not problem.is_symmetric and is_faster_on_axes(problem) and suits_newton(problem)
 
     def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
         """Search from the start; see `interface.Method`."""

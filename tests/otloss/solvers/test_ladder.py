@@ -1,6 +1,7 @@
 """The ladder of entropic methods: the search goes on after a method that gives up, wherever it stands."""
 
 import dataclasses
+import math
 import runpy
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 import otloss
 from otloss.costs import GridCost
 from otloss.solvers.entropic import ladder, newton, newton_problems
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start, better
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
 
@@ -129,6 +130,41 @@ def test_no_method_repeats_the_search_of_an_earlier_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(ladder, "LADDER", ((newton.NewtonFirst(),), *ladder.LADDER[1:]))
     assert bool(matrix(torch.float64).converged)
     assert searches == [newton.NewtonFirst]
+
+
+class GivesUpToo(newton.SparseNewton):
+    """A kind of another method, which does not do the same."""
+
+    def run(self, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
+        return SearchResult.without_search(problem)
+
+
+def test_a_kind_of_a_method_leaves_that_method_in_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, run = [], newton.SparseNewton.run
+    monkeypatch.setattr(newton.SparseNewton, "run", lambda *given: searches.append(type(given[0])) or run(*given))
+    monkeypatch.setattr(ladder, "LADDER", ((GivesUpToo(),), *ladder.LADDER[1:]))
+    assert bool(matrix(torch.float64).converged)
+    assert searches == [newton.SparseNewton]
+
+
+def test_a_method_without_its_two_functions_cannot_be_made() -> None:
+    forgetful = type("Forgetful", (Method,), {"applies": lambda *_: True})
+    with pytest.raises(TypeError, match="abstract"):
+        forgetful()
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), [
+    (1e-3, math.nan, 1e-3), (math.nan, 1e-3, 1e-3), (1e-3, 1e-2, 1e-3), (1e-2, 1e-3, 1e-3), (1e-7, 1e-6, 1e-6),
+    (1e-6, 1e-2, 1e-6), (math.inf, 1e-2, 1e-2), (math.inf, math.inf, math.inf),
+])  # fmt: skip
+def test_the_better_of_two_results(old: float, new: float, expected: float) -> None:
+    zeros = torch.zeros(1, 2)
+    results = [
+        SearchResult.without_estimates(zeros, zeros, torch.tensor([error]), torch.tensor([3])) for error in (old, new)
+    ]
+    merged = better(*results, tolerance=1e-5)
+    assert merged.error.item() == torch.tensor(expected)
+    assert merged.iterations.item() == 6
 
 
 def test_the_chart_has_every_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
