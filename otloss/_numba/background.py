@@ -115,7 +115,7 @@ class Counts(NamedTuple):
 
 def run_when_compiled(
     run: Callable[[Result | None], Result], iterate: Callable[[Result | None, int], Result],
-    is_solved: Callable[[Result], bool], counts: Counts, *, entries: int = 0, processes: int = 1,
+    is_solved: Callable[[Result], bool], *, counts: Counts, entries: int = 0, processes: int = 1,
 ) -> Result:  # fmt: skip
     """Return what `run` returns; as long as its kernel is compiled elsewhere, iterate without it.
 
@@ -123,7 +123,7 @@ def run_when_compiled(
     they would hardly help, and the call waits.
 
     Args:
-        run, iterate: begin from the previous result, None at first; `iterate` also takes the number of iterations.
+        run, iterate: begin from the previous result, None at first; `iterate` also gets the number of iterations.
         entries, processes: as for `declining`.
     """
     result, remaining = None, counts.total

@@ -36,7 +36,7 @@ def ascend_once_compiled(
     count = max(NUMBERS.cycle * NUMBERS.window, NUMBERS.entries_until_check // entries)
     counts = Counts(count, max_iterations // 2, NUMBERS.cycle)
     return run_when_compiled(
-        run, go_on, lambda result: bool((result.error <= tolerance).all()), counts, entries=count * entries
+        run, go_on, lambda result: bool((result.error <= tolerance).all()), counts=counts, entries=count * entries
     )
 
 

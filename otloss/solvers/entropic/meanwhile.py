@@ -39,7 +39,7 @@ def run_method(method: Method, problem: Problem, start: Start | None, budget: Bu
     counts = Counts(count, budget.max_iterations // SHARE, SMALLEST_COUNT)
     processes = 1 if count >= SMALLEST_COUNT else 2  # A call that waits has a core for a second process.
     return run_when_compiled(
-        run, iterate, lambda result: result.is_within(budget.tolerance), counts, processes=processes
+        run, iterate, lambda result: result.is_within(budget.tolerance), counts=counts, processes=processes
     )
 
 

@@ -100,7 +100,8 @@ def _build_budget(problem: Problem, settings: Settings, *, is_accurate: bool) ->
 def _refine(problem: Problem, result: SearchResult, budget: Budget) -> SearchResult:
     """Return the result of the ladder with accurate potentials, and what is known of them, if the budget asks for it.
 
-    In unbalanced problems the constant between f and g becomes the best one in any case.
+    In unbalanced problems the constant between f and g becomes the best one in any case. Raises SmallEpsilonError where
+    the rounding of the potentials would decide the plan.
     """
     if budget.is_accurate and not problem.is_symmetric:
         result = with_estimates(problem, result)
