@@ -36,8 +36,9 @@ gallery: $(FOR_DEV)  ## all examples, with their figures in gallery-output/; abo
 gallery-page: $(FOR_DEV)  ## the same, and the gallery of docs is updated by the examples that had their real data
 	$(BIN)/python examples/gallery.py --docs
 
-# Before the tests, since workers that need one kernel wait until one of them has compiled it.
-COMPILE := $(BIN)/python -m otloss.warm_up && $(BIN)/python -c "import otloss_llm; otloss_llm.warm_up()"
+# Before the tests, since workers that need one kernel wait until one of them has compiled it. The four kernels of
+# otloss_llm are left to the tests: a process of its own would take longer than the waits.
+COMPILE := $(BIN)/python -m otloss.warm_up
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU; about 5 minutes on 2 cores
 	@echo "This takes about 5 minutes on 2 cores, 1 of them for the CPU kernels, the first time."
