@@ -208,7 +208,9 @@ def _others() -> dict[str, Entry]:
         "critic_loss": of(losses.critic_loss, critic),
         "generator_loss": of(losses.generator_loss, {"fake": draw(4)}),
         "gradient_penalty": Entry({"W": draw(2, 2)}, penalty, critic),
-        "register": Entry({"x": draw(5, 2), "y": draw(5, 2)}, lambda t: otloss.register(**t, epsilon=0.01).rotation),
+        "register": Entry(
+            {"x": draw(5, 2), "y": draw(5, 2)}, lambda t: otloss.register(**t, epsilon=0.01, steps=20).rotation
+        ),
     }
 
 
