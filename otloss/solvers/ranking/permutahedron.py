@@ -103,7 +103,8 @@ class _Project(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> np.ndarray:
-    rows: np.ndarray = x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]).numpy()
+    # In one layout, since a kernel is compiled for each: the gradient of a sum has strides of zero.
+    rows: np.ndarray = x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]).contiguous().numpy()
     return rows
 
 
