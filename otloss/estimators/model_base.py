@@ -144,9 +144,9 @@ class LinearBase(ModelBase):
         return X
 
     def _optimise(self, rows: Rows, random: np.random.RandomState) -> bool:
-        tol = self.tol * min(self._criterion.transport + self._criterion.cross_entropy, 1.0)
-        objective = self._objective(rows)
-        self.n_iter_, has_converged = train_lbfgs(self._network, objective, rows, max_iter=self.max_iter, tol=tol)
+        self.n_iter_, has_converged = train_lbfgs(
+            self._network, self._objective(rows), rows, max_iter=self.max_iter, tol=self.tol
+        )
         return has_converged
 
     def _logits(self, X: Any) -> np.ndarray:

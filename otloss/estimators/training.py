@@ -163,6 +163,11 @@ class PenalisedLoss:
     mass: float
     loss: str = "transport"  # one of LOSSES
 
+    @property
+    def unit(self) -> float:
+        """What training divides the loss by, as its tolerances are absolute: the weights of the terms, or at most 1."""
+        return min(self.criterion.transport + self.criterion.cross_entropy, 1.0)
+
     @cached_property
     def geometry(self) -> dict[str, Any]:
         """The arguments of the loss that say how far classes are apart, with tensors for arrays."""
@@ -184,10 +189,10 @@ class PenalisedLoss:
         return criterion.transport * (losses @ rows.weight)
 
     def of_batch(self, network: OrdinalNetwork, batch: Rows, *, repeated: float) -> Tensor:
-        """Return the penalised mean loss, where the rows of `batch` stand for `repeated` times as many."""
+        """Return the penalised mean loss in its unit, where the rows of `batch` stand for `repeated` times as many."""
         squares: Any = sum(layer.weight.square().sum() for layer in network.layers)
         loss = self.data_loss(network(batch.features), batch)
-        return (repeated * loss + 0.5 * self.alpha * squares) / self.mass
+        return (repeated * loss + 0.5 * self.alpha * squares) / self.mass / self.unit
 
 
 def train_lbfgs(
@@ -214,8 +219,9 @@ def train_lbfgs(
         value = objective.data_loss(network.logits(scores), rows)
         by_scores, *by_gaps = (g.numpy() for g in torch.autograd.grad(value, [scores, *gaps]))
         by_weight = by_scores.T @ X + objective.alpha * W
-        gradient = np.concatenate([by_weight.ravel(), by_scores.sum(0), *by_gaps]) / objective.mass
-        return (value.item() + 0.5 * objective.alpha * float((W * W).sum())) / objective.mass, gradient / units
+        gradient = np.concatenate([by_weight.ravel(), by_scores.sum(0), *by_gaps]) / objective.mass / objective.unit
+        penalised = (value.item() + 0.5 * objective.alpha * float((W * W).sum())) / objective.mass
+        return penalised / objective.unit, gradient / units
 
     result = minimize(
         value_and_gradient,
@@ -268,7 +274,8 @@ def train_adam(
         loss = _train_epoch(network, objective, rows, optimizer, batch_size, random)
         if held_out is not None:
             with torch.no_grad():
-                loss = objective.data_loss(network(held_out.features), held_out).item() / float(held_out.weight.sum())
+                loss = objective.data_loss(network(held_out.features), held_out).item()
+            loss = loss / float(held_out.weight.sum()) / objective.unit
         if not np.isfinite(loss):
             raise ValueError(f"the loss is {loss} in training; lower learning_rate, or raise alpha.")
         if held_out is not None and loss < best:

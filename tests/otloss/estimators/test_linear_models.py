@@ -3,6 +3,7 @@
 The numbers come from `OrderedModel` of statsmodels 0.15.0 (thresholds by the delta method) and from mord 0.7.
 """
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,18 @@ def test_a_penalty_on_features_that_are_not_standardised_is_on_their_coefficient
     units = 100 / X.std(0)  # in which a penalty of 0.3 * 100^2 is one of 0.3 on standardised features
     given = clone(model).set_params(tol=1e-7, alpha=0.3 * 100**2, standardize=False).fit(X * units, y)
     np.testing.assert_allclose(given.coef_ * 100, coefficients, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model", [OrdinalClassifier(), CumulativeLinkClassifier(), OrdinalNetworkClassifier(random_state=0, max_iter=40)]
+)
+def test_the_unit_of_the_loss_is_free(model: Any) -> None:
+    unit = 2.0**-40
+    small = clone(model).set_params(transport=unit, cross_entropy=unit / 4, alpha=unit / 4)
+    first = clone(model).set_params(transport=0.5, cross_entropy=0.125, alpha=0.125)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # 40 epochs are few
+        np.testing.assert_allclose(small.fit(X, y).predict_proba(X), first.fit(X, y).predict_proba(X), atol=1e-6)
 
 
 def test_a_line_search_that_ends_far_from_a_minimum_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
