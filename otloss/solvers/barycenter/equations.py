@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from otloss.solvers import linear_systems
-from otloss.solvers.barycenter.problem import NUMBERS, Array, BarycenterProblem, Potentials, from_tensor
+from otloss.solvers.barycenter.problem import NUMBERS, Array, BarycenterProblem, Potentials, from_tensor, to_tensor
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class DenseProblem:
 
     def invert(self, matrix: Array) -> Array:
         """Return the inverses, by torch: numpy raises an error where one of the matrices is singular."""
-        return from_tensor(self.xp, linear_systems.invert(torch.as_tensor(matrix)))
+        return from_tensor(self.xp, linear_systems.invert(to_tensor(matrix)))
 
     def solve(self, matrix: Array, right: Array) -> Array:
-        return from_tensor(self.xp, linear_systems.solve_ex(*map(torch.as_tensor, (matrix, right)))[0])
+        return from_tensor(self.xp, linear_systems.solve_ex(to_tensor(matrix), to_tensor(right))[0])
 
 
 class Equations(NamedTuple):

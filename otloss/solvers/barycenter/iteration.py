@@ -37,6 +37,7 @@ from otloss.solvers.barycenter.problem import (
     BarycenterResult,
     Potentials,
     from_tensor,
+    to_tensor,
 )
 
 
@@ -213,7 +214,7 @@ class LogStep:
 
     def update(self, potentials: Potentials) -> Potentials:
         cost, epsilon, weights = self.problem.cost, self.problem.epsilon, self.problem.weights.unsqueeze(-1)
-        log_u, log_d = (torch.as_tensor(t) for t in (potentials.log_u, potentials.log_d))
+        log_u, log_d = (to_tensor(t) for t in (potentials.log_u, potentials.log_d))
         log_v = self.transposed.softmin(epsilon * log_u, epsilon) / epsilon
         log_kv = cost.softmin(epsilon * (self.log_p + log_v), epsilon) / -epsilon
         log_a = (weights * log_kv).sum(-2)

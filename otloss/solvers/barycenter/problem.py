@@ -99,6 +99,11 @@ def from_tensor(xp: Any, t: Tensor) -> Array:
     return t if xp is torch else t.numpy()
 
 
+def to_tensor(t: Array) -> Tensor:
+    """Return a tensor where the numbers lie, whatever the default device is."""
+    return t if isinstance(t, Tensor) else torch.from_numpy(t)
+
+
 @dataclass(frozen=True)
 class Potentials:
     """The logarithms of u (..., k, n), d (..., n) and the barycenter a (..., n)."""
