@@ -146,7 +146,7 @@ class EntropicSolution:
         self._unchanged.check("a bound")
         problem = detached_in_float64(self.problem)
         with torch.no_grad():
-            g = self.search.g.to(problem.p.dtype)
+            g = self.search.g.to(problem.p.dtype).nan_to_num(nan=0.0)  # unknown ones: any potentials give bounds
             return _InFloat64(problem, build_updates(problem).f_from(g), g)
 
     @cached_property

@@ -315,6 +315,20 @@ def test_costs_so_far_below_zero_that_rounding_would_decide_the_value() -> None:
             otloss.sinkhorn(None, None, costs, epsilon=0.001, marginal_penalty=rho)
 
 
+def test_bounds_where_the_search_found_nothing() -> None:
+    """The value is NaN after so few iterations, but bounds exist, and the other problems of the batch have theirs."""
+    p, q = torch.full((15,), 66.7, dtype=torch.float64), torch.tensor([673.0], dtype=torch.float64)
+    cost = torch.linspace(0, 7e-5, 15, dtype=torch.float64)[:, None]
+    cost = torch.stack([torch.where(torch.arange(15)[:, None] % 3 == 0, 40.0, cost), cost])
+    options: dict[str, Any] = {"epsilon": 1.6e-6, "marginal_penalty": 0.0045}
+    true = otloss.sinkhorn(p, q, cost, **options)
+    with pytest.warns(otloss.ConvergenceWarning):
+        solution = otloss.solve(p, q, cost, max_iterations=10, **options)
+    assert solution.value.isnan().tolist() == [True, False]
+    assert (solution.dual_value <= true).all()
+    assert (true <= solution.dual_value + solution.gap).all()
+
+
 def test_a_bad_start_is_left_for_what_iterations_find() -> None:
     """Errors of unbalanced problems have no largest value, so the start is not kept as the smaller one."""
     generator = torch.Generator().manual_seed(0)
