@@ -256,13 +256,15 @@ class _Parts(NamedTuple):
         """The tokens that may follow the beginning of a number."""
         if not text:
             return self.start
+        if text[-1].isspace():  # which ends the number: "7 " and "5" are two
+            return self.start[:0]
         return self.digits if "." in text else self.any
 
 
 def _parts(texts: list[str]) -> _Parts:
     start = [i for i, text in enumerate(texts) if text and _START.fullmatch(text.strip())]
-    digits = [i for i, text in enumerate(texts) if _DIGITS.fullmatch(text)]
-    point = [i for i, text in enumerate(texts) if _WITH_POINT.fullmatch(text)]
+    digits = [i for i, text in enumerate(texts) if _DIGITS.fullmatch(text.rstrip())]
+    point = [i for i, text in enumerate(texts) if _WITH_POINT.fullmatch(text.rstrip())]
     begin, inside, further = (
         torch.tensor(ids, dtype=torch.long, device="cpu") for ids in (start, digits, digits + point)
     )
@@ -270,7 +272,7 @@ def _parts(texts: list[str]) -> _Parts:
 
 
 class _Unfinished(NamedTuple):
-    """The beginning of a number: its tokens, its text without blanks, and its log probability."""
+    """The beginning of a number: its tokens, its text without blanks in front, and its log probability."""
 
     ids: tuple[int, ...]
     text: str
@@ -279,7 +281,7 @@ class _Unfinished(NamedTuple):
     @property
     def value(self) -> float | None:
         """The number, if it may end here: "5." is 5, for its point ends a sentence."""
-        return read_number(self.text.rstrip("."))
+        return read_number(self.text.rstrip().rstrip("."))
 
 
 def _prompt_ids(tokenizer: Any, prompts: Sequence[str], *, encoder_decoder: bool) -> list[list[int]]:
@@ -310,7 +312,7 @@ def _numbers_after(
                 top = log_next.topk(min(beam, len(allowed)))
                 for log_p, place in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                     token = int(allowed[place])
-                    text = number.text + (parts.texts[token] if number.text else parts.texts[token].strip())
+                    text = number.text + (parts.texts[token] if number.text else parts.texts[token].lstrip())
                     children.append(_Unfinished((*number.ids, token), text, number.log_p + log_p))
         children.sort(key=lambda child: -child.log_p)
         unfinished = [child for child in children[:beam] if child.log_p > children[0].log_p + _NEGLIGIBLE]

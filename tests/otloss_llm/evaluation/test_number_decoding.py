@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 from otloss_llm import EmbeddingCost, NumberCost
 from otloss_llm.costs.tokenizer_numbers import read_number, token_texts
@@ -74,6 +77,23 @@ def test_the_beam_finds_what_an_enumeration_finds(model: Any, tokenizer: Any) ->
             assert actual[value] == pytest.approx(expected[value], abs=5e-3)
         assert 0.3 < answer.mass < 1.0
         assert float(answer.probabilities.sum()) == pytest.approx(1.0)
+
+
+def test_a_blank_behind_a_number_ends_it() -> None:
+    """Some tokenizers put blanks behind words, not in front of them."""
+    words = Tokenizer(WordLevel({"a": 0, "7 ": 1, "5": 2, "4\n": 3, "2. ": 4}, unk_token="a"))
+    words.decoder = Fuse()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 5, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
+    (answer,) = number_distributions(model, tokenizer, ["a"], longest=2, beam=100)
+    p = {1: log_p(model, [0]).exp(), 2: log_p(model, [0, 2]).exp()}
+    actual = dict(zip(answer.values.tolist(), (answer.probabilities * answer.mass).tolist(), strict=True))
+    expected = {7.0: p[1][1], 4.0: p[1][3], 2.0: p[1][4], 5.0: p[1][2] * p[2][0], 57.0: p[1][2] * p[2][1],
+                55.0: p[1][2] * p[2][2], 54.0: p[1][2] * p[2][3], 52.0: p[1][2] * p[2][4]}  # fmt: skip
+    assert actual == pytest.approx({value: float(share) for value, share in expected.items()}, rel=1e-6)
 
 
 def test_one_token_is_the_softmax_over_number_tokens(model: Any, tokenizer: Any) -> None:
