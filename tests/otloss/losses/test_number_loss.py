@@ -139,8 +139,8 @@ def test_second_derivatives(options: dict[str, Any]) -> None:
     def value(z: Tensor, w: Tensor) -> Tensor:
         return number_token_loss(z, Y, WIDE, **options, sample_weight=w)
 
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(value, (leaf, weight), fast_mode=True)  # along random directions
+    assert torch.autograd.gradcheck(value, (leaf, weight))
+    assert torch.autograd.gradgradcheck(value, (leaf, weight), fast_mode=True)  # along random directions
 
 
 @every_setting
