@@ -5,7 +5,6 @@ The equations (`equations`) are fixed; what they equate has a graph. Derivatives
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from otloss._checks import has_tangent
 from otloss.solvers.barycenter.equations import DenseProblem, Equations, linearise, multiply, solve_with_mass
 from otloss.solvers.barycenter.problem import NUMBERS, BarycenterProblem, BarycenterResult
-from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 
 
 def attach_gradient(problem: BarycenterProblem, result: BarycenterResult) -> Tensor:
@@ -31,16 +29,6 @@ def attach_gradient(problem: BarycenterProblem, result: BarycenterResult) -> Ten
     corrected = attach_step(problem, result, fixed, equations)
     if not bool(torch.isfinite(corrected.detach()).all()):
         raise RuntimeError("the gradient of the barycenter is singular to rounding; raise epsilon.")
-    condition = torch.linalg.matrix_norm(fixed.eye - equations.remainder, torch.inf)
-    uncertain = condition.amax(-1) > NUMBERS.largest_condition
-    if not problem.debiased and bool(uncertain.any()):
-        warnings.warn(
-            f"the gradient of {int(uncertain.sum())} of {uncertain.numel()} barycenters is uncertain: plans fall into "
-            "parts that hardly exchange mass, and rounding decides how a change spreads. Raise epsilon. The "
-            "barycenters themselves are right.",
-            ConvergenceWarning,
-            stacklevel=level_of_the_caller(),
-        )
     if corrected.requires_grad:
         corrected.register_hook(partial(raise_for_second_derivatives, forward=has_tangent(corrected)))
     return problem.give_mass(result.potentials.log_a + corrected - corrected.detach())
