@@ -14,19 +14,22 @@ from otloss.solvers.problem import Problem
 
 def in_float64(problem: Problem) -> Problem:
     """Return the problem in float64 if the device has it, in balanced problems with equal masses."""
-    wide = float64_or(problem.cost.dtype, problem.p.device)
-    p, q, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.epsilon))
-    if problem.marginal_penalty is None:
-        q = of_equal_mass(p, q)
-    cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
-    return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
+    return _converted(problem, problem.p, problem.q, problem.epsilon)
 
 
 def detached_in_float64(problem: Problem) -> Problem:
     """Return the problem `in_float64`, without a graph, except for a cost that is in float64 already."""
-    p, q, epsilon = (t.detach() for t in (problem.p, problem.q, problem.epsilon))
     with torch.no_grad():
-        return in_float64(dataclasses.replace(problem, p=p, q=q, epsilon=epsilon))
+        return _converted(problem, *(t.detach() for t in (problem.p, problem.q, problem.epsilon)))
+
+
+def _converted(problem: Problem, p: Tensor, q: Tensor, epsilon: Tensor) -> Problem:
+    wide = float64_or(problem.cost.dtype, p.device)
+    p, q, epsilon = p.to(wide), q.to(wide), epsilon.to(wide)
+    if problem.marginal_penalty is None:
+        q = of_equal_mass(p, q)
+    cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
+    return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
 
 
 def is_queued(problem: Problem) -> bool:

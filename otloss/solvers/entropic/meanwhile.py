@@ -23,17 +23,16 @@ def run_method(method: Method, problem: Problem, start: Start | None, budget: Bu
     minima of a missing kernel are computed by torch (`_numba.background.declining`).
     """
 
-    def start_after(previous: SearchResult | None) -> Start | None:
-        return start if previous is None else previous.start
-
     def run(previous: SearchResult | None) -> SearchResult:
-        used = 0 if previous is None else previous.iterations_used
-        limits = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - used))
-        return better(previous, method.run(problem, start_after(previous), limits), budget.tolerance)
+        if previous is None:
+            return method.run(problem, start, budget)
+        limits = dataclasses.replace(budget, max_iterations=max(1, budget.max_iterations - previous.iterations_used))
+        return better(previous, method.run(problem, previous.start, limits), budget.tolerance)
 
     def iterate(previous: SearchResult | None, count: int) -> SearchResult:
         limits = dataclasses.replace(budget, patience=math.inf, max_iterations=count)
-        return better(previous, _iterate(problem, start_after(previous), limits), budget.tolerance)
+        new = _iterate(problem, start if previous is None else previous.start, limits)
+        return better(previous, new, budget.tolerance)
 
     count = int(ENTRIES_UNTIL_CHECK / max(1, problem.batch.numel() * math.prod(problem.cost.shape)))
     counts = Counts(count, budget.max_iterations // SHARE, SMALLEST_COUNT)
