@@ -22,7 +22,7 @@ from otloss.solvers.entropic.equations.dual import (
 )
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
-from otloss.solvers.entropic.newton_problems import scatter, select, suits_newton
+from otloss.solvers.entropic.newton_batch import scatter, select, suits_newton
 from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
 

@@ -13,7 +13,7 @@ from otloss.solvers.problem import Problem
 
 ENTRIES_UNTIL_CHECK = 2e7  # costs times iterations, some tenths of a second, until one looks for the kernel again
 SMALLEST_COUNT = 16  # if these are fewer iterations than so many, all that fit into the time would hardly help
-SHARE = 4  # one in so many iterations of the budget is done without the kernel, at most
+ONE_IN = 4  # one in so many iterations of the budget is done without the kernel, at most
 
 
 def run_method(method: Method, problem: Problem, start: Start | None, budget: Budget) -> SearchResult:
@@ -35,7 +35,7 @@ def run_method(method: Method, problem: Problem, start: Start | None, budget: Bu
         return better(previous, new, budget.tolerance)
 
     count = int(ENTRIES_UNTIL_CHECK / max(1, problem.batch.numel() * math.prod(problem.cost.shape)))
-    counts = Counts(count, budget.max_iterations // SHARE, SMALLEST_COUNT)
+    counts = Counts(count, budget.max_iterations // ONE_IN, SMALLEST_COUNT)
     processes = 1 if count >= SMALLEST_COUNT else 2  # A call that waits has a core for a second process.
     return run_when_compiled(
         run, iterate, lambda result: result.is_within(budget.tolerance), counts=counts, processes=processes

@@ -15,7 +15,7 @@ from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.arithmetic import in_float64
 from otloss.solvers.entropic.dense_newton import with_accurate_potentials, with_estimates
 from otloss.solvers.entropic.equations.dual import with_best_constant
-from otloss.solvers.entropic.equations.slow_modes import with_known_error
+from otloss.solvers.entropic.equations.slow_modes import with_lanczos_error
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult
 from otloss.solvers.entropic.ladder import search
@@ -72,7 +72,7 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
         warn_of_errors(problem, result, settings)
         return problem, _without_unknown(result)
     if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
-        result = with_known_error(problem, result)
+        result = with_lanczos_error(problem, result)
         warn_of_uncertain(problem, result)
     return problem, result
 

@@ -8,7 +8,7 @@ import torch
 
 from otloss.solvers.entropic.arithmetic import detached_in_float64
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
-from otloss.solvers.entropic.newton_problems import suits_newton
+from otloss.solvers.entropic.newton_batch import suits_newton
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.entropic.sinkhorn_cpu import is_faster_on_axes, run_sinkhorn
 from otloss.solvers.problem import Problem

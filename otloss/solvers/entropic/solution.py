@@ -15,7 +15,7 @@ from torch import Tensor
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
 from otloss.solvers.entropic.arithmetic import detached_in_float64, potential_of_plan
-from otloss.solvers.entropic.equations.slow_modes import with_known_error
+from otloss.solvers.entropic.equations.slow_modes import with_lanczos_error
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.gap import duality_gap, rounded_linear_cost
 from otloss.solvers.entropic.interface import SearchResult
@@ -78,7 +78,7 @@ class EntropicSolution:
         error = self.search.potential_error
         if bool(error.isnan().any()):
             self._unchanged.check("the error of the potentials")
-            error = with_known_error(self.problem, self.search).potential_error
+            error = with_lanczos_error(self.problem, self.search).potential_error
         return error
 
     @cached_property

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import GridCost
-from otloss.solvers.entropic import ladder, newton, newton_problems
+from otloss.solvers.entropic import ladder, newton, newton_batch
 from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start, better
 from otloss.solvers.entropic.sinkhorn import Sinkhorn
 from otloss.solvers.problem import Problem
@@ -41,7 +41,7 @@ def matrix(dtype: torch.dtype, **options: Any) -> otloss.Transport:
 
 @pytest.fixture(autouse=True)
 def _no_newton_between_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newton_problems, "MAX_ENTRIES_OF_IMAGES", 0)
+    monkeypatch.setattr(newton_batch, "MAX_ENTRIES_OF_IMAGES", 0)
 
 
 def image(dtype: torch.dtype) -> otloss.Transport:
@@ -84,7 +84,7 @@ def test_slow_iterations_between_large_images_end_in_newtons_method(monkeypatch:
     p, q = (torch.softmax(2 * torch.randn(1089, generator=generator, dtype=torch.float64), -1) for _ in range(2))
     images = p, q, GridCost((33, 33))
     slow = otloss.solve(*images, epsilon=1.0, tolerance=1e-6)
-    monkeypatch.setattr(newton_problems, "MAX_ENTRIES_OF_IMAGES", 2**24)
+    monkeypatch.setattr(newton_batch, "MAX_ENTRIES_OF_IMAGES", 2**24)
     fast = otloss.solve(*images, epsilon=1.0, tolerance=1e-6)
     assert bool(slow.converged)
     assert bool(fast.converged)

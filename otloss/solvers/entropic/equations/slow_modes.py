@@ -50,7 +50,7 @@ class LanczosLimits(NamedTuple):
 LANCZOS_LIMITS = LanczosLimits()
 
 
-def with_known_error(problem: Problem, result: SearchResult) -> SearchResult:
+def with_lanczos_error(problem: Problem, result: SearchResult) -> SearchResult:
     """Return the result with the error of g and its range, also where the search has not estimated them.
 
     The error of symmetric problems stays unknown: their slow modes move f and g apart, and both are one potential.
