@@ -446,6 +446,20 @@ def test_potentials_of_bins_too_light_for_the_kernel_on_both_sides(dtype: torch.
         torch.testing.assert_close(solution.potentials[1].double() + shift, expected[1], rtol=0.0, atol=2e-3)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_potentials_of_light_bins_beside_bins_just_above_the_bound(is_transposed: bool) -> None:
+    """Twenty light columns gave all their mass to a row that holds a tenth of it: potentials were off by 16."""
+    x, y = torch.tensor([0.0, 3.0]), torch.cat([torch.zeros(1), torch.linspace(3.0, 3.5, 20)])
+    p, q = torch.tensor([1.0, 2e-20]), torch.tensor([1.0] + [0.9e-20] * 20)
+    cost = (x[:, None] - y).square()
+    if is_transposed:
+        p, q, cost = q, p, cost.T
+    solution = otloss.solve(p, q, cost, epsilon=0.1)
+    assert float(solution.potential_error) < 1e-3
+    for found, expected in zip(solution.potentials, potentials_in_logs(p.double(), q.double(), cost, 0.1), strict=True):
+        torch.testing.assert_close(found - found[0], (expected - expected[0]).float(), rtol=0.0, atol=2e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_derivatives_of_a_divergence_at_bins_too_light_for_the_kernel(dtype: torch.dtype) -> None:
     """Light bins read f or g of heavy ones, whose errors cancel in their mean alone: derivatives were off by 3.6."""

@@ -422,7 +422,10 @@ def write_potentials(
         call_at(shared[SHARED.others], (problem, work, False, negligible, negligible, False, g, f))
     if m < g.shape[0]:
         call_at(shared[SHARED.others], (problem, work, True, negligible, negligible, False, f, g))
-    is_joined = n < f.shape[0] and m < g.shape[0] and n + m < count_positive(problem.p) + count_positive(problem.q)
+    has_light = n + m < count_positive(problem.p) + count_positive(problem.q)
+    lightest_p = problem.p.min() * (1 / work.facts[FACTS.mass_p])
+    lightest_q = problem.q.min() * (1 / work.facts[FACTS.mass_q])
+    is_joined = has_light and max(lightest_p, lightest_q) <= negligible * SHARE_BOUNDS.near
     if is_joined and not _join_light_bins(shared, problem, work, is_symmetric, negligible, largest_change, outputs):
         outputs.outcome[POTENTIAL_ERROR] = np.inf
 
