@@ -22,7 +22,7 @@ from otloss.solvers.entropic.equations.dual import (
 )
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
-from otloss.solvers.entropic.newton_batch import scatter, select, suits_newton
+from otloss.solvers.entropic.newton_batch import scatter, select, suits_newton, with_empty_rows
 from otloss.solvers.linear_systems import solve_ex
 from otloss.solvers.problem import Problem
 
@@ -85,7 +85,9 @@ def with_accurate_potentials(problem: Problem, result: SearchResult, budget: Bud
     if max_iterations < 1:
         return result
     budget = dataclasses.replace(budget, max_iterations=max_iterations)
-    new = _run_dense(select(problem, is_inaccurate), result.g[is_inaccurate].cpu().double(), budget)
+    selected = select(problem, is_inaccurate)
+    new = _run_dense(selected, result.g[is_inaccurate].cpu().double(), budget)
+    new = with_empty_rows(selected, problem.q[is_inaccurate], new)
     merged = better(result, scatter(result, is_inaccurate, new), budget.tolerance)
     has_failed = is_inaccurate.clone()
     has_failed[is_inaccurate] = ~(new.error <= budget.tolerance).to(is_inaccurate.device)

@@ -24,7 +24,7 @@ from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.light_columns import drop_light_columns, restore_light_columns
 from otloss.solvers.entropic.messages import check_epsilon, smallest_epsilon_over_potential
-from otloss.solvers.entropic.newton_batch import scatter, search_again, select, suits_newton
+from otloss.solvers.entropic.newton_batch import scatter, search_again, select, suits_newton, with_empty_rows
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
 from otloss.solvers.exact.solution import solve_exactly
@@ -80,6 +80,7 @@ class SparseNewton(Method):
         slow = select(problem, mask)
         solve = _solve_balanced if slow.marginal_penalty is None else _solve_unbalanced
         result = solve(slow, start.g[mask].cpu().double(), budget)
+        result = with_empty_rows(slow, problem.q[mask], result)
         if not result.is_within(budget.tolerance):  # before the last method uses up the budget
             check_epsilon(slow, result, budget.tolerance)
         return scatter(unsolved, mask, result)

@@ -15,6 +15,7 @@ from otloss._numba import may_run_on
 from otloss.costs import DenseCost
 from otloss.costs.order import METRIC_NUMBERS, can_leave_out
 from otloss.solvers.entropic.arithmetic import detached_in_float64
+from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import Budget, SearchResult, better
 from otloss.solvers.entropic.sinkhorn_cpu import MATRIX_LIMITS, is_faster_on_axes
 from otloss.solvers.problem import Problem
@@ -69,6 +70,18 @@ def _without_undetermined(p: Tensor, q: Float[Tensor, "problems m"]) -> Float[Te
     lightest_row = p.masked_fill(p == 0, torch.inf).amin(-1, keepdim=True)
     lightest = torch.finfo(torch.float64).eps * torch.minimum(lightest_row, q.amax(-1, keepdim=True))
     return q.masked_fill(q < lightest, 0.0)
+
+
+def with_empty_rows(problem: Problem, q: Float[Tensor, "problems m"], result: SearchResult) -> SearchResult:
+    """Return the result of selected problems with f of the rows without mass by all columns of the given weights q.
+
+    A column that `select` leaves out may decide the potential of such a row.
+    """
+    q = q.detach().cpu().double()
+    if torch.equal(q, problem.q) or not bool((problem.p == 0).any()):
+        return result
+    f = build_updates(dataclasses.replace(problem, q=q)).f_from(result.g)
+    return dataclasses.replace(result, f=torch.where(problem.p > 0, result.f, f))
 
 
 def scatter(previous: SearchResult, mask: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:

@@ -461,6 +461,20 @@ def test_potentials_of_light_bins_beside_bins_just_above_the_bound(is_transposed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_derivative_at_a_row_without_mass_counts_light_columns(dtype: torch.dtype) -> None:
+    """Newton's method leaves out columns below the rounding of the rows: f of the empty row was 12 too large."""
+    x = torch.tensor([[1.4, -1.4], [-2.4, 1.1]], dtype=dtype)
+    y = torch.tensor([[-1.1, -0.5], [0.9, -0.3]], dtype=dtype)
+    p, q = torch.tensor([1.0, 0.0], dtype=dtype), torch.tensor([1e-18, 1.0], dtype=dtype)
+    cost, epsilon = otloss.costs.PointCost(x, y), 0.05
+    f = otloss.solve(p, q, cost, epsilon=epsilon).potentials[0]
+    first, empty = cost.dense().double()
+    # All mass comes from the first row, so g_j = C_1j - f_1.
+    expected = -epsilon * ((first - empty) / epsilon + q.double().log()).logsumexp(-1)
+    torch.testing.assert_close((f[1] - f[0]).double(), expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_derivatives_of_a_divergence_at_bins_too_light_for_the_kernel(dtype: torch.dtype) -> None:
     """Light bins read f or g of heavy ones, whose errors cancel in their mean alone: derivatives were off by 3.6."""
     generator = torch.Generator().manual_seed(1)

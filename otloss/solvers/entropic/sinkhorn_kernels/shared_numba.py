@@ -356,6 +356,14 @@ def count_positive(weights: Any) -> int:
 
 
 @inner()
+def _lightest_share(weights: Any, mass: float) -> float:
+    lightest = weights[0]
+    for k in range(weights.shape[0]):
+        lightest = min(lightest, weights[k])
+    return lightest * (1 / mass)
+
+
+@inner()
 def _update_light(
     shared: Any, problem: Any, work: Any, is_symmetric: bool, largest_share: float, is_ordered: bool, outputs: Any
 ) -> float:
@@ -423,8 +431,8 @@ def write_potentials(
     if m < g.shape[0]:
         call_at(shared[SHARED.others], (problem, work, True, negligible, negligible, False, f, g))
     has_light = n + m < count_positive(problem.p) + count_positive(problem.q)
-    lightest_p = problem.p.min() * (1 / work.facts[FACTS.mass_p])
-    lightest_q = problem.q.min() * (1 / work.facts[FACTS.mass_q])
+    lightest_p = _lightest_share(problem.p, work.facts[FACTS.mass_p])
+    lightest_q = _lightest_share(problem.q, work.facts[FACTS.mass_q])
     is_joined = has_light and max(lightest_p, lightest_q) <= negligible * SHARE_BOUNDS.near
     if is_joined and not _join_light_bins(shared, problem, work, is_symmetric, negligible, largest_change, outputs):
         outputs.outcome[POTENTIAL_ERROR] = np.inf
