@@ -94,7 +94,7 @@ class NewtonStep(NamedTuple):
     by_d: Array
 
 
-def linearise(problem: DenseProblem, at: Potentials) -> Equations:
+def linearise(problem: DenseProblem, at: Potentials, *, ridge: float = NUMBERS.ridge) -> Equations:
     """Return the equations at the potentials."""
     xp, weights, eye = problem.xp, problem.weights[..., None], problem.eye
     gradient, log_a, among, d_by_a = (weights * at.log_u).sum(-2), at.log_a, None, None
@@ -111,7 +111,7 @@ def linearise(problem: DenseProblem, at: Potentials) -> Equations:
     moved = shares[..., None, None, :] - rows @ columns
     # The ridge decides what rounding would where plans fall into parts that hardly exchange mass: 138 in place of 132
     # of 152 hostile debiased problems converge to 1e-5, and the derivatives of plain ones are right there.
-    remainder = moved @ problem.invert((1 + NUMBERS.ridge) * eye + moved)
+    remainder = moved @ problem.invert((1 + ridge) * eye + moved)
     system = -(weights[..., None] * remainder).sum(-3)
     if among is None:
         system = eye + system

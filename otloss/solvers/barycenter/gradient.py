@@ -25,7 +25,8 @@ def attach_gradient(problem: BarycenterProblem, result: BarycenterResult) -> Ten
             f"{NUMBERS.gradient_entries}; detach the histograms and the weights, or take fewer bins."
         )
     fixed = DenseProblem.build(problem.detach(), torch)
-    equations = linearise(fixed, result.potentials)
+    ridge = NUMBERS.debiased_gradient_ridge if problem.debiased else NUMBERS.ridge
+    equations = linearise(fixed, result.potentials, ridge=ridge)
     corrected = attach_step(problem, result, fixed, equations)
     if not bool(torch.isfinite(corrected.detach()).all()):
         raise RuntimeError("the gradient of the barycenter is singular to rounding; raise epsilon.")
