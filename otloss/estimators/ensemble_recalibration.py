@@ -82,7 +82,7 @@ class EnsembleRecalibration(BaseEstimator):
         typical = float(weight @ spread)
         wide = _ratio(typical, spread)
         # In the order of the four numbers: an offset in errors, the rest relative to the identity.
-        columns = 1.0, (mean - centre)[:, None], residual, wide[:, None] * residual
+        columns = 1.0, _without_rounding(mean - centre, mean)[:, None], residual, wide[:, None] * residual
         spreads = np.array([weight @ spread, weight @ (wide * spread)])
         pull = self.shrinkage * float(weight @ weight)
         identity = np.array([0.0, 1.0, 1.0, 0.0])
@@ -145,12 +145,22 @@ def _descend(
         best = min((best, parameters), key=lambda p: score(p, 0.0)[1])
 
 
+def _without_rounding(
+    deviation: Float[np.ndarray, "*rows members"], numbers: Float[np.ndarray, "*rows members"]
+) -> Float[np.ndarray, "*rows members"]:
+    """Return deviations of numbers from their mean, 0 where the numbers are equal: a map would stretch the rounding."""
+    rounding = 16 * np.finfo(float).eps * np.abs(numbers).max(-1, keepdims=True)
+    is_equal = np.abs(deviation).max(-1, keepdims=True) <= rounding
+    return np.where(is_equal, 0.0, deviation)
+
+
 def _parts(members: Float[np.ndarray, "n members"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the mean (n,), the residuals (n, m) and half the mean distance between members (n,)."""
     mean = members.mean(1)
     m = members.shape[1]
     spread = np.sort(members, axis=1) @ (2 * np.arange(1, m + 1) - m - 1) / m**2
-    return mean, members - mean[:, None], spread
+    residual = _without_rounding(members - mean[:, None], members)
+    return mean, residual, np.where(residual.any(1), spread, 0.0)
 
 
 def _ratio(number: float, spread: np.ndarray) -> np.ndarray:
