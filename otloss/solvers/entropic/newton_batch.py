@@ -77,11 +77,11 @@ def with_empty_rows(problem: Problem, q: Float[Tensor, "problems m"], result: Se
 
     A column that `select` leaves out may decide the potential of such a row.
     """
-    q = q.detach().cpu().double()
-    if torch.equal(q, problem.q) or not bool((problem.p == 0).any()):
+    q, is_empty = q.detach().cpu().double(), problem.p == 0
+    if not bool(is_empty.any()) or not bool(((problem.q == 0) & (q > 0)).any()):
         return result
     f = build_updates(dataclasses.replace(problem, q=q)).f_from(result.g)
-    return dataclasses.replace(result, f=torch.where(problem.p > 0, result.f, f))
+    return dataclasses.replace(result, f=torch.where(is_empty, f, result.f))
 
 
 def scatter(previous: SearchResult, mask: Bool[Tensor, "*batch"], new: SearchResult) -> SearchResult:

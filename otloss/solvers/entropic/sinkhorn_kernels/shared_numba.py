@@ -422,14 +422,14 @@ def write_potentials(
         f[work.rows[i]] = work.alpha[i]
     for j in range(m):
         g[work.columns[j]] = work.beta[j]
-    if is_symmetric and n < f.shape[0]:
+    if n == f.shape[0] and m == g.shape[0]:
+        return
+    if is_symmetric:
         # f = g at the solution. Their errors are opposite, and light bins would read one of them.
         for i in range(n):
             g[work.rows[i]] = f[work.rows[i]] = (work.alpha[i] + work.beta[i]) / 2
-    if n < f.shape[0]:
-        call_at(shared[SHARED.others], (problem, work, False, negligible, negligible, False, g, f))
-    if m < g.shape[0]:
-        call_at(shared[SHARED.others], (problem, work, True, negligible, negligible, False, f, g))
+    call_at(shared[SHARED.others], (problem, work, False, negligible, negligible, False, g, f))
+    call_at(shared[SHARED.others], (problem, work, True, negligible, negligible, False, f, g))
     has_light = n + m < count_positive(problem.p) + count_positive(problem.q)
     lightest_p = _lightest_share(problem.p, work.facts[FACTS.mass_p])
     lightest_q = _lightest_share(problem.q, work.facts[FACTS.mass_q])
