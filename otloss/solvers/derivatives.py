@@ -49,7 +49,7 @@ from otloss.solvers.entropic.implicit.products import (
     suits_products,
     with_graph_by_products,
 )
-from otloss.solvers.entropic.objectives import dual_term
+from otloss.solvers.entropic.objectives import balanced_value, dual_term
 from otloss.solvers.entropic.solution import EntropicSolution
 from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.linear_systems import solve as solve_systems
@@ -243,10 +243,11 @@ def ratio_of(problem: Problem, f: Tensor, g: Tensor, p: Tensor, epsilon: Tensor,
 def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:
     """The dual objective, whose derivatives in the potentials vanish."""
     p, q, epsilon = (t.to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-    penalty = problem.marginal_penalty or BOTH_KEPT
-    mass = p.sum(-1) if problem.marginal_penalty is None else p.sum(-1) * q.sum(-1)
+    moved, penalty = plan.sum((-2, -1)), problem.marginal_penalty
+    if penalty is None:
+        return balanced_value(p, q, f, g) - epsilon * (moved - p.sum(-1))
     outside = (dual_term(f, penalty.p) * p).sum(-1) + (dual_term(g, penalty.q) * q).sum(-1)
-    return outside - epsilon * (plan.sum((-2, -1)) - mass)
+    return outside - epsilon * (moved - p.sum(-1) * q.sum(-1))
 
 
 @dataclass(frozen=True)

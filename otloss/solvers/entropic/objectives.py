@@ -56,12 +56,24 @@ def sizes_of_terms(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*ba
     return total
 
 
+def balanced_value(p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return f.p + g.q for p and q scaled to the mean of their masses.
+
+    The masses differ by the rounding of the dtype that p and q were given in. Where potentials are as large as a price,
+    their constant times that rounding is more than the rounding of the value.
+    """
+    mass_p, mass_q = p.detach().sum(-1), q.detach().sum(-1)
+    half, tiny = (mass_q - mass_p) / 2, torch.finfo(p.dtype).tiny
+    scale_p, scale_q = 1 + half / mass_p.clamp(min=tiny), 1 - half / mass_q.clamp(min=tiny)
+    return scale_p * (f * p).sum(-1) + scale_q * (g * q).sum(-1)
+
+
 def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return D at potentials of which f is an exact update from g."""
     penalty = problem.marginal_penalty
-    if penalty is None:
-        return (f * problem.p.detach()).sum(-1) + (g * problem.q.detach()).sum(-1)
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    if penalty is None:
+        return balanced_value(p, q, f, g)
     mass_p, mass_q = p.sum(-1), q.sum(-1)
     (from_p, kept), (from_q, _) = dual_sum(p, f, penalty.p), dual_sum(q, g, penalty.q)
     return from_p + from_q - epsilon * (kept - mass_p * mass_q)

@@ -524,3 +524,13 @@ def test_blocks_whose_ordinary_costs_are_many_epsilons_pay_no_price_for_rounding
     expected = (held * (costs - epsilon * p.double()[[3, 4, 4]].log())).sum()
     value = otloss.solve(p, q, cost, epsilon=epsilon).value
     assert value.item() == pytest.approx(expected.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+def test_masses_that_differ_by_rounding_do_not_multiply_a_price_that_light_mass_pays(grad: str) -> None:
+    p, q = torch.tensor([1.0, 3e-8]), torch.tensor([0.0, 3e-7, 2.5e-5, 0.9999745])
+    cost = torch.tensor([[4.7, 1e4, 1e4, 2.4], [1.2, 5.0, 3.3, 1.2]])
+    value = otloss.solve(p, q, cost, epsilon=0.01, grad=grad).value
+    wide = otloss.solve(p.double(), q.double(), cost.double(), epsilon=0.01).value
+    assert float(p.double().sum() - q.double().sum()) != 0
+    torch.testing.assert_close(value.double(), wide, rtol=1e-6, atol=0)

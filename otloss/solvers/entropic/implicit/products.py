@@ -39,6 +39,7 @@ from otloss.solvers.entropic.equations.conjugate_gradients import Conjugate, Equ
 from otloss.solvers.entropic.equations.looks import Looks
 from otloss.solvers.entropic.equations.updates import damping_of
 from otloss.solvers.entropic.implicit.grid import WithGraph
+from otloss.solvers.entropic.objectives import balanced_value
 from otloss.solvers.entropic.sinkhorn_gpu import is_small
 from otloss.solvers.options import BOTH_KEPT, is_kept
 from otloss.solvers.problem import Problem
@@ -230,7 +231,7 @@ class _UpdatesWithGraph:
         problem = self.problem
         p, q = problem.p.to(f), problem.q.to(g)
         if (penalty := problem.marginal_penalty) is None:
-            return (f * p).sum(-1) + (g * q).sum(-1)
+            return balanced_value(p, q, f, g)
         kept, outside = p, f.new_zeros(())
         for weights, potential, rho in ((p, f, penalty.p), (q, g, penalty.q)):
             if is_kept(rho):
