@@ -27,6 +27,8 @@ class WarningLimits(NamedTuple):
         smallest_epsilon, largest_smallest: epsilon over the largest potential must be at least `smallest_epsilon` over
             the tolerance, or `largest_smallest` if that is less. Below, rounding in float64 changes entries of the plan
             by more than the tolerance.
+        astray: potentials that exceed so many times the largest cost plus a hundred epsilons, with an error that is not
+            finite, are of a search that overflowed.
         no_mass: a bin with a larger potential over the marginal penalty keeps less than exp(-40) of its weight.
     """
 
@@ -35,6 +37,7 @@ class WarningLimits(NamedTuple):
     uncertain: float = 1e-2
     smallest_epsilon: float = 1e-15
     largest_smallest: float = 1e-8
+    astray: float = 100.0
     no_mass: float = 40.0
 
 
@@ -76,7 +79,8 @@ def check_epsilon(problem: Problem, result: SearchResult, tolerance: float) -> N
     """Raise if epsilon is so small, relative to the potentials, that their rounding decides the plan.
 
     The potentials count and not the costs, since a large cost that forbids a pair is harmless where no mass has to take
-    it. For the same reason, with a marginal penalty, potentials of bins that keep no mass are cut off.
+    it. For the same reason, with a marginal penalty, potentials of bins that keep no mass are cut off. A search that
+    overflowed says nothing of epsilon.
     """
     epsilon, smallest_ratio = problem.epsilon.detach(), smallest_epsilon_over_potential(tolerance)
     if not result.f.numel() or not result.g.numel():
@@ -89,7 +93,8 @@ def check_epsilon(problem: Problem, result: SearchResult, tolerance: float) -> N
         potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=WARNING_LIMITS.no_mass * rho).abs().amax(-1)
         for potential, weights, rho in ((result.f, problem.p, penalty.p), (result.g, problem.q, penalty.q))
     ))  # fmt: skip
-    is_outside = epsilon < smallest_ratio * size
+    explained = WARNING_LIMITS.astray * (problem.cost.largest() + 100 * epsilon)
+    is_outside = (epsilon < smallest_ratio * size) & (result.error.isfinite() | (size <= explained))
     if is_outside.any():
         raise SmallEpsilonError(
             f"epsilon is {float(epsilon[is_outside][0]):.3g} where potentials are as large as "

@@ -354,3 +354,13 @@ def test_the_error_of_potentials_includes_the_rounding_of_large_ones() -> None:
     apart = (exact.potentials[0] - rounded.potentials[0]).abs().max()
     assert 1e-3 < apart <= rounded.potential_error
     assert exact.potential_error < 1e-5
+
+
+def test_a_search_that_overflows_does_not_blame_epsilon() -> None:
+    """Newton's method goes astray in a light column that only a price reaches; a later method solves the problem."""
+    p, q = torch.tensor([0.0, 1.0779, 0.0079]), torch.tensor([7.6e-17, 1.0823, 3.5e-3, 1.58e-12, 3.8e-17])
+    cost = torch.tensor([[3.09, 1e4, 0.03, 1.13, 0.47], [4.39, 2.06, 2.19, 1e4, 0.21], [3.5, 1.18, 1.48, 1e4, 3.09]])
+    solution = otloss.solve(p, q, cost, epsilon=0.0177, marginal_penalty=(None, 25.17))
+    wide = otloss.solve(p.double(), q.double(), cost.double(), epsilon=0.0177, marginal_penalty=(None, 25.17))
+    assert bool(solution.converged)
+    torch.testing.assert_close(solution.value.double(), wide.value, rtol=1e-6, atol=0)
