@@ -38,6 +38,8 @@ from otloss.costs import Cost
 from otloss.solvers.histograms import MASS_ROUNDING, pair_and_cost
 from otloss.solvers.options import DEFAULT_TOLERANCE, MarginalPenalty, Settings, SmallEpsilonError
 
+ROUNDING_OF_MARGINALS = 1e-13  # of float64, relative to the mass with what stays
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -54,6 +56,7 @@ class Problem:
         start: potentials (f, g) of a similar problem, of the whole batch and without a graph, or None.
         has_empty_side: whether p or q holds no mass in a problem.
         has_dummy_bins: whether the last bins of p and q take the mass that partial transport leaves.
+        share_moved: the least share of the mass that is no dummy bin's alone, which the tolerance is relative to.
         weight_rounding: the rounding unit of the weights as they were given.
         is_symmetric: whether p equals q and the cost its transpose, which saves iterations.
         impl: the implementation that was asked for.
@@ -71,6 +74,7 @@ class Problem:
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None
     has_empty_side: bool = False
     has_dummy_bins: bool = False
+    share_moved: float = 1.0
     weight_rounding: float = 0.0
     is_symmetric: bool = False
     impl: str = "auto"
@@ -152,8 +156,9 @@ def _centred(f: Tensor, g: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tolerance_of(problem: Problem, settings: Settings) -> float:
-    """Return the tolerance that was asked for, or the default of the output's dtype."""
-    return settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
+    """Return the tolerance that was asked for, or the default of the output's dtype, for the mass that is moved."""
+    tolerance = settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
+    return max(tolerance * problem.share_moved, min(tolerance, ROUNDING_OF_MARGINALS))
 
 
 def _check_combination(epsilon: Any, mass: Any, settings: Settings) -> None:

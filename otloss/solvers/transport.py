@@ -72,7 +72,7 @@ class Transport:
         potentials: (f, g), (..., n) and (..., m): the derivatives of the value in p and q, up to a constant.
             Potentials of exact transport obey f + g <= C everywhere: where bins of p and of q hold no mass their two
             one-sided derivatives may not, and g is less there.
-        marginal_error: (...), sum of the errors of both marginals relative to the mass.
+        marginal_error: (...), sum of the errors of both marginals relative to the mass that is moved.
         converged: (...), whether that is within the tolerance.
         iterations: (...), of Sinkhorn, or pivots of the simplex.
         potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
@@ -106,7 +106,10 @@ class Transport:
     @property
     def marginal_error(self) -> Float[Tensor, "*batch"]:
         """(...), relative to the mass."""
-        return self._cast(self._solution.marginal_error)
+        error = self._solution.marginal_error
+        for step in self._ways_back:
+            error = step.marginal_error(error)
+        return self._cast(error)
 
     @property
     def converged(self) -> Bool[Tensor, "*batch"]:

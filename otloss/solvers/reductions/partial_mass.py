@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otloss._checks import check_finite
+from otloss._checks import check_finite, needs_torch
 from otloss.costs import DenseCost
 from otloss.solvers.convergence import level_of_the_caller
 from otloss.solvers.options import Settings
@@ -62,7 +62,17 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         mass=None,
         has_dummy_bins=True,
     )
-    return reduced, _PartialMass()
+    if problem.is_exact:
+        return reduced, _PartialMass()
+    share = problem.mass.detach() / reduced.p.detach().sum(-1).clamp(min=torch.finfo(wide).tiny)
+    return dataclasses.replace(reduced, share_moved=_smallest_share(share)), _PartialMass(share)
+
+
+def _smallest_share(share: Tensor) -> float:
+    """Return the smallest share above 0; 1 inside of transforms, where it cannot be read."""
+    if needs_torch(share) or not bool((share > 0).any()):
+        return 1.0
+    return float(share.masked_fill(share <= 0, 1.0).min())
 
 
 def _warn_of_slow_images(problem: Problem) -> None:
@@ -80,7 +90,18 @@ def _warn_of_slow_images(problem: Problem) -> None:
 
 
 class _PartialMass(WayBack):
-    """Without the dummy bins. Bounds hold for the problem with them."""
+    """Without the dummy bins. Bounds hold for the problem with them.
+
+    Attributes:
+        share: (...), what is moved of all mass with the dummy bins, for entropic problems. The search measures its
+            error by all mass, and beside what stays the mass that is moved may be little.
+    """
+
+    def __init__(self, share: Tensor | None = None) -> None:
+        self._share = share
+
+    def marginal_error(self, error: Tensor) -> Tensor:
+        return error if self._share is None else error / self._share.to(error).masked_fill(self._share <= 0, 1.0)
 
     def potentials(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:]

@@ -36,6 +36,10 @@ class WayBack:
         """The difference of two bounds."""
         return gap
 
+    def marginal_error(self, error: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The errors of the marginals relative to the mass."""
+        return error
+
     def potentials(
         self, f: Float[Tensor, "*batch n"], g: Float[Tensor, "*batch m"]
     ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]:

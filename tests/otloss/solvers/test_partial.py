@@ -63,3 +63,16 @@ def test_a_mass_that_exceeds_a_side_by_rounding() -> None:
         otloss.emd(leaf, q, cost, mass=0.75 + excess).backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_little_mass_that_moves_beside_much_that_stays(dtype: torch.dtype) -> None:
+    """The error counts beside what is moved. float32 moved nothing: errors of all of it are 1e-6 of what stays."""
+    p, q = torch.tensor([700.0, 40.0, 7.0], dtype=dtype), torch.tensor([0.002, 0.007, 0.0006], dtype=dtype)
+    cost = torch.tensor([[20.0, 18.0, 25.0], [29.0, 19.0, 17.0], [22.0, 16.0, 21.0]], dtype=dtype)
+    solution = otloss.solve(p, q, cost, epsilon=0.01, mass=2e-4)
+    moved = solution.plan().double().sum()
+    assert abs(float(moved) / 2e-4 - 1) < 1e-5
+    assert bool(solution.converged)
+    assert float(solution.marginal_error) < 1e-5
+    assert float(solution.gap) < 1e-5 * float(solution.value)
