@@ -7,6 +7,8 @@ import warnings
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from otloss._numba import may_run_on
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
@@ -27,8 +29,7 @@ class WarningLimits(NamedTuple):
         smallest_epsilon, largest_smallest: epsilon over the largest potential must be at least `smallest_epsilon` over
             the tolerance, or `largest_smallest` if that is less. Below, rounding in float64 changes entries of the plan
             by more than the tolerance.
-        astray: potentials that exceed so many times the largest cost plus a hundred epsilons, with an error that is not
-            finite, are of a search that overflowed.
+        astray: no balanced problem has larger potentials, as a multiple of the largest cost plus a hundred epsilons.
         no_mass: a bin with a larger potential over the marginal penalty keeps less than exp(-40) of its weight.
     """
 
@@ -75,12 +76,21 @@ def smallest_epsilon_over_potential(tolerance: float) -> float:
     return min(WARNING_LIMITS.smallest_epsilon / tolerance, WARNING_LIMITS.largest_smallest)
 
 
+def is_astray(problem: Problem, result: SearchResult) -> Bool[Tensor, "*batch"]:
+    """Return whether a search ended where no solution is: Newton's method may overflow, or drift along a constant."""
+    explained = WARNING_LIMITS.astray * (problem.cost.largest() + 100 * problem.epsilon.detach())
+    size = torch.maximum(result.f.abs().amax(-1), result.g.abs().amax(-1))
+    is_too_large = ~(size <= explained)
+    # With a marginal penalty potentials may be as large as that times the logarithm of a mass.
+    return is_too_large if problem.marginal_penalty is None else is_too_large & ~result.error.isfinite()
+
+
 def check_epsilon(problem: Problem, result: SearchResult, tolerance: float) -> None:
     """Raise if epsilon is so small, relative to the potentials, that their rounding decides the plan.
 
     The potentials count and not the costs, since a large cost that forbids a pair is harmless where no mass has to take
     it. For the same reason, with a marginal penalty, potentials of bins that keep no mass are cut off. A search that
-    overflowed says nothing of epsilon.
+    went astray says nothing of epsilon.
     """
     epsilon, smallest_ratio = problem.epsilon.detach(), smallest_epsilon_over_potential(tolerance)
     if not result.f.numel() or not result.g.numel():
@@ -93,8 +103,7 @@ def check_epsilon(problem: Problem, result: SearchResult, tolerance: float) -> N
         potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=WARNING_LIMITS.no_mass * rho).abs().amax(-1)
         for potential, weights, rho in ((result.f, problem.p, penalty.p), (result.g, problem.q, penalty.q))
     ))  # fmt: skip
-    explained = WARNING_LIMITS.astray * (problem.cost.largest() + 100 * epsilon)
-    is_outside = (epsilon < smallest_ratio * size) & (result.error.isfinite() | (size <= explained))
+    is_outside = (epsilon < smallest_ratio * size) & ~is_astray(problem, result)
     if is_outside.any():
         raise SmallEpsilonError(
             f"epsilon is {float(epsilon[is_outside][0]):.3g} where potentials are as large as "

@@ -23,7 +23,7 @@ from otloss.costs.order import METRIC_NUMBERS, order_of
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.entropic.interface import ERROR, ITERATIONS, Budget, Method, SearchResult, Start
 from otloss.solvers.entropic.light_columns import drop_light_columns, restore_light_columns
-from otloss.solvers.entropic.messages import check_epsilon, smallest_epsilon_over_potential
+from otloss.solvers.entropic.messages import check_epsilon, is_astray, smallest_epsilon_over_potential
 from otloss.solvers.entropic.newton_batch import scatter, search_again, select, suits_newton, with_empty_rows
 from otloss.solvers.entropic.sinkhorn_cpu import penalties_of
 from otloss.solvers.exact.clouds import solve_between_clouds, suits_clouds
@@ -81,8 +81,9 @@ class SparseNewton(Method):
         solve = _solve_balanced if slow.marginal_penalty is None else _solve_unbalanced
         result = solve(slow, start.g[mask].cpu().double(), budget)
         result = with_empty_rows(slow, problem.q[mask], result)
-        if not result.is_within(budget.tolerance):  # before the last method uses up the budget
-            check_epsilon(slow, result, budget.tolerance)
+        if not result.is_within(budget.tolerance):
+            result = dataclasses.replace(result, error=result.error.masked_fill(is_astray(slow, result), torch.inf))
+            check_epsilon(slow, result, budget.tolerance)  # before the last method uses up the budget
         return scatter(unsolved, mask, result)
 
 

@@ -1,5 +1,6 @@
 """Entropic transport where it is easily wrong: light bins, tiny and huge epsilon, slow modes, forward mode."""
 
+import dataclasses
 import math
 import warnings
 from typing import Any
@@ -313,3 +314,22 @@ def test_one_bin_on_a_side_has_one_plan_at_any_epsilon(is_row: bool, largest: fl
     gradient = leaves[1 if is_row else 0].grad
     assert gradient is not None
     torch.testing.assert_close(gradient - gradient[2], cost[:, 0] - cost[2, 0], rtol=1e-12, atol=1e-12 * largest)
+
+
+def test_potentials_that_drift_along_a_constant_say_nothing_of_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newton's method drifted by 1e13 beside a light column, and SmallEpsilonError blamed an epsilon of 1e-3."""
+    drifted, run = [], newton._run_kernel
+
+    def drifting(*arguments: Any, **settings: Any) -> SearchResult:
+        result = run(*arguments, **settings)
+        drifted.append(1e13)
+        error = torch.full_like(result.error, 1e-4)
+        return dataclasses.replace(result, f=result.f - drifted[-1], g=result.g + drifted[-1], error=error)
+
+    monkeypatch.setattr(newton, "_run_kernel", drifting)
+    cost = torch.rand(20, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with pytest.warns(ConvergenceWarning):  # the last method takes more iterations
+        value = otloss.sinkhorn(None, None, cost, epsilon=1e-3)
+    monkeypatch.undo()
+    assert drifted
+    torch.testing.assert_close(value, otloss.sinkhorn(None, None, cost, epsilon=1e-3), rtol=1e-4, atol=0)
