@@ -37,7 +37,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_not_negative
 from otloss.metrics.arrays import read_probabilities, read_values, read_weights
-from otloss.metrics.rank_labels import plain_labels
+from otloss.metrics.rank_labels import plain_labels, shown
 
 # Temperatures and slopes stay between exp(-3) and exp(3).
 _LARGEST_LOG = 3.0
@@ -107,11 +107,11 @@ class Temperature(BaseEstimator):
             proba: (n, K) forecasts, columns in rank order.
 
         Raises:
-            ValueError: if rows are no probabilities.
+            ValueError: if rows are no probabilities, or proba is a data frame with other columns than 0 to K - 1.
             sklearn.exceptions.NotFittedError: before `fit`.
         """
         check_is_fitted(self, "temperature_")
-        table = read_probabilities("proba", proba)
+        table = _read_forecasts(proba)
         return table if self.temperature_ == 1 else _tempered(_log(table), self.temperature_)
 
     def _score(self, data: _CalibrationData, logs: Float[np.ndarray, "n classes"]) -> Callable[[float], float]:
@@ -195,11 +195,12 @@ class OrdinalRecalibration(BaseEstimator):
             proba: (n, K) forecasts, columns in rank order.
 
         Raises:
-            ValueError: if rows are no probabilities, or their number is not as in the fit.
+            ValueError: if rows are no probabilities, their number is not as in the fit, or proba is a data frame with
+                other columns than 0 to K - 1.
             sklearn.exceptions.NotFittedError: before `fit`.
         """
         check_is_fitted(self, "offset_")
-        table = read_probabilities("proba", proba)
+        table = _read_forecasts(proba)
         if table.shape[1] != self.offset_.size + 1:
             raise ValueError(f"proba has {table.shape[1]} columns, expected {self.offset_.size + 1} as in the fit.")
         below, above = _both_sides(table)
@@ -223,7 +224,7 @@ class _CalibrationData:
 
     @classmethod
     def read(cls, proba: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None) -> Self:
-        table = read_probabilities("proba", proba)
+        table = _read_forecasts(proba)
         index = _positions_of_columns(y, table.shape[1])
         if index.size != len(table):
             raise ValueError(f"y has {index.size} classes and proba {len(table)} rows, expected as many.")
@@ -243,6 +244,17 @@ class _CalibrationData:
     def pull(self) -> float:
         """1 / (16 n), with the n of as many examples of equal weight."""
         return float(self.weight @ self.weight) / 16
+
+
+def _read_forecasts(proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
+    """Return (n, K) probabilities; ValueError for a data frame, unless its columns are named 0 to K - 1 in order."""
+    columns = list(proba.columns) if hasattr(proba, "columns") else None
+    if columns is not None and columns != list(range(len(columns))):
+        raise ValueError(
+            f"proba is a data frame with the columns {shown(np.array(columns, dtype=object))}, which need not be in "
+            "rank order; pass proba[order].to_numpy(), where order lists the classes, lowest first."
+        )
+    return read_probabilities("proba", proba)
 
 
 def _positions_of_columns(y: ArrayLike, columns: int) -> Int[np.ndarray, " n"]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -224,3 +225,15 @@ def test_the_rounding_of_equal_forecasts_is_not_stretched(n: int, members: int) 
         ensemble, y = np.full((n, members), value), value / 2 + 0.1 * np.random.default_rng(0).normal(size=n)
         model = EnsembleRecalibration(shrinkage=0.0).fit(ensemble, y)
         assert (model.factor_, model.scale_, model.added_) == (1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])
+def test_data_frames_name_their_columns_in_rank_order(family: Any) -> None:
+    proba, y = draw(0, 200, leaning)
+    model = family().fit(proba, y)
+    frame = pd.DataFrame(proba)
+    np.testing.assert_array_equal(family().fit(frame, y).predict(frame), model.predict(proba))
+    for other in (frame[frame.columns[::-1]], frame.set_axis(list("abcde"), axis=1)):
+        for call in (lambda x=other: family().fit(x, y), lambda x=other: model.predict(x)):
+            with pytest.raises(ValueError, match=r"data frame with the columns .* rank order; pass .*to_numpy"):
+                call()
