@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 SETTINGS_FILE = "run.json"
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class DivergenceError(ValueError):
@@ -24,6 +27,41 @@ class DivergenceError(ValueError):
 
 class FinishedError(Exception):
     """The checkpoint to resume from was written at the last step."""
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Raise OSError with what to do where a folder cannot be made, or its file system is full or read-only.
+
+    safetensors and torch have errors of their own for a file that cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and Path(error.filename) in (folder, *folder.parents):
+            raise OSError(
+                f"--output_dir is {str(folder)!r}, and the folder cannot be made or written to ({error.strerror}); "
+                "choose another one."
+            ) from error
+        if error.errno in _NOT_WRITTEN:
+            raise _unwritten(folder, error) from error
+        raise
+    except (SafetensorError, RuntimeError) as error:
+        if "Error while serializing: I/O error" in str(error) or _is_of_torch_writer(error):
+            raise _unwritten(folder, error) from error
+        raise
+
+
+def _is_of_torch_writer(error: Exception) -> bool:
+    return "inline_container.cc" in str(error) and "Reader" not in str(error)
+
+
+def _unwritten(folder: Path, error: Exception) -> OSError:
+    free = shutil.disk_usage(folder).free / 1e6
+    return OSError(
+        f"a file in {folder} cannot be written ({error}), {free:.0f} MB are free there; free space and repeat the "
+        "command, which resumes from the last whole checkpoint, or choose another --output_dir."
+    )
 
 
 @contextmanager

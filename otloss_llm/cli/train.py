@@ -22,6 +22,7 @@ from otloss_llm.cli.guard import (
     only_run_in,
     open_folder,
     tokenizer_fingerprint,
+    writing_to,
 )
 from otloss_llm.cli.numbers import report_numbers
 from otloss_llm.cli.rows import checked_split, digest, load_splits, naming_rows
@@ -52,10 +53,11 @@ def run(request: Request) -> str:
             "base model (merge_and_unload) and save that, then train it."
         )
     settings = request.settings() | {"rows": digest(rows), "model": fingerprint(model.named_parameters())}
-    trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
-    settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
-    report_numbers(trainer, request.objective.objective)
     with ExitStack() as held:
+        held.enter_context(writing_to(Path(args.output_dir)))
+        trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
+        settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
+        report_numbers(trainer, request.objective.objective)
         with args.main_process_first(desc="open the output folder"):
             if args.process_index == 0:
                 held.enter_context(only_run_in(Path(args.output_dir)))

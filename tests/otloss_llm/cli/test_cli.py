@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -20,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import otloss_llm
 from otloss_llm import MLE, EmbeddingCost, token_loss
 from otloss_llm.cli import main
-from otloss_llm.cli.guard import only_run_in
+from otloss_llm.cli.guard import only_run_in, writing_to
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
@@ -289,6 +290,29 @@ def test_two_runs_do_not_share_a_folder(cli: Cli, model: Path, sums: Path, tmp_p
         assert "another process trains in" in cli(*given).error
     assert not list((tmp_path / "run").glob("*"))
     assert cli(*given).code == 0
+
+
+@pytest.mark.parametrize("save_file", [
+    lambda path: path.write_bytes(b"0" * 2**16),
+    lambda path: torch.save(torch.zeros(2**14), path),
+    lambda path: safetensors.torch.save_file({"w": torch.zeros(2**14)}, path),
+])  # fmt: skip
+def test_a_full_disk_says_what_to_do(save_file: Any, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")  # not on Windows
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot be written .* free space and repeat"), writing_to(tmp_path):
+            save_file(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/run"):
+        error = cli(*asked("train", model, sums, output_dir=tmp_path / name)).error
+        assert re.search("--output_dir is .* choose another", error)
 
 
 def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
