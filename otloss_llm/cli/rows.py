@@ -11,13 +11,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 from jinja2 import TemplateError
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
+
+from otloss_llm.losses.positions import IGNORE_INDEX
+from otloss_llm.training.batches import TOKEN_WEIGHT
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 SAMPLED = 64  # rows that identify a stream
 CHECKED = 100_000  # rows among which an invalid one is looked for
+BESIDE_TOKENS = ("labels", "attention_mask", "completion_mask", "assistant_masks", TOKEN_WEIGHT)
 AS_UTF8 = "save the file as UTF-8, for example with: iconv -f latin1 -t utf-8"
 
 
@@ -119,6 +125,61 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
             "trained on; look at the file."
         )
     return rows
+
+
+def check_tokens(rows: Any, vocabulary: int) -> None:
+    """Raise ValueError unless all rows have token ids of the vocabulary, and lists beside them that are as long.
+
+    Of a stream the first rows are checked.
+    """
+    first = 0
+    for table in (rows if hasattr(rows, "__len__") else rows.take(SAMPLED)).with_format("arrow").iter(1000):
+        lengths = _check_lengths(table, first)
+        for name in ("input_ids", "labels"):
+            if name in table.column_names:
+                _check_ids(name, _flat(table[name]), vocabulary, first + np.repeat(np.arange(len(lengths)), lengths))
+        first += len(table)
+
+
+def _check_lengths(table: Any, first: int) -> np.ndarray:
+    """Return how many token ids each row of a table has; raises ValueError where another column has others."""
+    kind = str(table["input_ids"].type)
+    if "list<" not in kind or "int" not in kind:
+        raise ValueError(
+            f"input_ids of row {first} is {str(table['input_ids'][0].as_py())[:60]!r}, expected a list of token ids, "
+            "which are whole numbers."
+        )
+    names = [name for name in ("input_ids", *BESIDE_TOKENS) if name in table.column_names]
+    lengths = np.array([pc.list_value_length(table[name]).fill_null(-1).to_numpy() for name in names])
+    wrong = (lengths != lengths[0]).any(0) | (lengths[0] < 0)
+    if wrong.any():
+        i = int(wrong.argmax())
+        of_row = {
+            name: length if length >= 0 else None for name, length in zip(names, lengths[:, i].tolist(), strict=True)
+        }
+        raise ValueError(
+            f"row {first + i} has columns of lengths {of_row}, expected lists, all as long as input_ids: labels are "
+            "-100 where nothing is predicted."
+        )
+    return lengths[0]
+
+
+def _check_ids(name: str, ids: np.ndarray, vocabulary: int, row: np.ndarray) -> None:
+    wrong = ~((ids >= 0) & (ids < vocabulary))  # NaN for a null
+    if name == "labels":
+        wrong &= ids != IGNORE_INDEX
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise ValueError(
+            f"{name} of row {row[i]} has {ids[i]}, expected whole numbers from 0 to {vocabulary - 1}, the model's "
+            "vocabulary; was the text tokenised by another model's tokenizer?"
+        )
+
+
+def _flat(lists: Any) -> np.ndarray:
+    """Return all numbers of a column of lists."""
+    flat: np.ndarray = pc.list_flatten(lists).to_numpy()
+    return flat
 
 
 def decoded(rows: Any) -> Iterator[dict[str, Any]]:

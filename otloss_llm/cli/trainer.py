@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor
 from trl import SFTTrainer, get_peft_config, get_quantization_config, is_conversational
 from trl.trainer.utils import create_model_from_path
 
-from otloss_llm.cli.rows import HUB_NAME, naming_rows
+from otloss_llm.cli.rows import HUB_NAME, check_tokens, naming_rows
 from otloss_llm.cli.settings import Request, RunConfig
 from otloss_llm.costs.named import load_cost
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
@@ -94,6 +94,10 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
             "class Trainer(ObjectiveMixin, Seq2SeqTrainer)."
         )
     args = _fitted(request.args, first, model, tokenizer)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for rows in (train, evaluation):
+        if rows is not None and "input_ids" in next(iter(rows)):
+            check_tokens(rows, vocabulary)
     cost: Any = "auto"
     if options.cost_embedding is not None:
         cost = load_cost(
@@ -110,7 +114,7 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
     except (RuntimeError, AttributeError, LookupError, TypeError, TemplateError) as error:
         # A template that raises, or a report to a package that is not installed.
         raise ValueError(f"the trainer cannot be built: {error}") from error
-    counts = label_counts(trainer.train_dataset, model.get_input_embeddings().num_embeddings, shifted=True)
+    counts = label_counts(trainer.train_dataset, vocabulary, shifted=True)
     if counts is not None and not counts.sum():  # None for a stream
         raise ValueError("no token of the rows is trained on: all are empty, or masked; check the columns.")
     return trainer

@@ -22,10 +22,12 @@ import otloss_llm
 from otloss_llm import MLE, EmbeddingCost, token_loss
 from otloss_llm.cli import main
 from otloss_llm.cli.guard import only_run_in, writing_to
+from otloss_llm.cli.rows import check_tokens
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
 trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of each other
 
@@ -292,6 +294,22 @@ def test_two_runs_do_not_share_a_folder(cli: Cli, model: Path, sums: Path, tmp_p
     assert cli(*given).code == 0
 
 
+@pytest.mark.parametrize(("row", "message"), [
+    ({"input_ids": [1, 99999]}, "input_ids of row 1500 has 99999, expected whole numbers from 0 to"),
+    ({"input_ids": [1, -1]}, "input_ids of row 1500 has -1"),
+    ({"input_ids": [1, None]}, "input_ids of row 1500 has nan"),
+    ({"input_ids": None}, "row 1500 has columns of lengths {'input_ids': None}"),
+    ({"input_ids": [1, 2], "labels": [1, 99999]}, "labels of row 1500 has 99999"),
+    ({"input_ids": [1, 2], "labels": [1]}, r"row 1500 has columns of lengths {'input_ids': 2, 'labels': 1}"),
+    ({"input_ids": [1, 2.5]}, "input_ids of row 0 is '.1.0, 2.0.'"),
+])  # fmt: skip
+def test_tokens_that_no_model_has_are_named(row: dict[str, Any], message: str) -> None:
+    usual = {"input_ids": [1, 2]} | ({"labels": [-100, 2]} if "labels" in row else {})
+    rows = datasets.Dataset.from_list([usual] * 1500 + [row])
+    with pytest.raises(ValueError, match=message):
+        check_tokens(rows, 290)
+
+
 @pytest.mark.parametrize("save_file", [
     lambda path: path.write_bytes(b"0" * 2**16),
     lambda path: torch.save(torch.zeros(2**14), path),
@@ -313,6 +331,12 @@ def test_an_output_folder_that_cannot_be_made_is_named(cli: Cli, model: Path, su
     for name in ("file", "file/run"):
         error = cli(*asked("train", model, sums, output_dir=tmp_path / name)).error
         assert re.search("--output_dir is .* choose another", error)
+
+
+def test_token_ids_are_checked_by_both_commands(cli: Cli, model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "ids.jsonl", [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 9999]}])
+    for command, changes in (("train", {"output_dir": tmp_path / "run"}), ("evaluate", {})):
+        assert "input_ids of row 1 has 9999" in cli(*asked(command, model, path, **changes)).error
 
 
 def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
