@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise
 from json import JSONDecodeError
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import torch
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
@@ -110,6 +111,9 @@ class ModelArguments(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        only: Any = self.lora_target_modules  # TRL takes a list of one name for a pattern of whole paths
+        if isinstance(only, str) and only != "all-linear" and re.fullmatch(r"[\w.]+", only):
+            self.lora_target_modules = [only]
         if self.model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing; give the folder or the hub name of a model.")
 
@@ -155,6 +159,36 @@ class ObjectiveArguments:
     @property
     def numbers(self) -> NumberSettings | None:
         return None if self.number_scaling == "symlog" else NumberSettings(scaling=self.number_scaling)
+
+
+class RunParser(TrlParser):
+    """TRL's parser, which reads the values of a YAML file as those of the command line: by the types of options."""
+
+    def __init__(self, kinds: Sequence[type], **settings: Any) -> None:
+        super().__init__(kinds, **settings)
+        self._hints = {name: str(hint) for kind in kinds for name, hint in get_type_hints(kind).items()}
+
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        read = {name: _read_value(name, value, self._hints.get(name, "")) for name, value in values.items()}
+        unread: list[str] = super().set_defaults_with_config(**read)
+        return unread
+
+
+def _read_value(name: str, value: Any, hint: str) -> Any:
+    """Return a value of a YAML file as a word or words of the command line; raise ValueError for another structure."""
+    if name == "datasets":
+        if not (isinstance(value, list) and all(isinstance(item, dict) and "path" in item for item in value)):
+            raise ValueError(f"datasets of --config is {value!r}, expected a list of mappings with the key path.")
+        return value
+    if isinstance(value, dict | list) and type(value).__name__ not in hint:
+        raise ValueError(f"{name} of --config is {value!r}, expected one value.")
+    if value is None and hint.startswith("<class"):
+        raise ValueError(f"{name} of --config is null, expected a value; leave it out for the default.")
+    if hint.startswith("list[str]") and not isinstance(value, list | None):
+        return [str(value)]
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return str(value) if isinstance(value, int | float) else value
 
 
 class Request(NamedTuple):
@@ -211,9 +245,7 @@ def _naming_options(arguments: Sequence[str]) -> Iterator[None]:
         option = next((name for name, value in pairs if value == str(error.filename)), "--config")
         raise ValueError(f"the file of {option} cannot be read: {error}; check the path.") from error
     except TypeError as error:
-        raise ValueError(
-            f"an option has the wrong form: {error}; datasets of --config is a list of mappings with the key path."
-        ) from error
+        raise ValueError(f"an option has the wrong form: {error}") from error
 
 
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
@@ -226,7 +258,7 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
         ValueError: an option is unknown or has an invalid value.
     """
     shared = (ScriptArguments, RunConfig, ModelArguments, DatasetMixtureConfig, ObjectiveArguments)
-    parser = TrlParser((*shared, *kinds), prog=f"python -m otloss_llm {command}")
+    parser = RunParser((*shared, *kinds), prog=f"python -m otloss_llm {command}")
 
     def fail(message: str) -> NoReturn:
         raise ValueError(f"{message} (see {command} --help).")

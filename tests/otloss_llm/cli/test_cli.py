@@ -23,6 +23,7 @@ from otloss_llm import MLE, EmbeddingCost, token_loss
 from otloss_llm.cli import main
 from otloss_llm.cli.guard import only_run_in, writing_to
 from otloss_llm.cli.rows import check_tokens
+from otloss_llm.cli.settings import parse
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
@@ -292,6 +293,39 @@ def test_two_runs_do_not_share_a_folder(cli: Cli, model: Path, sums: Path, tmp_p
         assert "another process trains in" in cli(*given).error
     assert not list((tmp_path / "run").glob("*"))
     assert cli(*given).code == 0
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("seed: 4.5", "argument --seed: invalid int value: '4.5'"),
+    ("seed: true", "argument --seed: invalid int value: 'True'"),
+    ("seed: null", "seed of --config is null, expected a value"),
+    ("packing: 3", "argument --packing"),
+    ("gradient_accumulation_steps: 1.5", "argument --gradient_accumulation_steps"),
+    ("learning_rate: [1]", r"learning_rate of --config is \[1\], expected one value"),
+    ("objective: 5", "objective is '5', expected one of mle"),
+    ("datasets: [a]", r"datasets of --config is \['a'\], expected a list of mappings"),
+])  # fmt: skip
+def test_values_of_a_yaml_file_are_read_by_the_types_of_options(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        parse("train", ["--model_name_or_path", "model", "--config", str(tmp_path / "run.yaml")])
+
+
+def test_yaml_files_and_the_command_line_agree(tmp_path: Path) -> None:
+    text = (
+        "max_length: null\nweight_decay: 1\nlearning_rate: 1e-3\nuse_cpu: true\nlogging_nan_inf_filter: false\n"
+        "lora_target_modules: q_proj\nlora_modules_to_save: [lm_head]\nlr_scheduler_kwargs: {a: 1}\n"
+    )
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    words = ["max_length", "None", "weight_decay", "1", "learning_rate", "1e-3", "use_cpu", "true",
+             "logging_nan_inf_filter", "false", "lora_target_modules", "q_proj", "lora_modules_to_save", "lm_head",
+             "lr_scheduler_kwargs", '{"a": 1}']  # fmt: skip
+    given = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(words)]
+    base = ["--model_name_or_path", "model", "--output_dir", str(tmp_path)]
+    from_words = parse("train", base + given)
+    from_file = parse("train", [*base, "--config", str(tmp_path / "run.yaml")])
+    assert from_file.settings() == from_words.settings()
+    assert from_file.model.lora_target_modules == ["q_proj"]  # and no pattern of whole paths
 
 
 @pytest.mark.parametrize(("row", "message"), [
@@ -578,7 +612,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"lr_scheduler_kwargs": "{bad"}, "the value '{bad' of an option is not JSON"),
     ({"neftune_noise_alpha": -3}, "neftune_noise_alpha is -3.0, expected a finite number, at least 0"),
     ({"config": "latin.yaml"}, "file of --config is not UTF-8"),
-    ({"config": "datasets.yaml"}, "an option has the wrong form"),
+    ({"config": "datasets.yaml"}, "datasets of --config is .x., expected a list"),
 ]
 
 
