@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
             "class Trainer(ObjectiveMixin, Seq2SeqTrainer)."
         )
     args = _fitted(request.args, first, model, tokenizer)
+    if request.model.use_peft:
+        _check_layers(model, request.model)
     vocabulary = model.get_input_embeddings().num_embeddings
     for rows in (train, evaluation):
         if rows is not None and "input_ids" in next(iter(rows)):
@@ -118,6 +121,23 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
     if counts is not None and not counts.sum():  # None for a stream
         raise ValueError("no token of the rows is trained on: all are empty, or masked; check the columns.")
     return trainer
+
+
+def _check_layers(model: Any, settings: Any) -> None:
+    """Raise ValueError for the name of an option that no layer or parameter of the model has: PEFT leaves it out."""
+    layers, parameters = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
+    options = {"lora_target_modules": layers, "lora_modules_to_save": layers, "lora_target_parameters": parameters}
+    for option, paths in options.items():
+        names = getattr(settings, option)
+        for name in names if isinstance(names, list) else []:  # else a pattern, or all linear layers
+            if not any(f".{path}".endswith(name if option == "lora_modules_to_save" else f".{name}") for path in paths):
+                known = sorted({path.rpartition(".")[2] for path in paths} - {""})
+                near = get_close_matches(name, known, n=1)
+                raise ValueError(
+                    f"--{option} has {name!r}, which no path in {type(model).__name__} ends in"
+                    f"{f' (did you mean {near[0]!r}?)' if near else ''}; expected some of "
+                    f"{', '.join(part for part in known if not part.isdigit())}."
+                )
 
 
 def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:

@@ -373,6 +373,18 @@ def test_token_ids_are_checked_by_both_commands(cli: Cli, model: Path, tmp_path:
         assert "input_ids of row 1 has 9999" in cli(*asked(command, model, path, **changes)).error
 
 
+@pytest.mark.parametrize(("option", "names", "message"), [
+    ("lora_target_modules", "c_attn c_projj", "'c_projj', which no path .*did you mean 'c_proj'"),
+    ("lora_modules_to_save", "lm_haed", "'lm_haed', which no path .*did you mean 'lm_head'"),
+    ("lora_target_parameters", "nothing", "'nothing', which no path"),
+])  # fmt: skip
+def test_names_of_layers_are_checked(
+    option: str, names: str, message: str, cli: Cli, model: Path, sums: Path, tmp_path: Path
+) -> None:
+    given = asked("train", model, sums, use_peft=True, output_dir=tmp_path)
+    assert re.search(f"--{option} has {message}", cli(*given, f"--{option}", *names.split()).error)
+
+
 def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
     start = Path(shutil.copytree(model, tmp_path / "start"))
     folder = tmp_path / "run"
