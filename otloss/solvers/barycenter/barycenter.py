@@ -76,7 +76,8 @@ def barycenter(
         (..., n), in the promoted dtype, of the mass of the histograms whether it converged or not. It is found by
         iteration; Newton's method follows where that is slow, debiased with at most 256 bins. Differentiable once in p,
         the weights and the cost; the gradient holds the plans, k n m entries per problem, and inverts k n x n matrices.
-        Bins with less than 1e-12 of the mass count as empty there.
+        Bins with less than 1e-12 of the mass count as empty there. Debiased, a `ConvergenceWarning` tells where
+        rounding is more than 1 % of the gradient in random directions.
 
     Raises:
         TypeError: if p, the weights or a cost matrix is not a floating tensor.

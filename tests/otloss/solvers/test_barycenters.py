@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,8 @@ def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
         p = weights / weights.sum(-1, keepdim=True)
         leaf = p.clone().requires_grad_()
         tolerance = 2e-3 if epsilon == 0.05 else None  # answers at falling tau differ by up to 7e-4 there, by rounding
-        actual = barycenter(leaf, cost, shares, epsilon=epsilon, debiased=True, tolerance=tolerance)
+        with pytest.warns(ConvergenceWarning, match="is rounded by about") if epsilon == 0.05 else nullcontext():
+            actual = barycenter(leaf, cost, shares, epsilon=epsilon, debiased=True, tolerance=tolerance)
         narrow = (p.float(), cost.float(), shares.float())
         rounded = 5e-3 if epsilon == 0.05 else None  # Inputs rounded to float32 tell less.
         single = barycenter(*narrow, epsilon=epsilon, debiased=True, tolerance=rounded)
@@ -278,18 +280,40 @@ def test_gradients_where_plans_fall_into_parts() -> None:
     torch.testing.assert_close((gradient * steps).sum(), (ends[0] - ends[1]) / 0.02, rtol=1e-3, atol=0)
 
 
-def test_gradients_of_debiased_barycenters_where_plans_fall_into_parts() -> None:
-    """With a ridge as small as the one of a step, rounding put the third of these 6 % off."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        x = torch.cat([part + torch.rand(3, generator=generator, dtype=torch.float64) for part in (0.0, 5.0)])
-        cost = (x[:, None] - x).square()
-        p = torch.rand(2, 2, 3, generator=generator, dtype=torch.float64) + 0.2
-        p = (p / p.sum(-1, keepdim=True)).flatten(-2) / 2
-        steps = torch.randn(2, 2, 3, generator=generator, dtype=torch.float64)
-        steps = (steps - steps.mean(-1, keepdim=True)).flatten(-2)
-        to = torch.randn(6, generator=generator, dtype=torch.float64)
-        leaf = p.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(barycenter(leaf, cost, epsilon=0.05, debiased=True) @ to, leaf)
-        ends = [barycenter(p + s * steps, cost, epsilon=0.05, debiased=True) @ to for s in (1e-4, -1e-4)]
-        torch.testing.assert_close((gradient * steps).sum(), (ends[0] - ends[1]) / 2e-4, rtol=5e-3, atol=5e-3)
+def check_gradient_by_differences(
+    p: Tensor, cost: Tensor, to: Tensor, steps: Tensor, *, size: float, rtol: float, **options: Any
+) -> None:
+    """Compare the derivative of the barycenter times `to` along `steps` with the difference of two barycenters."""
+
+    def run(p: Tensor) -> Tensor:
+        return barycenter(p, cost, debiased=True, **options) @ to
+
+    leaf = p.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(run(leaf), leaf)
+    expected = (run(p + size * steps) - run(p - size * steps)) / (2 * size)
+    torch.testing.assert_close((gradient * steps).sum(), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.filterwarnings("ignore:the barycenter did not converge")
+@pytest.mark.parametrize("seed", [2, 8, 21, 42, 43])
+def test_gradients_of_debiased_barycenters_where_plans_fall_into_parts(seed: int) -> None:
+    """At one tau for all problems, rounding put each of these 7 to 110 % off."""
+    generator = torch.Generator().manual_seed(seed)
+    random = partial(torch.rand, generator=generator, dtype=torch.float64)
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    x = torch.cat([3 * part + random(3) for part in range(3)])
+    cost, p, steps = (x[:, None] - x).square(), random(2, 9) + 0.2, normal(2, 9)
+    p, steps = p / p.sum(-1, keepdim=True), steps - steps.mean(-1, keepdim=True)
+    check_gradient_by_differences(p, cost, normal(9), steps, epsilon=0.2, size=1e-4, rtol=5e-3)
+
+
+@pytest.mark.filterwarnings("ignore:the barycenter did not converge")
+def test_gradients_of_debiased_barycenters_in_fine_details() -> None:
+    """At a tau above the eigenvalues of details it was 87 % off."""
+    x = torch.linspace(0, 1, 60, dtype=torch.float64)
+    p = torch.stack([(-(x - center).square() / 0.02).exp() + 1e-3 for center in (0.2, 0.5, 0.8)])
+    p = p / p.sum(-1, keepdim=True)
+    steps = p * (6 * x + torch.arange(3.0)[:, None]).sin()
+    steps = steps - p * steps.sum(-1, keepdim=True)
+    options = {"epsilon": 0.01, "tolerance": 1e-10, "size": 1e-3, "rtol": 0.02}
+    check_gradient_by_differences(p, (x[:, None] - x).square(), drawn(60, seed=0) - 1 / 60, steps, **options)
