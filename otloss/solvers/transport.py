@@ -72,8 +72,9 @@ class Transport:
         potentials: (f, g), (..., n) and (..., m): the derivatives of the value in p and q, up to a constant.
             Potentials of exact transport obey f + g <= C everywhere: where bins of p and of q hold no mass their two
             one-sided derivatives may not, and g is less there.
-        marginal_error: (...), sum of the errors of both marginals relative to the mass that is moved.
-        converged: (...), whether that is within the tolerance.
+        marginal_error: (...), sum of the errors of both marginals relative to the mass that is moved; with
+            the mass, as little as rounding, that no plan keeps from pairs of cost +inf, and that is not moved.
+        converged: (...), whether the search ended within the tolerance.
         iterations: (...), of Sinkhorn, or pivots of the simplex.
         potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
             largest one of g, in the unit of the cost, with the rounding of f and g to their dtype. Where the plan falls

@@ -164,6 +164,7 @@ class _PlainCosts(WayBack):
     price: (...), B.
     dtype: of the output.
     forbidden_cost: (...), the cost of the mass on forbidden pairs, which is rounding.
+    left_out: (...), what of the mass that is.
     plan_of_all: the plan.
     """
 
@@ -172,6 +173,7 @@ class _PlainCosts(WayBack):
     price: Float[Tensor, "*batch"]
     dtype: torch.dtype
     forbidden_cost: Float[Tensor, "*batch"] | float = 0.0
+    left_out: Float[Tensor, "*batch"] | float = 0.0
     plan_of_all: Callable[[], Tensor] | None = None
 
     def after(self, plan: Callable[[], Tensor]) -> WayBack:
@@ -192,7 +194,8 @@ class _PlainCosts(WayBack):
                 f"{float(mass[worst]):.3g} on forbidden pairs (cost +inf): no plan avoids them. Forbid fewer pairs, or "
                 "let mass stay where it is with mass= or marginal_penalty=."
             )
-        return dataclasses.replace(self, forbidden_cost=self.price * leaked, plan_of_all=plan)
+        left_out = leaked / mass.clamp(min=torch.finfo(mass.dtype).tiny)
+        return dataclasses.replace(self, forbidden_cost=self.price * leaked, left_out=left_out, plan_of_all=plan)
 
     def value(self, value: Tensor) -> Tensor:
         value = value + self.shift.of_value - self.forbidden_cost
@@ -204,6 +207,9 @@ class _PlainCosts(WayBack):
 
     def gap(self, gap: Tensor) -> Tensor:
         return gap + 2 * self.shift.rounding
+
+    def marginal_error(self, error: Tensor) -> Tensor:
+        return error + 2 * self.left_out  # on both sides
 
     def bound(self, bound: Tensor) -> Tensor:
         if (low := self.shift.low_of_plan) is None:

@@ -534,3 +534,17 @@ def test_masses_that_differ_by_rounding_do_not_multiply_a_price_that_light_mass_
     wide = otloss.solve(p.double(), q.double(), cost.double(), epsilon=0.01).value
     assert float(p.double().sum() - q.double().sum()) != 0
     torch.testing.assert_close(value.double(), wide, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mass_that_no_plan_keeps_from_infinite_costs_is_a_marginal_error(
+    dtype: torch.dtype, epsilon: float | None
+) -> None:
+    p, q = torch.tensor([1 - 1e-9, 1e-9], dtype=dtype), torch.tensor([9e-7, 1 - 9e-7], dtype=dtype)
+    cost = torch.tensor([[torch.inf, 1.0], [2.0, 3.0]], dtype=dtype)
+    solution = otloss.solve(p, q, cost, epsilon=epsilon)
+    plan = solution.plan().double()
+    error = (plan.sum(1) - p.double()).abs().sum() + (plan.sum(0) - q.double()).abs().sum()
+    assert float(error) > 1e-6
+    assert float(solution.marginal_error) == pytest.approx(float(error), rel=0.1)
