@@ -28,6 +28,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_not_negative
+from otloss.estimators.features import LARGEST_FEATURE
 from otloss.metrics.arrays import read_shares
 from otloss.metrics.ensembles import read_ensemble
 
@@ -70,19 +71,22 @@ class EnsembleRecalibration(BaseEstimator):
             sample_weight: (n,) weights >= 0; only their ratios matter.
 
         Raises:
-            ValueError: if sizes differ, a number is NaN or infinite, or a weight or the shrinkage is negative.
+            ValueError: if sizes differ, a number is NaN, infinite or beyond 1e100, or a weight or the shrinkage is
+                negative.
         """
         check_not_negative("shrinkage", self.shrinkage)
         members, true = read_ensemble(ensemble, y)
         weight = read_shares(sample_weight, len(members))
+        members, true, weight = (numbers[weight > 0] for numbers in (members, true, weight))
+        _check_size(ensemble=members, y=true)
         mean, residual, spread = _parts(members)
-        unit = float(np.sqrt(weight @ (mean - true) ** 2)) or 1.0
+        unit = _root_mean_square(mean - true, weight) or 1.0
         mean, residual, spread, true = (numbers / unit for numbers in (mean, residual, spread, true))
-        centre = weight @ mean
+        centre = mean[0] + weight @ (mean - mean[0])  # exact for equal means
         typical = float(weight @ spread)
         wide = _ratio(typical, spread)
         # In the order of the four numbers: an offset in errors, the rest relative to the identity.
-        columns = 1.0, _without_rounding(mean - centre, mean)[:, None], residual, wide[:, None] * residual
+        columns = 1.0, _deviation(mean, centre)[:, None], residual, wide[:, None] * residual
         spreads = np.array([weight @ spread, weight @ (wide * spread)])
         pull = self.shrinkage * float(weight @ weight)
         identity = np.array([0.0, 1.0, 1.0, 0.0])
@@ -145,21 +149,33 @@ def _descend(
         best = min((best, parameters), key=lambda p: score(p, 0.0)[1])
 
 
-def _without_rounding(
-    deviation: Float[np.ndarray, "*rows members"], numbers: Float[np.ndarray, "*rows members"]
-) -> Float[np.ndarray, "*rows members"]:
-    """Return deviations of numbers from their mean, 0 where the numbers are equal: a map would stretch the rounding."""
-    rounding = 16 * np.finfo(float).eps * np.abs(numbers).max(-1, keepdims=True)
-    is_equal = np.abs(deviation).max(-1, keepdims=True) <= rounding
-    return np.where(is_equal, 0.0, deviation)
+def _check_size(**arrays: np.ndarray) -> None:
+    for name, numbers in arrays.items():
+        if np.abs(numbers).max() > LARGEST_FEATURE:
+            raise ValueError(
+                f"{name} holds numbers up to {np.abs(numbers).max():g} in size, expected at most {LARGEST_FEATURE:g}. "
+                "Look for marks of missing values such as 1e300, or divide all by a power of ten."
+            )
+
+
+def _root_mean_square(error: Float[np.ndarray, " n"], weight: Float[np.ndarray, " n"]) -> float:
+    largest = np.abs(error).max()
+    return float(largest * np.sqrt(weight @ (error / largest) ** 2)) if largest > 0 else 0.0
+
+
+def _deviation(numbers: np.ndarray, centre: np.ndarray) -> np.ndarray:
+    """Return numbers - centre, 0 where that is rounding alone, which a map would stretch."""
+    deviation = numbers - centre
+    rounding = 16 * np.finfo(float).eps * np.maximum(np.abs(numbers), np.abs(centre))
+    return np.where(np.abs(deviation) <= rounding, 0.0, deviation)
 
 
 def _parts(members: Float[np.ndarray, "n members"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the mean (n,), the residuals (n, m) and half the mean distance between members (n,)."""
-    mean = members.mean(1)
+    mean = members[:, 0] + (members - members[:, :1]).mean(1)  # exact for equal members
     m = members.shape[1]
     spread = np.sort(members, axis=1) @ (2 * np.arange(1, m + 1) - m - 1) / m**2
-    residual = _without_rounding(members - mean[:, None], members)
+    residual = _deviation(members, mean[:, None])
     return mean, residual, np.where(residual.any(1), spread, 0.0)
 
 

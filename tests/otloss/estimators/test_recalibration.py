@@ -214,6 +214,7 @@ test_bad_input = raising(
     (lambda: Temperature().fit(two, ["low"]), r"y\[0\] is 'low', expected 0 to 1, .* \[order.index\(label\)"),
     (lambda: Temperature().fit(two, [0.5]), r"y\[0\] is 0.5, expected 0 to 1"),
     (lambda: OrdinalRecalibration().fit(two, [0]).predict([[1.0]]), "proba has 1 columns, expected 2"),
+    (lambda: EnsembleRecalibration().fit(TWO * 1e200, [1.0, 2.0]), "ensemble holds numbers up to 1e.200 in size"),
     (lambda: EnsembleRecalibration().fit(TWO * np.inf, [1.0, 2.0]), r"ensemble holds inf at \(0, 0\)"),
 )
 
@@ -225,6 +226,18 @@ def test_the_rounding_of_equal_forecasts_is_not_stretched(n: int, members: int) 
         ensemble, y = np.full((n, members), value), value / 2 + 0.1 * np.random.default_rng(0).normal(size=n)
         model = EnsembleRecalibration(shrinkage=0.0).fit(ensemble, y)
         assert (model.factor_, model.scale_, model.added_) == (1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("other", [1.0, 1e18, 1e200])
+@pytest.mark.parametrize("members", [1, 3])
+def test_ensembles_without_weight_do_not_count(other: float, members: int) -> None:
+    """Beside one, equal forecasts were not equal: the factor was -1e15; one of 1e200 kept the fit from ending."""
+    for ensemble in (np.full((9, members), 0.1), calibrated(3, 9, 4)[0][:, :members]):
+        y = 0.05 + 0.1 * np.random.default_rng(0).normal(size=9)
+        model = EnsembleRecalibration(shrinkage=0)
+        expected = vars(clone(model).fit(ensemble, y))
+        more = np.vstack([ensemble, np.full((1, members), other)]), np.append(y, 1.0)
+        assert vars(model.fit(*more, np.append(np.ones(9), 0.0))) == expected
 
 
 @pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])
