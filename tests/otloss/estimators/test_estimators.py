@@ -577,3 +577,20 @@ def test_integers_of_two_readings_are_named_where_it_matters(categories: Any, y:
         OrdinalClassifier(categories=categories).fit(X, y)
     with pytest.warns(EncodedLabelsWarning, match="a lower category has no row"):
         VotingClassifier([("ours", OrdinalClassifier(categories=categories))]).fit(X, np.add(y, np.greater(y, 2)))
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("make", [OrdinalClassifier, CumulativeLinkClassifier, OrdinalNetworkClassifier, boosted])
+def test_dates_are_named_in_training_and_prediction(make: Any) -> None:
+    """Alone in a frame they were numbers, a thousand times larger in nanoseconds than in microseconds."""
+    pd = pytest.importorskip("pandas")
+    days = pd.date_range("2020-01-01", periods=20)
+    for dates in (days, days.tz_localize("UTC"), days - days[0]):
+        frame, y = pd.DataFrame({"day": dates}), np.arange(20) // 10
+        with pytest.raises(TypeError, match=r"column 'day' of X has dtype .* origin"):
+            make().fit(frame, y)
+    fitted = make().fit(frame / pd.Timedelta(days=1), y)
+    with pytest.raises(TypeError, match=r"column 'day' of X has dtype .* origin"):
+        fitted.predict(frame)
+    with pytest.raises(TypeError, match="X has dtype datetime64"):
+        make().fit(frame.to_numpy() + np.datetime64("2020"), y)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -242,6 +241,7 @@ def test_ensembles_without_weight_do_not_count(other: float, members: int) -> No
 
 @pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])
 def test_data_frames_name_their_columns_in_rank_order(family: Any) -> None:
+    pd = pytest.importorskip("pandas")
     proba, y = draw(0, 200, leaning)
     model = family().fit(proba, y)
     frame = pd.DataFrame(proba)
