@@ -52,8 +52,9 @@ class OrdinalScorer:
         options = self.options if sample_weight is None else {**self.options, "sample_weight": sample_weight}
         if self.metric in _OF_LABELS:
             predicted = estimator.predict(X)
-            classes = getattr(estimator, "classes_", predicted)
-            labels = self._labels(estimator, y=y, predicted=predicted, classes=classes)
+            if not hasattr(estimator, "classes_"):  # a regressor: the metric takes whole numbers alone
+                return sign * metric(y, predicted, labels=self.labels, **options)
+            labels = self._labels(estimator, y=y, predicted=predicted, classes=estimator.classes_)
             return sign * metric(y, predicted, labels=labels, **options)
         if not hasattr(estimator, "classes_"):
             raise TypeError(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.stats import wasserstein_distance
 from sklearn.calibration import calibration_curve
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import mean_absolute_error
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -273,6 +273,10 @@ def test_folds_without_some_class_and_predictors_without_classes() -> None:
 
 test_bad_scorers = raising(
     (lambda: scorer("ordinal_emd", labels=GRADES)(StandardScaler(), *data()), TypeError, "StandardScaler has no"),
+    (
+        lambda: scorer("ordinal_mae")(LinearRegression().fit([[0.0], [1], [3]], [0, 1, 2]), [[0.5], [1]], [0, 2]),
+        "no whole number; bring continuous predictions to the nearest class",
+    ),
     (lambda: scorer("ordinal_mae", vlues=[1, 2]), TypeError, "'vlues' is not an argument of ordinal_mae"),
     (lambda: scorer("ordinal_mae")(LogisticRegression().fit(*data()), *data()), "are text, .* Pass labels="),
 )
