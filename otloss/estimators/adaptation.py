@@ -32,10 +32,11 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from otloss._checks import check_positive
 from otloss.costs import PointCost
-from otloss.estimators.features import numpy_alone
+from otloss.estimators.features import reading_features
 from otloss.solvers.solve import solve
 
 METHODS = ("linear", "barycentric")
+_ADVICE = "leave such columns out, or encode them"
 _RIDGE = 1e-8  # of a variance
 _ROUNDINGS = 64  # of the mean of equal numbers, and more
 
@@ -81,23 +82,26 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             target: (m, d) samples of the target domain.
 
         Raises:
-            ValueError: if a setting is not valid, or samples are not finite or differ in their number of features.
+            ValueError: if a setting is not valid, samples are not finite or differ in their number of features, or two
+                data frames have other columns.
         """
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}, expected one of {METHODS}.")
         if self.ridge is not None:
             check_positive("ridge", self.ridge)
-        with numpy_alone():
-            source = validate_data(self, X, dtype=np.float64)
-            other = check_array(target, dtype=np.float64, input_name="target")
+        with reading_features(X, _ADVICE):
+            source = validate_data(self, X, dtype=np.float64, order="C")
+        self._check_columns(target)
+        with reading_features(target, _ADVICE, name="target"):
+            other = check_array(target, dtype=np.float64, order="C", input_name="target")
         if other.shape[1] != source.shape[1]:
             raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
         if self.method == "linear":
             self.matrix_ = _affine(self._covariance(source, other), self._covariance(other, source))
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
             return self
-        z = torch.from_numpy(other)
-        transport = solve(None, None, PointCost(torch.from_numpy(source), z), epsilon=self.epsilon)
+        z = torch.tensor(other)  # copies, because arrays of data frames are read-only
+        transport = solve(None, None, PointCost(torch.tensor(source), z), epsilon=self.epsilon)
         if self.epsilon is None:
             self.samples_, self.mapped_ = source, transport.apply(z).numpy() * len(source)
         else:
@@ -112,7 +116,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             sklearn.exceptions.NotFittedError: before `fit`.
         """
         check_is_fitted(self)
-        with numpy_alone():
+        with reading_features(X, _ADVICE):
             points: np.ndarray = validate_data(self, X, dtype=np.float64, reset=False)
         if self.method == "linear":
             return np.asarray(points @ self.matrix_ + self.offset_)
@@ -121,6 +125,14 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             return np.asarray(softmax(scores, 1) @ self.targets_)
         _, nearest = cKDTree(self.samples_).query(points)
         return np.asarray(points + (self.mapped_ - self.samples_)[nearest])
+
+    def _check_columns(self, target: Any) -> None:
+        """Raise ValueError if X and the target are data frames whose columns differ, in their order too."""
+        names, others = getattr(self, "feature_names_in_", None), getattr(target, "columns", None)
+        if names is not None and others is not None and list(names) != list(others):
+            raise ValueError(
+                f"target has the columns {list(others)}, expected {list(names)} as X; pass target[X.columns]."
+            )
 
     def _covariance(self, samples: np.ndarray, others: np.ndarray) -> np.ndarray:
         """Return the covariance of one domain, with the ridge."""

@@ -28,12 +28,12 @@ def numpy_alone() -> Any:
 
 
 @contextmanager
-def reading_features(X: Any, advice: str) -> Iterator[None]:
+def reading_features(X: Any, advice: str, *, name: str = "X") -> Iterator[None]:
     """Read X (n, d) into arrays of numpy; name the column where it holds dates, or a body finds text in it.
 
     The advice may refer to `{column}`.
     """
-    _check_no_dates(X)
+    _check_no_dates(X, name)
     try:
         with numpy_alone():
             yield
@@ -43,18 +43,18 @@ def reading_features(X: Any, advice: str) -> Iterator[None]:
             raise
         column, text = cell
         raise ValueError(
-            f"column {column!r} of X holds text, {text!r}, expected numbers; {advice.format(column=repr(column))}."
+            f"column {column!r} of {name} holds text, {text!r}, expected numbers; {advice.format(column=repr(column))}."
         ) from error
 
 
-def _check_no_dates(X: Any) -> None:
+def _check_no_dates(X: Any, name: str) -> None:
     """Raise TypeError for dates and durations, which as numbers depend on the unit in which pandas holds them."""
     types = X.dtypes.items() if hasattr(getattr(X, "dtypes", None), "items") else [(None, getattr(X, "dtype", None))]
-    for name, kind in types:
+    for column, kind in types:
         if getattr(kind, "kind", "") in ("m", "M"):
-            column, what = ("X", "X") if name is None else (f"X[{name!r}]", f"column {name!r} of X")
+            what, dates = (name, name) if column is None else (f"column {column!r} of {name}", f"{name}[{column!r}]")
             raise TypeError(
-                f"{what} has dtype {kind}, expected numbers; take for example ({column} - origin) / "
+                f"{what} has dtype {kind}, expected numbers; take for example ({dates} - origin) / "
                 "pandas.Timedelta(days=1), with the same origin in training and prediction."
             )
 

@@ -74,3 +74,25 @@ def test_joint_loss_is_that_of_pot_on_a_loop() -> None:
     weights = {"feature_weight": 0.3, "label_weight": 2.0}
     actual = jdot_loss(source, target, labels, logits, **weights)  # type: ignore[arg-type]
     np.testing.assert_allclose(float(actual), ot.emd2(ot.unif(5), ot.unif(7), cost), rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["linear", "barycentric"])
+def test_columns_of_the_target_are_those_of_the_source(method: str) -> None:
+    pd = pytest.importorskip("pandas")
+    source, target = (pd.DataFrame(samples, columns=list("abc")) for samples in (SOURCE, TARGET))
+    model = TransportAdapter(method)
+    expected = clone(model).fit(SOURCE, target=TARGET).transform(NEW)
+    new = pd.DataFrame(NEW, columns=list("abc"))
+    np.testing.assert_allclose(clone(model).fit(source, target=target).transform(new), expected, rtol=1e-9)
+    with pytest.raises(ValueError, match=r"target has the columns \['c', 'b', 'a'\], expected .* target.X.columns"):
+        clone(model).fit(source, target=target[["c", "b", "a"]])
+    with pytest.raises(TypeError, match="column 'a' of target has dtype datetime64"):
+        clone(model).fit(source, target=target.assign(a=pd.Timestamp("2020-01-01")))
+
+
+def test_arrays_may_be_read_only_and_in_any_layout() -> None:
+    expected = TransportAdapter("barycentric").fit(SOURCE, target=TARGET).transform(NEW)
+    source = SOURCE.copy()
+    source.flags.writeable = False
+    fitted = TransportAdapter("barycentric").fit(source, target=np.flip(np.flip(TARGET).copy()))
+    np.testing.assert_allclose(fitted.transform(NEW), expected, rtol=1e-9)
