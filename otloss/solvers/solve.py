@@ -115,8 +115,9 @@ def emd(
             A matrix may have negative entries, and +inf for pairs that may not exchange mass. Where these split the
             bins into blocks, the value has no finite derivative in the weights, and gets one as large as the price that
             stands for +inf. A share of at most 1e-6 of the mass (float32: 1e-5) that no plan keeps from such pairs is
-            not moved; `solve` tells it in `marginal_error`. Where finite prices (a thousand times any cost that mass pays) split them, masses of a
-            block that differ by rounding alone pay no price, and the derivatives are those within the blocks.
+            not moved; `solve` tells it in `marginal_error`. Where finite prices (a thousand times any cost that mass
+            pays) split them, masses of a block that differ by rounding alone pay no price, and the derivatives are
+            those within the blocks.
         mass: the amount that is moved, a number or (...), from 0 to the lesser mass of p and q, which may differ then
             (partial transport: what is cheapest to leave stays); None for all. Differentiable, and the gradients of p
             and q are not centred.
