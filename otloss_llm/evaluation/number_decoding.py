@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,10 +23,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._checks import check_count
 from otloss.losses import crps
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import read_number
-from otloss_llm.evaluation.perplexity import check_batch_size, check_fit
+from otloss_llm.evaluation.perplexity import check_fit
 from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def check_decision(by: str | float) -> float | None:
         return None
     try:
         level = 0.5 if by == "median" else float(by)
-    except ValueError:
+    except (TypeError, ValueError):
         level = math.nan
     if not 0.0 < level < 1.0:
         raise ValueError(f'a decision by {by!r}, expected "mean", "median", or the level of a quantile, as 0.9.')
@@ -182,11 +183,10 @@ def number_distributions(
         >>> answer.values.tolist(), 4 < answer.decode("mean") < 5
         ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], True)
     """
-    check_batch_size(batch_size)
-    for name, setting in (("longest", longest), ("beam", beam)):
-        if setting < 1:
-            raise ValueError(f"{name} is {setting}, expected 1 or more.")
-    if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+    for name, setting in (("longest", longest), ("beam", beam), ("batch_size", batch_size)):
+        check_count(name, setting)
+    texts = [] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(
             f"prompts is {prompts!r}, expected a list of texts; give at least one, and none that is empty."
         )
@@ -196,7 +196,7 @@ def number_distributions(
     has_encoder = is_encoder_decoder(model)
     results = []
     with evaluation_mode(model):
-        for prompt, ids in zip(prompts, _prompt_ids(tokenizer, prompts, encoder_decoder=has_encoder), strict=True):
+        for prompt, ids in zip(texts, _prompt_ids(tokenizer, texts, encoder_decoder=has_encoder), strict=True):
             check_fit(model, len(ids) + longest - 1, min(ids), max(ids))
             ended = _numbers_after(model, ids, parts, longest=longest, beam=beam, batch_size=batch_size)
             results.append(_distribution(ended, prompt, longest))
@@ -217,6 +217,7 @@ def score_number_distributions(
         >>> scores.mean_absolute_error, scores.crps, [round(share, 2) for share in scores.pit[-2:]]
         (1.5, 1.5, [0.05, 0.55])
     """
+    expected = [float(number) for number in expected]
     if len(distributions) != len(expected) or not expected or not all(map(math.isfinite, expected)):
         raise ValueError(
             f"there are {len(distributions)} distributions and {len(expected)} right numbers, expected as many of "

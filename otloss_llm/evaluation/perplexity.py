@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._checks import check_count, check_number
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import cost_positions
 from otloss_llm.losses.token_loss import token_loss
@@ -67,12 +68,17 @@ def perplexity(
     >>> scores.tokens, 9 < scores.perplexity < 11
     (14, True)
     """
-    if ids.ndim != 2 or ids.is_floating_point() or ids.shape[0] < 1 or ids.shape[1] < 2:
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"ids is a {type(ids).__name__}, expected a tensor (rows, length) of token ids; call torch.as_tensor on an "
+            'array, and tokenizer(text, return_tensors="pt").input_ids on a text.'
+        )
+    if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(
             f"ids has shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integer ids (rows, length), one row of "
             "two tokens at least."
         )
-    check_batch_size(batch_size)
+    check_count("batch_size", batch_size)
     check_temperature(temperature)
     check_fit(model, ids.shape[1], int(ids.min()), int(ids.max()))
     nll = transport = 0.0
@@ -103,7 +109,7 @@ def context_length(model: torch.nn.Module) -> int | None:
 
 def check_temperature(temperature: float) -> None:
     """Raise ValueError unless a distribution can be scored at this temperature."""
-    if not 0.0 < temperature < float("inf"):
+    if not 0.0 < check_number("temperature", temperature) < float("inf"):
         raise ValueError(
             f"temperature is {temperature}, expected a positive number: at 0 all but one token are impossible."
         )
@@ -134,12 +140,6 @@ def _score(
     ]
     nll = torch.cat([part.nll for part in parts])
     return nll, None if cost is None else torch.cat([part.cost for part in parts if part.cost is not None])
-
-
-def check_batch_size(batch_size: int) -> None:
-    """Raise ValueError unless the batch size is positive."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, expected 1 or more.")
 
 
 def check_fit(model: Any, length: int, low: int, high: int) -> None:

@@ -4,6 +4,7 @@ import math
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -136,14 +137,28 @@ def test_calibration_by_hand() -> None:
     assert (scores.questions, scores.number_mass) == (2, pytest.approx(0.8))
 
 
+def test_prompts_and_numbers_come_in_arrays_and_series(model: Any, tokenizer: Any) -> None:
+    pd = pytest.importorskip("pandas")
+    expected = decode_numbers(model, tokenizer, ASKED, longest=2)
+    for prompts in (np.array(ASKED), pd.Series(ASKED, index=range(7, 7 + len(ASKED))), iter(ASKED)):
+        assert decode_numbers(model, tokenizer, prompts, longest=2) == expected
+    found = number_distributions(model, tokenizer, ASKED, longest=2)
+    right = [float(i) for i in range(len(ASKED))]
+    for numbers in (np.array(right), pd.Series(right), torch.tensor(right)):
+        assert score_number_distributions(found, numbers) == score_number_distributions(found, right)
+
+
 def test_invalid_settings_raise(model: Any, tokenizer: Any) -> None:
     for changes, message in (
         ({"by": "mode"}, 'by \'mode\', expected "mean", "median"'), ({"by": 1.0}, "level of a quantile"),
         ({"longest": 0}, "longest is 0"), ({"longest": 40}, "context of 32"),
+        ({"by": None}, "by None"), ({"prompts": {"a": 1}}, "expected a list of texts"),
         ({"prompts": []}, "prompts is \\[\\]"), ({"prompts": "1 + 1"}, "expected a list of texts"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             decode_numbers(model, tokenizer, **{"prompts": ASKED} | changes)
+    with pytest.raises(TypeError, match=r"batch_size is 2.5, expected a whole number"):
+        decode_numbers(model, tokenizer, ASKED, batch_size=2.5)  # type: ignore[arg-type]
 
 
 def test_the_default_device_changes_nothing(model: Any, tokenizer: Any) -> None:

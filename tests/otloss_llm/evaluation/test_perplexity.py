@@ -68,3 +68,6 @@ def test_rows_and_temperatures_that_cannot_be_scored_raise():
     ):
         with pytest.raises(ValueError, match=message):
             perplexity(gpt2, ids, temperature=temperature)
+    for ids in ([[1, 2, 3]], "one two", torch.zeros(1, 4).int().numpy()):
+        with pytest.raises(TypeError, match=r"expected a tensor .* of token ids"):
+            perplexity(gpt2, ids)
