@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoProcessor
+from transformers import AutoProcessor
 from trl import SFTTrainer, get_peft_config, get_quantization_config, is_conversational
 from trl.trainer.utils import create_model_from_path
 
@@ -72,14 +72,27 @@ def load_model(request: Request) -> tuple[Any, Any]:
     path = str(Path(name).expanduser())
     if not (Path(path).is_dir() or HUB_NAME.fullmatch(name)):
         raise FileNotFoundError(f"there is no model folder {name!r} in {Path.cwd()}; check the path.")
-    adapter = (Path(path) / "adapter_config.json").is_file()
     try:
-        model = create_model_from_path(path, AutoModelForCausalLM if adapter else None, **settings)
+        model = create_model_from_path(path, _class_of_adapters(path), **settings)
         return model, AutoProcessor.from_pretrained(
             path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last two for files that are cut off
         raise ValueError(f"the model {name!r} cannot be loaded: {error}") from error
+
+
+def _class_of_adapters(path: str) -> Any:
+    """Return PEFT's class that loads the folder of an adapter, None for other folders.
+
+    The classes of transformers load adapters too, but with new magnitudes where they are DoRA's.
+    """
+    if not (Path(path) / "adapter_config.json").is_file():
+        return None
+    try:
+        from peft import AutoPeftModelForCausalLM
+    except ImportError as error:
+        raise ImportError(f"{path!r} is the folder of an adapter, which needs peft: pip install peft") from error
+    return AutoPeftModelForCausalLM
 
 
 def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:

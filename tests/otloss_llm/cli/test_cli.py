@@ -22,8 +22,6 @@ import otloss_llm
 from otloss_llm import MLE, EmbeddingCost, token_loss
 from otloss_llm.cli import main
 from otloss_llm.cli.guard import only_run_in, writing_to
-from otloss_llm.cli.rows import check_tokens
-from otloss_llm.cli.settings import parse
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, launch, options, read, save
 
@@ -306,12 +304,16 @@ def test_two_runs_do_not_share_a_folder(cli: Cli, model: Path, sums: Path, tmp_p
     ("datasets: [a]", r"datasets of --config is \['a'\], expected a list of mappings"),
 ])  # fmt: skip
 def test_values_of_a_yaml_file_are_read_by_the_types_of_options(text: str, message: str, tmp_path: Path) -> None:
+    from otloss_llm.cli.settings import parse
+
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         parse("train", ["--model_name_or_path", "model", "--config", str(tmp_path / "run.yaml")])
 
 
 def test_yaml_files_and_the_command_line_agree(tmp_path: Path) -> None:
+    from otloss_llm.cli.settings import parse
+
     text = (
         "max_length: null\nweight_decay: 1\nlearning_rate: 1e-3\nuse_cpu: true\nlogging_nan_inf_filter: false\n"
         "lora_target_modules: q_proj\nlora_modules_to_save: [lm_head]\nlr_scheduler_kwargs: {a: 1}\n"
@@ -338,6 +340,8 @@ def test_yaml_files_and_the_command_line_agree(tmp_path: Path) -> None:
     ({"input_ids": [1, 2.5]}, "input_ids of row 0 is '.1.0, 2.0.'"),
 ])  # fmt: skip
 def test_tokens_that_no_model_has_are_named(row: dict[str, Any], message: str) -> None:
+    from otloss_llm.cli.rows import check_tokens
+
     usual = {"input_ids": [1, 2]} | ({"labels": [-100, 2]} if "labels" in row else {})
     rows = datasets.Dataset.from_list([usual] * 1500 + [row])
     with pytest.raises(ValueError, match=message):
@@ -451,6 +455,21 @@ def test_divergence_ends_a_run_and_leaves_no_diverged_checkpoint(
     finally:
         hook.remove()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_all_parts_of_an_adapter_are_loaded(cli: Cli, tiny: Tiny, sums: Path, tmp_path: Path) -> None:
+    """transformers' own loading makes new magnitudes of DoRA."""
+    from otloss_llm.cli.settings import parse
+    from otloss_llm.cli.trainer import load_model
+
+    peft = pytest.importorskip("peft")
+    given = {"use_peft": True, "use_dora": True, "learning_rate": 0.03, "lora_modules_to_save": "norm"}
+    assert cli(*asked("train", tiny.llama, sums, output_dir=tmp_path, **given)).code == 0
+    loaded, _ = load_model(parse("evaluate", asked("evaluate", tmp_path, sums)[1:]))
+    expected = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert any("magnitude" in name for name in expected)
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
 
 
 def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(
