@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from difflib import get_close_matches
 from itertools import pairwise
 from json import JSONDecodeError
@@ -184,11 +185,26 @@ def _read_value(name: str, value: Any, hint: str) -> Any:
         raise ValueError(f"{name} of --config is {value!r}, expected one value.")
     if value is None and hint.startswith("<class"):
         raise ValueError(f"{name} of --config is null, expected a value; leave it out for the default.")
-    if hint.startswith("list[str]") and not isinstance(value, list | None):
-        return [str(value)]
+    if isinstance(value, dict):
+        return _with_powers(value)
+    words = [_word(item, hint) for item in (value if isinstance(value, list) else [value])]
+    return words if isinstance(value, list) or (hint.startswith("list[str]") and value is not None) else words[0]
+
+
+def _word(value: Any, hint: str) -> Any:
+    """Return a value as it is typed: YAML reads the word no as false, and 2026-11-30 as a date."""
+    if value is False and "str" in hint and "bool" not in hint:
+        return "no"
+    return str(value) if isinstance(value, int | float | date) else value
+
+
+def _with_powers(value: Any) -> Any:
+    """Return a structure in which 1e-6 is a number, as in JSON: YAML's numbers have a point, so that it is text."""
+    if isinstance(value, dict):
+        return {key: _with_powers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [str(item) for item in value]
-    return str(value) if isinstance(value, int | float) else value
+        return [_with_powers(item) for item in value]
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else value
 
 
 class Request(NamedTuple):
