@@ -29,7 +29,7 @@ def numpy_alone() -> Any:
 
 @contextmanager
 def reading_features(X: Any, advice: str, *, name: str = "X") -> Iterator[None]:
-    """Read X (n, d) into arrays of numpy; name the column where it holds dates, or a body finds text in it.
+    """Read X (n, d) into arrays of numpy; name the column where it holds dates, or a body finds text or objects in it.
 
     The advice may refer to `{column}`.
     """
@@ -37,14 +37,16 @@ def reading_features(X: Any, advice: str, *, name: str = "X") -> Iterator[None]:
     try:
         with numpy_alone():
             yield
-    except ValueError as error:
-        cell = _first_text(X) if "could not convert string to float" in str(error) else None
+    except (TypeError, ValueError) as error:
+        is_of_a_cell = "could not convert string to float" in str(error) or "float() argument" in str(error)
+        cell = _first_other(X) if is_of_a_cell else None
         if cell is None:
             raise
-        column, text = cell
-        raise ValueError(
-            f"column {column!r} of {name} holds text, {text!r}, expected numbers; {advice.format(column=repr(column))}."
-        ) from error
+        column, value = cell
+        what, remedy = f"text, {str(value)!r}", advice.format(column=repr(column))
+        if not isinstance(value, str):
+            what, remedy = f"{value!r}", "convert it to numbers: dates to days since an origin, missing values to nan"
+        raise type(error)(f"column {column!r} of {name} holds {what}, expected numbers; {remedy}.") from error
 
 
 def _check_no_dates(X: Any, name: str) -> None:
@@ -59,17 +61,15 @@ def _check_no_dates(X: Any, name: str) -> None:
             )
 
 
-def _first_text(X: Any) -> tuple[Any, str] | None:
-    """Return the name or number of the first column that holds text which is no number, and that text."""
+def _first_other(X: Any) -> tuple[Any, Any] | None:
+    """Return the name or number of the first column that holds text or an object that is no number, and that cell."""
     table = np.asarray(X, dtype=object)
     for place, name in enumerate(list(X.columns) if hasattr(X, "columns") else range(table.shape[1])):
         for value in table[:, place]:
             try:
-                float(value)
-            except ValueError:
-                return name, str(value)
-            except TypeError:  # another kind of object
-                continue
+                float(np.nan if value is None else value)  # numpy reads None as nan
+            except (TypeError, ValueError):
+                return name, value
     return None
 
 

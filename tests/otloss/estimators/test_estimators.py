@@ -594,3 +594,7 @@ def test_dates_are_named_in_training_and_prediction(make: Any) -> None:
         fitted.predict(frame)
     with pytest.raises(TypeError, match="X has dtype datetime64"):
         make().fit(frame.to_numpy() + np.datetime64("2020"), y)
+    for dates in (days.to_period("D"), days.date, [*days[:-1].date, pd.NA]):
+        cells = pd.DataFrame({"number": [None, *range(19)], "day": pd.Series(dates, dtype=object)}, dtype=object)
+        with pytest.raises(TypeError, match=r"column 'day' of X holds .*2020.*, expected numbers; convert it"):
+            make().fit(cells, y)
