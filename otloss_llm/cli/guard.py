@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
+import datasets
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import TrainerCallback
@@ -57,10 +58,14 @@ def _is_of_torch_writer(error: Exception) -> bool:
 
 
 def _unwritten(folder: Path, error: Exception) -> OSError:
-    free = shutil.disk_usage(folder).free / 1e6
+    """Return the error for a file of the run, or of the rows that datasets prepares for it: errors seldom say which."""
+    places = [folder, Path(datasets.config.HF_DATASETS_CACHE)]
+    there = [next(place for place in (path, *path.absolute().parents) if place.exists()) for path in places]
+    free = [f"{shutil.disk_usage(place).free / 1e6:.0f}" for place in there]
     return OSError(
-        f"a file in {folder} cannot be written ({error}), {free:.0f} MB are free there; free space and repeat the "
-        "command, which resumes from the last whole checkpoint, or choose another --output_dir."
+        f"a file in {folder}, or in the cache of datasets ({places[1]}), cannot be written ({error}); {free[0]} and "
+        f"{free[1]} MB are free there. Free space and repeat the command, which resumes from the last whole "
+        "checkpoint, or choose another --output_dir or HF_DATASETS_CACHE."
     )
 
 

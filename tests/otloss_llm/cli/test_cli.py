@@ -362,8 +362,9 @@ def test_a_full_disk_says_what_to_do(save_file: Any, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"cannot be written .* free space and repeat"), writing_to(tmp_path):
-            save_file(tmp_path / "file")
+        for folder in (tmp_path, tmp_path / "not" / "made"):  # the rows are prepared before the folder is made
+            with pytest.raises(OSError, match=r"cannot be written .* Free space and repeat"), writing_to(folder):
+                save_file(tmp_path / "file")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
