@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,13 @@ SLOW_MATRIX = 2**24  # entries of the matrix between the cells of images, from w
 EPSILONS_BETWEEN_DUMMIES = 60.0  # above all potentials: exp(-60) of the mass goes from dummy bin to dummy bin
 
 
+class _Cut(NamedTuple):
+    """Where weights are above the mass that is moved; the value does not depend on these."""
+
+    p: Tensor
+    q: Tensor
+
+
 def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
     """Reduce problems with a mass that is moved, in float64 where that is possible."""
     if problem.mass is None:
@@ -45,6 +53,12 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     p, q, matrix, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.cost.dense(), problem.epsilon))
     if problem.cost.stored_matrix() is None:
         check_finite("cost", matrix)
+    cut = None
+    if problem.is_exact:
+        limit = torch.where(problem.mass > 0, problem.mass, torch.inf).unsqueeze(-1)
+        cut = _Cut(p.detach() > limit.detach(), q.detach() > limit.detach())
+        # No bin gives more. Beside a mass that is far less than what stays, rounding would decide the plan.
+        p, q = torch.where(cut.p, limit, p), torch.where(cut.q, limit, q)
     stays = [w.sum(-1, keepdim=True) - problem.mass.unsqueeze(-1) for w in (p, q)]
     stays_p, stays_q = (mass - mass.detach().clamp(max=0) for mass in stays)  # rounding below 0 keeps the derivative
     largest = matrix.detach().amax((-2, -1)) if matrix.numel() else matrix.new_zeros(matrix.shape[:-2])
@@ -63,7 +77,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         has_dummy_bins=True,
     )
     if problem.is_exact:
-        return reduced, _PartialMass()
+        return reduced, _PartialMass(cut=cut)
     share = problem.mass.detach() / reduced.p.detach().sum(-1).clamp(min=torch.finfo(wide).tiny)
     return dataclasses.replace(reduced, share_moved=_smallest_share(share)), _PartialMass(share)
 
@@ -95,16 +109,18 @@ class _PartialMass(WayBack):
     Attributes:
         share: (...), what is moved of all mass with the dummy bins, for entropic problems. The search measures its
             error by all mass, and beside what stays the mass that is moved may be little.
+        cut: bins that hold more than is moved, for exact problems.
     """
 
-    def __init__(self, share: Tensor | None = None) -> None:
-        self._share = share
+    def __init__(self, share: Tensor | None = None, cut: _Cut | None = None) -> None:
+        self._share, self._cut = share, cut
 
     def marginal_error(self, error: Tensor) -> Tensor:
         return error if self._share is None else error / self._share.to(error).masked_fill(self._share <= 0, 1.0)
 
     def potentials(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:]
+        f, g = f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:]
+        return (f, g) if self._cut is None else (f.masked_fill(self._cut.p, 0.0), g.masked_fill(self._cut.q, 0.0))
 
     def plan(self, plan: Tensor) -> Tensor:
         return plan[..., :-1, :-1]

@@ -76,3 +76,18 @@ def test_little_mass_that_moves_beside_much_that_stays(dtype: torch.dtype) -> No
     assert bool(solution.converged)
     assert float(solution.marginal_error) < 1e-5
     assert float(solution.gap) < 1e-5 * float(solution.value)
+
+
+def test_the_plan_of_a_mass_far_below_what_stays_is_not_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(n, generator=generator, dtype=torch.float64) + 0.1 for n in (6, 5))
+    cost = torch.rand(6, 5, generator=generator, dtype=torch.float64) + 0.5
+    mass = torch.tensor(1e-13, dtype=torch.float64, requires_grad=True)
+    p.requires_grad_()
+    solution = otloss.solve(300 * p, q, cost, mass=mass)
+    by_mass, by_p = torch.autograd.grad(solution.value, (mass, p))
+    assert float(solution.value.detach()) == pytest.approx(1e-13 * float(cost.min()), rel=1e-12)
+    assert float(solution.plan().detach().sum()) == pytest.approx(1e-13, rel=1e-12)
+    assert float(by_mass) == pytest.approx(float(cost.min()), rel=1e-12)
+    torch.testing.assert_close(by_p, torch.zeros_like(by_p))
+    torch.testing.assert_close(solution.potentials[0].detach(), torch.zeros(6, dtype=torch.float64))
