@@ -100,8 +100,8 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             self.matrix_ = _affine(self._covariance(source, other), self._covariance(other, source))
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
             return self
-        z = torch.tensor(other)  # copies, because arrays of data frames are read-only
-        transport = solve(None, None, PointCost(torch.tensor(source), z), epsilon=self.epsilon)
+        z = torch.tensor(other, device="cpu")  # copies, because arrays of data frames are read-only
+        transport = solve(None, None, PointCost(torch.tensor(source, device="cpu"), z), epsilon=self.epsilon)
         if self.epsilon is None:
             self.samples_, self.mapped_ = source, transport.apply(z).numpy() * len(source)
         else:
