@@ -72,7 +72,7 @@ def choose_tau(problem: DenseProblem, equations: Equations) -> tuple[Tensor, Ten
 
     These derivatives are those of the masses of a in random directions of log p.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     directions = torch.randn(problem.p.shape[-1], NUMBERS.directions, generator=generator, device="cpu").to(problem.p)
     means = problem.p @ directions / problem.mass[..., None, None]
     at_rows = equations.rows @ (directions - means.unsqueeze(-2))  # of one mass
