@@ -91,7 +91,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             check_positive("ridge", self.ridge)
         with reading_features(X, _ADVICE):
             source = validate_data(self, X, dtype=np.float64, order="C")
-        self._check_columns(target)
+        _check_columns(X, target)
         with reading_features(target, _ADVICE, name="target"):
             other = check_array(target, dtype=np.float64, order="C", input_name="target")
         if other.shape[1] != source.shape[1]:
@@ -126,14 +126,6 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         _, nearest = cKDTree(self.samples_).query(points)
         return np.asarray(points + (self.mapped_ - self.samples_)[nearest])
 
-    def _check_columns(self, target: Any) -> None:
-        """Raise ValueError if X and the target are data frames whose columns differ, in their order too."""
-        names, others = getattr(self, "feature_names_in_", None), getattr(target, "columns", None)
-        if names is not None and others is not None and list(names) != list(others):
-            raise ValueError(
-                f"target has the columns {list(others)}, expected {list(names)} as X; pass target[X.columns]."
-            )
-
     def _covariance(self, samples: np.ndarray, others: np.ndarray) -> np.ndarray:
         """Return the covariance of one domain, with the ridge."""
         centred = samples - samples.mean(0)
@@ -156,6 +148,13 @@ def _variance_above_rounding(samples: np.ndarray) -> np.ndarray:
     variance: np.ndarray = samples.var(0)
     rounding = _ROUNDINGS * np.finfo(np.float64).eps * abs(samples).max(0)
     return np.where(variance > rounding**2, variance, 0.0)
+
+
+def _check_columns(X: Any, target: Any) -> None:
+    """Raise ValueError if both are data frames whose columns differ, in their order too; names may be numbers."""
+    names, others = (getattr(samples, "columns", None) for samples in (X, target))
+    if names is not None and others is not None and list(names) != list(others):
+        raise ValueError(f"target has the columns {list(others)}, expected {list(names)} as X; pass target[X.columns].")
 
 
 def _affine(source: np.ndarray, target: np.ndarray) -> np.ndarray:

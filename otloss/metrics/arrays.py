@@ -21,7 +21,10 @@ def read_probabilities(name: str, proba: ArrayLike) -> Float[np.ndarray, "n clas
             f"{name} has shape {array.shape}, expected (n, K): a row for each example, a column for each class."
         )
     if array.dtype.kind not in "fiu":
-        raise TypeError(f"{name} has dtype {array.dtype}, expected floating-point probabilities.")
+        raise TypeError(
+            f"{name} has dtype {array.dtype}, expected floating-point probabilities; convert them, a data "
+            "frame with .to_numpy(dtype=float)."
+        )
     table = array.astype(float)
     sums = table.sum(1)
     # A bfloat16 tensor arrives as float32, with the rounding of bfloat16.

@@ -86,6 +86,8 @@ def test_columns_of_the_target_are_those_of_the_source(method: str) -> None:
     np.testing.assert_allclose(clone(model).fit(source, target=target).transform(new), expected, rtol=1e-9)
     with pytest.raises(ValueError, match=r"target has the columns \['c', 'b', 'a'\], expected .* target.X.columns"):
         clone(model).fit(source, target=target[["c", "b", "a"]])
+    with pytest.raises(ValueError, match=r"target has the columns \[2, 1, 0\]"):
+        clone(model).fit(pd.DataFrame(SOURCE), target=pd.DataFrame(TARGET)[[2, 1, 0]])
     with pytest.raises(TypeError, match="column 'a' of target has dtype datetime64"):
         clone(model).fit(source, target=target.assign(a=pd.Timestamp("2020-01-01")))
 
