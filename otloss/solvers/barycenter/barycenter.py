@@ -76,8 +76,9 @@ def barycenter(
         (..., n), in the promoted dtype, of the mass of the histograms whether it converged or not. It is found by
         iteration; Newton's method follows where that is slow, debiased with at most 256 bins. Differentiable once in p,
         the weights and the cost; the gradient holds the plans, k n m entries per problem, and inverts k n x n matrices.
-        Bins with less than 1e-12 of the mass count as empty there. Debiased, a `ConvergenceWarning` tells where
-        rounding is more than 1 % of the gradient in random directions.
+        Bins with less than 1e-12 of the mass count as empty there. Debiased, with at most 256 bins, the search goes
+        on to an error of 1e-10 for it, and a `ConvergenceWarning` tells where rounding is more than 1 % of it in random
+        directions. With more bins a tolerance of 1e-8 or less may be needed.
 
     Raises:
         TypeError: if p, the weights or a cost matrix is not a floating tensor.
@@ -122,8 +123,14 @@ def find_barycenter(
 
     Newton's method fails for many debiased problems at a small epsilon. The iteration then goes on: without that 30 in
     place of 51 of 100 problems converge at epsilons of 0.0005 to 0.006 of the mean cost.
+
+    For gradients of debiased problems the search goes on to a smaller error. An error that the tolerance allows may be
+    far larger in the derivatives, where eigenvalues of the equations are small: at a tolerance of 1e-5 derivatives were
+    more than 2 % off in 15 of 144 problems, at 1e-8 in 3, at 1e-10 in one.
     """
     batch, problem = problem.p.shape[:-2], problem.flatten()
+    if with_graph and problem.suits_newton:
+        tolerance = min(tolerance, NUMBERS.gradient_tolerance)
     start = problem.first_potentials()
     if not (problem.suits_ascent or problem.suits_newton):
         return iterate(problem, start, tolerance, max_iterations).reshape(batch)

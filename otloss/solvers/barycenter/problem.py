@@ -77,6 +77,7 @@ class Numbers:
     error_margin: float = 1.5  # Without it a few errors are too small by a few per cent, as a step is linear.
     negative_eigenvalue: float = 1e-8  # of exp(-C / epsilon), over its largest entry: distances round to smaller ones
     # Derivatives (`gradient`)
+    gradient_tolerance: float = 1e-10  # of debiased barycenters with few bins (`find_barycenter`)
     gradient_entries: int = 2**26  # plans of all problems together, which the gradient holds
     # With the ridge of a step the derivatives of 8 of 80 hostile debiased problems are more than 0.5 % off, whatever
     # the tau, and with this one of none. Fine details may then be 1 % off.
