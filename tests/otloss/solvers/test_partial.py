@@ -9,6 +9,8 @@ from scipy.optimize import linprog
 from torch.autograd import forward_ad
 
 import otloss
+from otloss import ConvergenceWarning
+from tests.otloss.draws import draw
 
 
 def value(p: np.ndarray, q: np.ndarray, cost: np.ndarray, mass: float) -> float:
@@ -91,3 +93,12 @@ def test_the_plan_of_a_mass_far_below_what_stays_is_not_rounding() -> None:
     assert float(by_mass) == pytest.approx(float(cost.min()), rel=1e-12)
     torch.testing.assert_close(by_p, torch.zeros_like(by_p))
     torch.testing.assert_close(solution.potentials[0].detach(), torch.zeros(6, dtype=torch.float64))
+
+
+def test_the_warning_names_the_error_and_the_tolerance_of_what_is_moved() -> None:
+    p, q, cost = draw(2, 9).softmax(-1), draw(2, 9, seed=1).softmax(-1), draw(2, 9, 9, seed=2)
+    mass = torch.tensor([0.3, 0.002], dtype=torch.float64)
+    with pytest.warns(ConvergenceWarning) as warned:
+        solution = otloss.solve(p, q, cost, epsilon=0.01, mass=mass, tolerance=1e-4, max_iterations=3)
+    error = float(solution.marginal_error.max())
+    assert f"a marginal error of {error:.3g} where 0.0001 was asked for" in str(warned[0].message)
