@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from trl import ScriptArguments
 
 from otloss_llm.cli.rows import checked_split, load_splits, naming_rows
 from otloss_llm.cli.settings import Request, parse
@@ -43,7 +44,9 @@ def run(request: Request) -> str:
     script, (extra,) = request.script, request.own
     mauve = None if extra.mauve_model is None else _import_mauve()
     splits = load_splits(script, request.mixture, seed=request.args.seed)
-    name = next(iter(splits)) if len(splits) == 1 else script.dataset_test_split
+    name = script.dataset_test_split
+    if len(splits) == 1 and name == ScriptArguments.dataset_test_split:  # none was named
+        name = next(iter(splits))
     columns = {"text_field": request.args.dataset_text_field}
     rows = checked_split(splits, name, "name one with --dataset_test_split", **columns)
     with TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -52,6 +52,15 @@ REPLACED = {
     "--train_chat": "--dataset_name F with the column messages",
     "--block_size": "--max_length",
     "--validation_fraction": "--eval_strategy epoch --test_split_size S",
+    **dict.fromkeys(("--model", "--model_name", "--model_path"), "--model_name_or_path"),
+    **dict.fromkeys(("--data", "--dataset", "--train_file"), "--dataset_name"),
+    **dict.fromkeys(("--lr", "--learningrate"), "--learning_rate"),
+    **dict.fromkeys(("--epochs", "--num_epochs"), "--num_train_epochs"),
+    **dict.fromkeys(("--batch_size", "--train_batch_size"), "--per_device_train_batch_size"),
+    "--eval_batch_size": "--per_device_eval_batch_size",
+    "--loss": "--objective",
+    "--torch_dtype": "--dtype",
+    "--device": "--use_cpu for the CPU; a GPU is taken where there is one",
 }
 
 
@@ -264,6 +273,14 @@ def _naming_options(arguments: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"an option has the wrong form: {error}") from error
 
 
+def _check_names(command: str, words: Sequence[str], fail: Callable[[str], NoReturn]) -> None:
+    """Fail for an option of other programs that has another name here."""
+    for word in words:
+        name = "--" + word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in REPLACED:
+            fail(f"{command} has no option {word.partition('=')[0]!r}; use {REPLACED[name]}")
+
+
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     """Parse the options of a command line and of a YAML file (`--config`) by TRL's parser.
 
@@ -283,10 +300,10 @@ def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:
     arguments = [part for argument in arguments for part in _split_config(argument)]
     if arguments[-1:] == ["--config"]:
         fail("--config has no value, expected a YAML file")
+    _check_names(command, arguments, fail)  # before argparse, for which --lr could be --lr_scheduler_type
     with _naming_options(arguments):
         *parsed, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
-    if unknown and unknown[0] in REPLACED:
-        fail(f"{command} has no option {unknown[0]!r}; use {REPLACED[unknown[0]]}")
+    _check_names(command, unknown, fail)
     if unknown:
         near = get_close_matches(unknown[0], parser._option_string_actions, n=1)
         fail(f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''}")

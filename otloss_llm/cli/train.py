@@ -76,6 +76,11 @@ def run(request: Request) -> str:
 
 def _open(folder: Path, checkpoint: str | None, settings: dict[str, Any]) -> None:
     if checkpoint:
+        advice = "leave it out, and the same command resumes from the newest checkpoint of --output_dir"
+        if not Path(checkpoint).is_dir():
+            raise ValueError(
+                f"--resume_from_checkpoint is {checkpoint!r}, which is no folder; give a checkpoint, or {advice}."
+            )
         if (Path(checkpoint) / SETTINGS_FILE).is_file():  # it has weights, and no state of the optimizer
             raise ValueError(
                 f"--resume_from_checkpoint is {checkpoint!r}, the folder of a run; give one of its checkpoints, or the "

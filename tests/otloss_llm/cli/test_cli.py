@@ -382,6 +382,11 @@ def test_token_ids_are_checked_by_both_commands(cli: Cli, model: Path, tmp_path:
         assert "input_ids of row 1 has 9999" in cli(*asked(command, model, path, **changes)).error
 
 
+def test_the_only_split_is_evaluated_unless_another_is_named(cli: Cli, model: Path, sums: Path) -> None:
+    assert "splits ['train'] and no 'other'" in cli(*asked("evaluate", model, sums, dataset_test_split="other")).error
+    assert cli(*asked("evaluate", model, sums)).json["rows"] == len(SUMS)
+
+
 @pytest.mark.parametrize(("option", "names", "message"), [
     ("lora_target_modules", "c_attn c_projj", "'c_projj', which no path .*did you mean 'c_proj'"),
     ("lora_modules_to_save", "lm_haed", "'lm_haed', which no path .*did you mean 'lm_head'"),
@@ -609,6 +614,10 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "notes.md"}, "'.md', expected one of .jsonl"),
     ({"config": "broken.yaml"}, "--config is not YAML"),
     ({"train_text": "x"}, "no option '--train_text'; use --dataset_name"),
+    ({"lr": "1e-3"}, "no option '--lr'; use --learning_rate"),
+    ({"batch-size=4": ""}, "no option '--batch-size'; use --per_device_train_batch_size"),
+    ({"config": "lr.yaml"}, "no option '--lr'; use --learning_rate"),
+    ({"resume_from_checkpoint": "true"}, "resume_from_checkpoint is 'true', which is no folder.* leave it out"),
     ({"dataset_name": "empty.jsonl"}, "empty.jsonl.*no rows"),
     ({"dataset_name": "blank.jsonl"}, "text is empty in every row of the split 'train'"),
     ({"dataset_name": "blank.txt"}, "text is empty in every row"),
@@ -695,6 +704,7 @@ def test_invalid_options_print_one_line_before_training(
     write(tmp_path / "folder/train.jsonl", SUMS)
     files = {"datasets.yaml": "datasets: x\n", "notes.md": "x",
              "empty.jsonl": "", "torn.jsonl": '{"prompt": "a', "keys.yaml": "objectiv: mle\n",
+             "lr.yaml": "lr: 1e-3\n",
              "broken.yaml": "a: [1,\n b", "mixture.yaml": "datasets:\n  - path: json\n    data_files: asked.jsonl\n",
              "strict.jinja": "{{ raise_exception('roles must alternate') }}{% generation %}{% endgeneration %}",
              "plain.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}"}  # fmt: skip
