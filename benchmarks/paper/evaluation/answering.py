@@ -29,9 +29,10 @@ from benchmarks.paper.data.questions import (
 )
 from benchmarks.paper.evaluation.likelihood import tempered
 from benchmarks.paper.evaluation.sampling import sample_texts
+from otloss._checks import check_count
 from otloss.losses.number_line import checked_values, signed_log
 from otloss_llm.costs.choice import number_values
-from otloss_llm.evaluation.perplexity import check_batch_size, check_fit, check_temperature
+from otloss_llm.evaluation.perplexity import check_fit, check_temperature
 from otloss_llm.losses.positions import IGNORE_INDEX
 from otloss_llm.losses.token_loss import token_loss
 from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder, label_logits
@@ -82,7 +83,7 @@ def answer_nll(
     model: PreTrainedModel, data: AnsweredQuestions, *, batch_size: int = 8, progress: bool = True
 ) -> tuple[float, int]:
     """Return nats per label of the right answers, under teacher forcing, and the number of these labels."""
-    check_batch_size(batch_size)
+    check_count("batch_size", batch_size)
     nll, count = 0.0, 0
     with evaluation_mode(model):
         for batch in _batches(model, data, batch_size, progress):
@@ -126,7 +127,7 @@ def number_token_scores(
     Raises ValueError if the temperature is not positive, the values do not fit the model's head, hold no number or an
     infinite one, no label is a number, a row exceeds the model's context, or an id lies outside its vocabulary.
     """
-    check_batch_size(batch_size)
+    check_count("batch_size", batch_size)
     check_temperature(temperature)
     vocabulary = find_head(model).weight.shape[0]
     if len(checked_values(values)) != vocabulary:

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss_llm.evaluation.perplexity import check_batch_size, check_fit
+from otloss._checks import check_count
+from otloss_llm.evaluation.perplexity import check_fit
 from otloss_llm.losses.positions import IGNORE_INDEX
 from otloss_llm.losses.token_loss import token_loss
 from otloss_llm.models.heads import evaluation_mode
@@ -85,7 +86,7 @@ def sequence_nll(
     Raises ValueError if no token is left to score, a sequence is longer than the model's context, a prefix does
     not fit, or an id lies outside the vocabulary.
     """
-    check_batch_size(batch_size)
+    check_count("batch_size", batch_size)
     prefixes = [1] * len(sequences) if prefix_lengths is None else list(prefix_lengths)
     _check_sequences(model, sequences, prefixes)
     tokens = torch.tensor([len(ids) for ids in sequences]) - torch.tensor(prefixes)
