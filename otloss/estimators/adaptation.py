@@ -18,12 +18,13 @@ best place for squared distances only, so there is no other cost.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from scipy.linalg import eigh
+from scipy.linalg import solve_triangular
 from scipy.spatial import cKDTree
 from scipy.spatial.distance import cdist
 from scipy.special import softmax
@@ -38,7 +39,8 @@ from otloss.solvers.solve import solve
 METHODS = ("linear", "barycentric")
 _ADVICE = "leave such columns out, or encode them"
 _RIDGE = 1e-8  # of a variance
-_ROUNDINGS = 64  # of the mean of equal numbers, and more
+_MOST_DEVIATIONS = 100.0
+_ROUNDINGS = 64  # of the mean of equal numbers, or of a variance, and more
 
 
 class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
@@ -97,7 +99,9 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         if other.shape[1] != source.shape[1]:
             raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
         if self.method == "linear":
-            self.matrix_ = _affine(self._covariance(source, other), self._covariance(other, source))
+            covariances = self._covariance(source, other), self._covariance(other, source)
+            self.matrix_ = _affine(*covariances)
+            _warn_of_dependent_features(self.matrix_, *(np.sqrt(np.diag(each)) for each in covariances))
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
             return self
         z = torch.tensor(other, device="cpu")  # copies, because arrays of data frames are read-only
@@ -157,8 +161,41 @@ def _check_columns(X: Any, target: Any) -> None:
         raise ValueError(f"target has the columns {list(others)}, expected {list(names)} as X; pass target[X.columns].")
 
 
+def _warn_of_dependent_features(matrix: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:
+    """Warn of a map that moves a sample of usual features by many deviations (d,): only the ridge holds it there."""
+    largest = np.abs(matrix * source[:, None] / target).max()
+    if largest > _MOST_DEVIATIONS:
+        warnings.warn(
+            f"X has features that depend on each other, or fewer samples than features, and the target does not: a "
+            f"new sample with other such features can move by {largest:.1g} standard deviations. Give a larger ridge, "
+            "for example 0.1 of the variances, or leave features out.",
+            stacklevel=3,
+        )
+
+
 def _affine(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    values, vectors = eigh(source)
-    root, inverse = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
-    inner, axes = eigh(root @ target @ root)
-    return np.asarray(inverse @ (axes * np.clip(inner, 0, None) ** 0.5 @ axes.T) @ inverse)
+    """Return A, from factors S = L L^T and T = M M^T: A^T = M Q L^-1, Q the orthogonal factor of M^T L.
+
+    Features in falling order of their variances keep the digits of the small ones, whatever the units.
+    """
+    order = np.argsort(-np.log(np.diag(source)) - np.log(np.diag(target)))
+    s, t = (_cholesky(covariance[np.ix_(order, order)]) for covariance in (source, target))
+    left, _, right = np.linalg.svd(t.T @ s)
+    matrix = np.empty_like(source)
+    matrix[np.ix_(order, order)] = solve_triangular(s, (t @ left @ right).T, lower=True, trans="T")
+    return matrix
+
+
+def _cholesky(covariance: np.ndarray) -> np.ndarray:
+    """Return the factor (d, d); raise ValueError if a feature is a combination of others, up to rounding."""
+    try:
+        factor: np.ndarray = np.linalg.cholesky(covariance)
+        own = np.diag(factor) ** 2 / np.diag(covariance)  # the share of its variance that the others do not explain
+    except np.linalg.LinAlgError:
+        own = np.zeros(1)
+    if own.min() < _ROUNDINGS * np.finfo(np.float64).eps:
+        raise ValueError(
+            "features depend on each other, and the ridge is too small for an inverse of their covariance; expected a "
+            "larger ridge, or None."
+        )
+    return factor

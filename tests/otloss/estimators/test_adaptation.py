@@ -98,3 +98,38 @@ def test_arrays_may_be_read_only_and_in_any_layout() -> None:
     source.flags.writeable = False
     fitted = TransportAdapter("barycentric").fit(source, target=np.flip(np.flip(TARGET).copy()))
     np.testing.assert_allclose(fitted.transform(NEW), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("exponents", [(0, 3, -3), (0, 8, 0), (9, 0, -9)])
+def test_the_linear_map_has_the_covariance_of_the_target_in_any_units(exponents: tuple[int, ...]) -> None:
+    """Powers of covariances lose the small features: 29 % off for units of 1e-3 and 1e3, 1e16 for 1 and 1e8."""
+    mpmath = pytest.importorskip("mpmath")
+    rng = np.random.default_rng(0)
+    source, target = (rng.normal(size=(50, 3)) @ rng.normal(size=(3, 3)) for _ in range(2))
+    units = 10.0 ** np.array(exponents)
+    fitted = TransportAdapter(ridge=1e-30).fit(source * units, target=target * units)
+    with mpmath.workdps(80):
+        s, t = (mpmath.matrix(np.cov((x * units).T, bias=True).tolist()) for x in (source, target))
+        factor = mpmath.cholesky(s)
+        values, vectors = mpmath.eigsy(factor.T * t * factor)
+        inverse = factor**-1
+        exact = inverse.T * vectors * mpmath.diag([mpmath.sqrt(v) for v in values]) * vectors.T * inverse
+    expected = np.array(exact.tolist(), dtype=float).T
+    np.testing.assert_allclose(fitted.matrix_ * units[:, None] / units, expected * units[:, None] / units, atol=1e-7)
+    moved = fitted.transform(source * units) / units
+    np.testing.assert_allclose(np.cov(moved.T), 50 / 49 * np.cov(target.T, bias=True), atol=1e-7)
+
+
+def test_fewer_samples_than_features_are_warned_of() -> None:
+    rng = np.random.default_rng(0)
+    source, target = rng.normal(size=(5, 20)), rng.normal(size=(30, 20))
+    with pytest.warns(UserWarning, match="fewer samples than features"):
+        TransportAdapter().fit(source, target=target)
+    fitted = TransportAdapter(ridge=0.1).fit(source, target=target)  # and no warning
+    assert np.abs(fitted.transform(rng.normal(size=(9, 20)))).max() < 20
+
+
+def test_features_that_depend_need_a_ridge() -> None:
+    source = np.c_[SOURCE, SOURCE]
+    with pytest.raises(ValueError, match="depend on each other, and the ridge is too small"):
+        TransportAdapter(ridge=1e-200).fit(source, target=source)
