@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 from jinja2 import TemplateError
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
@@ -143,13 +144,17 @@ def check_tokens(rows: Any, vocabulary: int) -> None:
 
 def _check_lengths(table: Any, first: int) -> np.ndarray:
     """Return how many token ids each row of a table has; raises ValueError where another column has others."""
-    kind = str(table["input_ids"].type)
-    if "list<" not in kind or "int" not in kind:
-        raise ValueError(
-            f"input_ids of row {first} is {str(table['input_ids'][0].as_py())[:60]!r}, expected a list of token ids, "
-            "which are whole numbers."
-        )
     names = [name for name in ("input_ids", *BESIDE_TOKENS) if name in table.column_names]
+    for name in names:
+        number = getattr(table[name].type, "value_type", pa.null())  # of lists
+        if name == "input_ids":
+            is_right, what = pa.types.is_integer(number), "token ids, which are whole numbers."
+        else:
+            is_right = pa.types.is_floating(number) or pa.types.is_boolean(number) or pa.types.is_integer(number)
+            what = "a number for each token; drop the column if it is something else (dataset.remove_columns)."
+        if not is_right:
+            given = str(table[name][0].as_py())[:60]
+            raise ValueError(f"{name} of row {first} is {given!r}, expected a list of {what}")
     lengths = np.array([pc.list_value_length(table[name]).fill_null(-1).to_numpy() for name in names])
     wrong = (lengths != lengths[0]).any(0) | (lengths[0] < 0)
     if wrong.any():

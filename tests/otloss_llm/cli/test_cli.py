@@ -382,6 +382,14 @@ def test_token_ids_are_checked_by_both_commands(cli: Cli, model: Path, tmp_path:
         assert "input_ids of row 1 has 9999" in cli(*asked(command, model, path, **changes)).error
 
 
+@pytest.mark.parametrize("labels", [None, 1, "positive", [[1], [2]]])
+def test_labels_are_lists_of_numbers(labels: Any) -> None:
+    from otloss_llm.cli.rows import check_tokens
+
+    with pytest.raises(ValueError, match=r"labels of row 0 is .*expected a list of a number for each token"):
+        check_tokens(datasets.Dataset.from_list([{"input_ids": [1, 2], "labels": labels}] * 3), 290)
+
+
 def test_the_only_split_is_evaluated_unless_another_is_named(cli: Cli, model: Path, sums: Path) -> None:
     assert "splits ['train'] and no 'other'" in cli(*asked("evaluate", model, sums, dataset_test_split="other")).error
     assert cli(*asked("evaluate", model, sums)).json["rows"] == len(SUMS)
