@@ -89,6 +89,8 @@ class RowFunction:
 def _checked_rows(scores: NDArray[Any], labels: Floats, weights: Floats, num_classes: int) -> ScoredRows:
     shape, rows = scores.shape, labels.shape[0] if labels.ndim else -1
     single = num_classes == 2 and shape in ((rows,), (rows, 1))
+    if rows == 0 < scores.size:
+        raise ValueError("the data set has no labels, expected one for each row; give it label=.")
     if labels.ndim != 1 or not (single or shape == (rows, num_classes)):
         raise ValueError(
             f"the predictions have shape {shape} beside labels of shape {labels.shape}, expected {num_classes} scores "

@@ -228,6 +228,7 @@ test_bad_rows = raising(
     ([0, 3], TWO, None, "label of row 1 is 3, expected whole numbers 0 to 2"),
     (["low", "high"], TWO, None, TypeError, "labels cannot be read: .*'low'; .*number the classes"),
     ([0, 1], np.zeros((2, 4)), None, r"shape \(\d+, 4\) beside labels of shape .*, expected 3 scores"),
+    ([], np.zeros((2, 3)), None, "the data set has no labels"),
     ([0, 1], TWO, [1, -1], "weight of row 1 is -1"),
     ([0, 1], np.array([[0, 0, 0], [0, np.nan, 0]]), None, "scores of row 1"),
     call=on_bad_rows,
