@@ -45,6 +45,7 @@ from otloss_llm.training.trainer_settings import (
     check_loss_settings,
     check_no_virtual_tokens,
     check_sequence_parallelism,
+    foreign_argument,
     set_best_metric,
     with_terms,
 )
@@ -150,7 +151,10 @@ class ObjectiveMixin:
         z_loss: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        arguments = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        try:
+            arguments = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        except TypeError as error:  # which names no function
+            raise TypeError(f"{type(self).__name__} {error}; {foreign_argument(kwargs)}") from error
         weighted = has_weights(arguments.get("train_dataset"))  # TRL may drop the column
         super().__init__(*args, **kwargs)
         self._weighted = weighted or has_weights(self.train_dataset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -37,6 +37,13 @@ def check_loss_settings(args: Any, compute_loss_func: Any, objective: Objective)
             "use_liger_kernel=True puts a cross-entropy of its own into the model, which no objective uses; "
             'add liger_kernel_config={"fused_linear_cross_entropy": False} to keep its other kernels.'
         )
+
+
+def foreign_argument(given: Iterable[str]) -> str:
+    """Return what to do about an argument that trainers had in older releases, or do not have."""
+    if "tokenizer" in given:
+        return "the tokenizer is processing_class=."
+    return "settings of a run are fields of its arguments: args=SFTConfig(...) or TrainingArguments(...)."
 
 
 def check_sequence_parallelism(size: int) -> None:

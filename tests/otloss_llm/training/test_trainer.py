@@ -42,6 +42,13 @@ from tests.otloss_llm.training.trainer_cases import (
 )
 
 
+def test_arguments_of_older_trainers_are_named(tmp_path: Path) -> None:
+    """The signature that binds them names no function."""
+    for name, advice in {"tokenizer": "processing_class=", "packing": "fields of its arguments"}.items():
+        with pytest.raises(TypeError, match=f"ObjectiveTrainer got an unexpected .*'{name}'; .*{advice}"):
+            ObjectiveTrainer(model=tiny_model("llama"), args=arguments(tmp_path), **{name: None})
+
+
 @pytest.mark.parametrize(("name", "accumulation"), [("llama", 3), ("gpt2", 1)])
 def test_mle_is_the_plain_trainer_step_for_step(tmp_path: Path, name: str, accumulation: int) -> None:
     first = tiny_model(name, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}))
