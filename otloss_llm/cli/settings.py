@@ -194,6 +194,9 @@ def _read_value(name: str, value: Any, hint: str) -> Any:
         raise ValueError(f"{name} of --config is {value!r}, expected one value.")
     if value is None and hint.startswith("<class"):
         raise ValueError(f"{name} of --config is null, expected a value; leave it out for the default.")
+    is_optional = "None" in hint and not any(kind in hint for kind in ("bool", "int", "float", "list"))
+    if value is False and is_optional:  # resume_from_checkpoint: false
+        return False if "Literal[False]" in hint else None
     if isinstance(value, dict):
         return _with_powers(value)
     words = [_word(item, hint) for item in (value if isinstance(value, list) else [value])]

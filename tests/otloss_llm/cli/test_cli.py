@@ -317,7 +317,7 @@ def test_yaml_files_and_the_command_line_agree(tmp_path: Path) -> None:
     text = (
         "max_length: null\nweight_decay: 1\nlearning_rate: 1e-3\nuse_cpu: true\nlogging_nan_inf_filter: false\n"
         "lora_target_modules: q_proj\nlora_modules_to_save: [lm_head]\nlr_scheduler_kwargs: {a: 1, b: [1e-6]}\n"
-        "save_strategy: no\nreport_to: [no]\nrun_name: 2026-11-30\n"
+        "save_strategy: no\nreport_to: [no]\nrun_name: 2026-11-30\nresume_from_checkpoint: false\n"
     )
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
     words = ["max_length", "None", "weight_decay", "1", "learning_rate", "1e-3", "use_cpu", "true",
@@ -329,6 +329,7 @@ def test_yaml_files_and_the_command_line_agree(tmp_path: Path) -> None:
     from_words = parse("train", base + given)
     from_file = parse("train", [*base, "--config", str(tmp_path / "run.yaml")])
     assert from_file.settings() == from_words.settings()
+    assert from_file.args.resume_from_checkpoint is None
     assert from_file.args.save_strategy == from_words.args.save_strategy
     assert (from_file.args.report_to, from_file.args.run_name) == (from_words.args.report_to, from_words.args.run_name)
     assert from_file.model.lora_target_modules == ["q_proj"]  # and no pattern of whole paths
