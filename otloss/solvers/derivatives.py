@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -220,13 +220,15 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     wide = float64_or(f.dtype, f.device)
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
-    ratio = ratio_of(problem, f, g, p, epsilon, matrix)
+    exponents = log_ratio_of(problem, f, g, p, epsilon, matrix)
     width, through_weights = epsilon.unsqueeze(-1), is_differentiated(p, q)
     penalty = problem.marginal_penalty or BOTH_KEPT
+    rows, columns = scale_sums(exponents, q), scale_sums(exponents.mT, p)
     if p.shape[-1] >= q.shape[-1]:
-        a, b = _Equations(ratio, p, q, f, g, width, penalty, through_weights).newton()
+        a, b = _Equations(rows, columns, p, q, f, g, width, penalty, through_weights).newton()
     else:
-        b, a = _Equations(ratio.mT, q, p, g, f, width, penalty.swapped, through_weights).newton()
+        b, a = _Equations(columns, rows, q, p, g, f, width, penalty.swapped, through_weights).newton()
+    ratio = exp_or_largest(exponents)
     plan = (p * a.exp()).unsqueeze(-1) * ratio * (q * b.exp()).unsqueeze(-2)
     f, g = f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b
     value = _dual(problem, f, g, plan)
@@ -235,9 +237,31 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
 
 def ratio_of(problem: Problem, f: Tensor, g: Tensor, p: Tensor, epsilon: Tensor, matrix: Tensor) -> Tensor:
     """Return G, P over p q^T; between two bins without mass at most a number that is finite."""
+    return exp_or_largest(log_ratio_of(problem, f, g, p, epsilon, matrix))
+
+
+def log_ratio_of(problem: Problem, f: Tensor, g: Tensor, p: Tensor, epsilon: Tensor, matrix: Tensor) -> Tensor:
     exponents = (f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]
-    ratio = exponents.clamp(max=LARGEST_EXPONENT * math.log(torch.finfo(f.dtype).max)).exp()
-    return ratio if problem.marginal_penalty is not None else ratio / p.sum(-1)[..., None, None]
+    return exponents if problem.marginal_penalty is not None else exponents - p.sum(-1).log()[..., None, None]
+
+
+def exp_or_largest(exponents: Tensor) -> Tensor:
+    return exponents.clamp(max=LARGEST_EXPONENT * math.log(torch.finfo(exponents.dtype).max)).exp()
+
+
+class ScaledRatio(NamedTuple):
+    """G (..., n, m), with each row divided by its sum with the weights of the columns, and the logarithm of that sum.
+
+    Rows that keep no mass, as all their pairs are forbidden, have sums that underflow.
+    """
+
+    ratio: Float[Tensor, "*batch n m"]
+    log_sum: Float[Tensor, "*batch n"]
+
+
+def scale_sums(exponents: Tensor, weights: Tensor) -> ScaledRatio:
+    log_sum = (exponents.detach() + weights.detach().log().unsqueeze(-2)).logsumexp(-1)
+    return ScaledRatio(exp_or_largest(exponents - log_sum.unsqueeze(-1)), log_sum)
 
 
 def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:
@@ -258,7 +282,8 @@ class _Equations:
     derivatives.
     """
 
-    ratio: Float[Tensor, "*batch n m"]
+    by_rows: ScaledRatio
+    by_columns: ScaledRatio  # transposed
     p: Float[Tensor, "*batch n"]
     q: Float[Tensor, "*batch m"]
     f: Float[Tensor, "*batch n"]
@@ -290,18 +315,18 @@ class _Equations:
     def rows(self, b: Tensor) -> Tensor:
         """Return the a that fits b."""
         k_p, _ = damping_of(self.penalty, self.epsilon)
-        return k_p * (-self.f / self.penalty.p - (self.ratio * (self.q * b.exp()).unsqueeze(-2)).sum(-1).log())
+        received = (self.by_rows.ratio * (self.q * b.exp()).unsqueeze(-2)).sum(-1)
+        return k_p * (-self.f / self.penalty.p - self.by_rows.log_sum - received.log())
 
     def system(self, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the matrix and the right-hand side of a step of Newton's method from b."""
         k_p, k_q = damping_of(self.penalty, self.epsilon)
-        along = self.ratio * (self.q * b.exp()).unsqueeze(-2)
-        total = along.sum(-1)
-        across = self.ratio * (self.p * self.rows(b).exp()).unsqueeze(-1)
-        received = across.sum(-2)
-        missing = k_q * (-self.g / self.penalty.q - received.log()) - b
+        along = self.by_rows.ratio * (self.q * b.exp()).unsqueeze(-2)
+        across = self.by_columns.ratio * (self.p * self.rows(b).exp()).unsqueeze(-2)
+        received = across.sum(-1)
+        missing = k_q * (-self.g / self.penalty.q - self.by_columns.log_sum - received.log()) - b
         # Row-stochastic: what a change of b does to b in one round.
-        round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
+        round_trip = (across / received.unsqueeze(-1)) @ (along / along.sum(-1, keepdim=True))
         identity = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
         damping = k_p * k_q
         system = identity - (damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping) * round_trip

@@ -39,7 +39,7 @@ def no_dense_equations(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("the dense equations were solved")
 
-    monkeypatch.setattr(derivatives, "ratio_of", fail)
+    monkeypatch.setattr(derivatives, "log_ratio_of", fail)
 
 
 def draw(device: str, *, axes: int = 2) -> list[Tensor]:

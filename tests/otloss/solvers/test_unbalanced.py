@@ -364,3 +364,23 @@ def test_a_search_that_overflows_does_not_blame_epsilon() -> None:
     wide = otloss.solve(p.double(), q.double(), cost.double(), epsilon=0.0177, marginal_penalty=(None, 25.17))
     assert bool(solution.converged)
     torch.testing.assert_close(solution.value.double(), wide.value, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("largest", [30.0, 47.8, 60.0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_implicit_gradients_beside_a_bin_whose_pairs_are_all_forbidden(largest: float, transposed: bool) -> None:
+    """It keeps exp(-f / penalty) of its mass, which underflows: gradients were NaN, or an error said that parts of the
+    plan hardly exchange mass."""
+    cost = torch.tensor([[torch.inf] * 3, [0.0, largest, torch.inf], [1.0, 0.3, 0.2]], dtype=torch.float64)
+    p, q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64), torch.tensor([0.4, 0.3, 0.3], dtype=torch.float64)
+
+    def find_gradients(p: Tensor, cost: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (p, q)]
+        problem = (*reversed(leaves), cost.mT) if transposed else (*leaves, cost)
+        solution = otloss.solve(*problem, epsilon=0.1, marginal_penalty=0.2, grad="implicit")
+        return torch.autograd.grad(solution.linear_cost, leaves)
+
+    by_p, by_q = find_gradients(p, cost)
+    without_p, without_q = find_gradients(p[1:], cost[1:])
+    assert by_p[0] == pytest.approx(0, abs=1e-12)
+    torch.testing.assert_close((by_p[1:], by_q), (without_p, without_q), rtol=1e-9, atol=1e-12)
