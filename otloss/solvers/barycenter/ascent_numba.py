@@ -160,7 +160,8 @@ def cells_that_count(all_pairs: Any, rows: Any, columns: Any, cut: float) -> Cel
 def joint_factor(cells: Any, rows: Any, diagonal: Any, excess: Any) -> Any:
     """Return an approximate factor of all H_k, or their diagonals, where there are too many cells."""
     if cells.columns.shape[0] <= ASCENT.max_cells_of_row * rows.mass.shape[0]:
-        return factorise(cells, rows, 1.0, excess, elimination_order(cells, diagonal.shape[0]))
+        order = elimination_order(cells, diagonal.shape[0])
+        return factorise(cells, rows, 1.0, excess, order, NEWTON.shares_of_octave)
     count = diagonal.shape[0]
     order, places = np.empty(count, np.int64), np.zeros(count + 1, np.int64)
     for j in range(count):

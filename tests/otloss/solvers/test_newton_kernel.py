@@ -217,7 +217,7 @@ def inverse_of_factor(plan: np.ndarray, damping: float, excess: np.ndarray) -> n
     starts = np.cumsum([0, *map(len, columns)])
     cells = sparse.Cells(starts, np.concatenate(columns).astype(np.int32), shares, shares)
     rows, m = sparse.Side(mass, mass, mass, mass, np.inf), len(excess)
-    factor = equations.factorise(cells, rows, damping, excess.copy(), equations.elimination_order(cells, m))
+    factor = equations.factorise(cells, rows, damping, excess.copy(), equations.elimination_order(cells, m), 4)
     inverse = np.empty((m, m))
     for j in range(m):
         equations.precondition(factor, np.eye(m)[j], inverse[j])
@@ -255,7 +255,7 @@ def test_the_factor_of_a_chain_is_exact(damping: float) -> None:
 def test_trees_have_the_laplacian_of_all_edges_as_their_mean() -> None:
     shares, scale, count = np.array([0.3, 0.05, 0.25, 0.4]), 1.7, 4000
     columns, ranks = np.array([5, 2, 0, 3], np.int32), np.array([3, 0, 5, 1, 2, 4])
-    total, phase, work = np.zeros((6, 6)), 0.5, equations.build_thinning(6)
+    total, phase, work = np.zeros((6, 6)), 0.5, equations.build_thinning(6, 4)
     for _ in range(count):
         edges = equations.Edges(np.full(7, -1), np.arange(-1, 9), np.empty(10, np.int32), np.empty(10))
         edges.heads[6] = 9
@@ -276,7 +276,7 @@ def test_trees_have_the_laplacian_of_all_edges_as_their_mean() -> None:
 def test_edges_are_taken_once_and_freed() -> None:
     edges = equations.Edges(np.full(5, -1), np.arange(-1, 5), np.empty(6, np.int32), np.empty(6))
     edges.heads[4] = 5
-    work, ranks, columns = equations.build_thinning(4), np.arange(4), np.array([0, 3], np.int32)
+    work, ranks, columns = equations.build_thinning(4, 4), np.arange(4), np.array([0, 3], np.int32)
     for weight in (1.0, 2.0, 4.0):
         equations.add_tree(edges, ranks, columns, np.array([1.0, weight]), 1.0, work, 0.5)
     seen, near, weights = np.full(4, -1), np.empty(4, np.int64), np.empty(4)
@@ -293,7 +293,7 @@ def test_few_shares_stand_for_many() -> None:
     """The sum of each octave is kept, and no share where there are few."""
     shares = np.concatenate([np.full(50, 0.01), np.full(3, 0.1), np.full(40, 1e-6), [1e-30]])
     shares /= shares.sum()
-    work = equations.build_thinning(len(shares))
+    work = equations.build_thinning(len(shares), 4)
     count = equations.thin_out(shares, work, 0.5)
     kept, kept_places = work.kept[:count], work.places[:count]
     assert len(set(kept_places)) == count == 1 + 4 + 4 + 3
@@ -305,7 +305,7 @@ def test_few_shares_stand_for_many() -> None:
 
 def test_shares_of_an_octave_stay_where_there_are_no_more_than_stand_for_it() -> None:
     shares = np.array([0.35, 0.13, 0.2, 0.15, 0.17])
-    work = equations.build_thinning(5)
+    work = equations.build_thinning(5, 4)
     assert equations.thin_out(shares, work, 0.5) == 5
     assert sorted(work.places) == list(range(5))
     close(work.kept, shares[work.places])
@@ -320,7 +320,7 @@ def test_octaves(share: float, number: int) -> None:
 
 def test_shares_are_sorted_with_their_places() -> None:
     shares = np.array([0.3, 0.1, 0.3, 0.05, 0.25])
-    work = equations.build_thinning(5)
+    work = equations.build_thinning(5, 4)
     equations.sort_shares(shares, work)
     close(work.kept, np.sort(shares))
     close(shares[work.places], work.kept)

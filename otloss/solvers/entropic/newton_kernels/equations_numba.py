@@ -49,12 +49,16 @@ class Edges(NamedTuple):
 
 
 class Thinning(NamedTuple):
-    """Scratch of `add_tree`: places of shares, the shares, sums of the shares after each, and where octaves begin."""
+    """Scratch of `add_tree`: places of shares, the shares, sums of the shares after each, and where octaves begin.
+
+    Of each octave at most `shares_of_octave` enter the factor.
+    """
 
     places: Any
     kept: Any
     heavier: Any
     bounds: Any
+    shares_of_octave: int
 
 
 class Factor(NamedTuple):
@@ -96,11 +100,10 @@ def sort_shares(shares: Any, work: Any) -> None:
 
 
 @inner(allocates=True)
-def build_thinning(columns: int) -> Thinning:
+def build_thinning(columns: int, shares_of_octave: int) -> Thinning:
     """Return scratch for rows of at most so many shares."""
-    return Thinning(
-        np.empty(columns, np.int64), np.empty(columns), np.empty(columns), np.empty(NEWTON.octaves + 2, np.int64)
-    )  # fmt: skip
+    bounds = np.empty(NEWTON.octaves + 2, np.int64)
+    return Thinning(np.empty(columns, np.int64), np.empty(columns), np.empty(columns), bounds, shares_of_octave)
 
 
 @inner()
@@ -109,7 +112,7 @@ def thin_out(shares: Any, work: Any, phase: float) -> int:
 
     Where an octave has more than `shares_of_octave`, so many of them stand for all, with equal parts of their sum.
     """
-    places, kept, bounds = work.places, work.kept, work.bounds
+    places, kept, bounds, most = work.places, work.kept, work.bounds, work.shares_of_octave
     for k in range(bounds.shape[0]):
         bounds[k] = 0
     for a in range(shares.shape[0]):
@@ -123,7 +126,7 @@ def thin_out(shares: Any, work: Any, phase: float) -> int:
     count = 0
     for b in range(NEWTON.octaves):
         start, stop, total = bounds[b], bounds[b + 1], 0.0
-        chosen, spacing = min(stop - start, NEWTON.shares_of_octave), (stop - start) / NEWTON.shares_of_octave
+        chosen, spacing = min(stop - start, most), (stop - start) / most
         for a in range(start, stop):
             total += shares[places[a]]
         for k in range(chosen):
@@ -217,7 +220,7 @@ def elimination_order(cells: Any, m: int) -> Any:
 
 
 @inner(allocates=True)
-def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) -> Factor:
+def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any, shares_of_octave: int) -> Factor:
     """Return an approximate factor of H. `excess`, the diagonal beside the Laplacian, is overwritten.
 
     With the diagonal of H as the preconditioner instead, divergence 500 0.05 on clouds with axes of two scales takes 30
@@ -231,7 +234,7 @@ def factorise(cells: Any, rows: Any, damping: float, excess: Any, order: Any) ->
     for e in range(size):
         edges.nexts[e] = e - 1
     edges.heads[m] = size - 1
-    work = build_thinning(m)
+    work = build_thinning(m, shares_of_octave)
     for i in range(rows.mass.shape[0]):
         first, stop, scale = cells.starts[i], cells.starts[i + 1], damping * rows.mass[i]
         phase = add_tree(edges, ranks, cells.columns[first:stop], cells.shares[first:stop], scale, work, phase)
@@ -297,11 +300,11 @@ def build_conjugate_gradients(precondition: Any) -> Any:
     def conjugate_gradients(
         counter: Any, cells: Any, rows: Any, diagonal: Any, damping: float, factor: Any, residual: Any, share: float,
         error: float, x: Any,
-    ) -> None:  # fmt: skip
+    ) -> bool:  # fmt: skip
         """Write the solution x of H x = residual; the residual is overwritten by what remains of it.
 
-        The iteration ends when at most `share` of the energy residual^T M residual remains. `error` is for messages
-        about the progress.
+        The iteration ends when at most `share` of the energy residual^T M residual remains, or after `max_products`,
+        and then returns False. `error` is for messages about the progress.
         """
         m = x.shape[0]
         product, preconditioned, direction, energy = np.empty(m), np.empty(m), np.empty(m), 0.0
@@ -312,13 +315,13 @@ def build_conjugate_gradients(precondition: Any) -> Any:
         enough = share * energy
         for _ in range(NEWTON.max_products):
             if not energy > enough or is_stopped(counter, error, np.nan):
-                return
+                return True
             apply_curvature(cells, rows, diagonal, damping, direction, product)
             curvature, next_energy = 0.0, 0.0
             for j in range(m):
                 curvature += direction[j] * product[j]
             if not curvature > 0:
-                return
+                return True
             for j in range(m):
                 x[j] += energy / curvature * direction[j]
                 residual[j] -= energy / curvature * product[j]
@@ -328,6 +331,7 @@ def build_conjugate_gradients(precondition: Any) -> Any:
             for j in range(m):
                 direction[j] = preconditioned[j] + next_energy / energy * direction[j]
             energy = next_energy
+        return not energy > enough
 
     return conjugate_gradients
 
@@ -351,6 +355,12 @@ def find_step(
         residual[j] = wanted - columns.mass[j]
         excess[j] = pull * damping * columns.mass[j] + (ratio + NEWTON.ridge * error + NEWTON.smallest_ridge) * wanted
         diagonal[j] = excess[j] + damping * columns.mass[j]
-    factor = factorise(cells, rows, damping, excess, order)
+    factor = factorise(cells, rows, damping, excess.copy(), order, NEWTON.shares_of_octave)
     share = NEWTON.residual**2 * min(1.0, error)
+    if solve_equations(counter, cells, rows, diagonal, damping, factor, residual, share, error, x):
+        return
+    # Light cells decide where no others join two parts, as beside the dummy bins of partial transport.
+    factor, found = factorise(cells, rows, damping, excess, order, m), x.copy()
     solve_equations(counter, cells, rows, diagonal, damping, factor, residual, share, error, x)
+    for j in range(m):
+        x[j] += found[j]

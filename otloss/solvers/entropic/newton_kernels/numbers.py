@@ -33,8 +33,9 @@ class NewtonNumbers(NamedTuple):
         remaining_derivative: a search allows a derivative down to minus this share of the first one. 0.1: 1.2 times in
             divergence 16x256 0.05.
         max_trials: the largest number of lengths that a search tries.
-        octaves, shares_of_octave: in rows of many cells, so many shares of each of these octaves enter the factor. All
-            shares: 1.4 times in unbalanced 16x256 0.05.
+        octaves, shares_of_octave: in rows of many cells, so many shares of each of these octaves enter the factor, and
+            all of them where conjugate gradients then take more than `max_products`. All at once: 1.4 times in
+            unbalanced 16x256 0.05.
         max_sorted: rows of at most so many cells enter the factor as they are.
         golden_ratio: the fractional parts of its multiples stand for random numbers.
         relative_rounding: the rounding of potentials, relative to the largest.
