@@ -105,7 +105,7 @@ def test_the_warning_names_the_error_and_the_tolerance_of_what_is_moved() -> Non
 
 
 def test_newtons_method_converges_where_light_cells_join_the_columns() -> None:
-    """Beside the dummy bins all cells are light. By the factor that leaves out most of them it took 171 steps, and 5."""
+    """Beside dummy bins all cells are light. By the factor that leaves out most of them it took 171 steps, now 5."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(300, 2, generator=generator, dtype=torch.float64) + shift for shift in (0, 1))
     cost = torch.cdist(x, y).square()
