@@ -38,7 +38,7 @@ EPSILONS_BETWEEN_DUMMIES = 60.0  # above all potentials: exp(-60) of the mass go
 
 
 class _Cut(NamedTuple):
-    """Where weights are above the mass that is moved; the value does not depend on these."""
+    """Where weights are above twice the mass that is moved; the value does not depend on these."""
 
     p: Tensor
     q: Tensor
@@ -55,9 +55,10 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         check_finite("cost", matrix)
     cut = None
     if problem.is_exact:
-        limit = torch.where(problem.mass > 0, problem.mass, torch.inf).unsqueeze(-1)
+        limit = torch.where(problem.mass > 0, 2 * problem.mass, torch.inf).unsqueeze(-1)
         cut = _Cut(p.detach() > limit.detach(), q.detach() > limit.detach())
-        # No bin gives more. Beside a mass that is far less than what stays, rounding would decide the plan.
+        # No bin gives more than the mass. Where far more than that stays, rounding would decide the plan otherwise.
+        # Cut at the mass itself, a bin that gives all of it would have many potentials, which are wrong at empty bins.
         p, q = torch.where(cut.p, limit, p), torch.where(cut.q, limit, q)
     stays = [w.sum(-1, keepdim=True) - problem.mass.unsqueeze(-1) for w in (p, q)]
     stays_p, stays_q = (mass - mass.detach().clamp(max=0) for mass in stays)  # rounding below 0 keeps the derivative
@@ -109,7 +110,7 @@ class _PartialMass(WayBack):
     Attributes:
         share: (...), what is moved of all mass with the dummy bins, for entropic problems. The search measures its
             error by all mass, and beside what stays the mass that is moved may be little.
-        cut: bins that hold more than is moved, for exact problems.
+        cut: bins that hold more than twice what is moved, for exact problems.
     """
 
     def __init__(self, share: Tensor | None = None, cut: _Cut | None = None) -> None:

@@ -95,6 +95,21 @@ def test_the_plan_of_a_mass_far_below_what_stays_is_not_rounding() -> None:
     torch.testing.assert_close(solution.potentials[0].detach(), torch.zeros(6, dtype=torch.float64))
 
 
+def test_gradients_of_empty_bins_beside_a_bin_that_gives_all_that_is_moved() -> None:
+    """The first bin of p would give what the last one gives for less: its derivative was -0.05."""
+    p, q = torch.tensor([0.0, 30.0, 5.0], dtype=torch.float64), torch.tensor([2.0, 0.1], dtype=torch.float64)
+    cost = torch.tensor([[0.25, 0.9], [0.3, 0.5], [0.2, 0.1]], dtype=torch.float64)
+    for first in (p, p[[2, 1, 0]]):
+        leaf = first.clone().requires_grad_()
+        value = otloss.emd(leaf, q, cost, mass=0.9)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        for i in range(3):
+            step = torch.zeros(3, dtype=torch.float64)
+            step[i] = 0.01
+            change = (otloss.emd(first + step, q, cost, mass=0.9) - value.detach()) / 0.01
+            assert float(gradient[i]) == pytest.approx(float(change), abs=1e-9)
+
+
 def test_the_warning_names_the_error_and_the_tolerance_of_what_is_moved() -> None:
     p, q, cost = draw(2, 9).softmax(-1), draw(2, 9, seed=1).softmax(-1), draw(2, 9, 9, seed=2)
     mass = torch.tensor([0.3, 0.002], dtype=torch.float64)
