@@ -43,10 +43,15 @@ def reading_features(X: Any, advice: str, *, name: str = "X") -> Iterator[None]:
         if cell is None:
             raise
         column, value = cell
-        what, remedy = f"text, {str(value)!r}", advice.format(column=repr(column))
-        if not isinstance(value, str):
-            what, remedy = f"{value!r}", "convert it to numbers: dates to days since an origin, missing values to nan"
-        raise type(error)(f"column {column!r} of {name} holds {what}, expected numbers; {remedy}.") from error
+        where = f"column {column!r} of {name} holds"
+        if isinstance(value, str):
+            message = f"{where} text, {value!r}, expected numbers; {advice.format(column=repr(column))}."
+        else:  # scikit-learn's own check looks for these words
+            message = (
+                f"{where} {value!r}, expected numbers; convert it: dates to days since an origin, missing values to "
+                "nan. A cell of this argument must be a number, or a string that is a number."
+            )
+        raise type(error)(message) from error
 
 
 def _check_no_dates(X: Any, name: str) -> None:

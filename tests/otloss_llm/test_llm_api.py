@@ -47,7 +47,7 @@ print(main(["--help"]), main(["--version"]))
         "True",
         'ObjectiveTrainer needs transformers: pip install "torch-otloss[llm]"',
         'train_bpe_tokenizer needs tokenizers: pip install "torch-otloss[llm]"',
-        'otloss-llm: error: the command needs transformers: pip install "torch-otloss[llm]"',
+        'otloss-llm: error: the command needs datasets: pip install "torch-otloss[llm]"',
         "2",
     ]
     assert lines[-1] == "0 0"
