@@ -28,7 +28,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_not_negative
-from otloss.estimators.features import LARGEST_FEATURE
+from otloss.estimators.features import check_size
 from otloss.metrics.arrays import read_shares
 from otloss.metrics.ensembles import read_ensemble
 
@@ -78,7 +78,8 @@ class EnsembleRecalibration(BaseEstimator):
         members, true = read_ensemble(ensemble, y)
         weight = read_shares(sample_weight, len(members))
         members, true, weight = (numbers[weight > 0] for numbers in (members, true, weight))
-        _check_size(ensemble=members, y=true)
+        check_size("ensemble", members)
+        check_size("y", true)
         mean, residual, spread = _parts(members)
         unit = _root_mean_square(mean - true, weight) or 1.0
         mean, residual, spread, true = (numbers / unit for numbers in (mean, residual, spread, true))
@@ -147,15 +148,6 @@ def _descend(
 
         parameters = minimize(in_units, parameters / units, jac=True, method="L-BFGS-B", bounds=bounds).x * units
         best = min((best, parameters), key=lambda p: score(p, 0.0)[1])
-
-
-def _check_size(**arrays: np.ndarray) -> None:
-    for name, numbers in arrays.items():
-        if np.abs(numbers).max() > LARGEST_FEATURE:
-            raise ValueError(
-                f"{name} holds numbers up to {np.abs(numbers).max():g} in size, expected at most {LARGEST_FEATURE:g}. "
-                "Look for marks of missing values such as 1e300, or divide all by a power of ten."
-            )
 
 
 def _root_mean_square(error: Float[np.ndarray, " n"], weight: Float[np.ndarray, " n"]) -> float:

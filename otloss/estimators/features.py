@@ -93,18 +93,23 @@ def warn_of_tiny_columns(X: Any, smallest: float, *, stacklevel: int) -> None:
         )
 
 
+def check_size(name: str, values: np.ndarray) -> None:
+    """Raise ValueError if a number is too large for its square to be a float."""
+    largest = np.abs(values).max(initial=0.0)
+    if largest > LARGEST_FEATURE:
+        raise ValueError(
+            f"{name} holds numbers up to {largest:g} in size, expected at most {LARGEST_FEATURE:g}. Look for marks of "
+            "missing values such as 1e300, or divide by a power of ten."
+        )
+
+
 def fitted_scaler(X: Any, weights: np.ndarray, *, with_std: bool) -> StandardScaler:
     """Return the means and, with `with_std`, deviations of the columns of X (n, d), dense or sparse, by weight.
 
     Raises:
         ValueError: if a feature is too large for its square to be a float.
     """
-    values = X.data if issparse(X) else X
-    if np.abs(values).max(initial=0.0) > LARGEST_FEATURE:
-        raise ValueError(
-            f"X holds numbers up to {np.abs(values).max():g} in size, expected at most {LARGEST_FEATURE:g}. Look for "
-            "marks of missing values such as 1e300, or divide the feature by a power of ten."
-        )
+    check_size("X", X.data if issparse(X) else X)
     weights = np.ldexp(weights, -np.frexp(weights.max())[1])  # exact, and their products do not overflow
     scaler = StandardScaler(with_mean=not issparse(X), with_std=with_std).set_output(transform="default")
     scaler.fit(X, sample_weight=weights)  # "default": arrays, whatever scikit-learn's global transform_output is

@@ -106,7 +106,7 @@ class Transport:
 
     @property
     def marginal_error(self) -> Float[Tensor, "*batch"]:
-        """(...), relative to the mass."""
+        """(...), relative to the mass that is moved."""
         error = self._solution.marginal_error
         for step in self._ways_back:
             error = step.marginal_error(error)
