@@ -70,7 +70,7 @@ def cumulative_log_probabilities(
     gaps = log_gaps.exp()
     a = torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - score.to(dtype).unsqueeze(-1)  # (..., K - 1)
     if link == "logit":
-        return pad(logsigmoid(a), (0, 1)) + pad(logsigmoid(-a), (1, 0)) + pad(_log_one_minus_exp(log_gaps), (1, 1))
+        return pad(log_sigmoid(a), (0, 1)) + pad(log_sigmoid(-a), (1, 0)) + pad(_log_one_minus_exp(log_gaps), (1, 1))
     if link == "cloglog":
         increase = a[..., :-1] + gaps + _log_one_minus_exp(log_gaps)  # log(exp(a_k) - exp(a_{k-1}))
         below = _log_one_minus_exp(torch.cat([a[..., :1], increase], -1))
@@ -125,6 +125,11 @@ def quantiles(below: Float[Tensor, " thresholds"], link: str) -> Float[Tensor, "
     return torch.special.ndtri(below) if link == "probit" else torch.logit(below)
 
 
+def log_sigmoid(x: Tensor) -> Tensor:
+    """Return log(sigmoid(x)); `logsigmoid` becomes Log(Sigmoid(x)) in ONNX, which is -inf from -20 on."""
+    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-x.abs())) if _is_recorded() else logsigmoid(x)
+
+
 def _log_one_minus_exp(log_x: Tensor) -> Tensor:
     """Return log(1 - exp(-x)), which is finite where x itself underflows."""
     log_x = log_x.clamp(max=_WIDEST)  # The result is 0 long before.
@@ -152,15 +157,18 @@ def _log_normal_mass(low: Tensor, high: Tensor, log_gaps: Tensor) -> Tensor:
 def _log_ndtr(x: Tensor) -> Tensor:
     """Return log Phi(x), in the tail by Laplace's continued fraction: phi(x) / (|x| + 1 / (|x| + 2 / (|x| + ...))).
 
-    The derivative of torch's `log_ndtr` loses all digits far out and is NaN in the end. A recorded program has
-    operations of ONNX alone, where `log_ndtr` is NaN in the tail.
+    The derivative of torch's `log_ndtr` loses all digits far out and is NaN in the end; in ONNX it is NaN in the tail.
     """
-    is_recorded = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
-    start, terms = (-3.0, 20) if is_recorded else (-30.0, 4)  # nine digits or more
+    start, terms = (-3.0, 20) if _is_recorded() else (-30.0, 4)  # nine digits or more
     low, body = x.clamp(max=start), x.clamp(min=start)
     fraction = -low
     for k in range(terms, 0, -1):
         fraction = k / fraction - low
     tail = -low.square() / 2 - math.log(2 * math.pi) / 2 - fraction.log()
-    log_body = torch.log(torch.erfc(-body / math.sqrt(2)) / 2) if is_recorded else torch.special.log_ndtr(body)
+    log_body = torch.log(torch.erfc(-body / math.sqrt(2)) / 2) if _is_recorded() else torch.special.log_ndtr(body)
     return torch.where(x < start, tail, log_body)
+
+
+def _is_recorded() -> bool:
+    """Return whether a program is recorded, whose operations must be right in ONNX too."""
+    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None

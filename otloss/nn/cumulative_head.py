@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import pad
 
 from otloss._checks import check_count, check_floating, check_last_axis
 from otloss._ordered_classes import check_choice
 from otloss.losses import cumulative_log_probabilities, decode_classes
-from otloss.losses.cumulative import LINKS, quantiles
+from otloss.losses.cumulative import LINKS, log_sigmoid, quantiles
 
 
 class _Head(nn.Module):
@@ -164,4 +164,4 @@ class CornHead(_Head):
     def forward(self, features: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch classes"]:
         scores = self.scores(self._checked(features))
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return pad(logsigmoid(-scores), (0, 1)) + pad(logsigmoid(scores).cumsum(-1), (1, 0))
+        return pad(log_sigmoid(-scores), (0, 1)) + pad(log_sigmoid(scores).cumsum(-1), (1, 0))
