@@ -289,8 +289,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
     def _unsettled(self, best: int) -> str:
         return (
             f"OrdinalBoostingClassifier did not converge in n_estimators={self.n_estimators} rounds: the loss held out "
-            f"was least after {best}, too late for early stopping. Raise n_estimators or learning_rate, or set "
-            "early_stopping=False for exactly that many rounds."
+            f"was least after {best}, and early stopping waits for {self.n_iter_no_change} more. Raise n_estimators "
+            "or learning_rate, or set early_stopping=False for exactly that many rounds."
         )
 
     def _evaluation_part(self, name: str, X: Any, y: Any, sample_weight: Any = None) -> Part:
@@ -300,8 +300,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
             check_consistent_length(X, y)
             X, positions, weights = self._weighted_rows(X, y, sample_weight)
             return Part(Table(X), np.arange(len(X)), positions, weights)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{name}: {error}") from error
 
     def _tree_settings(self, *, seed: int) -> TreeSettings:
         criterion = self._criterion

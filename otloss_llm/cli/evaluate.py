@@ -19,6 +19,7 @@ from otloss_llm.cli.trainer import build_trainer, load_model
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 CONFIDENCE_BINS = 15
+MAUVE_ROWS = 1000
 MEASURES = ("loss", "nll", "perplexity", "transport_cost", "entropy", "accuracy", "calibration_error", "aux_loss",
             "rows", "tokens")  # fmt: skip
 
@@ -32,7 +33,13 @@ class EvaluateArguments:
         metadata={"help": "Also print MAUVE of sampled continuations, with features of this GPT-2 or BERT (gpt2-large "
                   "in the literature), by the package mauve-text."},
     )  # fmt: skip
-    mauve_rows: int = field(default=1000, metadata={"help": "Rows that are continued for MAUVE, the first ones."})
+    mauve_rows: int | None = field(
+        default=None, metadata={"help": f"Rows that are continued for MAUVE, the first ones. Default: {MAUVE_ROWS}."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.mauve_rows is not None and self.mauve_model is None:
+            raise ValueError("--mauve_rows was given without --mauve_model; leave it out, or name a model.")
 
 
 def parse_request(arguments: Sequence[str]) -> Request:
@@ -63,7 +70,7 @@ def run(request: Request) -> str:
     if trainer.padding_free or trainer.args.packing:
         del measures["rows"]  # what was counted is batches or blocks
     if mauve is not None:
-        texts, references = continuations(trainer, extra.mauve_rows)
+        texts, references = continuations(trainer, extra.mauve_rows or MAUVE_ROWS)
         device = torch.cuda.current_device() if trainer.args.device.type == "cuda" else -1
         measures["mauve"] = float(mauve.compute_mauve(
             p_text=references, q_text=texts, featurize_model_name=extra.mauve_model, device_id=device

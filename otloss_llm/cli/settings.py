@@ -192,6 +192,8 @@ def _read_value(name: str, value: Any, hint: str) -> Any:
         return value
     if isinstance(value, dict | list) and type(value).__name__ not in hint:
         raise ValueError(f"{name} of --config is {value!r}, expected one value.")
+    if value is not None and "dict" in hint and not isinstance(value, dict | str):
+        raise ValueError(f"{name} of --config is {value!r}, expected a mapping.")
     if value is None and hint.startswith("<class"):
         raise ValueError(f"{name} of --config is null, expected a value; leave it out for the default.")
     is_optional = "None" in hint and not any(kind in hint for kind in ("bool", "int", "float", "list"))

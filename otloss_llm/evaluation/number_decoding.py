@@ -209,6 +209,7 @@ def score_number_distributions(
     """Return the error of the decision `by`, and how well the distributions are calibrated.
 
     Raises:
+        TypeError: a right number is none.
         ValueError: not as many right numbers as distributions, none, one that is not finite, or an unknown decision.
 
     Example:
@@ -217,7 +218,10 @@ def score_number_distributions(
         >>> scores.mean_absolute_error, scores.crps, [round(share, 2) for share in scores.pit[-2:]]
         (1.5, 1.5, [0.05, 0.55])
     """
-    expected = [float(number) for number in expected]
+    try:
+        expected = [float(number) for number in expected]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a right number cannot be read: {error}; leave out questions without one.") from error
     if len(distributions) != len(expected) or not expected or not all(map(math.isfinite, expected)):
         raise ValueError(
             f"there are {len(distributions)} distributions and {len(expected)} right numbers, expected as many of "

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from otloss._checks import check_not_negative
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.objectives import LabelSmoothing, Objective, Sum, ZLoss
 from otloss_llm.objectives.formulas import uniform_cross_entropy
@@ -64,6 +65,7 @@ def with_terms(objective: Objective, args: Any, z_loss: float) -> Sum:
                 "leave one of them out."
             )
         objective = LabelSmoothing(objective, args.label_smoothing_factor)
+    check_not_negative("z_loss", z_loss)
     return Sum.of(ZLoss(objective, z_loss) if z_loss else objective)
 
 

@@ -310,6 +310,8 @@ def test_one_part_to_evaluate_needs_no_list_and_a_library_that_is_not_there_is_n
         assert boosted("lightgbm", n_estimators=3).fit(X, Y, eval_set=alone).evals_result_ == expected
     with pytest.raises(TypeError, match=r"eval_set\[0\] is a ndarray, expected \(X, y\) or \(X, y, sample_weight\)"):
         boosted("lightgbm").fit(X, Y, eval_set=[X, Y])
+    with pytest.raises(TypeError, match=r"eval_set\[0\]: X has dtype datetime64"):
+        boosted("lightgbm").fit(X, Y, eval_set=[(X.astype("datetime64[s]"), Y)])
     with pytest.raises(ValueError, match="eval_set: y holds the label 8, expected the labels"):
         boosted("lightgbm").fit(X, Y, eval_set=(X, Y + 7))
     without("lightgbm")

@@ -301,6 +301,7 @@ def test_two_runs_do_not_share_a_folder(cli: Cli, model: Path, sums: Path, tmp_p
     ("gradient_accumulation_steps: 1.5", "argument --gradient_accumulation_steps"),
     ("learning_rate: [1]", r"learning_rate of --config is \[1\], expected one value"),
     ("objective: 5", "objective is '5', expected one of mle"),
+    ("gradient_checkpointing_kwargs: 5", "gradient_checkpointing_kwargs of --config is 5, expected a mapping"),
     ("datasets: [a]", r"datasets of --config is \['a'\], expected a list of mappings"),
 ])  # fmt: skip
 def test_values_of_a_yaml_file_are_read_by_the_types_of_options(text: str, message: str, tmp_path: Path) -> None:
@@ -741,7 +742,11 @@ def test_numbers_out_of_range_are_named_before_anything_is_loaded(cli: Cli) -> N
         for name, values in bad.items():
             if name == "mauve_rows" and command == "train":
                 continue
-            more = {"dataloader_num_workers": 1} if name == "dataloader_prefetch_factor" else {}
+            needed = {
+                "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
+                "mauve_rows": {"mauve_model": "none"},
+            }
+            more = needed.get(name, {})
             for value in values:
                 message = cli(command, *options(**common, **more, **{name: value})).error
                 assert re.search(f"{name}.* expected|infinite|Expected value", message, re.IGNORECASE), (name, value)

@@ -111,6 +111,7 @@ test_what_excludes_an_objective = raising(
     (lambda: check_loss_settings(arguments(n_gpu=2), None, MLE()), ValueError, r"2 GPUs under nn\.DataParallel"),
     (lambda: with_terms(parse_objective("mle+smoothing:0.1"), arguments(label_smoothing_factor=0.2), 0.0), ValueError,
      r"label_smoothing_factor is 0\.2, and .*smooths labels itself"),
+    (lambda: with_terms(MLE(), arguments(label_smoothing_factor=0.0), -1.0), ValueError, "z_loss is -1"),
     (lambda: chosen("emo", EmbeddingCost(torch.eye(9))), ValueError, "a vocabulary of 9 tokens, the logits have 7"),
     (lambda: chosen("emo", None), ValueError, "needs cost="),
     (lambda: chosen("number_token", EmbeddingCost(HEAD)), ValueError, "needs distances between numbers"),
