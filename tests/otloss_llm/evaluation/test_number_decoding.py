@@ -157,7 +157,7 @@ def test_invalid_settings_raise(model: Any, tokenizer: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             decode_numbers(model, tokenizer, **{"prompts": ASKED} | changes)
-    with pytest.raises(TypeError, match="a right number cannot be read: .*; leave out questions without one"):
+    with pytest.raises(TypeError, match=r"a right number cannot be read: .*; leave out questions without one"):
         score_number_distributions([], [None])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"batch_size is 2.5, expected a whole number"):
         decode_numbers(model, tokenizer, ASKED, batch_size=2.5)  # type: ignore[arg-type]
