@@ -30,9 +30,10 @@ The methods are in these files; the docstring of `ladder` says when each runs:
     clusters, coarse_images                 Sinkhorn's iteration with the help of a coarser problem
     newton, newton_products                 Newton's method on cells of the plan, and by products with the plan
 
-Around the ladder `meanwhile` iterates while a kernel is compiled, `newton_batch` takes the problems of Newton's
-method out of a batch, `dense_newton` makes potentials accurate, `messages` has the warnings and errors of a search,
-and `arithmetic` the dtypes. `assignment_start` is for exact assignments.
+Before the ladder `equal_points` merges equal points of clouds. Around it `meanwhile` iterates while a kernel is
+compiled, `newton_batch` takes the problems of Newton's method out of a batch, `dense_newton` makes potentials accurate,
+`messages` has the warnings and errors of a search, and `arithmetic` the dtypes. `assignment_start` is for exact
+assignments.
 
     equations/          the two updates, Newton's equations, and the error of potentials
     sinkhorn_kernels/   for sinkhorn_cpu and sinkhorn_gpu

@@ -14,6 +14,7 @@ from otloss._numba import may_run_on
 from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.arithmetic import in_float64
 from otloss.solvers.entropic.dense_newton import with_accurate_potentials, with_estimates
+from otloss.solvers.entropic.equal_points import merge_equal_points
 from otloss.solvers.entropic.equations.dual import with_best_constant
 from otloss.solvers.entropic.equations.slow_modes import with_lanczos_error
 from otloss.solvers.entropic.equations.updates import build_updates
@@ -67,7 +68,9 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
     budget = _build_budget(problem, settings, is_accurate=is_accurate or has_weight_graph)
     with torch.no_grad():
         searched = _prepare(problem)
-        result = _refine(searched, search(searched, budget), budget).to(problem.p.device)
+        distinct = merge_equal_points(searched)
+        found = _refine(distinct.problem, search(distinct.problem, budget), budget)
+        result = distinct.expand(found).to(problem.p.device)
     if not result.is_within(budget.tolerance):
         warn_of_errors(problem, result, settings)
         return problem, _without_unknown(result)
