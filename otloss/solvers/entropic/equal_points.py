@@ -1,7 +1,8 @@
-"""Clouds with many equal points: the problem between their distinct points has the same potentials.
+"""Problems with many equal points: the problem between the distinct ones has the same potentials.
 
 Equal points have equal potentials, and the error of both marginals is the same sum. Points are equal in data of few
-values, such as binary features, ratings, or colours; Newton's method would take all pairs of their cells.
+values, such as binary features, ratings, or colours; Newton's method would take all pairs of their cells. In a cost
+matrix, equal rows and equal columns are equal points.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._numba import may_run_on
+from otloss.costs import Cost
+from otloss.costs.dense import DenseCost
 from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.problem import Problem
 
@@ -23,49 +26,76 @@ _METRICS = ("sqeuclidean", "euclidean", "l1")  # equal points at the origin diff
 _FEWEST_PAIRS = 2**16  # smaller problems take less time than a look at their points saves
 
 
-class DistinctPoints(NamedTuple):
-    """A problem between distinct points, and the place of each point among them; None where points were not merged."""
+class _Distinct(NamedTuple):
+    """The first of each set of equal points, and the place of each point among them."""
+
+    first: Int[Tensor, " k"]
+    places: Int[Tensor, " n"]
+
+
+class MergedProblem(NamedTuple):
+    """A problem between distinct points of both sides, or the problem itself where none were merged."""
 
     problem: Problem
-    x_places: Int[Tensor, " n"] | None = None
-    y_places: Int[Tensor, " m"] | None = None
+    x: _Distinct | None = None
+    y: _Distinct | None = None
 
     def expand(self, result: SearchResult) -> SearchResult:
         """Return a result of the problem with the potentials of all points."""
-        if self.x_places is None or self.y_places is None:
+        if self.x is None or self.y is None:
             return result
-        return dataclasses.replace(result, f=result.f[..., self.x_places], g=result.g[..., self.y_places])
+        return dataclasses.replace(result, f=result.f[..., self.x.places], g=result.g[..., self.y.places])
 
 
-def merge_equal_points(problem: Problem) -> DistinctPoints:
-    """Return the problem between the distinct points of two clouds, if these have at most half of the pairs."""
-    cost, (n, m) = problem.cost.as_points(), problem.cost.shape
-    if cost is None or cost.metric not in _METRICS or n * m < _FEWEST_PAIRS or problem.impl == "torch":
-        return DistinctPoints(problem)
-    if cost.x.dim() != 2 or cost.y.dim() != 2 or not may_run_on(cost.x, problem.p):
-        return DistinctPoints(problem)
-    clouds = [cost.x.detach()] if cost.x is cost.y else [cost.x.detach(), cost.y.detach()]
-    if not any(map(_has_equal_points, clouds)):
-        return DistinctPoints(problem)
-    counts = [_count_distinct(cloud.numpy()) for cloud in clouds]
-    if counts[0] * counts[-1] > n * m / 2:
-        return DistinctPoints(problem)
-    found = [torch.unique(cloud, dim=0, return_inverse=True) for cloud in clouds]
-    (x, x_places), (y, y_places) = found[0], found[-1]
-    start = problem.start and (_at_distinct(problem.start[0], x_places), _at_distinct(problem.start[1], y_places))
+def merge_equal_points(problem: Problem) -> MergedProblem:
+    """Return the problem between distinct points, if these have at most half of the pairs."""
+    n, m = problem.cost.shape
+    if n * m < _FEWEST_PAIRS or problem.impl == "torch" or not may_run_on(problem.p, *problem.cost.tensors()):
+        return MergedProblem(problem)
+    sides = _rows_of_sides(problem.cost)
+    if sides is None or not any(map(_has_equal_rows, sides)):
+        return MergedProblem(problem)
+    x = _find_distinct(sides[0])
+    y = x if problem.is_symmetric else _find_distinct(sides[1])
+    if len(x.first) * len(y.first) > n * m / 2:
+        return MergedProblem(problem)
     merged = dataclasses.replace(
         problem,
-        p=_sum_of_equal(problem.p.detach(), x_places),
-        q=_sum_of_equal(problem.q.detach(), y_places),
-        cost=cost.between(x, y, cost.metric).with_matrix(),
-        start=start,
+        p=_sum_of_equal(problem.p.detach(), x),
+        q=_sum_of_equal(problem.q.detach(), y),
+        cost=_between(problem.cost, x.first, y.first),
+        start=problem.start and (problem.start[0][..., x.first], problem.start[1][..., y.first]),
     )
-    return DistinctPoints(merged, x_places, y_places)
+    return MergedProblem(merged, x, y)
 
 
-def _has_equal_points(cloud: Float[Tensor, "n d"]) -> bool:
-    """Return whether some of up to 256 points are equal: they nearly always are where half of all points are."""
-    return _count_distinct(cloud.numpy()[_picked(len(cloud))]) < len(_picked(len(cloud)))
+def _rows_of_sides(cost: Cost) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return a row of numbers for each point of both sides; None if each problem has its own, or there are none."""
+    points = cost.as_points()
+    if points is not None and points.metric in _METRICS:
+        sides = points.x, points.y
+    elif type(cost) is DenseCost:
+        sides = cost.matrix, cost.matrix.mT
+    else:
+        return None
+    return None if max(t.dim() for t in sides) > 2 else (sides[0].detach().numpy(), sides[1].detach().numpy())
+
+
+def _between(cost: Cost, x: Int[Tensor, " k"], y: Int[Tensor, " l"]) -> Cost:
+    points = cost.as_points()
+    if points is None:
+        assert isinstance(cost, DenseCost)
+        return DenseCost.unchecked(cost.matrix.detach()[x][:, y])
+    of_x = points.x.detach()[x]
+    of_y = of_x if points.y is points.x else points.y.detach()[y]
+    return points.between(of_x, of_y, points.metric).with_matrix()
+
+
+def _has_equal_rows(rows: np.ndarray) -> bool:
+    """Return whether some of up to 256 rows begin alike: they nearly always do where half of all rows are equal."""
+    picked = _picked(len(rows))
+    projections = np.sort(_project(rows[picked, :64]))
+    return bool((projections[1:] == projections[:-1]).any())
 
 
 @lru_cache(maxsize=32)
@@ -74,23 +104,23 @@ def _picked(count: int) -> np.ndarray:
     return np.unique(np.random.default_rng(0).integers(count, size=256))
 
 
-def _count_distinct(points: np.ndarray) -> int:
-    """Return the number of distinct rows, by a projection, which takes less time than a comparison of rows.
+def _find_distinct(rows: np.ndarray) -> _Distinct:
+    """Return the distinct rows, by a projection, which takes less time than a comparison of rows.
 
-    Different points may have the same projection, and rounding may give equal points two.
+    Rounding may give equal rows two projections, which only merges fewer of them. Where different rows have the same
+    projection, none are merged.
     """
-    projections = points @ np.sqrt(np.arange(2, 2 + points.shape[1], dtype=points.dtype))
-    projections.sort()
-    return 1 + int(np.count_nonzero(projections[1:] != projections[:-1]))
+    _, first, places = np.unique(_project(rows), return_index=True, return_inverse=True)
+    if not np.array_equal(rows[first][places], rows):
+        first = places = np.arange(len(rows))
+    return _Distinct(torch.from_numpy(first), torch.from_numpy(places))
 
 
-def _sum_of_equal(weights: Float[Tensor, "*batch n"], places: Int[Tensor, " n"]) -> Float[Tensor, "*batch k"]:
-    sums = torch.zeros(*weights.shape[:-1], int(places.max()) + 1, dtype=torch.float64, device="cpu")
-    return sums.index_add(-1, places, weights.double()).to(weights.dtype)
+def _project(rows: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):  # of prices
+        return np.asarray(rows @ np.sqrt(np.arange(2, 2 + rows.shape[1], dtype=rows.dtype)))
 
 
-def _at_distinct(potential: Float[Tensor, "*batch n"], places: Int[Tensor, " n"]) -> Float[Tensor, "*batch k"]:
-    """Return a potential at distinct points, that of the last of equal ones."""
-    last = torch.zeros(int(places.max()) + 1, dtype=torch.int64, device="cpu")
-    last[places] = torch.arange(len(places), device="cpu")
-    return potential[..., last]
+def _sum_of_equal(weights: Float[Tensor, "*batch n"], side: _Distinct) -> Float[Tensor, "*batch k"]:
+    sums = torch.zeros(*weights.shape[:-1], len(side.first), dtype=torch.float64, device="cpu")
+    return sums.index_add(-1, side.places, weights.double()).to(weights.dtype)

@@ -1,4 +1,4 @@
-"""Clouds of few distinct points: potentials and derivatives are those of the problem between all points."""
+"""Problems of few distinct points: potentials and derivatives are those of the problem between all points."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ P, Q = P / P.sum(-1, keepdim=True), Q / Q.sum(-1, keepdim=True)
 CASES: list[dict[str, Any]] = [
     {}, {"marginal_penalty": 2.0}, {"marginal_penalty": (0.5, 8.0), "grad": "implicit"}, {"grad": "implicit"},
     {"metric": "euclidean"}, {"metric": "l1", "start": (torch.rand(40).double(), torch.rand(30).double())},
-    {"metric": "cosine"}, {"is_one_cloud": True}, {"is_one_cloud": True, "metric": "cosine"},
+    {"is_matrix": True}, {"is_matrix": True, "marginal_penalty": 2.0, "grad": "implicit"},
+    {"is_matrix": True, "is_one_cloud": True}, {"metric": "cosine"},
+    {"is_one_cloud": True}, {"is_one_cloud": True, "metric": "cosine"},
 ]  # fmt: skip
 
 
-def derived(*, metric: str = "sqeuclidean", is_one_cloud: bool = False, **settings: Any) -> list[Tensor]:
+def derived(
+    *, metric: str = "sqeuclidean", is_one_cloud: bool = False, is_matrix: bool = False, **settings: Any
+) -> list[Tensor]:
     """The value, the derivatives, the errors, and potentials of one constant."""
     x, y, p, q = (t.clone().requires_grad_() for t in (X, Y, P, Q))
     cost, q = (PointCost(x, metric=metric), p) if is_one_cloud else (PointCost(x, y, metric=metric), q)
+    cost = cost.dense() if is_matrix else cost
     result = solve(p, q, cost, epsilon=0.3, tolerance=1e-11, **settings)
     inputs = [x, p] if is_one_cloud else [x, y, p, q]
     f, g = (potential.detach() for potential in result.potentials)
@@ -67,8 +72,8 @@ def test_what_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert merged_shape(torch.rand(40, 2).double(), torch.rand(10, 2).double()) == (40, 10)
     distinct = merge_equal_points(pose(P, Q, PointCost(X, Y), epsilon=0.3, settings=Settings()))
     torch.testing.assert_close(distinct.problem.p.sum(-1), torch.ones(3).double())
-    assert distinct.x_places is not None
-    torch.testing.assert_close(distinct.problem.cost.as_points().x[distinct.x_places], X)  # type: ignore[union-attr]
+    assert distinct.x is not None
+    torch.testing.assert_close(distinct.problem.cost.as_points().x[distinct.x.places], X)  # type: ignore[union-attr]
 
 
 def test_binary_features() -> None:
