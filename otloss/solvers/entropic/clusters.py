@@ -300,6 +300,8 @@ class _ClusterSearch:
         smallest_error, halved_error, last_halved = math.inf, math.inf, self.iterations
         while self.iterations < last_iteration:
             updated = self.sums.update(g, self.best.f, min(smallest_error, 1.0))
+            shift = self._mean(updated.g)  # Long steps change the constant, which would round the rest.
+            g, updated = g - shift, _Potentials(updated.f + shift, updated.g - shift)
             error = float(self.sums.updates.error_of_columns(g, updated.g))
             self.iterations += 1
             report("Sinkhorn iterations", error, tolerance=tolerance)
@@ -315,12 +317,17 @@ class _ClusterSearch:
                 acceleration.clear()
             g = acceleration.next(g, self._step(g, updated, epsilon))
 
+    def _mean(self, g: Tensor) -> Tensor:
+        return (self.weights * g).sum() / self.weights.sum()
+
     def _step(self, g: Tensor, updated: _Potentials, epsilon: float) -> Tensor:
-        """Return the step from g: what clusters correct, or half of the way between a cloud and itself."""
+        """Return the step from g, of mean zero: what clusters correct, or half of the way of a cloud to itself."""
         if self.solution.factor is None:
-            return (updated.f + updated.g) / 2 - g
-        change = updated.g - g
-        return change + self.solution.correction(change / epsilon, self.weights)
+            step = (updated.f + updated.g) / 2 - g
+        else:
+            change = updated.g - g
+            step = change + self.solution.correction(change / epsilon, self.weights)
+        return step - self._mean(step)
 
 
 class _Sums:
