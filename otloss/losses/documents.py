@@ -23,6 +23,7 @@ from torch import Tensor
 from otloss._autograd import check_no_transform
 from otloss._checks import (
     broadcast_shape,
+    check_broadcast,
     check_cloud,
     check_finite,
     check_floating,
@@ -83,6 +84,7 @@ def document_distance(
         raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (V, d): one vector per word.")
     p, ids_p = _weights_and_ids("p", p, ids_p, embedding)
     q, ids_q = _weights_and_ids("q", q, ids_q, embedding)
+    check_broadcast(ids_p=ids_p.shape[:-1], ids_q=ids_q.shape[:-1])
     return emd(p, q, DenseCost(_word_costs(embedding, ids_p, ids_q)))
 
 

@@ -1,6 +1,7 @@
 """What all functions check of their arguments."""
 
 import itertools
+from collections.abc import Callable
 
 import pandas as pd
 import pytest
@@ -9,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import otloss
 from otloss._checks import broadcast_shape
+from otloss.losses import document_distance
 
 SHAPES = [(), *itertools.product(range(4)), *itertools.product(range(4), repeat=2)]
 
@@ -42,3 +44,23 @@ def test_the_advice_for_tables_works() -> None:
     with pytest.raises(TypeError, match=r"target is a Series.*torch.tensor\(target.to_numpy\(\)\)"):
         otloss.ordinal_loss(torch.zeros(3, 3), series)  # type: ignore[arg-type]
     assert torch.tensor(series.to_numpy()).tolist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda x, y: otloss.wasserstein_1d(None, None, x, y), ("x", "y")),
+        (lambda x, y: otloss.wasserstein_circular(None, None, x, y, period=1), ("x", "y")),
+        (
+            lambda x, y: document_distance(None, None, torch.eye(3), ids_p=x.long(), ids_q=y.long()),
+            ("ids_p", "ids_q"),
+        ),
+    ],
+    ids=["line", "circle", "documents"],
+)
+def test_batches_of_unlike_sizes_without_weights_are_named(
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], names: tuple[str, str]
+) -> None:
+    x, y = names
+    with pytest.raises(ValueError, match=rf"do not broadcast: got {x} \(10,\), {y} \(12,\)"):
+        call(torch.ones(10, 3), torch.ones(12, 3))

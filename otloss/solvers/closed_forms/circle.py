@@ -36,7 +36,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_positive, check_tensor, float64_or
+from otloss._checks import broadcast_shape, check_broadcast, check_positive, check_tensor, float64_or
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.solvers.closed_forms.line import both_or_uniform, check_exponent, checked_positions, finite_in, power_of
@@ -111,6 +111,7 @@ def wasserstein_circular(
     p, q = pair.in_float64
     x = _on_circle("x", x, p, float(period))
     y = x if y is None else _on_circle("y", y, q, float(period))
+    check_broadcast(x=x.shape[:-1], y=y.shape[:-1])
     if order == 1:
         value = _of_order_1(p, q, x, y, float(period), is_shared=y is x)
     else:

@@ -206,6 +206,7 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
     p, q = pair.in_float64
     x = checked_positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, p)
     y = x if y is None else checked_positions("y", y, q)
+    check_broadcast(x=x.shape[:-1], y=y.shape[:-1])
     x_sorted, order_x = x.sort(dim=-1, stable=True)
     y_sorted, order_y = y.sort(dim=-1, stable=True)
     value = _quantile_cost(_in_order(p, order_x), _in_order(q, order_y), x_sorted, y_sorted, order)
