@@ -58,6 +58,7 @@ class CostModule(TensorHolder):
         for attribute, value in vars(cost).items():
             if isinstance(value, Tensor):
                 if id(value) not in names:
+                    _check_is_given(cost, attribute, value)
                     names[id(value)] = attribute
                     self._hold(attribute, value)
                 self._tensors[attribute] = names[id(value)]
@@ -74,6 +75,16 @@ class CostModule(TensorHolder):
         for attribute, name in self._tensors.items():
             setattr(cost, attribute, getattr(self, name))
         return cost
+
+
+def _check_is_given(cost: Cost, attribute: str, value: Tensor) -> None:
+    """Raise for a tensor that the cost computed of a trained one: later steps would not change it."""
+    if not value.is_leaf:
+        raise ValueError(
+            f"the {attribute} of {type(cost).__name__} is computed of a tensor that requires a gradient, so a module "
+            "would not follow its training. Detach that tensor, or call the function, with a new cost object in each "
+            "step."
+        )
 
 
 class Module(TensorHolder):

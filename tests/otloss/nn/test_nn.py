@@ -18,7 +18,7 @@ from torch import Tensor
 import otloss
 from otloss import nn
 from otloss import nn as modules
-from otloss.costs import LineCost, PointCost
+from otloss.costs import CosineCost, LineCost, PointCost
 from otloss.losses import cumulative_log_probabilities, decode_classes, histogram_mean
 from tests.errors import raising
 from tests.samples import sampled
@@ -197,6 +197,8 @@ def test_parameters_are_trained_and_other_calls() -> None:
 
 test_bad_settings = raising(
     (lambda: modules.Emd(cost=MATRIX.clone().requires_grad_()), "matrix requires a gradient but is not"),
+    (lambda: modules.Emd(CosineCost(torch.nn.Parameter(torch.eye(3)))), "unit of CosineCost .* would not follow"),
+    (lambda: modules.Emd(2 * MATRIX.clone().requires_grad_()), "matrix of DenseCost .* call the function"),
     (lambda: modules.CdfDistance(x=2 * X.clone().requires_grad_()), "x requires a gradient"),
     (lambda: modules.Emd(cost=MATRIX)(P, Q, MATRIX), TypeError, r"Emd.forward\(\) takes 3 positional arguments"),
     (lambda: modules.Emd(MATRIX, masss=0.5), TypeError, "did you mean mass="),  # type: ignore[call-arg]
