@@ -117,6 +117,8 @@ def _train(trainer: Any) -> None:
             "no step was taken: the rows do not fill one batch; lower --per_device_train_batch_size, or leave "
             "--dataloader_drop_last out."
         )
+    if args.enable_jit_checkpoint and trainer.state.global_step < trainer.state.max_steps:
+        raise KeyboardInterrupt  # After SIGTERM the trainer saves a checkpoint, and returns as at the end of a run.
 
 
 def _results(trainer: Any) -> dict[str, Any]:

@@ -5,9 +5,11 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, redirect_stderr
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import safetensors.torch
 import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import trainer_jit_checkpoint
 
 import otloss_llm
 from otloss_llm import MLE, EmbeddingCost, token_loss
@@ -225,13 +228,13 @@ def test_the_share_that_is_cut_off_is_the_same_each_time(sums: Path) -> None:
 
 
 @contextmanager
-def interrupted_at(step: int) -> Iterator[None]:
-    """Ctrl-C in the middle of an optimizer's step, the first of which is 1."""
-    steps = iter(range(1, step + 1))
+def interrupted_at(step: int, number: int = signal.SIGINT) -> Iterator[None]:
+    """Ctrl-C, or another signal, in the middle of an optimizer's step, the first of which is 1."""
+    steps = count(1)
 
     def stop(*_: Any) -> None:
         if next(steps) == step:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
 
     hook = register_optimizer_step_pre_hook(stop)
     try:
@@ -266,6 +269,23 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     assert weights_of(uninterrupted) == weights_of(broken)
     first, second = (read(run / "trainer_state.json")["log_history"][:6] for run in (uninterrupted, broken))
     assert first == second
+
+
+def test_a_run_that_saves_itself_on_sigterm_is_not_finished(
+    cli: Cli, tiny: Tiny, sums: Path, runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer returns as at the end of a run, of which the caller would take the model for the last one."""
+    manager = trainer_jit_checkpoint.CheckpointManager
+    monkeypatch.setattr(manager, "_sigterm_handler", lambda self, *_: self._enable_checkpoint())  # does not wait
+    given = asked("train", tiny.llama, sums, output_dir=tmp_path / "run")
+    with interrupted_at(3, signal.SIGTERM):
+        stopped = cli(*given, "--enable_jit_checkpoint", "true")
+    assert stopped.code == 130
+    assert "interrupted" in stopped.err
+    assert not (tmp_path / "run/model.safetensors").exists()
+    assert (tmp_path / "run/checkpoint-3").is_dir()
+    assert cli(*given).code == 0
+    assert weights_of(tmp_path / "run") == weights_of(runs[0])
 
 
 def test_a_finished_run_takes_no_step(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
