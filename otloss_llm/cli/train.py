@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,6 +30,8 @@ from otloss_llm.cli.rows import checked_split, digest, load_splits, naming_rows
 from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
 from otloss_llm.training.token_means import EVALUATED
+
+logger = logging.getLogger(__name__)
 
 
 def parse_request(arguments: Sequence[str]) -> Request:
@@ -58,6 +61,8 @@ def run(request: Request) -> str:
         trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
         settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
         report_numbers(trainer, request.objective.objective)
+        if script.dataset_streaming:
+            trainer.train_dataset = _endless(trainer.train_dataset, args)
         with args.main_process_first(desc="open the output folder"):
             if args.process_index == 0:
                 held.enter_context(only_run_in(Path(args.output_dir)))
@@ -72,6 +77,17 @@ def run(request: Request) -> str:
         trainer.end()  # trackers, and the group of processes
     print(f"the model is in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True) if trainer.is_world_process_zero() else ""
+
+
+def _endless(rows: Any, args: Any) -> Any:
+    """Return a stream that begins again where it ends, with the rows in the same order.
+
+    At the end of a stream the trainer keeps the gradients of batches that do not fill a step, and adds them to the next
+    one; and a resumed run skips as many batches of the first pass as all passes had.
+    """
+    if "epoch" in (args.logging_strategy, args.eval_strategy, args.save_strategy):
+        logger.warning("a stream has one epoch, of --max_steps; log, evaluate and save by steps to do so more often.")
+    return rows.repeat(None)
 
 
 def _open(folder: Path, checkpoint: str | None, settings: dict[str, Any]) -> None:

@@ -288,6 +288,21 @@ def test_a_run_that_saves_itself_on_sigterm_is_not_finished(
     assert weights_of(tmp_path / "run") == weights_of(runs[0])
 
 
+def test_a_stream_that_is_passed_twice(cli: Cli, model: Path, tmp_path: Path) -> None:
+    """The trainer keeps gradients of batches that do not fill a step, and skips those of one pass at most."""
+    rows = write(tmp_path / "rows.jsonl", SUMS[:12])  # three batches
+    settings = {"dataset_streaming": True, "gradient_accumulation_steps": 2, "objective": "mle", "save_steps": 1}
+    runs = tmp_path / "uninterrupted", tmp_path / "broken"
+    assert cli(*asked("train", model, rows, output_dir=runs[0], **settings)).code == 0
+    for entry in read(runs[0] / "trainer_state.json")["log_history"][:6]:
+        assert entry["loss"] == pytest.approx(entry["nll"], rel=1e-5)
+    given = asked("train", model, rows, output_dir=runs[1], **settings)
+    with interrupted_at(5):
+        assert cli(*given).code == 130
+    assert cli(*given).code == 0
+    assert weights_of(runs[0]) == weights_of(runs[1])
+
+
 def test_a_finished_run_takes_no_step(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
     given = asked("train", model, sums, output_dir=tmp_path / "run", lr_scheduler_type="constant")
     first = cli(*given)
