@@ -61,7 +61,7 @@ def run(request: Request) -> str:
         trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
         settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
         report_numbers(trainer, request.objective.objective)
-        if script.dataset_streaming:
+        if not hasattr(trainer.train_dataset, "__len__"):
             trainer.train_dataset = _endless(trainer.train_dataset, args)
         with args.main_process_first(desc="open the output folder"):
             if args.process_index == 0:
