@@ -49,7 +49,8 @@ from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.costs.order import Groups, grouped
 from otloss.solvers.entropic.arithmetic import detached_in_float64, potential_of_plan
 from otloss.solvers.entropic.equations.updates import build_updates
-from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start
+from otloss.solvers.entropic.interface import Budget, Method, SearchResult, Start, better
+from otloss.solvers.entropic.newton import SparseNewton
 from otloss.solvers.entropic.sinkhorn import MAX_STAGES
 from otloss.solvers.entropic.sinkhorn_cpu import SinkhornOnCPU, run_sinkhorn
 from otloss.solvers.entropic.sinkhorn_kernels.numbers import SCHEDULE, STAGE_ITERATIONS
@@ -69,6 +70,7 @@ class Clustering:
         counts: of clusters, tried in this order until they resolve epsilon; the last only for `many_pairs`.
         many_pairs: pairs of points for which more clusters are worth their time.
         tolerance, max_iterations: of the problem between clusters.
+        newton_tolerance: of Newton's method, where Sinkhorn's iteration does not solve that problem.
         resolving_epsilon: above this multiple of the variance within a cluster, clusters stand for their points.
         largest_coarsening: epsilon between clusters over epsilon, above which Newton's method from exact potentials
             takes less time; the second number is for a cloud and itself, where iterations from zero are few.
@@ -79,6 +81,7 @@ class Clustering:
             tolerance and of the error so far, which falls by the factor `grid_step` at once.
         grid_margin: a search with such sums aims at this share of the tolerance, because the bound of the last updates
             is added to its error.
+        pairs_margin: a search by pairs that misses the tolerance by less aims at this share of it.
         omitted: an iteration may leave out a share of each sum, this multiple of the last error.
         restart: the acceleration forgets its history where the error exceeds this multiple of the smallest error.
         slow_iterations: a search ends after so many iterations that did not halve the error. It stays at 0.09 between
@@ -93,6 +96,7 @@ class Clustering:
     many_pairs: int = 2**26
     tolerance: float = 1e-3
     max_iterations: int = 1000
+    newton_tolerance: float = 1e-5
     resolving_epsilon: float = 6.0
     largest_coarsening: tuple[float, float] = (32.0, 4.0)
     ridge: float = 1e-9
@@ -102,6 +106,7 @@ class Clustering:
     grid_share_of_error: float = 1e-2
     grid_step: float = 30.0
     grid_margin: float = 0.5
+    pairs_margin: float = 0.2
     omitted: float = 1.0
     restart: float = 2.0
     slow_iterations: int = 20
@@ -153,12 +158,17 @@ def _search_with_clusters(problem: Problem, budget: Budget) -> SearchResult | No
     larger = [epsilon / SCHEDULE.stage_factor**k for k in range(MAX_STAGES, 0, -1)]
     for stage in (stage for stage in larger if stage < 0.99 * solution.clusters.epsilon):
         search.run(stage, tolerance, min(search.iterations + STAGE_ITERATIONS, budget.max_iterations - 1))
+    aim, by_pairs = budget.tolerance, False
     for with_bound in (False, True):  # the sums without a bound may be less accurate than planned
         search.sums.with_bound = with_bound
-        search.run(epsilon, budget.tolerance, budget.max_iterations)
-        result = search.sums.last_updates(search.best, search.iterations)
-        if result.is_within(budget.tolerance) or search.sums.by_pairs or search.iterations >= budget.max_iterations:
+        search.run(epsilon, aim, budget.max_iterations, by_pairs=by_pairs)
+        result, by_pairs = search.sums.last_updates(search.best, search.iterations), search.sums.by_pairs
+        if result.is_within(budget.tolerance) or search.iterations >= budget.max_iterations:
             break
+        if by_pairs:
+            if not result.is_within(budget.tolerance / CLUSTERING.pairs_margin):
+                break
+            aim = CLUSTERING.pairs_margin * budget.tolerance  # sums by pairs leave out shares, too
     return result if bool(result.error.isfinite()) else None
 
 
@@ -236,14 +246,15 @@ def _solve_between(problem: Problem) -> _Solution | None:
     # In the dtype of the points, for which the kernel may have been compiled already.
     dtype = points.dtype
     cost = PointCost(clusters.x.centres.to(dtype), clusters.y.centres.to(dtype), metric=points.metric)
-    result = SinkhornOnCPU().run(
-        Problem(
-            p.to(dtype), of_equal_mass(p.to(dtype), q.to(dtype)), cost, points.x.new_tensor(epsilon), dtype,
-            is_symmetric=problem.is_symmetric,
-        ),
-        None,
-        Budget(CLUSTERING.tolerance, CLUSTERING.max_iterations),
+    between = Problem(
+        p.to(dtype), of_equal_mass(p.to(dtype), q.to(dtype)), cost, points.x.new_tensor(epsilon), dtype,
+        is_symmetric=problem.is_symmetric,
     )  # fmt: skip
+    budget = Budget(CLUSTERING.tolerance, CLUSTERING.max_iterations)
+    result = SinkhornOnCPU().run(between, None, budget)
+    if not result.is_within(budget.tolerance) and not problem.is_symmetric:  # tight groups far apart
+        budget = dataclasses.replace(budget, tolerance=CLUSTERING.newton_tolerance)
+        result = better(result, SparseNewton().run(between, result.start, budget), budget.tolerance)
     f, g = result.f.double(), result.g.double()
     if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
         return None
@@ -293,13 +304,18 @@ class _ClusterSearch:
         self.weights = problem.q.double()
         self.best = _Potentials(solution.f_of_points.double(), solution.g_of_points.double())
 
-    def run(self, epsilon: float, tolerance: float, last_iteration: int) -> None:
+    def run(self, epsilon: float, tolerance: float, last_iteration: int, *, by_pairs: bool = False) -> None:
         """Iterate from the best potentials until the error is within the tolerance, or hardly falls."""
-        self.sums.begin(epsilon)
-        g, acceleration = self.best.g, _Anderson(self.weights.sqrt())
-        smallest_error, halved_error, last_halved = math.inf, math.inf, self.iterations
+        self.sums.begin(epsilon, by_pairs=by_pairs)
+        start, g, acceleration = self.best, self.best.g, _Anderson(self.weights.sqrt())
+        smallest_error, halved_error, begin, last_halved = math.inf, math.inf, self.iterations, self.iterations
         while self.iterations < last_iteration:
             updated = self.sums.update(g, self.best.f, min(smallest_error, 1.0))
+            if self.sums.by_pairs and not by_pairs and last_halved <= begin + 1 < self.iterations:
+                # No step through the grid was of use: it leaves out far pairs that the plan may need.
+                self.best = start
+                self.run(epsilon, tolerance, last_iteration, by_pairs=True)
+                return
             shift = self._mean(updated.g)  # Long steps change the constant, which would round the rest.
             g, updated = g - shift, _Potentials(updated.f + shift, updated.g - shift)
             error = float(self.sums.updates.error_of_columns(g, updated.g))
@@ -345,9 +361,9 @@ class _Sums:
         self.grid: GaussianSums | None = None
         self.by_pairs = self.with_bound = False
 
-    def begin(self, epsilon: float) -> None:
+    def begin(self, epsilon: float, *, by_pairs: bool) -> None:
         self.updates = self.updates.at(self.updates.epsilon.new_tensor(epsilon))
-        self.grid, self.by_pairs = None, False
+        self.grid, self.by_pairs = None, by_pairs
 
     def update(self, g: Tensor, f: Tensor, error: float) -> _Potentials:
         """Return the updates from g, near f. What sums leave out is small relative to the error so far."""
