@@ -31,7 +31,6 @@ class Ordering:
 
 
 ORDERING = Ordering()
-_WIDE_GAP = 16.0  # a squared gap between neighbours in a cluster over the mean variance, at which it is cut
 
 
 class Groups(NamedTuple):
@@ -86,28 +85,25 @@ def tasks(n: int, problems: int, rows: int = ROWS) -> int:
     return (n + rows - 1) // rows * problems
 
 
-def grouped(points: Float[Tensor, "n d"], weights: Float[Tensor, " n"], count: int) -> Groups:
-    """Return about `count` clusters of equally many points with mass, neighbours of each other, cut at wide gaps."""
+def grouped(
+    points: Float[Tensor, "n d"], weights: Float[Tensor, " n"], count: int, *, widest: float = math.inf
+) -> Groups:
+    """Return at most `count` clusters of equally many points with mass, neighbours of each other.
+
+    They are cut between neighbours farther apart than `widest`, if at most as many cuts are needed: a cluster with
+    points of two far groups stands for neither, and would move the mass of one to the other.
+    """
     members = weights.nonzero().squeeze(-1)
     points, weights = points[members].double(), weights[members].double()
     size = max(1, -(-len(members) // count))
     labels = torch.empty_like(members)
-    if not len(members):
-        return _groups(members, points, weights, labels)
-    order = order_of(points, sizes=(size,))
-    places = torch.arange(len(members), device=members.device)
-    labels[order] = places // size
-    whole = _groups(members, points, weights, labels)
-    # A cluster with points of two far groups stands for neither, and lets the problem between clusters move its mass.
-    gaps = points[order].diff(dim=0).square().sum(-1)
-    is_first = places % size == 0
-    is_first[1:] |= gaps > _WIDE_GAP * whole.variance
-    labels[order] = is_first.cumsum(0) - 1
-    return whole if int(is_first.sum()) == len(whole.masses) else _groups(members, points, weights, labels)
-
-
-def _groups(members: Tensor, points: Tensor, weights: Tensor, labels: Tensor) -> Groups:
-    masses = weights.new_zeros(int(labels.amax()) + 1 if len(labels) else 0).index_add_(0, labels, weights)
+    if len(members):
+        order, is_first = order_of(points, sizes=(size,)), torch.arange(len(members), device=members.device) % size == 0
+        is_cut = points[order].diff(dim=0).square().sum(-1) > widest**2
+        if int(is_cut.sum()) <= count:
+            is_first[1:] |= is_cut
+        labels[order] = is_first.cumsum(0) - 1
+    masses = weights.new_zeros(int(labels.amax()) + 1 if len(members) else 0).index_add_(0, labels, weights)
     centres = points.new_zeros(len(masses), points.shape[1])
     centres.index_add_(0, labels, points * weights.unsqueeze(-1)).div_(masses.unsqueeze(-1))
     variance = (weights * (points - centres[labels]).square().sum(-1)).sum() / masses.sum()

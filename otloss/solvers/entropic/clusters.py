@@ -184,8 +184,11 @@ def _choose_clusters(problem: Problem) -> _Clusters | None:
     """Return as few clusters as resolve epsilon; None if a side has no mass, or all are far too wide for epsilon."""
     cost, epsilon = _points(problem.cost), float(problem.epsilon)
     counts = CLUSTERING.counts if math.prod(cost.shape) >= CLUSTERING.many_pairs else CLUSTERING.counts[:-1]
+    widest = CLUSTERING.resolving_epsilon * epsilon
+    widest = widest**0.5 if cost.metric == "sqeuclidean" else widest
     for count in counts:
-        x, y = grouped(cost.x.detach(), problem.p, count), grouped(cost.y.detach(), problem.q, count)
+        x = grouped(cost.x.detach(), problem.p, count, widest=widest)
+        y = grouped(cost.y.detach(), problem.q, count, widest=widest)
         if not (len(x.masses) and len(y.masses)):
             return None
         resolved = CLUSTERING.resolving_epsilon * max(x.variance, y.variance)

@@ -185,6 +185,38 @@ def test_gradients_are_those_of_the_matrix(metric: str) -> None:
 
 
 @pytest.mark.usefixtures("without_matrix")
+@pytest.mark.parametrize("axes", [1, 2])
+def test_tight_groups_far_apart(axes: int) -> None:
+    """Newton's steps between such clusters are long: their constant rounded potentials, and the error was 0."""
+    generator = torch.Generator().manual_seed(1)
+    places = [torch.randint(2, (count, axes), generator=generator) for count in (2500, 2500)]
+    x, y = (place + 1e-6 * torch.randn(place.shape, generator=generator) for place in places)
+    distinct, p, q = _between_places(*places)
+    expected = sinkhorn(p, q, PointCost(distinct), epsilon=0.0025, tolerance=1e-12)
+    result = solve(None, None, PointCost(x, y), epsilon=0.0025)
+    assert bool(result.converged)
+    assert float(result.gap) < 1e-4
+    torch.testing.assert_close(result.value.double(), expected, rtol=1e-3, atol=1e-6)
+
+
+def _between_places(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The corners of the unit cube, and the shares of both clouds at them."""
+    distinct, inverse = torch.unique(torch.cat([x, y]), dim=0, return_inverse=True)
+    counts = (part.bincount(minlength=len(distinct)).double() for part in (inverse[: len(x)], inverse[len(x) :]))
+    p, q = (count / count.sum() for count in counts)
+    return distinct.double(), p, q
+
+
+def test_a_constant_of_long_steps_rounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = (points.float() for points in cloud("equal points"))
+    generator = torch.Generator().manual_seed(0)
+    x, y = (points + 1e-3 * torch.rand(points.shape, generator=generator) for points in (x, y))
+    expected = solve(None, None, PointCost(x, y), epsilon=0.01).value
+    correction = clusters._Solution.correction
+    monkeypatch.setattr(clusters._Solution, "correction", lambda *given: correction(*given) + 1e12)
+    torch.testing.assert_close(solve(None, None, PointCost(x, y), epsilon=0.01).value, expected, rtol=1e-4, atol=0)
+
+
 def test_a_transport_between_clouds_answers_as_others_do() -> None:
     p, q, x, y = _clouds(SMALLEST, SMALLEST, 3)
     cost = PointCost(x, y)
