@@ -31,6 +31,7 @@ class Ordering:
 
 
 ORDERING = Ordering()
+_TIGHTER = 1e-2  # Outliers alone, which a cut sets apart too, lower the variance within clusters less.
 
 
 class Groups(NamedTuple):
@@ -90,20 +91,31 @@ def grouped(
 ) -> Groups:
     """Return at most `count` clusters of equally many points with mass, neighbours of each other.
 
-    They are cut between neighbours farther apart than `widest`, if at most as many cuts are needed: a cluster with
-    points of two far groups stands for neither, and would move the mass of one to the other.
+    Where that makes them far tighter, they are cut between neighbours farther apart than `widest`, into up to twice as
+    many: a cluster with points of two tight groups stands for neither, and would move the mass of one to the other.
     """
     members = weights.nonzero().squeeze(-1)
     points, weights = points[members].double(), weights[members].double()
+    if not len(members):
+        return _labelled(members, points, weights, members)
     size = max(1, -(-len(members) // count))
+    places = torch.arange(len(members), device=members.device)
+    order, labels = order_of(points, sizes=(size,)), torch.empty_like(members)
+    labels[order] = places // size
+    groups = _labelled(members, points, weights, labels)
+    is_cut = points[order].diff(dim=0).square().sum(-1) > widest**2
+    if not 0 < int(is_cut.sum()) <= count:
+        return groups
+    is_first = places % size == 0
+    is_first[1:] |= is_cut
     labels = torch.empty_like(members)
-    if len(members):
-        order, is_first = order_of(points, sizes=(size,)), torch.arange(len(members), device=members.device) % size == 0
-        is_cut = points[order].diff(dim=0).square().sum(-1) > widest**2
-        if int(is_cut.sum()) <= count:
-            is_first[1:] |= is_cut
-        labels[order] = is_first.cumsum(0) - 1
-    masses = weights.new_zeros(int(labels.amax()) + 1 if len(members) else 0).index_add_(0, labels, weights)
+    labels[order] = is_first.cumsum(0) - 1
+    cut = _labelled(members, points, weights, labels)
+    return cut if cut.variance < _TIGHTER * groups.variance else groups
+
+
+def _labelled(members: Tensor, points: Tensor, weights: Tensor, labels: Tensor) -> Groups:
+    masses = weights.new_zeros(int(labels.amax()) + 1 if len(labels) else 0).index_add_(0, labels, weights)
     centres = points.new_zeros(len(masses), points.shape[1])
     centres.index_add_(0, labels, points * weights.unsqueeze(-1)).div_(masses.unsqueeze(-1))
     variance = (weights * (points - centres[labels]).square().sum(-1)).sum() / masses.sum()
