@@ -16,7 +16,9 @@ That holds for costs of at least 0. A constant l < 0 that is added to all costs 
 rounding u of the weights, so the bound grows by u |l| M.
 
 Bins of equal weights are all scaled alike, so that only their mass has a rounding: the value, homogeneous in the mass,
-moves by u of itself. Without a balance no weight is scaled.
+moves by u of itself, for costs of at least 0. The constant l < 0 is taken of the mass of one side and given back to the
+mass of the other, which counts u |l| M twice; exact transport has equal masses in float64. Without a balance no weight
+is scaled.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ def rounding_of_value(problem: Problem, value: Tensor | None = None) -> Float[Te
         return 2 * problem.weight_rounding * problem.mass.detach() * largest
     product = _cost_of_product(cost, p, q) / mass.clamp(min=torch.finfo(wide).tiny) + problem.epsilon.detach() * mass
     bound: Tensor = problem.weight_rounding / 2 * (torch.minimum(largest * mass, 4 * product) + low.abs() * mass)
-    bound_of_mass = 0.0 if value is None else problem.weight_rounding / 2 * value.detach().abs().to(wide)
+    bound_of_mass = torch.zeros_like(bound)
+    if value is not None:
+        of_constant = 0.0 if problem.is_exact else 2 * low.abs() * mass
+        bound_of_mass = problem.weight_rounding / 2 * (value.detach().abs().to(wide) + of_constant)
     return torch.where(_is_uniform(p) & _is_uniform(q), bound_of_mass, bound)
 
 

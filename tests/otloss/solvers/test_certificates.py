@@ -340,6 +340,20 @@ def test_the_gap_counts_the_rounding_of_the_mass_at_costs_below_zero() -> None:
         assert float(solution.dual_value) <= optimum <= float(solution.dual_value + solution.gap)
 
 
+@pytest.mark.parametrize("sizes", [(7, 11), (37, 5)])
+def test_the_gap_counts_the_rounding_of_the_masses_of_equal_weights_at_costs_below_zero(sizes: tuple[int, int]) -> None:
+    """In float32 the masses of n and of m equal weights differ, and each multiplies a part of the cost."""
+    n, m = sizes
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        u, v = 100 * torch.randn(n, 1, generator=generator), 100 * torch.randn(1, m, generator=generator)
+        cost = torch.rand(n, m, generator=generator) + u + v
+        right = otloss.solve(None, None, cost.double(), epsilon=0.125, tolerance=1e-12).value
+        answer = otloss.solve(None, None, cost, epsilon=0.125)
+        assert float(answer.dual_value) <= float(right) <= float(answer.dual_value + answer.gap), seed
+        assert float(answer.gap) < 1e-6 * float(cost.abs().max()), seed
+
+
 @pytest.mark.parametrize("sides", [(0.75, None), (None, 0.75), None])
 def test_derivatives_of_the_linear_cost_hold_the_shift_of_costs_below_zero(
     sides: tuple[float | None, float | None] | None,
