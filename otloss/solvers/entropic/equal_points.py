@@ -78,7 +78,7 @@ def _rows_of_sides(cost: Cost) -> tuple[np.ndarray, np.ndarray] | None:
         sides = cost.matrix, cost.matrix.mT
     else:
         return None
-    return None if max(t.dim() for t in sides) > 2 else (sides[0].detach().numpy(), sides[1].detach().numpy())
+    return None if max(t.dim() for t in sides) > 2 else (sides[0].numpy(force=True), sides[1].numpy(force=True))
 
 
 def _between(cost: Cost, x: Int[Tensor, " k"], y: Int[Tensor, " l"]) -> Cost:

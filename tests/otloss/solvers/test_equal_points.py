@@ -82,3 +82,12 @@ def test_binary_features() -> None:
     counts = torch.stack([(cloud == place).double().mean() for cloud in (x, y) for place in (0, 1)]).view(2, 2)
     expected = cloud_loss(*(torch.tensor([[0.0], [1.0]]).double(),) * 2, *counts, blur=0.2)
     torch.testing.assert_close(cloud_loss(x.double(), y.double(), blur=0.2), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_points_that_torch_keeps_negated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The imaginary part of a conjugate is a view that numpy cannot have."""
+    monkeypatch.setattr(equal_points, "_FEWEST_PAIRS", 1)
+    x = torch.complex(torch.zeros_like(X), -X).conj().imag
+    assert x.is_neg()
+    values = [float(solve(None, None, PointCost(points, Y), epsilon=0.3).value) for points in (x, X)]
+    assert values[0] == values[1]
