@@ -166,7 +166,7 @@ class ObjectiveMixin:
         _ = self._total  # raises for settings that are not valid
         self._make_cost = functools.partial(cost_for, cost=cost, numbers=numbers, seed=self.args.seed)
         self._begin(self.model)
-        self._outputs_unused = self._warned_unlabelled = False
+        self._outputs_unused = self._warned_unlabelled = self._warned_unfilled = False
         self._labelled: bool | None = None  # whether a step of the training had a label; None before the first
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
@@ -327,6 +327,13 @@ class ObjectiveMixin:
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The batches of one optimizer step, and the number of *predicted* tokens in them over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # the trainer's
+        if 0 < len(batches) < num_batches and not self._warned_unfilled:  # at the end of a stream
+            self._warned_unfilled = True
+            logger.warning(
+                "the rows ended after %d of the %d batches of a step: the trainer adds their gradients to "
+                "the next step, which becomes too large, as does its loss; let the stream repeat its rows without end "
+                "(train_dataset.repeat(None) of the library datasets)", len(batches), num_batches,
+            )  # fmt: skip
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
         targets = (pop_targets(dict(batch), shift=not self._encoder_decoder) for batch in batches)

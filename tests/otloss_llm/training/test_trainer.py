@@ -188,6 +188,20 @@ def test_ways_to_train_have_the_gradient_of_the_logits(tmp_path: Path, way: str)
     assert_gradients_by_hand(made, model.eval(), rows(8), EMO())
 
 
+@pytest.mark.parametrize(("size", "said"), [(4, 0), (2, 1)])
+def test_a_stream_that_ends_within_a_step_is_named(
+    tmp_path: Path, size: int, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer keeps the gradients of its last batches for the next step."""
+    made = trainer(
+        tmp_path, tiny_model("llama"), objective="mle", train_dataset=Stream(), per_device_train_batch_size=size,
+        gradient_accumulation_steps=2 if size == 4 else 3, max_steps=3,
+    )  # fmt: skip
+    made.train()
+    assert caplog.text.count("the rows ended after 1 of the 3 batches of a step") == said
+    assert (logs(made, "loss") == pytest.approx(logs(made, "nll"), rel=1e-5)) == (not said)
+
+
 def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
     alone = one_step(tmp_path, copy.deepcopy(model), "emo", train_dataset=rows(4))
