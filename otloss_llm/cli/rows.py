@@ -44,13 +44,13 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed:
     share, train = mixture.test_split_size, script.dataset_train_split
     if mixture.datasets and script.dataset_name is not None:
         raise ValueError("datasets of --config and --dataset_name are both given; leave one out.")
+    if share is not None and (mixture.streaming if mixture.datasets else script.dataset_streaming):
+        raise ValueError("--test_split_size cannot cut a stream; name a split with --dataset_test_split.")
     if mixture.datasets:
         with naming_data("of datasets in --config"):
             return dict(get_dataset(mixture))
     splits = dict(_load(script))
     if share is not None and train in splits:
-        if script.dataset_streaming:
-            raise ValueError("--test_split_size cannot cut a stream; name a split with --dataset_test_split.")
         with naming_data(repr(script.dataset_name)):  # of too few rows
             cut = splits[train].train_test_split(test_size=share, seed=seed)
         splits |= DatasetDict({train: cut["train"], script.dataset_test_split: cut["test"]})

@@ -27,7 +27,7 @@ from otloss_llm.cli.guard import (
 )
 from otloss_llm.cli.numbers import report_numbers
 from otloss_llm.cli.rows import checked_split, digest, load_splits, naming_rows
-from otloss_llm.cli.settings import Request, parse
+from otloss_llm.cli.settings import ModelArguments, Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
 from otloss_llm.training.token_means import EVALUATED
 
@@ -42,6 +42,7 @@ def run(request: Request) -> str:
     """Train, save the model, and return the results as JSON."""
     args, script = request.args, request.script
     _check_best_metric(args.metric_for_best_model)
+    _check_adapter(request.model)
     splits = load_splits(script, request.mixture, seed=args.seed)
     columns = {"text_field": args.dataset_text_field}
     rows = checked_split(splits, script.dataset_train_split, "name one with --dataset_train_split", **columns)
@@ -114,8 +115,27 @@ def _check_best_metric(metric: str | None) -> None:
         raise ValueError(f"--metric_for_best_model is {metric!r}, which no evaluation has; take {near[0]}, or nll.")
 
 
+def _check_adapter(model: Any) -> None:
+    """Raise ValueError for settings of an adapter without `use_peft`: all weights would be trained."""
+    default: Any = ModelArguments(model_name_or_path=model.model_name_or_path)
+    names = [name for name in vars(model) if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
+    given = [f"--{name}" for name in names if getattr(model, name) != getattr(default, name)]
+    if given and not model.use_peft:
+        raise ValueError(
+            f"{', '.join(given)} given without --use_peft, so that all weights would be trained; add --use_peft, or "
+            "leave the settings of an adapter out."
+        )
+
+
 def _train(trainer: Any) -> None:
     args = trainer.args
+    is_sized = hasattr(trainer.train_dataset, "__len__")
+    batch = args.train_batch_size * (1 if args.accelerator_config.split_batches else args.world_size)
+    if args.dataloader_drop_last and is_sized and len(trainer.train_dataset) < batch:
+        raise ValueError(
+            "no step can be taken: the rows do not fill one batch; lower --per_device_train_batch_size, or leave "
+            "--dataloader_drop_last out."
+        )
     newest = None if args.save_only_model else last_checkpoint(Path(args.output_dir))
     checkpoint = args.resume_from_checkpoint or newest
     try:
@@ -128,11 +148,6 @@ def _train(trainer: Any) -> None:
         if trainer.state.global_step > 0:
             raise diverged(trainer.state.global_step, "the model's output is NaN or infinite") from error
         raise
-    if trainer.state.global_step == 0 < trainer.state.max_steps:  # the trainer only warns
-        raise ValueError(
-            "no step was taken: the rows do not fill one batch; lower --per_device_train_batch_size, or leave "
-            "--dataloader_drop_last out."
-        )
     if args.enable_jit_checkpoint and trainer.state.global_step < trainer.state.max_steps:
         raise KeyboardInterrupt  # After SIGTERM the trainer saves a checkpoint, and returns as at the end of a run.
 

@@ -314,7 +314,8 @@ def test_a_finished_run_takes_no_step(cli: Cli, model: Path, sums: Path, tmp_pat
 
 def test_a_run_without_a_step_is_an_error(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
     given = asked("train", model, sums, output_dir=tmp_path / "run", per_device_train_batch_size=len(SUMS) + 1)
-    assert "no step was taken" in cli(*given, "--dataloader_drop_last", "true").error
+    for length in ([], ["--max_steps", "-1"]):
+        assert "do not fill one batch" in cli(*given, "--dataloader_drop_last", "true", *length).error
     assert not (tmp_path / "run/model.safetensors").exists()
 
 
@@ -442,6 +443,19 @@ def test_names_of_layers_are_checked(
 ) -> None:
     given = asked("train", model, sums, use_peft=True, output_dir=tmp_path)
     assert re.search(f"--{option} has {message}", cli(*given, f"--{option}", *names.split()).error)
+
+
+def test_settings_of_an_adapter_need_one(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    """All weights would be trained, without a word."""
+    given = asked("train", model, sums, output_dir=tmp_path, lora_r=8, use_dora=True)
+    assert "--lora_r, --use_dora given without --use_peft" in cli(*given).error
+
+
+def test_a_streamed_mixture_cannot_be_cut(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
+    mixture = {"datasets": [{"path": "json", "data_files": str(sums)}], "streaming": True, "test_split_size": 0.2}
+    (tmp_path / "mixture.yaml").write_text(json.dumps(mixture), encoding="utf-8")
+    given = options(model_name_or_path=model, config=tmp_path / "mixture.yaml", output_dir=tmp_path, use_cpu=True)
+    assert "--test_split_size cannot cut a stream" in cli("train", *given).error
 
 
 def test_a_folder_keeps_to_one_run(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
