@@ -1,7 +1,7 @@
 """Heads for ordered classes: one score and ordered thresholds, or the odds of going on from each class.
 
-As the last layers of models they go through `torch.export`, `torch.onnx.export`, `torch.jit.trace`, and `torch.compile`
-with fullgraph=True; `predict` reads numbers and does not.
+As the last layers of models they go through `torch.export`, `torch.onnx.export` with dynamo=True, `torch.jit.trace`,
+and `torch.compile` with fullgraph=True; `predict` reads numbers and does not.
 """
 
 from __future__ import annotations
