@@ -23,7 +23,7 @@ from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.problem import Problem
 
 _METRICS = ("sqeuclidean", "euclidean", "l1")  # equal points at the origin differ for "cosine" from a cloud to itself
-_FEWEST_PAIRS = 2**16  # smaller problems take less time than a look at their points saves
+_FEWEST_PAIRS = 2**17  # smaller problems take less time than a look at their points saves
 
 
 class _Distinct(NamedTuple):
