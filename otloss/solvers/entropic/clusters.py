@@ -70,7 +70,9 @@ class Clustering:
         counts: of clusters, tried in this order until they resolve epsilon; the last only for `many_pairs`.
         many_pairs: pairs of points for which more clusters are worth their time.
         tolerance, max_iterations: of the problem between clusters.
-        newton_tolerance: of Newton's method, where Sinkhorn's iteration does not solve that problem.
+        tight_tolerance: of that problem, where its clusters are points but for a small share of epsilon, or by Newton's
+            method, where Sinkhorn's iteration does not solve it.
+        tight: the epsilon that clusters resolve over epsilon, below which they are such points.
         resolving_epsilon: above this multiple of the variance within a cluster, clusters stand for their points.
         largest_coarsening: epsilon between clusters over epsilon, above which Newton's method from exact potentials
             takes less time; the second number is for a cloud and itself, where iterations from zero are few.
@@ -96,7 +98,8 @@ class Clustering:
     many_pairs: int = 2**26
     tolerance: float = 1e-3
     max_iterations: int = 1000
-    newton_tolerance: float = 1e-5
+    tight_tolerance: float = 1e-5
+    tight: float = 1e-2
     resolving_epsilon: float = 6.0
     largest_coarsening: tuple[float, float] = (32.0, 4.0)
     ridge: float = 1e-9
@@ -178,6 +181,7 @@ class _Clusters(NamedTuple):
     x: Groups
     y: Groups
     epsilon: float
+    are_tight: bool
 
 
 def _choose_clusters(problem: Problem) -> _Clusters | None:
@@ -197,7 +201,7 @@ def _choose_clusters(problem: Problem) -> _Clusters | None:
             break
     if resolved > CLUSTERING.largest_coarsening[int(problem.is_symmetric)] * epsilon:
         return None
-    return _Clusters(x, y, max(epsilon, resolved))
+    return _Clusters(x, y, max(epsilon, resolved), are_tight=resolved < CLUSTERING.tight * epsilon)
 
 
 @dataclass(frozen=True)
@@ -253,10 +257,10 @@ def _solve_between(problem: Problem) -> _Solution | None:
         p.to(dtype), of_equal_mass(p.to(dtype), q.to(dtype)), cost, points.x.new_tensor(epsilon), dtype,
         is_symmetric=problem.is_symmetric,
     )  # fmt: skip
-    budget = Budget(CLUSTERING.tolerance, CLUSTERING.max_iterations)
-    result = SinkhornOnCPU().run(between, None, budget)
-    if not result.is_within(budget.tolerance) and not problem.is_symmetric:  # tight groups far apart
-        budget = dataclasses.replace(budget, tolerance=CLUSTERING.newton_tolerance)
+    tolerance = CLUSTERING.tight_tolerance if clusters.are_tight else CLUSTERING.tolerance
+    result = SinkhornOnCPU().run(between, None, Budget(tolerance, CLUSTERING.max_iterations))
+    if not result.is_within(tolerance) and not problem.is_symmetric:
+        budget = Budget(CLUSTERING.tight_tolerance, CLUSTERING.max_iterations)
         result = better(result, SparseNewton().run(between, result.start, budget), budget.tolerance)
     f, g = result.f.double(), result.g.double()
     if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
