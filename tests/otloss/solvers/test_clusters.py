@@ -10,7 +10,7 @@ from torch import Tensor
 from otloss import emd, sinkhorn, solve
 from otloss.costs import PointCost
 from otloss.costs.cost import softmin_in_torch
-from otloss.costs.order import can_leave_out
+from otloss.costs.order import can_leave_out, grouped
 from otloss.solvers.entropic import clusters
 from otloss.solvers.exact import clouds as exact_clouds
 from otloss.solvers.exact.clouds import solve_between_clouds
@@ -247,3 +247,13 @@ def test_what_has_no_answer_raises() -> None:
     x.mul_(3.0)
     with pytest.raises(RuntimeError, match="changed in place"):
         _ = answer.potentials
+
+
+@pytest.mark.parametrize("count", [64, 300])
+def test_clusters_are_few_where_few_points_have_nearly_all_of_the_mass(count: int) -> None:
+    """All gaps may then be wide, and clusters be as tight as one likes."""
+    generator = torch.Generator().manual_seed(0)
+    points, logits = torch.randn(1200, 2, generator=generator), 30 * torch.randn(1200, generator=generator)
+    groups = grouped(points, torch.softmax(logits.double(), -1), count, widest=1e-3)
+    assert len(groups.masses) <= 2 * count
+    assert float(groups.masses.sum()) == pytest.approx(1)
