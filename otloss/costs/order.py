@@ -96,26 +96,23 @@ def grouped(
     """
     members = weights.nonzero().squeeze(-1)
     points, weights = points[members].double(), weights[members].double()
-    if not len(members):
-        return _labelled(members, points, weights, members)
     size = max(1, -(-len(members) // count))
-    places = torch.arange(len(members), device=members.device)
-    order, labels = order_of(points, sizes=(size,)), torch.empty_like(members)
-    labels[order] = places // size
-    groups = _labelled(members, points, weights, labels)
+    order = order_of(points, sizes=(size,)) if len(members) else members
+    is_first = torch.arange(len(members), device=members.device) % size == 0
+    groups = _grouped_from(is_first, order, members, points, weights)
     is_cut = points[order].diff(dim=0).square().sum(-1) > widest**2
     if not 0 < int(is_cut.sum()) <= count:
         return groups
-    is_first = places % size == 0
     is_first[1:] |= is_cut
-    labels = torch.empty_like(members)
-    labels[order] = is_first.cumsum(0) - 1
-    cut = _labelled(members, points, weights, labels)
+    cut = _grouped_from(is_first, order, members, points, weights)
     return cut if cut.variance < _TIGHTER * groups.variance else groups
 
 
-def _labelled(members: Tensor, points: Tensor, weights: Tensor, labels: Tensor) -> Groups:
-    masses = weights.new_zeros(int(labels.amax()) + 1 if len(labels) else 0).index_add_(0, labels, weights)
+def _grouped_from(is_first: Tensor, order: Tensor, members: Tensor, points: Tensor, weights: Tensor) -> Groups:
+    """Return the clusters that begin at these places of the order."""
+    labels = torch.empty_like(members)
+    labels[order] = is_first.cumsum(0) - 1
+    masses = weights.new_zeros(int(is_first.sum())).index_add_(0, labels, weights)
     centres = points.new_zeros(len(masses), points.shape[1])
     centres.index_add_(0, labels, points * weights.unsqueeze(-1)).div_(masses.unsqueeze(-1))
     variance = (weights * (points - centres[labels]).square().sum(-1)).sum() / masses.sum()

@@ -39,7 +39,7 @@ from otloss.solvers.solve import solve
 METHODS = ("linear", "barycentric")
 _ADVICE = "leave such columns out, or encode them"
 _RIDGE = 1e-8  # of a variance
-_MOST_DEVIATIONS = 100.0
+_LARGEST_MOVE = 100.0  # in standard deviations
 _ROUNDINGS = 64  # of the mean of equal numbers, or of a variance, and more
 
 
@@ -164,7 +164,7 @@ def _check_columns(X: Any, target: Any) -> None:
 def _warn_of_dependent_features(matrix: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:
     """Warn of a map that moves a sample of usual features by many deviations (d,): only the ridge holds it there."""
     largest = np.abs(matrix * source[:, None] / target).max()
-    if largest > _MOST_DEVIATIONS:
+    if largest > _LARGEST_MOVE:
         warnings.warn(
             f"X has features that depend on each other, or fewer samples than features, and the target does not: a "
             f"new sample with other such features can move by {largest:.1g} standard deviations. Give a larger ridge, "

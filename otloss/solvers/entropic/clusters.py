@@ -166,12 +166,11 @@ def _search_with_clusters(problem: Problem, budget: Budget) -> SearchResult | No
         search.sums.with_bound = with_bound
         search.run(epsilon, aim, budget.max_iterations, by_pairs=by_pairs)
         result, by_pairs = search.sums.last_updates(search.best, search.iterations), search.sums.by_pairs
-        if result.is_within(budget.tolerance) or search.iterations >= budget.max_iterations:
+        is_near = result.is_within(budget.tolerance / CLUSTERING.pairs_margin)
+        is_at_end = search.iterations >= budget.max_iterations or (by_pairs and not is_near)
+        if result.is_within(budget.tolerance) or is_at_end:
             break
-        if by_pairs:
-            if not result.is_within(budget.tolerance / CLUSTERING.pairs_margin):
-                break
-            aim = CLUSTERING.pairs_margin * budget.tolerance  # sums by pairs leave out shares, too
+        aim = CLUSTERING.pairs_margin * aim if by_pairs else aim  # sums by pairs leave out shares, too
     return result if bool(result.error.isfinite()) else None
 
 

@@ -71,21 +71,21 @@ def merge_equal_points(problem: Problem) -> MergedProblem:
 
 def _rows_of_sides(cost: Cost) -> tuple[np.ndarray, np.ndarray] | None:
     """Return a row of numbers for each point of both sides; None if each problem has its own, or there are none."""
-    points = cost.as_points()
-    if points is not None and points.metric in _METRICS:
+    points, matrix = cost.as_points(), cost.stored_matrix()
+    if matrix is not None:
+        sides = matrix, matrix.mT
+    elif points is not None and points.metric in _METRICS:
         sides = points.x, points.y
-    elif type(cost) is DenseCost:
-        sides = cost.matrix, cost.matrix.mT
     else:
         return None
     return None if max(t.dim() for t in sides) > 2 else (sides[0].numpy(force=True), sides[1].numpy(force=True))
 
 
 def _between(cost: Cost, x: Int[Tensor, " k"], y: Int[Tensor, " l"]) -> Cost:
-    points = cost.as_points()
-    if points is None:
-        assert isinstance(cost, DenseCost)
-        return DenseCost.unchecked(cost.matrix.detach()[x][:, y])
+    points, matrix = cost.as_points(), cost.stored_matrix()
+    if matrix is not None:
+        return DenseCost.unchecked(matrix.detach()[x][:, y])
+    assert points is not None  # `_rows_of_sides`
     of_x = points.x.detach()[x]
     of_y = of_x if points.y is points.x else points.y.detach()[y]
     return points.between(of_x, of_y, points.metric).with_matrix()

@@ -1,4 +1,4 @@
-"""Problems of few distinct points: potentials and derivatives are those of the problem between all points."""
+"""Problems of few distinct points: the problem between all points has the same potentials and derivatives."""
 
 from __future__ import annotations
 
