@@ -56,7 +56,8 @@ class Problem:
         start: potentials (f, g) of a similar problem, of the whole batch and without a graph, or None.
         has_empty_side: whether p or q holds no mass in a problem.
         has_dummy_bins: whether the last bins of p and q take the mass that partial transport leaves.
-        share_moved: the least share of the mass that is no dummy bin's alone, which the tolerance is relative to.
+        share_moved: (...), above 0, the share of the mass that is no dummy bin's alone, which errors and the tolerance
+            are relative to. None for all of the mass, and inside of transforms, where it cannot be read.
         weight_rounding: the rounding unit of the weights as they were given.
         is_symmetric: whether p equals q and the cost its transpose, which saves iterations.
         impl: the implementation that was asked for.
@@ -74,7 +75,7 @@ class Problem:
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None
     has_empty_side: bool = False
     has_dummy_bins: bool = False
-    share_moved: float = 1.0
+    share_moved: Float[Tensor, "*batch"] | None = None
     weight_rounding: float = 0.0
     is_symmetric: bool = False
     impl: str = "auto"
@@ -92,6 +93,10 @@ class Problem:
     def largest_cost(self) -> Float[Tensor, "*batch"]:
         """The largest cost or a bound of it, per matrix and without a graph."""
         return self.cost.largest()
+
+    @property
+    def smallest_share_moved(self) -> float:
+        return float(self.share_moved.min()) if self.share_moved is not None and self.share_moved.numel() else 1.0
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -158,7 +163,7 @@ def _centred(f: Tensor, g: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def tolerance_of(problem: Problem, settings: Settings) -> float:
     """Return the tolerance that was asked for, or the default of the output's dtype, for the mass that is moved."""
     tolerance = settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
-    return max(tolerance * problem.share_moved, min(tolerance, ROUNDING_OF_MARGINALS))
+    return max(tolerance * problem.smallest_share_moved, min(tolerance, ROUNDING_OF_MARGINALS))
 
 
 def _check_combination(epsilon: Any, mass: Any, settings: Settings) -> None:

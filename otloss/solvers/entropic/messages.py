@@ -7,7 +7,7 @@ import warnings
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from otloss._numba import may_run_on
@@ -117,26 +117,18 @@ def warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -
     """Warn of the worst problem that did not converge."""
     tolerance = tolerance_of(problem, settings)
     converged = result.error <= tolerance
-    error = result.error.nan_to_num(nan=torch.inf) / find_shares_moved(problem)
+    error = result.error.nan_to_num(nan=torch.inf)
+    error = error if problem.share_moved is None else error / problem.share_moved.to(error)
     worst = tuple(int(i) for i in (error == error.max()).nonzero()[0])
     name = f"problem {worst}" if worst else "the problem"
     count = int((~converged).sum())
     message = (
         f"{count} of {converged.numel()} entropic problems did not converge; worst is {name}, with a marginal "
-        f"error of {float(error[worst]):.3g} where {tolerance / problem.share_moved:.3g} was asked for, after "
+        f"error of {float(error[worst]):.3g} where {tolerance / problem.smallest_share_moved:.3g} was asked for, after "
         f"{int(result.iterations[worst])} iterations. Raise epsilon (blur, for cloud_loss), raise max_iterations (now "
         f"{settings.max_iterations}), or accept a larger tolerance; solve() gives the duality gap of each problem."
     )
     warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
-
-
-def find_shares_moved(problem: Problem) -> Float[Tensor, "*batch"]:
-    """Return the share of the mass that is no dummy bin's alone, which errors are told relative to."""
-    mass = problem.p.detach().sum(-1)
-    if not problem.has_dummy_bins:
-        return torch.ones_like(mass)
-    moved = mass - problem.p[..., -1].detach() - problem.q[..., -1].detach()
-    return (moved / mass.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(min=problem.share_moved)
 
 
 def warn_of_uncertain(problem: Problem, result: SearchResult) -> None:

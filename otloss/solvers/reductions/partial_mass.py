@@ -80,14 +80,8 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     if problem.is_exact:
         return reduced, _PartialMass(cut=cut)
     share = problem.mass.detach() / reduced.p.detach().sum(-1).clamp(min=torch.finfo(wide).tiny)
-    return dataclasses.replace(reduced, share_moved=_smallest_share(share)), _PartialMass(share)
-
-
-def _smallest_share(share: Tensor) -> float:
-    """Return the smallest share above 0; 1 inside of transforms, where it cannot be read."""
-    if needs_torch(share) or not bool((share > 0).any()):
-        return 1.0
-    return float(share.masked_fill(share <= 0, 1.0).min())
+    share = share.masked_fill(share <= 0, 1.0)
+    return dataclasses.replace(reduced, share_moved=None if needs_torch(share) else share), _PartialMass(share)
 
 
 def _warn_of_slow_images(problem: Problem) -> None:
@@ -108,8 +102,8 @@ class _PartialMass(WayBack):
     """Without the dummy bins. Bounds hold for the problem with them.
 
     Attributes:
-        share: (...), what is moved of all mass with the dummy bins, for entropic problems. The search measures its
-            error by all mass, and beside what stays the mass that is moved may be little.
+        share: (...), what is moved of all mass with the dummy bins, for entropic problems; 1 where nothing is. The
+            search measures its error by all mass, and beside what stays the mass that is moved may be little.
         cut: bins that hold more than twice what is moved, for exact problems.
     """
 
@@ -117,7 +111,7 @@ class _PartialMass(WayBack):
         self._share, self._cut = share, cut
 
     def marginal_error(self, error: Tensor) -> Tensor:
-        return error if self._share is None else error / self._share.to(error).masked_fill(self._share <= 0, 1.0)
+        return error if self._share is None else error / self._share.to(error)
 
     def potentials(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         f, g = f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:]
