@@ -361,7 +361,10 @@ class _AllHeads(torch.nn.Module):
 def test_heads_in_onnx(tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    heads, rows = _AllHeads(), {0: torch.export.Dim("rows")}
+    heads, rows = copy.deepcopy(_AllHeads()), {0: torch.export.Dim("rows")}
+    for name, parameter in heads.named_parameters():  # scores far out, whatever the random weights are
+        if name.endswith("weight"):
+            torch.nn.init.constant_(parameter, 0.5)
     program = torch.onnx.export(heads, (torch.randn(2, 3),), dynamo=True, dynamic_shapes=(rows,), verbose=False)
     program.save(tmp_path / "heads.onnx")
     session = runtime.InferenceSession(tmp_path / "heads.onnx")
