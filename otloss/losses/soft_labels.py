@@ -10,7 +10,7 @@ With the class k as the interval [k / K, (k + 1) / K] and m = (y + 1/2) / K its 
 
 from __future__ import annotations
 
-from math import comb, lgamma
+from math import lgamma
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,9 @@ def _triangular(classes: int, neighbour: float) -> Any:
 def _binomial(classes: int, _: float) -> Any:
     k = np.arange(classes)
     m = (k[:, None] + 0.5) / classes
-    return [float(comb(classes - 1, i)) for i in k] * m**k * (1 - m) ** (classes - 1 - k)
+    log_factorials = _log_factorials(classes)
+    log_choices = log_factorials[-1] - log_factorials - log_factorials[::-1]
+    return _rows_of_logs(log_choices + k * np.log(m) + (classes - 1 - k) * np.log1p(-m))
 
 
 def _beta(classes: int, _: float) -> Any:
@@ -101,7 +103,16 @@ def _beta(classes: int, _: float) -> Any:
 
 def _poisson(classes: int, _: float) -> Any:
     k = np.arange(classes)
-    return np.exp(k * np.log(k[:, None] + 0.5) - [lgamma(i + 1) for i in k])  # up to its normalisation
+    return _rows_of_logs(k * np.log(k[:, None] + 0.5) - _log_factorials(classes))
+
+
+def _log_factorials(classes: int) -> Any:
+    return np.array([lgamma(k + 1) for k in range(classes)])
+
+
+def _rows_of_logs(logs: Any) -> Any:
+    """Return exp of each row but for a factor, which keeps rows of many classes within float64."""
+    return np.exp(logs - logs.max(1, keepdims=True))
 
 
 _TABLES = {"triangular": _triangular, "binomial": _binomial, "beta": _beta, "poisson": _poisson}

@@ -53,6 +53,14 @@ def test_moments_of_the_beta_distribution_and_labels_without_neighbours() -> Non
     torch.testing.assert_close(soft_labels(grades, 3, neighbour=0.0), torch.nn.functional.one_hot(grades, 3).float())
 
 
+def test_distributions_of_a_thousand_classes() -> None:
+    """Their factors are beyond float64: 1,100 over 550, exp(1,100)."""
+    y, k = np.arange(1100)[:, None], np.arange(1100)
+    np.testing.assert_allclose(table(1100, "binomial"), stats.binom.pmf(k, 1099, (y + 0.5) / 1100), atol=1e-11)
+    poisson = stats.poisson.pmf(k, y + 0.5)
+    np.testing.assert_allclose(table(1100, "poisson"), poisson / poisson.sum(1, keepdims=True), atol=1e-11)
+
+
 GRADES = torch.tensor([0, 3])
 test_bad_input = raising(
     (lambda: soft_labels(GRADES, 4, "beta", neighbour=0.1), r"neighbour=0\.1 is given with kind='beta'"),
