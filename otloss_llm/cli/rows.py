@@ -240,9 +240,12 @@ def check_rows(rows: Any, *, text_field: str, answers: bool = False) -> None:
         for name in _columns(row, text_field):
             if not (name == "input_ids" or _is_text(row[name], name) or _is_messages(row[name])):
                 text = "" if name == "messages" else "text or "
+                fix = "drop or correct such rows (dataset.filter)"
+                if isinstance(row[name], int | float):  # a column of numbers in a CSV file is read as numbers
+                    fix = "write numbers in quotes, in a .jsonl file"
                 raise ValueError(
-                    f"{name} of row {i} is {str(row[name])[:60]!r}, expected {text}a list of messages with role and "
-                    "content; drop or correct such rows (dataset.filter)."
+                    f"{name} of row {i} is {repr(row[name])[:60]}, expected {text}a list of messages with role and "
+                    f"content; {fix}."
                 )
             if answers and name == "messages" and all(part["role"] != "assistant" for part in row[name]):
                 raise ValueError(

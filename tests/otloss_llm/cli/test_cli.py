@@ -594,7 +594,7 @@ def test_an_invalid_row_of_a_stream_is_named(cli: Cli, model: Path, tmp_path: Pa
     turns = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
     rows = write(tmp_path / "rows.jsonl", [turns] * 7 + [{"messages": None}] + [turns] * 9)
     given = asked("train", model, rows, output_dir=tmp_path / "run", dataset_streaming=True)
-    assert "messages of row 7 is 'None', expected a list of messages" in cli(*given).error
+    assert "messages of row 7 is None, expected a list of messages" in cli(*given).error
     assert "messages of row 7 is" in cli(*asked("evaluate", model, rows, dataset_streaming=True)).error
 
 
@@ -687,8 +687,8 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "empty.parquet"}, "empty.parquet' cannot be read"),
     ({"dataset_name": "script"}, "'script' cannot be read: Dataset scripts are no longer supported"),
     ({"dataset_name": "asked.jsonl", "test_split_size": 0.5}, "asked.jsonl' cannot be read: .*n_samples=1"),
-    ({"dataset_name": "null.jsonl"}, "completion of row 1 is 'None', expected text"),
-    ({"dataset_name": "number.jsonl"}, "text of row 0 is '5', expected text"),
+    ({"dataset_name": "null.jsonl"}, "completion of row 1 is None, expected text"),
+    ({"dataset_name": "number.jsonl"}, "text of row 0 is 5, expected text .* in quotes, in a .jsonl file"),
     ({"dataset_name": "roles.jsonl"}, "messages of row 0 .* expected a list of messages with role"),
     ({"dataset_name": "chat.jsonl", "model_name_or_path": "silent"}, "no chat template"),
     ({"dataset_name": "chat.jsonl", "chat_template_path": "strict.jinja"}, "roles must alternate"),
@@ -702,9 +702,9 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"model_name_or_path": "./no/such/model"}, "no model folder './no/such/model'"),
     ({"model_name_or_path": "folder"}, "'folder' cannot be loaded"),
     ({"config": "none.yaml"}, "file of --config cannot be read: .*none.yaml.*check the path"),
-    ({"dataset_name": "no_messages.jsonl"}, r"messages of row 2 is '\[\]', expected a list of messages"),
+    ({"dataset_name": "no_messages.jsonl"}, r"messages of row 2 is \[\], expected a list of messages"),
     ({"dataset_name": "unanswered.jsonl"}, "messages of row 1 have no answer, .*--assistant_only_loss false"),
-    ({"dataset_name": "prompts.jsonl"}, "prompt of row 10 is 'None', expected text"),
+    ({"dataset_name": "prompts.jsonl"}, "prompt of row 10 is None, expected text"),
     ({"metric_for_best_model": "accurate"}, "is 'accurate', which no evaluation has; take loss, or nll"),
     ({"metric_for_best_model": "eval_perplexit"}, "is 'eval_perplexit', which no evaluation has; take perplexity"),
     ({"activation_offloading": True}, "this run is on a CPU; leave it out"),
