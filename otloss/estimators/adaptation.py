@@ -7,7 +7,7 @@ the optimal mapping of distributions, 1984).
 
     barycentric   x_i -> sum_j P_ij y_j / p_i
 
-with P an optimal plan for squared distances between the samples; other points move as the nearest sample does
+with P an optimal plan for squared distances between the distinct samples; other points move as the nearest sample does
 (S. Ferradans et al., Regularized discrete optimal transport, 2014). An entropic plan has a map of every point,
 
     x -> sum_j w_j y_j,  w the softmax of (g_j - |x - y_j|^2) / epsilon
@@ -57,7 +57,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
 
     Attributes:
         matrix_, offset_: (d, d) and (d,), of "linear": x @ matrix_ + offset_.
-        samples_, mapped_: (n, d), of "barycentric" without epsilon: the samples of `fit` and where they move.
+        samples_, mapped_: (k, d), of "barycentric" without epsilon: the distinct samples of `fit` and where they move.
         targets_, potential_: (m, d) and (m,), with epsilon: the samples of the target and their potential g.
         n_features_in_: d.
 
@@ -104,10 +104,13 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             _warn_of_dependent_features(self.matrix_, *(np.sqrt(np.diag(each)) for each in covariances))
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
             return self
+        samples, counts = np.unique(source, axis=0, return_counts=True)  # equal samples move to one place
+        p = torch.tensor(counts / len(source), device="cpu")[:, None]
+        q = torch.full((len(other),), 1 / len(other), dtype=p.dtype, device="cpu")
         z = torch.tensor(other, device="cpu")  # copies, because arrays of data frames are read-only
-        transport = solve(None, None, PointCost(torch.tensor(source, device="cpu"), z), epsilon=self.epsilon)
+        transport = solve(p[:, 0], q, PointCost(torch.tensor(samples, device="cpu"), z), epsilon=self.epsilon)
         if self.epsilon is None:
-            self.samples_, self.mapped_ = source, transport.apply(z).numpy() * len(source)
+            self.samples_, self.mapped_ = samples, (transport.apply(z) / p).numpy()
         else:
             self.targets_, self.potential_ = other, transport.potentials[1].numpy()
         return self

@@ -144,3 +144,13 @@ def test_features_that_depend_need_a_ridge() -> None:
     source = np.c_[SOURCE, SOURCE]
     with pytest.raises(ValueError, match="depend on each other, and the ridge is too small"):
         TransportAdapter(ridge=1e-200).fit(source, target=source)
+
+
+def test_equal_samples_move_to_the_mean_of_their_mass() -> None:
+    """On the line the exact plan is monotone: each value has one piece of the sorted target."""
+    generator = np.random.default_rng(0)
+    X, target = generator.integers(0, 3, (200, 1)).astype(float), generator.normal(5, 2, (200, 1))
+    moved = TransportAdapter("barycentric").fit(X, target=target).transform(X)
+    pieces = np.split(np.sort(target[:, 0]), np.cumsum(np.bincount(X[:, 0].astype(int)))[:-1])
+    expected = [pieces[int(value)].mean() for value in X[:, 0]]
+    np.testing.assert_allclose(moved[:, 0], expected, atol=1e-9)
