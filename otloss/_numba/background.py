@@ -57,10 +57,10 @@ class _State(threading.local):
 
 @dataclass
 class _Compilation:
-    """Kernels that are awaited, since when, and the processes that this one has started for them."""
+    """Kernels that are awaited, when their compilation began, and the processes that this one has started for them."""
 
     kernels: tuple[Kernel, ...]
-    since: float
+    start_time: float
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def running(self) -> list[subprocess.Popen[bytes]]:
@@ -83,11 +83,11 @@ _ready: set[Any] = set()
 @contextmanager
 def compiling_here() -> Iterator[None]:
     """Within this context no other process compiles."""
-    before, SWITCH.is_on = SWITCH.is_on, False
+    was_on, SWITCH.is_on = SWITCH.is_on, False
     try:
         yield
     finally:
-        SWITCH.is_on = before
+        SWITCH.is_on = was_on
 
 
 @contextmanager
@@ -97,12 +97,12 @@ def declining(entries: int = 0, *, processes: int = 1) -> Iterator[None]:
     They do not where torch would compute more than `MAX_ENTRIES_IN_TORCH` of costs in their place. A call that waits
     has a core for a second process.
     """
-    before = _state.declines, _state.processes
+    previous_state = _state.declines, _state.processes
     _state.declines, _state.processes = SWITCH.is_on and entries <= MAX_ENTRIES_IN_TORCH, processes
     try:
         yield
     finally:
-        _state.declines, _state.processes = before
+        _state.declines, _state.processes = previous_state
 
 
 class Counts(NamedTuple):
@@ -191,10 +191,10 @@ def _processes_for(missing: Sequence[Kernel]) -> list[subprocess.Popen[bytes]]:
 
     new = tuple(kernel for kernel in missing if kernel not in _compilations)
     if new:
-        _compilations.update(dict.fromkeys(new, _Compilation(new, since=time.monotonic())))
+        _compilations.update(dict.fromkeys(new, _Compilation(new, start_time=time.monotonic())))
         announce(new, elsewhere=True)
     for compilation in (_compilations[kernel] for kernel in missing):
-        if time.monotonic() > compilation.since + LONGEST:
+        if time.monotonic() > compilation.start_time + LONGEST:
             continue  # it has failed
         if not compilation.processes:
             running = [process for other in _compilations.values() for process in other.running()]

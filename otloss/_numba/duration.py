@@ -48,11 +48,11 @@ def _time_of_text() -> float:
 
 def _bytes_of(kernel: Any) -> int:
     """Return the bytes of a kernel's code and of all functions of this library that it calls."""
-    found, new = set[FunctionType](), {kernel.py_func}
+    functions, new = set[FunctionType](), {kernel.py_func}
     while new:
-        found |= new
-        new = {function for caller in new for function in _called(caller)} - found
-    return sum(len(function.__code__.co_code) for function in found)
+        functions |= new
+        new = {function for caller in new for function in _called(caller)} - functions
+    return sum(len(function.__code__.co_code) for function in functions)
 
 
 def _called(caller: FunctionType) -> list[FunctionType]:

@@ -47,15 +47,15 @@ def _shared_variables() -> Iterator[None]:
 @contextmanager
 def _kept_signatures() -> Iterator[None]:
     """Within this context, which numba's lock lets one thread enter, each operation is looked up once per function."""
-    look_up, found = BaseFunction.get_call_type, dict[Any, Any]()
+    look_up, signatures = BaseFunction.get_call_type, dict[Any, Any]()
 
     def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
         # An operation may be a function, compiled with the flags of its caller; these are an object for each caller.
         key = ConfigStack.top_or_none(), self, tuple(args), tuple(kws.items())
         place = id(key[0]), *key[1:]
-        if place not in found:
-            found[place] = key, look_up(self, context, args, kws)
-        return found[place][1]
+        if place not in signatures:
+            signatures[place] = key, look_up(self, context, args, kws)
+        return signatures[place][1]
 
     BaseFunction.get_call_type = get_call_type  # type: ignore[method-assign]
     try:

@@ -74,11 +74,11 @@ class _Listener(event.Listener):
 @contextmanager
 def silenced() -> Iterator[None]:
     """Within this context no lines are logged: the caller says itself what is done."""
-    before, _listener.is_silent = _listener.is_silent, True
+    was_silent, _listener.is_silent = _listener.is_silent, True
     try:
         yield
     finally:
-        _listener.is_silent = before
+        _listener.is_silent = was_silent
 
 
 def compile_together(*calls: tuple[Any, Sequence[Any]]) -> None:
