@@ -105,7 +105,7 @@ def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
 
 
 def check_real(name: str, value: Any, *, minimum: float, above: bool = False, maximum: float = np.inf) -> float:
-    """Return `value` if it is a finite number from `least` (or above it) up to `most`, else raise."""
+    """Return `value` if it is a finite number from `minimum` (or above it) up to `maximum`, else raise."""
     number = check_number(name, value)
     if not (minimum < number if above else minimum <= number) or not number <= maximum or number == np.inf:
         top = "" if maximum == np.inf else f" and at most {maximum:g}"
