@@ -65,7 +65,7 @@ class Equations(NamedTuple):
         system: (..., n, n), the derivative of the gradient in log a.
         right: (..., n)
         lack: (...), the missing share of the mass.
-        off: (..., k, n), log(u_k K v_k) - log a.
+        log_ratios: (..., k, n), log(u_k K v_k) - log a.
         remainder: (..., k, n, n), the identity minus the inverse of I - M_k with the shares of a added to each row,
             which fix a constant of log u_k. The system sums it with less rounding than the inverse.
         columns, rows: (..., k, m, n) and (..., k, n, m), the plans over p_k, and over their sums.
@@ -78,7 +78,7 @@ class Equations(NamedTuple):
     system: Array
     right: Array
     lack: Array
-    off: Array
+    log_ratios: Array
     remainder: Array
     columns: Array
     rows: Array
@@ -107,7 +107,7 @@ def linearise(problem: DenseProblem, at: Potentials, *, ridge: float = NUMBERS.r
     columns, log_sums = softmax(xp, log_columns)
     # For empty bins, by logarithms.
     rows, log_masses = softmax(xp, (log_columns + (problem.log_p - log_sums)[..., None]).swapaxes(-1, -2))
-    off = log_masses - log_a[..., None, :]
+    log_ratios = log_masses - log_a[..., None, :]
     moved = shares[..., None, None, :] - rows @ columns
     # The ridge decides what rounding would where plans fall into parts that hardly exchange mass: 138 in place of 132
     # of 152 hostile debiased problems converge to 1e-5, and the derivatives of plain ones are right there.
@@ -118,9 +118,9 @@ def linearise(problem: DenseProblem, at: Potentials, *, ridge: float = NUMBERS.r
     else:
         remainder_of_d = among @ problem.invert(eye + among)
         system, d_by_a = remainder_of_d + system, eye - remainder_of_d
-    right = (weights * (off - multiply(remainder, off))).sum(-2) - gradient
+    right = (weights * (log_ratios - multiply(remainder, log_ratios))).sum(-2) - gradient
     lack = problem.mass / xp.exp(log_mass) - 1
-    return Equations(log_a, shares, system, right, lack, off, remainder, columns, rows, among, d_by_a)
+    return Equations(log_a, shares, system, right, lack, log_ratios, remainder, columns, rows, among, d_by_a)
 
 
 def find_newton_step(problem: DenseProblem, equations: Equations, tau: Array | None = None) -> NewtonStep:
@@ -133,7 +133,7 @@ def find_newton_step(problem: DenseProblem, equations: Equations, tau: Array | N
 
 def complete_step(equations: Equations, by_a: Array) -> NewtonStep:
     """Return the step that changes log a by by_a."""
-    changes = by_a[..., None, :] - equations.off
+    changes = by_a[..., None, :] - equations.log_ratios
     by_d = by_a if equations.d_by_a is None else multiply(equations.d_by_a, by_a)
     return NewtonStep(by_a, changes - multiply(equations.remainder, changes), by_d)
 

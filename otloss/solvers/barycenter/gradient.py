@@ -59,9 +59,9 @@ def attach_step(
     masses = (columns * (problem.p / columns.sum(-1)).unsqueeze(-1)).sum(-2)
     has_mass = (shares > NUMBERS.no_mass).unsqueeze(-2)
     change = torch.where(has_mass, masses / masses.detach().clamp(min=NUMBERS.tiny), 1.0).log()  # 0 with derivatives
-    off = equations.off + change - (log_a - log_a.detach()).unsqueeze(-2)
-    off = torch.where(has_mass, off, off.detach())
-    right = (fixed.weights.unsqueeze(-1) * (off - multiply(equations.remainder, off))).sum(-2) - gradient
+    log_ratios = equations.log_ratios + change - (log_a - log_a.detach()).unsqueeze(-2)
+    log_ratios = torch.where(has_mass, log_ratios, log_ratios.detach())
+    right = (fixed.weights.unsqueeze(-1) * (log_ratios - multiply(equations.remainder, log_ratios))).sum(-2) - gradient
     lack = problem.mass / log_a.exp().sum(-1) - 1
     system = equations.system + tau.unsqueeze(-1) * fixed.eye
     return log_a + solve_with_mass(fixed, system, shares, right - tau * log_a, lack)
@@ -70,7 +70,7 @@ def attach_step(
 def choose_tau(problem: DenseProblem, equations: Equations) -> tuple[Tensor, Tensor]:
     """Return the tau (...) at which derivatives change least, and by how much (...), as a share, since the tau before.
 
-    These derivatives are those of the masses of a in random directions of log p.
+    It compares the derivatives of the masses of a in random directions of log p.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     directions = torch.randn(problem.p.shape[-1], NUMBERS.directions, generator=generator, device="cpu").to(problem.p)
@@ -78,7 +78,7 @@ def choose_tau(problem: DenseProblem, equations: Equations) -> tuple[Tensor, Ten
     at_rows = equations.rows @ (directions - means.unsqueeze(-2))  # of one mass
     right = (problem.weights[..., None, None] * (at_rows - equations.remainder @ at_rows)).sum(-3)
     right = torch.cat([right, torch.zeros_like(right[..., :1, :])], -2)
-    chosen, least, previous = torch.zeros_like(equations.lack), torch.full_like(equations.lack, torch.inf), None
+    chosen, smallest, previous = torch.zeros_like(equations.lack), torch.full_like(equations.lack, torch.inf), None
     for tau in NUMBERS.gradient_taus:
         matrix = border(torch, equations.system + tau * problem.eye, equations.shares)
         factors, pivots, _ = linear_systems.factor(matrix)
@@ -86,10 +86,10 @@ def choose_tau(problem: DenseProblem, equations: Equations) -> tuple[Tensor, Ten
         derivatives = equations.shares.unsqueeze(-1) * by_a
         if previous is not None:
             change = (derivatives - previous).abs().sum(-2) / derivatives.abs().sum(-2).clamp(min=NUMBERS.tiny)
-            is_least = change.amax(-1) < least
-            chosen, least = chosen.masked_fill(is_least, tau), torch.where(is_least, change.amax(-1), least)
+            is_smallest = change.amax(-1) < smallest
+            chosen, smallest = chosen.masked_fill(is_smallest, tau), torch.where(is_smallest, change.amax(-1), smallest)
         previous = derivatives
-    return chosen, least
+    return chosen, smallest
 
 
 def warn_of_rounding(change: Tensor) -> None:
