@@ -82,10 +82,10 @@ def _by_rows(
         work=Work("", out.size * y.shape[-2], passes=1),
     )  # fmt: skip
     if a is None:
-        found, axis = finished(out, total, shift, width).reshape(*batch, n).to(h.dtype), -1
+        result, axis = finished(out, total, shift, width).reshape(*batch, n).to(h.dtype), -1
     else:
-        found, axis = torch.from_numpy(gradients).reshape(*batch, n, d), -2
-    return found if orders is None else torch.empty_like(found).index_copy_(axis, orders[0], found)
+        result, axis = torch.from_numpy(gradients).reshape(*batch, n, d), -2
+    return result if orders is None else torch.empty_like(result).index_copy_(axis, orders[0], result)
 
 
 def _cutoff(x: Tensor, y: Tensor, width: Tensor, left_out: float | None) -> tuple[np.ndarray, int]:

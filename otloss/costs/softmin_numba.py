@@ -190,27 +190,27 @@ def scores_in_box(points: Any, y: Any, h: Any, count: int, metric: int, half: An
 
 
 @inner(fastmath=False)
-def keep_columns(y: Any, h: Any, count: int, bounds: Any, least: Any, near: Any, near_h: Any) -> int:
-    """Copy the chunks of columns with a bound of at least `least`, or of NaN, to `near`; return the number of columns.
+def keep_columns(y: Any, h: Any, count: int, bounds: Any, threshold: Any, near: Any, near_h: Any) -> int:
+    """Copy chunks of columns with a bound of at least `threshold`, or of NaN, to `near`; return the number of columns.
 
     All rows of y are copied, also those beyond d.
     """
     for j in range(count, count + CHUNK):
         bounds[j] = -np.inf
-    found = 0
+    copied = 0
     for start in range(0, count, CHUNK):
         hits = np.int32(0)
         for j in range(CHUNK):
-            hits += np.int32(not bounds[start + j] < least)
+            hits += np.int32(not bounds[start + j] < threshold)
         if hits > 0:
-            taken = min(CHUNK, count - start)
+            in_chunk = min(CHUNK, count - start)
             for k in range(y.shape[0]):
-                for j in range(taken):
-                    near[k, found + j] = y[k, start + j]
-            for j in range(taken):
-                near_h[found + j] = h[start + j]
-            found += taken
-    return found
+                for j in range(in_chunk):
+                    near[k, copied + j] = y[k, start + j]
+            for j in range(in_chunk):
+                near_h[copied + j] = h[start + j]
+            copied += in_chunk
+    return copied
 
 
 @inner(allocates=True, fastmath=False)
@@ -222,9 +222,9 @@ def select(
     best = scores_in_box(points, y, h, count, metric, half, bounds)
     if best < 0:
         return 0
-    least = bounds[best] - cutoff
+    threshold = bounds[best] - cutoff
     add_slack(y, best, half, metric, bounds[:count])
-    return keep_columns(y, h, count, bounds, least, near, near_h)
+    return keep_columns(y, h, count, bounds, threshold, near, near_h)
 
 
 @inner(fastmath={"reassoc", "contract", "nsz"})
@@ -277,23 +277,25 @@ def points_rows(counter: Any, problems: Any, a: Any, span: int, metric: int, ans
         first, b = task // problems * span, task % problems
         if first >= n:
             return
-        cloud, potential, held, taken = y[which_y[b]], h[b], m, m
+        cloud, potential, columns_of_block, columns_of_task = y[which_y[b]], h[b], m, m
         last = first + span if first + span < n else n
         if cutoff[b] < np.inf:
-            taken = select(
+            columns_of_task = select(
                 x[which_x[b], first:last], cloud, potential, m, cutoff[b], metric, bounds, near[0], near_h[0]
             )
         for i in range(first, last):
             if cutoff[b] < np.inf and i % ROWS == 0:
                 points = x[which_x[b], i : min(i + ROWS, last)]
-                held = select(points, near[0], near_h[0], taken, cutoff[b], metric, bounds, near[1], near_h[1])
+                columns_of_block = select(
+                    points, near[0], near_h[0], columns_of_task, cutoff[b], metric, bounds, near[1], near_h[1]
+                )
                 cloud, potential = near[1], near_h[1]
             point, added = x[which_x[b], i], h.dtype.type(0)
             state[0] = -np.inf
             for k in range(d):
                 pulls[k] = 0.0
-            for start in range(0, held, PIECE):
-                count = held - start if held - start < PIECE else PIECE
+            for start in range(0, columns_of_block, PIECE):
+                count = columns_of_block - start if columns_of_block - start < PIECE else PIECE
                 distances_of(point, cloud, start, metric, distances, count)
                 subtract(potential[start : start + count], distances, scores)
                 if _terms(scores, count, inverse[b], state):

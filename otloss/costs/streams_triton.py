@@ -70,8 +70,8 @@ class Tiles(NamedTuple):
     """The tiles of the kernels, by what compiling for sm_90 and sm_80 shows; none was measured on a device.
 
     Attributes:
-        few, many: rows of 32 columns in one warp, or of 128 in four, whose maxima and sums are reduced at the end.
-            With 16 rows and up to three axes 167 registers, none spilled; 8 rows for more axes, or more sums.
+        few_rows, many_rows: rows of 32 columns in one warp, or of 128 in four, whose maxima and sums are reduced at the
+            end. With 16 rows and up to three axes 167 registers, none spilled; 8 rows for more axes, or more sums.
         min_wide: columns from which four warps share a tile. One warp needs no shared memory.
         min_programs: where the rows give fewer programs, each reads part of the columns. 132 multiprocessors hold
             several.
@@ -81,8 +81,8 @@ class Tiles(NamedTuple):
         dots_before: the same for older devices: 241 registers.
     """
 
-    few: int = 8
-    many: int = 16
+    few_rows: int = 8
+    many_rows: int = 16
     min_wide: int = 4096
     min_programs: int = 1024
     interpreted: Tile = Tile(64, 128, 1, 4)
@@ -164,7 +164,7 @@ class Points:
         columns = self.axes if job == "gradient" else 1 if v is None else v.shape[-1]
         kept = axes if axes and job == "gradient" else min(8, _power(columns))
         small = axes > 4 if job == "softmin" else axes > 3 or kept > 4
-        tile = launch.tile(TILES.few if small else TILES.many, job, registers=axes)
+        tile = launch.tile(TILES.few_rows if small else TILES.many_rows, job, registers=axes)
         (x, x_batch), (y, y_batch) = launch.flat(self.x, 2), launch.flat(y, 2)
         steps = (self.axes, 1) if axes else (1, self.shape[1])
         return launch.start(
@@ -211,8 +211,8 @@ class Matrix:
         flat, batch = launch.flat(self.matrix, 2)
         row = self.matrix.shape[-1]
         kept = 1 if v is None else min(8, _power(v.shape[-1]))
-        few = kept > 4 or (job != "softmin" and not self.by_rows)
-        tile = launch.tile(TILES.few if few else TILES.many, job, registers=1)
+        small = kept > 4 or (job != "softmin" and not self.by_rows)
+        tile = launch.tile(TILES.few_rows if small else TILES.many_rows, job, registers=1)
         return launch.start(
             _kernels(interpreted()).matrix, job, v, tile, columns=1 if v is None else v.shape[-1], kept=kept,
             tensors=(flat,), numbers=(batch, *((row, 1) if self.by_rows else (1, row))),
@@ -321,10 +321,10 @@ class Launch:
         if job == "softmin":
             values = out[:, 0]
             if out.shape[1] > 1:
-                least = out.amin(1)
-                least = least.masked_fill(least == torch.inf, 0.0)
+                smallest = out.amin(1)
+                smallest = smallest.masked_fill(smallest == torch.inf, 0.0)
                 width = self.epsilon.epsilon.expand(self.batch).reshape(-1, 1, 1)
-                values = least - width * ((least.unsqueeze(1) - out) / width.unsqueeze(1)).exp().sum(1).log()
+                values = smallest - width * ((smallest.unsqueeze(1) - out) / width.unsqueeze(1)).exp().sum(1).log()
             return Sums(values.reshape(*self.batch, *values.shape[1:]), sums)
         values, of_rows = out.sum(1), sums.sum(1)
         return Sums(values.reshape(*self.batch, *values.shape[1:]), of_rows.reshape(*self.batch, *of_rows.shape[1:]))

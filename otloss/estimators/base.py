@@ -228,12 +228,12 @@ def checked_random_state(random_state: Any) -> np.random.RandomState:
 @contextmanager
 def unchanged_on_error(estimator: BaseEstimator) -> Iterator[None]:
     """Restore the attributes of `estimator` if the body raises: parameters of one fit never meet labels of another."""
-    before = vars(estimator).copy()
+    attributes = vars(estimator).copy()
     try:
         yield
     except BaseException:
         vars(estimator).clear()
-        vars(estimator).update(before)
+        vars(estimator).update(attributes)
         raise
 
 

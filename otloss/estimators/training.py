@@ -61,7 +61,8 @@ class OrdinalNetwork(nn.Module):
         self.link = link
         sizes = (*widths, 1 if head == "cumulative" else len(prior))
         self.layers = nn.ModuleList(
-            skip_init(nn.Linear, before, after, dtype=torch.float64, device="cpu") for before, after in pairwise(sizes)
+            skip_init(nn.Linear, inputs, outputs, dtype=torch.float64, device="cpu")
+            for inputs, outputs in pairwise(sizes)
         )
         self.log_gaps: nn.Parameter | None = None
         start = np.log(prior)

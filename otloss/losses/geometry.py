@@ -137,8 +137,8 @@ def _cdf_difference(P: Tensor, label: Tensor) -> Float[Tensor, "rows gaps"]:
         moved, is_low = P - label, (P + label).detach()[:, :-1].cumsum(-1) <= 1
     else:
         moved, is_low = P, torch.arange(P.shape[-1] - 1, device=P.device) < label.unsqueeze(-1)
-    before, after = moved[:, :-1].cumsum(-1), moved[:, 1:].flip(-1).cumsum(-1).flip(-1)
-    return torch.where(is_low, before, -after)
+    from_first, from_last = moved[:, :-1].cumsum(-1), moved[:, 1:].flip(-1).cumsum(-1).flip(-1)
+    return torch.where(is_low, from_first, -from_last)
 
 
 def _raised(r: Tensor, power: float) -> Tensor:

@@ -132,7 +132,7 @@ def _block_gradients(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums
 @inner()
 def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, tolerance: float) -> None:
     """Write soft labels (classes, rows), scaled to mass one, and for each row 0, or NaN if it is not a distribution."""
-    wrong, mass, least = sums
+    wrong, mass, smallest = sums
     classes = T.shape[0]
     for b in range(T.shape[1]):
         row = first + min(b, count - 1)
@@ -140,14 +140,14 @@ def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, toler
             T[k, b] = T_of[row, k]
     for b in range(T.shape[1]):
         mass[b] = 0.0
-        least[b] = 0.0
+        smallest[b] = 0.0
     for k in range(classes):
         for b in range(T.shape[1]):
             t = np.float64(T[k, b])
             mass[b] += t
-            least[b] = t if t < least[b] else least[b]
+            smallest[b] = t if t < smallest[b] else smallest[b]
     for b in range(T.shape[1]):
-        wrong[b] = 0.0 if least[b] >= 0.0 and abs(mass[b] - 1.0) <= tolerance else np.nan
+        wrong[b] = 0.0 if smallest[b] >= 0.0 and abs(mass[b] - 1.0) <= tolerance else np.nan
         mass[b] = 1.0 / mass[b]
     for k in range(classes):
         for b in range(T.shape[1]):
@@ -372,7 +372,7 @@ def _average(P: Any, s: Any, mean: Any) -> None:
 def _write(block: Any, rows: Any, settings: Any, answers: Any, first: int, count: int) -> None:
     P, s, curvature = block
     label, weight, mean = rows
-    transport, cross_entropy, factor, entropy_factor, least = settings
+    transport, cross_entropy, factor, entropy_factor, smallest = settings
     gradient, hessian = answers
     for k in range(P.shape[0]):
         for b in range(count):
@@ -380,7 +380,7 @@ def _write(block: Any, rows: Any, settings: Any, answers: Any, first: int, count
             moved = p * (s[k, b] - mean[b])
             second = transport * factor * curvature[k, b] + cross_entropy * entropy_factor * p * (1 - p)
             gradient[first + b, k] = weight[b] * (transport * moved + cross_entropy * (p - own))
-            hessian[first + b, k] = weight[b] * max(second, least)
+            hessian[first + b, k] = weight[b] * max(second, smallest)
 
 
 @compiled(allocates=True)
@@ -390,7 +390,7 @@ def gradients_and_curvatures(
     """Write gradient and hessian (rows, classes); return the number of invalid scores, labels and weights.
 
     `inputs` are (scores, labels, weights), `loss` is (gaps, costs), `answers` are (gradient, hessian), and `settings`
-    (transport, cross_entropy, factor, entropy_factor, least).
+    (transport, cross_entropy, factor, entropy_factor, smallest).
     """
     count, classes = inputs[0].shape
     blocks = (count + ROWS - 1) // ROWS

@@ -344,15 +344,15 @@ def _to_occupied(weights: Tensor, positions: Tensor) -> Tensor:
 
 def _absolute_cdf_difference(p: Tensor, q: Tensor) -> Tensor:
     """Return |F - G|; its derivative is one-sided where no mass lies up to the bin, or none behind it."""
-    before_p, after_p = _empty_ends(p)
-    before_q, after_q = _empty_ends(q)
-    before, after = before_p & before_q, after_p & after_q
+    front_p, back_p = _empty_ends(p)
+    front_q, back_q = _empty_ends(q)
+    front, back = front_p & front_q, back_p & back_q
     # Rounding of the last sums must not choose a side.
-    apart = (p - q).cumsum(-1).masked_fill(before | after, 0.0)
+    apart = (p - q).cumsum(-1).masked_fill(front | back, 0.0)
     # Mass that arrives in the empty front of either histogram raises |F - G|; in the empty back it lowers F or G
     # there, and raises |F - G| again. The difference from the detached sum adds these derivatives and no value.
     both = (p + q).cumsum(-1)
-    return apart.abs() + (before.to(p.dtype) - after.to(p.dtype)) * (both - both.detach())
+    return apart.abs() + (front.to(p.dtype) - back.to(p.dtype)) * (both - both.detach())
 
 
 def _empty_ends(weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,7 @@ def _cdf_gradients_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, po
     by_p, by_q, by_x, gradients = out[0], out[1], out[2], out[3]
     n = order.shape[0]
     front, back = n, n - 1  # the first and the last bin with mass
-    apart, before, here = 0.0, 0.0, 0.0
+    apart, previous_price, price = 0.0, 0.0, 0.0
     for k in range(n):
         at = order[k]
         if p[at] > 0 or q[at] > 0:
@@ -152,9 +152,9 @@ def _cdf_gradients_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, po
             back = k
         apart += p[at] * scale_p - q[at] * scale_q
         gradients[k] = gaps[k] * _derivative(apart, power) if k < n - 1 else 0.0
-        here = _price(apart, power) if k < n - 1 else 0.0
-        by_x[at] = before - here
-        before = here
+        price = _price(apart, power) if k < n - 1 else 0.0
+        by_x[at] = previous_price - price
+        previous_price = price
     one_sided = power == 1.0 and front < n
     to_p, to_q, sum_p, sum_q = 0.0, 0.0, 0.0, 0.0
     for k in range(n - 1, -1, -1):

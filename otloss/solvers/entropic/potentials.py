@@ -69,8 +69,8 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
     with torch.no_grad():
         searched = _prepare(problem)
         distinct = merge_equal_points(searched)
-        found = _refine(distinct.problem, search(distinct.problem, budget), budget)
-        result = distinct.expand(found).to(problem.p.device)
+        distinct_result = _refine(distinct.problem, search(distinct.problem, budget), budget)
+        result = distinct.expand(distinct_result).to(problem.p.device)
     if not result.is_within(budget.tolerance):
         warn_of_errors(problem, result, settings)
         return problem, _without_unknown(result)

@@ -158,13 +158,13 @@ def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, co
 
 @inner()
 def _detach(tree: Any, v: int) -> None:
-    up, after, before = tree[LINKED.parent, v], tree[LINKED.following, v], tree[LINKED.previous, v]
-    if before == NONE:
-        tree[LINKED.child, up] = after
+    up, following, previous = tree[LINKED.parent, v], tree[LINKED.following, v], tree[LINKED.previous, v]
+    if previous == NONE:
+        tree[LINKED.child, up] = following
     else:
-        tree[LINKED.following, before] = after
-    if after != NONE:
-        tree[LINKED.previous, after] = before
+        tree[LINKED.following, previous] = following
+    if following != NONE:
+        tree[LINKED.previous, following] = previous
 
 
 @inner()

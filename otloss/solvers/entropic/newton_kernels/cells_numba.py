@@ -256,16 +256,16 @@ def build_support(places: Any, n: int) -> Cells:
 @inner()
 def find_heavy(shares: Any, mass: float, smallest: Any, smallest_share: float, count: int, places: Any) -> int:
     """Write the places of shares above `smallest_share` and of masses above `smallest`; return their number."""
-    found = 0
+    heavy_count = 0
     for start in range(0, count, CHUNK):
         stop, hits = min(start + CHUNK, count), np.int32(0)
         for e in range(start, stop):
             hits += np.int32(shares[e] > smallest_share) | np.int32(mass * shares[e] > smallest[e])
         if hits > 0:
             for e in range(start, stop):
-                places[found] = e
-                found += shares[e] > smallest_share or mass * shares[e] > smallest[e]
-    return found
+                places[heavy_count] = e
+                heavy_count += shares[e] > smallest_share or mass * shares[e] > smallest[e]
+    return heavy_count
 
 
 @inner(allocates=True)
@@ -331,10 +331,10 @@ def select_cells(pairs: Any, rows: Any, columns: Any, epsilon: float, smallest_s
         for e in range(count):
             columns.mass[np.int64(near.columns[1, d, e]) if between_points else e] += mass * scores[e]
         end, old = starts[i], previous.columns[previous.starts[i] : previous.starts[i + 1]]
-        found = find_heavy(scores, mass, bounds, smallest_share, count, hits) if mass > 0 else 0
-        if end + found + old.shape[0] > places.shape[0]:
-            places, costs = resize(places, costs, max(2 * places.shape[0], end + found + old.shape[0]))
-        for k in range(found):
+        heavy_count = find_heavy(scores, mass, bounds, smallest_share, count, hits) if mass > 0 else 0
+        if end + heavy_count + old.shape[0] > places.shape[0]:
+            places, costs = resize(places, costs, max(2 * places.shape[0], end + heavy_count + old.shape[0]))
+        for k in range(heavy_count):
             e = hits[k]
             places[end], costs[end] = np.int64(near.columns[1, d, e]) if between_points else e, row[e]
             last_row[places[end]] = i

@@ -112,7 +112,7 @@ def thin_out(shares: Any, work: Any, phase: float) -> int:
 
     Where an octave has more than `shares_of_octave`, so many of them stand for all, with equal parts of their sum.
     """
-    places, kept, bounds, most = work.places, work.kept, work.bounds, work.shares_of_octave
+    places, kept, bounds, max_shares = work.places, work.kept, work.bounds, work.shares_of_octave
     for k in range(bounds.shape[0]):
         bounds[k] = 0
     for a in range(shares.shape[0]):
@@ -126,7 +126,7 @@ def thin_out(shares: Any, work: Any, phase: float) -> int:
     count = 0
     for b in range(NEWTON.octaves):
         start, stop, total = bounds[b], bounds[b + 1], 0.0
-        chosen, spacing = min(stop - start, most), (stop - start) / most
+        chosen, spacing = min(stop - start, max_shares), (stop - start) / max_shares
         for a in range(start, stop):
             total += shares[places[a]]
         for k in range(chosen):
@@ -360,7 +360,7 @@ def find_step(
     if solve_equations(counter, cells, rows, diagonal, damping, factor, residual, share, error, x):
         return
     # Light cells decide where no others join two parts, as beside the dummy bins of partial transport.
-    factor, found = factorise(cells, rows, damping, excess, order, m), x.copy()
+    factor, first_solution = factorise(cells, rows, damping, excess, order, m), x.copy()
     solve_equations(counter, cells, rows, diagonal, damping, factor, residual, share, error, x)
     for j in range(m):
-        x[j] += found[j]
+        x[j] += first_solution[j]

@@ -174,7 +174,7 @@ def _whole(  # type: ignore[no-untyped-def]
     inverse_q = tl.load(numbers + 4 * problem + 3)
     zero, none = tl.full((), 0.0, tl.float32), tl.full((), 0, tl.int32)
     phase = tl.where(at > 1.5 * epsilon, 0, 1)
-    side, iterations, count, within = none, none, none, none
+    side, iterations, count, count_within = none, none, none, none
     w, error, change, mass_of_rows = zero + 1.0, zero, zero, zero
     previous, smallest = zero + 1e30, zero + 1e30
     settling = none == 0
@@ -293,8 +293,8 @@ def _whole(  # type: ignore[no-untyped-def]
             elif phase == 2:
                 phase = none + 3
             else:
-                within += tl.where(is_within, 1, 0)
-                is_accurate = (change <= largest_change * epsilon) | (within > EXTRA)
+                count_within += tl.where(is_within, 1, 0)
+                is_accurate = (change <= largest_change * epsilon) | (count_within > EXTRA)
                 phase = tl.where(is_last | (is_within & is_accurate), 4, 1)
             if shift != 0.0:
                 for start in range(0, n + m, COLUMNS):

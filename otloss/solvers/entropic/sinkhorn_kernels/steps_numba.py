@@ -210,11 +210,11 @@ def smallest_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
     low, high = math.log(1e-8), 0.0
     for _ in range(8):
         middle = (low + high) / 2
-        x, above, before = 1 - math.exp(middle), False, 1.0
+        x, above, pivot = 1 - math.exp(middle), False, 1.0
         for k in range(count):
             square = beside[k - 1] * beside[k - 1] if k > 0 else 0.0
-            before = diagonal[k] - x - square / (before if before != 0 else 1e-300)
-            above |= before > 0
+            pivot = diagonal[k] - x - square / (pivot if pivot != 0 else 1e-300)
+            above |= pivot > 0
         high = middle if above else high
         low = low if above else middle
     return math.exp(low)
