@@ -153,8 +153,8 @@ def _check_lengths(table: Any, first: int) -> np.ndarray:
             is_right = pa.types.is_floating(number) or pa.types.is_boolean(number) or pa.types.is_integer(number)
             what = "a number for each token; drop the column if it is something else (dataset.remove_columns)."
         if not is_right:
-            given = str(table[name][0].as_py())[:60]
-            raise ValueError(f"{name} of row {first} is {given!r}, expected a list of {what}")
+            entry = str(table[name][0].as_py())[:60]
+            raise ValueError(f"{name} of row {first} is {entry!r}, expected a list of {what}")
     lengths = np.array([pc.list_value_length(table[name]).fill_null(-1).to_numpy() for name in names])
     wrong = (lengths != lengths[0]).any(0) | (lengths[0] < 0)
     if wrong.any():

@@ -172,7 +172,7 @@ class ObjectiveArguments:
 
 
 class RunParser(TrlParser):
-    """TRL's parser, which reads the values of a YAML file as those of the command line: by the types of options."""
+    """TRL's parser, which reads the values of a YAML file by the types of options, as it reads the command line."""
 
     def __init__(self, kinds: Sequence[type], **settings: Any) -> None:
         super().__init__(kinds, **settings)

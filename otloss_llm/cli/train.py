@@ -57,8 +57,8 @@ def run(request: Request) -> str:
             "base model (merge_and_unload) and save that, then train it."
         )
     settings = request.settings() | {"rows": digest(rows), "model": fingerprint(model.named_parameters())}
-    with ExitStack() as held:
-        held.enter_context(writing_to(Path(args.output_dir)))
+    with ExitStack() as contexts:
+        contexts.enter_context(writing_to(Path(args.output_dir)))
         trainer = build_trainer(request, model, tokenizer, rows, evaluation, callbacks=[RunGuard()])
         settings["tokenizer"] = tokenizer_fingerprint(trainer.processing_class)
         report_numbers(trainer, request.objective.objective)
@@ -66,7 +66,7 @@ def run(request: Request) -> str:
             trainer.train_dataset = _endless(trainer.train_dataset, args)
         with args.main_process_first(desc="open the output folder"):
             if args.process_index == 0:
-                held.enter_context(only_run_in(Path(args.output_dir)))
+                contexts.enter_context(only_run_in(Path(args.output_dir)))
                 _open(Path(args.output_dir), args.resume_from_checkpoint, settings)
         with naming_rows(rows, evaluation, args=trainer.args):  # rows of a stream are prepared in the training
             _train(trainer)
@@ -119,10 +119,10 @@ def _check_adapter(model: Any) -> None:
     """Raise ValueError for settings of an adapter without `use_peft`: all weights would be trained."""
     default: Any = ModelArguments(model_name_or_path=model.model_name_or_path)
     names = [name for name in vars(model) if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
-    given = [f"--{name}" for name in names if getattr(model, name) != getattr(default, name)]
-    if given and not model.use_peft:
+    options = [f"--{name}" for name in names if getattr(model, name) != getattr(default, name)]
+    if options and not model.use_peft:
         raise ValueError(
-            f"{', '.join(given)} given without --use_peft, so that all weights would be trained; add --use_peft, or "
+            f"{', '.join(options)} given without --use_peft, so that all weights would be trained; add --use_peft, or "
             "leave the settings of an adapter out."
         )
 

@@ -144,12 +144,12 @@ def _check_layers(model: Any, settings: Any) -> None:
         names = getattr(settings, option)
         for name in names if isinstance(names, list) else []:  # else a pattern, or all linear layers
             if not any(f".{path}".endswith(name if option == "lora_modules_to_save" else f".{name}") for path in paths):
-                known = sorted({path.rpartition(".")[2] for path in paths} - {""})
-                near = get_close_matches(name, known, n=1)
+                endings = sorted({path.rpartition(".")[2] for path in paths} - {""})
+                near = get_close_matches(name, endings, n=1)
                 raise ValueError(
                     f"--{option} has {name!r}, which no path in {type(model).__name__} ends in"
                     f"{f' (did you mean {near[0]!r}?)' if near else ''}; expected some of "
-                    f"{', '.join(part for part in known if not part.isdigit())}."
+                    f"{', '.join(part for part in endings if not part.isdigit())}."
                 )
 
 

@@ -197,7 +197,7 @@ class NumberCost(ValuesCost):
         """Return the costs C[index, :]."""
         table = self.for_labels(check_index("index", index, self.shape[0]))
         assert isinstance(table, FewColumns)
-        rows = table.rest[table.which].unsqueeze(1).repeat(1, self.shape[1])
+        rows = table.costs_elsewhere[table.which].unsqueeze(1).repeat(1, self.shape[1])
         return rows.index_copy_(1, table.columns, table.costs[table.which])
 
     def __repr__(self) -> str:

@@ -99,10 +99,10 @@ def token_texts(tokenizer: Any) -> list[str | None]:
     if not ids:
         return texts
     anchor = _anchor(tokenizer, vocabulary, ids)
-    before, *decoded = _decode(tokenizer, [[anchor], *([anchor, token] for token in ids)])
+    anchor_text, *decoded = _decode(tokenizer, [[anchor], *([anchor, token] for token in ids)])
     for token, text in zip(ids, decoded, strict=True):
-        whole = text.startswith(before)
-        texts[token] = text[len(before) :] if whole else _decode(tokenizer, [[token]])[0]
+        whole = text.startswith(anchor_text)
+        texts[token] = text[len(anchor_text) :] if whole else _decode(tokenizer, [[token]])[0]
     return texts
 
 

@@ -56,13 +56,13 @@ class FewColumns:
     Attributes:
         columns: the few, distinct ids of the vocabulary.
         costs: of each kind in these columns.
-        rest: the cost of each kind in all other columns, also of the label if it is one of them.
+        costs_elsewhere: of each kind in all other columns, also of the label if it is one of them.
         which: the kind of each token.
     """
 
     columns: Int[Tensor, " few"]
     costs: Float[Tensor, "kinds few"]
-    rest: Float[Tensor, " kinds"]
+    costs_elsewhere: Float[Tensor, " kinds"]
     which: Int[Tensor, " tokens"]
 
     def for_chunk(self, tokens: Int[Tensor, " chunk"]) -> FewColumns:

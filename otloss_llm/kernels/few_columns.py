@@ -30,7 +30,7 @@ class ColumnSums:
         top: the largest logit of each row.
         text: sum over the columns that are not among the few.
         few, few_cost: sum over the few, and the same weighted by their costs.
-        rest: cost of text, from each row's label.
+        cost_elsewhere: cost of text, from each row's label.
         logit: sum over all columns weighted by `z - top`; None unless the entropy is asked for.
     """
 
@@ -38,12 +38,12 @@ class ColumnSums:
     text: Float[Tensor, " rows"]
     few: Float[Tensor, " rows"]
     few_cost: Float[Tensor, " rows"]
-    rest: Float[Tensor, " rows"]
+    cost_elsewhere: Float[Tensor, " rows"]
     logit: Float[Tensor, " rows"] | None = None
 
     def row_sums(self, z_y: Tensor, c_y: Tensor) -> RowSums:
         """The sums over all columns, given logit and cost of the label."""
-        others_cost = self.rest * self.text + self.few_cost
+        others_cost = self.cost_elsewhere * self.text + self.few_cost
         return RowSums(self.top, self.text + self.few, others_cost, z_y, c_y, self.logit)
 
     def multipliers(self, coefficients: GradientCoefficients) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +51,7 @@ class ColumnSums:
         a, b, transport, _, _ = coefficients
         if b is None or transport is None:
             return a, a, torch.zeros_like(a)
-        return a + b * (self.rest - transport), a - b * transport, b
+        return a + b * (self.cost_elsewhere - transport), a - b * transport, b
 
 
 def largest(*tops: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,22 +79,22 @@ class FewColumnSweeps:
         """The sums of each row; takes the few columns out of `z`."""
         wide = torch.promote_types(z.dtype, torch.float32)
         z_y = z.gather(-1, label[:, None]).squeeze(-1).to(wide)
-        few = z.index_select(1, cost.columns).to(wide)
+        z_few = z.index_select(1, cost.columns).to(wide)
         z.index_fill_(1, cost.columns, -torch.inf)
-        rest = self.sweeps.softmax_rows(z, label, None, entropy)
+        text_sums = self.sweeps.softmax_rows(z, label, None, entropy)
         own = cost.columns == label[:, None]  # (rows, few)
-        few.masked_fill_(own, -torch.inf)
-        self._rest_top = rest.top.to(wide)
-        top, shift = largest(self._rest_top, z_y, *([few.amax(-1)] if few.shape[1] else []))
-        self._e, self._c, self._own = few.sub_(shift[:, None]).exp_(), cost.costs[cost.which].to(wide), own
-        text = rest.others.to(wide) * (self._rest_top - shift).exp()
+        z_few.masked_fill_(own, -torch.inf)
+        self._text_top = text_sums.top.to(wide)
+        top, shift = largest(self._text_top, z_y, *([z_few.amax(-1)] if z_few.shape[1] else []))
+        self._e, self._c, self._own = z_few.sub_(shift[:, None]).exp_(), cost.costs[cost.which].to(wide), own
+        text = text_sums.others.to(wide) * (self._text_top - shift).exp()
         few_cost = torch.linalg.vecdot(self._e, self._c)
-        logit = logits_from(shift, rest.others_logit, rest.others.to(wide), self._rest_top)
+        logit = logits_from(shift, text_sums.others_logit, text_sums.others.to(wide), self._text_top)
         if logit is not None:
-            logit = torch.where(self._rest_top == -torch.inf, 0.0, logit)
+            logit = torch.where(self._text_top == -torch.inf, 0.0, logit)
             logit = logit + torch.special.xlogy(self._e, self._e).sum(-1)
-        self._sums = ColumnSums(top, text, self._e.sum(-1), few_cost, cost.rest[cost.which].to(wide), logit)
-        c_y = torch.where(own.any(-1), (self._c * own).sum(-1), self._sums.rest)
+        self._sums = ColumnSums(top, text, self._e.sum(-1), few_cost, cost.costs_elsewhere[cost.which].to(wide), logit)
+        c_y = torch.where(own.any(-1), (self._c * own).sum(-1), self._sums.cost_elsewhere)
         return self._sums.row_sums(z_y, c_y)
 
     def gradient_rows(
@@ -103,11 +103,11 @@ class FewColumnSweeps:
         """Write the gradient as `rows.gradient_rows` does, from what `softmax_rows` has left in z."""
         a, few_a, few_b = self._sums.multipliers(coefficients)
         # The sweeps may have left exp(z - their own top) in z: what is missing goes into the multiplier.
-        _, shift = largest(self._rest_top)
+        _, shift = largest(self._text_top)
         text = GradientCoefficients(a, None, None, coefficients.at_label, coefficients.h)
-        self.sweeps.gradient_rows(z, shift, label, None, text.relative_to(self._rest_top, top))
+        self.sweeps.gradient_rows(z, shift, label, None, text.relative_to(self._text_top, top))
         logit = None if coefficients.h is None else torch.special.xlogy(self._e, self._e) * coefficients.h[:, None]
-        few = self._e.mul_(self._c.mul_(few_b[:, None]).add_(few_a[:, None]))
+        gradient = self._e.mul_(self._c.mul_(few_b[:, None]).add_(few_a[:, None]))
         if logit is not None:
-            few.sub_(logit)
-        z.index_copy_(1, cost.columns, torch.where(self._own, coefficients.at_label[:, None], few).to(z.dtype))
+            gradient.sub_(logit)
+        z.index_copy_(1, cost.columns, torch.where(self._own, coefficients.at_label[:, None], gradient).to(z.dtype))

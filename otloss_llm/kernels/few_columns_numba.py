@@ -119,10 +119,10 @@ def _gradient(
                     c[t] = F32(0.0)
                 if place[i] >= 0:
                     spread(cost[place[i]], which, c)
-                few = place[i] >= 0
+                is_few = place[i] >= 0
                 for t in range(tokens):
                     below = row[t] - top[t]
-                    of_cost = few_a[t] + few_b[t] * c[t] if few else a[t]
+                    of_cost = few_a[t] + few_b[t] * c[t] if is_few else a[t]
                     row[t] = _exp(below) * (of_cost - h[t] * (below if below > LEAST else LEAST))
             elif place[i] >= 0:
                 spread(cost[place[i]], which, c)
@@ -160,10 +160,10 @@ class NumbaFewColumnSweeps:
         # A logit that is NaN or +inf shows in its sum only.
         top = torch.where((text + few).isfinite(), top, torch.nan)
         own = place[label].long()
-        self._sums = ColumnSums(top, text, few, few_cost, cost.rest[cost.which].to(z.dtype), logit)
-        c_y = (
-            torch.where(own >= 0, rows[which, own.clamp(min=0)], self._sums.rest) if rows.shape[1] else self._sums.rest
-        )
+        self._sums = ColumnSums(top, text, few, few_cost, cost.costs_elsewhere[cost.which].to(z.dtype), logit)
+        c_y = self._sums.cost_elsewhere
+        if rows.shape[1]:
+            c_y = torch.where(own >= 0, rows[which, own.clamp(min=0)], c_y)
         return self._sums.row_sums(z_y, c_y)
 
     def gradient_rows(

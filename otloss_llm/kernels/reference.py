@@ -55,9 +55,9 @@ def _transport_cost(logits: Tensor, labels: Tensor, cost: LabelRows | FewColumns
     q = torch.log_softmax(logits, dim=-1).exp()
     if isinstance(cost, LabelRows):
         return (q * cost.rows(labels, None).to(q.dtype)).sum(-1)
-    c, rest = cost.costs[cost.which].to(q.dtype), cost.rest[cost.which].to(q.dtype)
-    few, text = q.index_select(-1, cost.columns), q.index_fill(-1, cost.columns, 0.0).sum(-1)
-    return (few * c).sum(-1) + rest * text
+    c, cost_elsewhere = cost.costs[cost.which].to(q.dtype), cost.costs_elsewhere[cost.which].to(q.dtype)
+    q_few, q_text = q.index_select(-1, cost.columns), q.index_fill(-1, cost.columns, 0.0).sum(-1)
+    return (q_few * c).sum(-1) + cost_elsewhere * q_text
 
 
 def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:

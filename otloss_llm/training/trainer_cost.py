@@ -120,7 +120,7 @@ def _sample(cost: TokenCost | None) -> Tensor:
 def _rows(costs: LabelRows | FewColumns, ids: Tensor, vocab: int) -> Tensor:
     if isinstance(costs, LabelRows):
         return costs.rows(ids, None)
-    rows = costs.rest[costs.which].unsqueeze(1).repeat(1, vocab)
+    rows = costs.costs_elsewhere[costs.which].unsqueeze(1).repeat(1, vocab)
     return rows.index_copy(1, costs.columns, costs.costs[costs.which])
 
 

@@ -40,9 +40,9 @@ def check_loss_settings(args: Any, compute_loss_func: Any, objective: Objective)
         )
 
 
-def foreign_argument(given: Iterable[str]) -> str:
+def foreign_argument(names: Iterable[str]) -> str:
     """Return what to do about an argument that trainers had in older releases, or do not have."""
-    if "tokenizer" in given:
+    if "tokenizer" in names:
         return "the tokenizer is processing_class=."
     return "settings of a run are fields of its arguments: args=SFTConfig(...) or TrainingArguments(...)."
 
