@@ -41,7 +41,7 @@ def class_costs(name: str, cost: Any, classes: int, *, fix: str = "") -> Floats:
 
 
 def class_table(name: str, values: Any, shape: tuple[int, ...], *, minimum: float = -np.inf, fix: str = "") -> Floats:
-    """Return finite numbers of at least `least` by class position; raise as `class_values` does."""
+    """Return finite numbers of at least `minimum` by class position; raise as `class_values` does."""
     array = as_floats(name, values, fix="pass an array of dtype float, by class position.")
     check_table_shape(name, array.shape, shape, fix=fix)
     wrong = np.argwhere(~(np.isfinite(array) & (array >= minimum)))

@@ -52,7 +52,7 @@ _SMALLEST = 1e-16  # XGBoost's own objective has this lower limit.
 
 @dataclass(frozen=True)
 class Curvature:
-    """transport * factor * diagonal + cross_entropy * entropy_factor * P (1 - P), at least `least`."""
+    """transport * factor * diagonal + cross_entropy * entropy_factor * P (1 - P), at least `smallest`."""
 
     factor: float
     entropy_factor: float
