@@ -45,18 +45,11 @@ def between_directions(
     u: Float[Tensor, "*own n d"],
     v: Float[Tensor, "*own m d"],
 ) -> Float[Tensor, "*batch"]:
-    """Return |sum_i p_i u_i - sum_j q_j v_j|^2 / 2 M, for 1 - cos = |u - v|^2 / 2 between points of length one.
-
-    Each zero row is on an axis of its own: it costs 1 to every other point, like one that is orthogonal to all of them.
-    """
+    """Return |sum_i p_i u_i - sum_j q_j v_j|^2 / 2 M, for 1 - cos = |u - v|^2 / 2 between points of length one."""
     mass = mass.unsqueeze(-1)
     # The difference of wider weights keeps the digits, and a large embedding its dtype.
     moved = _moment((p - q).to(u.dtype), u) if u is v else _moment(p.to(u.dtype), u) - _moment(q.to(v.dtype), v)
-    square = power_of_drift(moved, mass, 2).sum(-1)
-    for weights, points in ((p - q, u),) if u is v else ((p, u), (q, v)):
-        is_zero = torch.linalg.vector_norm(points.detach(), dim=-1) == 0
-        square = square + (power_of_drift(weights, mass, 2) * is_zero).sum(-1)
-    return square / 2
+    return power_of_drift(moved, mass, 2).sum(-1) / 2
 
 
 def or_one(mass: Tensor) -> Tensor:

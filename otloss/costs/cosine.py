@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._checks import check_floating
-from otloss.costs.centroids import between_directions
+from otloss.costs.centroids import between_directions, power_of_drift
 from otloss.costs.cost import CentroidBound, Cost, arithmetic_dtype, makes_graph, unit_rows
 from otloss.costs.products import product
 
@@ -94,7 +94,10 @@ class CosineCost(Cost):
     def centroid_bound(
         self, p: Float[Tensor, "*batch V"], q: Float[Tensor, "*batch V"], mass: Float[Tensor, "*batch"]
     ) -> CentroidBound | None:
-        return CentroidBound(between_directions(p, q, mass, self.unit, self.unit), is_smooth=True)
+        # Each zero row is like one on an axis of its own, as it costs 1 to every other row.
+        of_zero_rows = power_of_drift(p - q, mass.unsqueeze(-1), 2) * self.zero_rows
+        value = between_directions(p, q, mass, self.unit, self.unit) + of_zero_rows.sum(-1) / 2
+        return CentroidBound(value, is_smooth=True)
 
     def __repr__(self) -> str:
         zeros = int(self.zero_rows.sum())

@@ -3,7 +3,7 @@
     sqeuclidean   |x_i - y_j|^2            no factor 1/2
     euclidean     |x_i - y_j|              gradient 0 where two points coincide
     l1            sum_k |x_ik - y_jk|      gradient 0 where two coordinates coincide
-    cosine        1 - cos(x_i, y_j)        a point at the origin costs 1, and 0 to itself
+    cosine        1 - cos(x_i, y_j)        a point at the origin costs 1, and 0 to others at the origin
 
 Distances are right to a few roundings also far from the origin and between near points (`costs.distances`). With c
 the centre of y, and u, v for points of length one, products with a vector w need no distances:
@@ -70,12 +70,13 @@ class PointCost(Cost):
     Args:
         x: (n, d), or (..., n, d) for one cloud per problem; finite. The graphs of `x` and `y` are kept.
         y: (m, d) or (..., m, d), `x` by default.
-        metric: "sqeuclidean" (no 1/2), "euclidean", "l1", "cosine" (a zero row costs 1, 0 to itself in the cloud of its
-            own); or a function of (n, d) and (m, d) that gives the (n, m) costs, finite and >= 0 (of (..., n, d) and
-            (..., m, d) if there is a cloud per problem). It is called with part of the points at a time.
+        metric: "sqeuclidean" (no 1/2), "euclidean", "l1", "cosine" (zero rows cost 1 to others, 0 to each other); or a
+            function of (n, d) and (m, d) that gives the (n, m) costs, finite and >= 0 (of (..., n, d) and (..., m, d)
+            if there is a cloud per problem). It is called with part of the points at a time.
 
     Attributes:
-        x, y: the clouds, with rows of length one for "cosine"; one object if `y` was left out.
+        x, y: the clouds, with rows of length one for "cosine", where zero rows are on an axis that is added; one object
+            if `y` was left out.
 
     Raises:
         TypeError: if x or y is not a floating tensor.
@@ -111,9 +112,7 @@ class PointCost(Cost):
             dtype = arithmetic_dtype(torch.promote_types(x.dtype, y.dtype))
             self.x, self.y = x.to(dtype), y.to(dtype)
         if metric == "cosine":
-            one_cloud = self.y is self.x
-            self.x = unit_rows("x", self.x)[0]
-            self.y = self.x if one_cloud else unit_rows("y", self.y)[0]
+            self.x, self.y = _directions(self.x, self.y)
         # Clouds and their orders for the kernels, shared with what is made of this cost. An order stays a permutation
         # where a cloud is changed in place, so it can be out of date, but not wrong.
         self._orders: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
@@ -457,6 +456,17 @@ class PointCost(Cost):
         return super().__repr__()[:-1] + f", metric={name!r}, axes={self.x.shape[-1]})"
 
 
+def _directions(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the points at length one; those at the origin, which have no direction, get an axis of their own."""
+    unit_x, is_zero_x = unit_rows("x", x)
+    unit_y, is_zero_y = (unit_x, is_zero_x) if y is x else unit_rows("y", y)
+    if not (is_zero_x.any() or is_zero_y.any()):
+        return unit_x, unit_y
+    of_x = torch.cat([unit_x, is_zero_x.unsqueeze(-1).to(unit_x.dtype)], -1)
+    of_y = of_x if y is x else torch.cat([unit_y, is_zero_y.unsqueeze(-1).to(unit_y.dtype)], -1)
+    return of_x, of_y
+
+
 class _Matrices:
     """The matrix of a cost and its transpose, each computed when it is first asked for.
 
@@ -617,8 +627,4 @@ def _square_product(cost: PointCost, v: Tensor) -> Tensor:
 
 def _cosine_product(cost: PointCost, v: Tensor) -> Tensor:
     moment = product(v.unsqueeze(-2), cost.y).squeeze(-2)  # (..., d)
-    moved = v.sum(-1, keepdim=True) - product(cost.x, moment.unsqueeze(-1)).squeeze(-1)
-    if cost.x is not cost.y:
-        return moved
-    # A point at the origin has no product with itself to cancel its own mass.
-    return moved - v * (cost.x.detach() == 0).all(-1)
+    return v.sum(-1, keepdim=True) - product(cost.x, moment.unsqueeze(-1)).squeeze(-1)

@@ -126,9 +126,9 @@ class Points:
     """The costs between two clouds in float32, by differences or by products of matrices.
 
     Args:
-        x, y: (..., n, d) and (..., m, d), without a graph; of length one, or zero, for "cosine".
+        x, y: (..., n, d) and (..., m, d), without a graph; of length one for "cosine".
         metric: one of `otloss.costs.points.METRICS`.
-        is_one_cloud: whether y is x, so that C_ii = 0 also for a point at the origin.
+        is_one_cloud: whether y is x, so that C_ii = 0 for "cosine" too, without rounding.
     """
 
     def __init__(self, x: Tensor, y: Tensor, metric: str, *, is_one_cloud: bool) -> None:

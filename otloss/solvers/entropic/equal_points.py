@@ -22,7 +22,6 @@ from otloss.costs.dense import DenseCost
 from otloss.solvers.entropic.interface import SearchResult
 from otloss.solvers.problem import Problem
 
-_METRICS = ("sqeuclidean", "euclidean", "l1")  # equal points at the origin differ for "cosine" from a cloud to itself
 _FEWEST_PAIRS = 2**17  # smaller problems take less time than a look at their points saves
 
 
@@ -74,7 +73,7 @@ def _rows_of_sides(cost: Cost) -> tuple[np.ndarray, np.ndarray] | None:
     points, matrix = cost.as_points(), cost.stored_matrix()
     if matrix is not None:
         sides = matrix, matrix.mT
-    elif points is not None and points.metric in _METRICS:
+    elif points is not None:
         sides = points.x, points.y
     else:
         return None

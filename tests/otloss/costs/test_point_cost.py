@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otloss import lower_bound
+from otloss import cloud_loss, emd, lower_bound
 from otloss.costs import DenseCost, PointCost, costs_within
 from tests.errors import raising
 from tests.otloss.draws import normal
@@ -26,7 +26,9 @@ EVERY: list[Any] = [*METRICS, quartic]
 def pair_cost(a: list[float], b: list[float], metric: str) -> float:
     if metric == "cosine":
         lengths = math.hypot(*a) * math.hypot(*b)
-        return 1.0 if lengths == 0 else 1 - sum(s * t for s, t in zip(a, b, strict=True)) / lengths
+        if lengths == 0:
+            return float(any(a) or any(b))
+        return 1 - sum(s * t for s, t in zip(a, b, strict=True)) / lengths
     apart = [abs(s - t) for s, t in zip(a, b, strict=True)]
     return {"sqeuclidean": sum(s * s for s in apart), "euclidean": math.hypot(*apart), "l1": sum(apart)}[metric]
 
@@ -248,3 +250,19 @@ def test_gradients_do_not_depend_on_the_other_problems_of_a_batch() -> None:
     x, y = (torch.stack([t + far, 1e6 * t]).float().requires_grad_() for t in (x, y))
     together = torch.autograd.grad(PointCost(x, y).dense().diagonal(0, -2, -1).sum(), x)[0]
     torch.testing.assert_close(together, 2 * (x - y).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_points_at_the_origin_cost_nothing_to_each_other() -> None:
+    """Whether both clouds are one tensor or not: a cost is a function of its two points."""
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 2.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    expected = torch.tensor([[0, 1, 0.2, 1], [1, 0, 1, 0], [0.2, 1, 0, 1], [1, 0, 1, 0]], dtype=torch.float64)
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    for cost in (PointCost(x, metric="cosine"), PointCost(x, x.detach().clone(), metric="cosine")):
+        check_questions(cost, expected)
+        exact, bound = (f(p, p.flip(0), cost) for f in (emd, lower_bound))
+        torch.testing.assert_close(exact, torch.tensor(0.22, dtype=torch.float64))
+        assert bound <= exact
+        assert not torch.autograd.grad(exact, x)[0][1::2].any()
+    divergence = cloud_loss(x, x.detach().clone(), metric="cosine", epsilon=0.1)
+    torch.testing.assert_close(divergence, torch.zeros_like(divergence), atol=1e-12, rtol=0)
+    assert PointCost(x[::2], metric="cosine").x.shape == (2, 2)

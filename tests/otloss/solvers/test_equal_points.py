@@ -66,7 +66,7 @@ def test_what_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
         return merge_equal_points(problem).problem.cost.shape
 
     assert merged_shape(X, Y) == (9, 8)  # no point of Y is at one of the places
-    assert merged_shape(X, Y, metric="cosine") == (40, 30)
+    assert merged_shape(X, Y, metric="cosine") == (6, 5)  # directions, and the origin
     assert merged_shape(X, Y, impl="torch") == (40, 30)
     assert merged_shape(X.expand(3, 40, 2), Y) == (40, 30)
     assert merged_shape(torch.rand(40, 2).double(), torch.rand(10, 2).double()) == (40, 10)
