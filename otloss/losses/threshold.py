@@ -96,6 +96,7 @@ def _values(rows: Rows, kind: str) -> Float[Tensor, " rows"]:
 def _by_label(logits: Float[Tensor, "rows classes"], kind: str) -> Float[Tensor, "rows classes"]:
     """Return the loss of each row for each label that it might have."""
     z = logits.masked_fill(logits == -torch.inf, _EXCLUDED)
+    z = z - z.detach().amax(-1, keepdim=True)  # sums of far logits would lose the digits of their differences
     log_odds = z.logcumsumexp(-1)[:, :-1] - z.flip(-1).logcumsumexp(-1).flip(-1)[:, 1:]  # (rows, K - 1)
     below, above = pad(softplus(log_odds), (1, 0)), pad(softplus(-log_odds), (0, 1))
     if kind == "all":

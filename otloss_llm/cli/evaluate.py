@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from trl import ScriptArguments
 
 from otloss_llm.cli.rows import checked_split, load_splits, naming_rows
@@ -127,27 +128,42 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
 
     Returns the samples, as long as what follows in the data or shorter, and what follows in the data.
     """
-    tokenizer, texts, references = trainer.processing_class, [], []
+    model, tokenizer, texts, references = trainer.model, trainer.processing_class, [], []
     tokenizer.padding_side = "left"
     torch.manual_seed(trainer.args.seed)
-    for batch in _batches(trainer.train_dataset, count, trainer.args.per_device_eval_batch_size):
-        starts = [_start(row) for row in batch]
-        prompts = [row["input_ids"][:start] for row, start in zip(batch, starts, strict=True)]
-        endings = [row["input_ids"][start:] for row, start in zip(batch, starts, strict=True)]
-        inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(trainer.model.device)
-        out = trainer.model.generate(
-            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(map(len, endings)),
-            pad_token_id=tokenizer.pad_token_id,
-        )[:, inputs["input_ids"].shape[1] :]  # fmt: skip
-        cut = [ids[: len(ending)] for ids, ending in zip(out.tolist(), endings, strict=True)]
+    ids = {"eos_token_id": model.generation_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    # In place of the model's own, whose penalties and cuts are of another distribution and join any that is passed.
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    size = trainer.args.per_device_eval_batch_size
+    for prompts, endings in _batches(trainer.train_dataset.take(count), size, context):
+        inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
+        out = model.generate(**inputs, max_new_tokens=_longest(endings))[:, inputs["input_ids"].shape[1] :]
+        cut = [new[: len(ending)] for new, ending in zip(out.tolist(), endings, strict=True)]
         texts += tokenizer.batch_decode(cut, skip_special_tokens=True)
         references += tokenizer.batch_decode(endings, skip_special_tokens=True)
     return texts, references
 
 
-def _batches(rows: Any, count: int, size: int) -> Iterator[list[dict[str, list[int]]]]:
-    first = list(rows.take(count))
-    return (first[i : i + size] for i in range(0, len(first), size))
+def _batches(rows: Any, size: int, context: int | None) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """Yield prompts and endings, where the longest ending fits the context behind the longest prompt."""
+    prompts: list[list[int]] = []
+    endings: list[list[int]] = []
+    for row in rows:
+        start = _start(row)
+        prompt, ending = row["input_ids"][:start], row["input_ids"][start:]
+        length = _longest([*prompts, prompt]) + _longest([*endings, ending])
+        is_too_long = context is not None and length > context
+        if prompts and (len(prompts) == size or is_too_long):
+            yield prompts, endings
+            prompts, endings = [], []
+        prompts.append(prompt)
+        endings.append(ending)
+    yield prompts, endings
+
+
+def _longest(rows: list[list[int]]) -> int:
+    return max(map(len, rows))
 
 
 def _start(row: dict[str, list[int]]) -> int:

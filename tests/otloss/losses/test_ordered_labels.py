@@ -61,6 +61,17 @@ def test_distributions_of_a_thousand_classes() -> None:
     np.testing.assert_allclose(table(1100, "poisson"), poisson / poisson.sum(1, keepdims=True), atol=1e-11)
 
 
+@pytest.mark.parametrize("kind", ["all", "immediate"])
+def test_logits_far_from_0_keep_the_digits_of_their_differences(kind: str) -> None:
+    z = torch.randint(-16, 16, (50, 5), generator=torch.Generator().manual_seed(0)) / 8
+    z[:, 3] = -torch.inf
+    target = torch.arange(50) % 3
+    near, far = (t.clone().requires_grad_() for t in (z, z + 2.0**17))
+    values = [threshold_loss(t, target, kind=kind, reduction="none") for t in (near, far)]
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*(torch.autograd.grad(v.sum(), t)[0] for v, t in zip(values, (near, far), strict=True)))
+
+
 GRADES = torch.tensor([0, 3])
 test_bad_input = raising(
     (lambda: soft_labels(GRADES, 4, "beta", neighbour=0.1), r"neighbour=0\.1 is given with kind='beta'"),

@@ -11,6 +11,7 @@ from contextlib import chdir, contextmanager, redirect_stderr
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -658,6 +659,27 @@ def test_mauve_of_continuations(cli: Cli, model: Path, sums: Path, tmp_path: Pat
         return
     judge = shutil.copytree(model, tmp_path / "gpt2")
     assert 0 < cli(*asked("evaluate", model, sums, mauve_model=judge)).json["mauve"] <= 1
+
+
+def test_continuations_are_of_the_model_and_within_its_context(tiny: Tiny) -> None:
+    """Positions that the model has not raise; what the folder sets for generation changes no sample."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    base = transformers.GPT2Config.from_pretrained(tiny.gpt2).to_dict()
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**base | {"n_positions": 12})).eval()
+    ids = tokenizer("one two three four five six seven eight")["input_ids"][:10]
+    rows = [{"input_ids": ids, "labels": [-100] * k + ids[k:]} for k in (9, 1, 1, 9, 9)]
+    trainer = SimpleNamespace(
+        model=model, processing_class=tokenizer, train_dataset=datasets.Dataset.from_list(rows),
+        args=SimpleNamespace(seed=0, per_device_eval_batch_size=2),
+    )  # fmt: skip
+    from otloss_llm.cli.evaluate import continuations  # which needs TRL
+
+    texts, references = continuations(trainer, 5)
+    assert [len(tokenizer(text)["input_ids"]) > 2 for text in references] == [False, True, True, False, False]
+    model.generation_config = transformers.GenerationConfig(
+        repetition_penalty=3.0, no_repeat_ngram_size=1, min_p=0.9, eos_token_id=model.generation_config.eos_token_id
+    )
+    assert continuations(trainer, 5) == (texts, references)
 
 
 # ---- wrong input: (options that change a good training, what the message has to say) --------------------------------
