@@ -89,14 +89,14 @@ class OrdinalDecomposition(OrdinalBase):
         return tags
 
     def _binary(self) -> Any:
-        if isinstance(self.estimator, type) or not hasattr(self.estimator or LogisticRegression(), "fit"):
+        if self.estimator is None:
+            default = LogisticRegression()
+            return default.set_fit_request(sample_weight=True) if get_config()["enable_metadata_routing"] else default
+        if isinstance(self.estimator, type) or not hasattr(self.estimator, "fit"):
             raise TypeError(
                 f"estimator is {self.estimator!r}, expected a classifier object, such as LogisticRegression()."
             )
-        if self.estimator is not None:
-            return self.estimator
-        default = LogisticRegression()
-        return default.set_fit_request(sample_weight=True) if get_config()["enable_metadata_routing"] else default
+        return self.estimator
 
     def _check_decode(self) -> None:
         check_choice("decode", self.decode, RULES[:-1])  # There is no cost here.

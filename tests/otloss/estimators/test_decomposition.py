@@ -9,6 +9,7 @@ from scipy.sparse import coo_array, csr_array
 from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes
+from sklearn.ensemble import RandomForestClassifier
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
@@ -17,6 +18,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.tree import DecisionTreeClassifier
+from sklearn.utils import get_tags
 
 from otloss.estimators import OrdinalDecomposition
 from tests.errors import raising
@@ -33,6 +35,12 @@ def test_probabilities_are_differences_of_the_binary_ones() -> None:
     expected = -np.diff(np.column_stack([np.ones(len(X)), above, np.zeros(len(X))]))
     np.testing.assert_allclose(model.predict_proba(X)[agree], expected[agree], atol=1e-12)
     np.testing.assert_array_equal(model.predict(X)[agree], (above[agree] >= 0.5).sum(1))
+
+
+def test_ensembles_have_a_length_only_once_they_are_fitted() -> None:
+    forest = RandomForestClassifier(5, random_state=0)
+    assert get_tags(OrdinalDecomposition(forest)).input_tags.sparse
+    assert (OrdinalDecomposition(forest).fit(X, y).predict(X) == y).mean() > 0.9
 
 
 def test_binary_probabilities_out_of_order_become_a_distribution() -> None:
