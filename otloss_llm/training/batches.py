@@ -190,19 +190,28 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
 
     Args:
         rows: a `datasets.Dataset` or a list of rows.
-        shifted: whether the first label of each row is not predicted.
+        shifted: whether the first label of each row is not predicted, and of each sequence that a row is packed of.
     """
-    if "labels" not in column_names(rows) or not hasattr(rows, "__len__"):
+    names = column_names(rows)
+    if "labels" not in names or not hasattr(rows, "__len__"):
         return None
+    columns = [name for name in ("labels", "seq_lengths") if name in names]
     if hasattr(rows, "with_format"):
-        rows = rows.with_format("numpy", columns=["labels"])  # no lists of Python's numbers
+        rows = rows.with_format("numpy", columns=columns)  # no lists of Python's numbers
     counts, read = torch.zeros(vocab, dtype=torch.int64, device="cpu"), 0
     for start in range(0, len(rows), 1000):
         chunk = rows[start : start + 1000]
-        columns = chunk["labels"] if isinstance(chunk, Mapping) else [row["labels"] for row in chunk]
-        labels = torch.from_numpy(np.concatenate([np.asarray(column)[int(shifted) :].ravel() for column in columns]))
+        is_table = isinstance(chunk, Mapping)
+        each = zip(*(chunk[name] if is_table else [row[name] for row in chunk] for name in columns), strict=True)
+        labels = torch.from_numpy(np.concatenate([_predicted(*row) if shifted else np.ravel(row[0]) for row in each]))
         counts += torch.bincount(labels[(labels >= 0) & (labels < vocab)].long(), minlength=vocab)
         read += len(labels)
         if read >= COUNTED_LABELS:
             break
     return counts
+
+
+def _predicted(labels: Any, lengths: Any = ()) -> np.ndarray:
+    """Return the labels without the first one of each sequence, of these lengths."""
+    starts = np.cumsum([0, *lengths[:-1]])
+    return np.delete(np.asarray(labels), starts[starts < len(labels)], axis=0).ravel()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from otloss_llm.costs.vocabulary import TokenCost
+from otloss_llm.losses.positions import IGNORE_INDEX
 from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss
 from otloss_llm.models.heads import LanguageModelHead
 from otloss_llm.models.sharded_heads import is_row_shard, replicated_like
@@ -89,9 +90,9 @@ class ObjectiveLoss(ChunkedLossWrapper):
             return results[0].loss
 
         loss = self._through_hooks(head, scored, pred) if _is_fsdp(self.lm_head) else scored(pred)
-        share = 1.0 if count is None else count
+        divisor = (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count
         means = {"nll/mean": results[0].nll, "transport_cost/mean": results[0].cost}
-        return loss, {name: vector.sum() / share for name, vector in means.items() if vector is not None}
+        return loss, {name: vector.sum() / divisor for name, vector in means.items() if vector is not None}
 
     @staticmethod
     def _through_hooks(head: LanguageModelHead, scored: Callable[[Tensor], Tensor], pred: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from otloss_llm import MLE, EmbeddingCost, NumberCost, RatingCost
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import parse_objective
-from otloss_llm.training.batches import Targets, column_names, last_rows, pad_rows, pop_targets
+from otloss_llm.training.batches import Targets, column_names, label_counts, last_rows, pad_rows, pop_targets
 from otloss_llm.training.sample import cut_batch
+from otloss_llm.training.torchtitan import ObjectiveLoss
 from otloss_llm.training.trainer_cost import cost_for
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
@@ -125,3 +127,31 @@ test_what_excludes_an_objective = raising(
      ValueError, r"sequences that begin at \[0, 2\], and the last 1 rows of the data set at \[0, 3\].*one process"),
     (lambda: pop_targets({"input_ids": HEAD}, shift=True), ValueError, r"has \['input_ids'\] but no labels"),
 )  # fmt: skip
+
+
+def test_labels_that_are_predicted_are_counted() -> None:
+    """Not the first one of a row, nor of a sequence that it is packed of."""
+    rows = [
+        {"labels": [5, 1, 2, -100], "seq_lengths": [4]}, {"labels": [6, 1, 6, 2, 2], "seq_lengths": [2, 3]},
+        {"labels": [], "seq_lengths": []},
+    ]  # fmt: skip
+    table = pytest.importorskip("datasets").Dataset.from_list(rows)
+    for packed in (rows, table):
+        counts = label_counts(packed, 8, shifted=True)
+        assert counts is not None
+        assert counts.tolist() == [0, 2, 3, 0, 0, 0, 0, 0]
+    counts = label_counts([{"labels": row["labels"]} for row in rows], 8, shifted=True)
+    assert counts is not None
+    assert counts.tolist() == [0, 2, 3, 0, 0, 0, 1, 0]
+
+
+def test_means_of_torchtitan_without_a_number_of_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    head, hidden = nn.Linear(8, 20, bias=False), torch.randn(2, 5, 8, generator=generator)
+    labels = torch.randint(20, (2, 5), generator=generator).index_fill(1, torch.tensor([0]), -100)
+    loss = ObjectiveLoss(MLE(), EmbeddingCost(head.weight))
+    loss.set_lm_head(head)
+    (total, metrics), (mean, same) = loss(hidden, labels), loss(hidden, labels, torch.tensor(8))
+    torch.testing.assert_close(total, 8 * mean)
+    torch.testing.assert_close(metrics, same)
+    torch.testing.assert_close(metrics["nll/mean"], mean)
