@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ def has_weights(rows: Any) -> bool:
 
 
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
-    """Join rows of token ids into a batch, padded on the right; padding has label -100, mask 0 and weight 0.
+    """Join rows of token ids into a batch, padded on the right; padding has labels -100, mask 0 and weight 0.
 
     Raises ValueError where rows have other columns than the first, or, if `aligned`, columns of several lengths.
 
@@ -141,10 +142,13 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
             )
 
     def padded(key: str) -> Tensor:
-        fill = IGNORE_INDEX if key == "labels" else 0
+        fill = IGNORE_INDEX if key in ("labels", "shift_labels") else 0
         values = [item[key] for item in masked]
         columns = [one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in values]
-        return nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=fill)
+        # Of all rows: one may have weights 1 and 2, and another 0.5. A row without tokens has no dtype.
+        dtypes = [column.dtype for column in columns if column.numel()] or [torch.int64]
+        dtype = reduce(torch.promote_types, dtypes)
+        return nn.utils.rnn.pad_sequence([column.to(dtype) for column in columns], batch_first=True, padding_value=fill)
 
     return {key: padded(key) for key in masked[0]}
 

@@ -129,6 +129,21 @@ test_what_excludes_an_objective = raising(
 )  # fmt: skip
 
 
+def test_columns_of_a_batch_have_the_dtype_of_all_rows_and_padding_no_labels() -> None:
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [], "shift_labels": [], "token_weight": []},
+        {"input_ids": [5, 6], "shift_labels": [6, 7], "token_weight": [1, 2]},
+        {"input_ids": [8], "shift_labels": [9], "token_weight": [0.5]},
+    ]
+    for order in (rows, rows[::-1]):
+        batch = pad_rows(order)
+        shifted = pop_targets(batch, shift=True)
+        assert batch["input_ids"].dtype == shifted.labels.dtype == torch.int64
+        assert shifted.labels.sum(1).sort().values.tolist() == [-200, -91, 13]
+        assert shifted.token_weight is not None
+        assert shifted.token_weight.sum(1).sort().values.tolist() == [0.0, 0.5, 3.0]
+
+
 def test_labels_that_are_predicted_are_counted() -> None:
     """Not the first one of a row, nor of a sequence that it is packed of."""
     rows = [
