@@ -142,7 +142,8 @@ class OrdinalDecomposition(OrdinalBase):
         if not has_fit_parameter(self._binary(), "sample_weight"):
             raise ValueError(
                 f"sample_weight is given, and the fit of {type(self._binary()).__name__} takes none; leave it out, or "
-                f"for a pipeline call sklearn.set_config(enable_metadata_routing=True), and {_REQUESTS}."
+                "call sklearn.set_config(enable_metadata_routing=True), which is enough inside a BaggingClassifier, "
+                f"which gives weights of its own; for weights of yours in a pipeline also call {_REQUESTS}."
             )
         return {"sample_weight": weights}
 
