@@ -239,7 +239,7 @@ class NumberToken(Sum):
 
     def per_number(self, tokens: float, numbers: float) -> NumberToken:
         """The objective whose mean over `tokens` tokens has `weight` times the mean of D over `numbers` of them."""
-        return NumberToken(self.weight * tokens / max(1, numbers))
+        return NumberToken(self.weight * tokens / (numbers or 1))
 
 
 @dataclass(frozen=True)

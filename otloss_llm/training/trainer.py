@@ -291,7 +291,7 @@ class ObjectiveMixin:
         tokens, numbers = num_items, self._numbers_in_step
         if tokens is None or numbers is None:
             tokens, numbers = self._counts(targets)
-        return total.scaled(float(tokens) / max(1.0, float(numbers)), NumberDistance)
+        return total.scaled(float(tokens) / (float(numbers) or 1.0), NumberDistance)  # sums of weights may be below 1
 
     def _counts(self, targets: Targets) -> Tensor:
         """Return the counts of predicted tokens and of number positions (of all positions where no term needs them)."""

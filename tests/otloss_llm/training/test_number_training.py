@@ -113,6 +113,18 @@ def test_evaluation_reports_the_transport_cost(tmp_path: Path, arm: str) -> None
     )
 
 
+def test_only_the_ratios_of_weights_count(tmp_path: Path) -> None:
+    """Also where the weights of all numbers together are below 1, as with 1 / length."""
+    model = tiny_model("llama").double()
+    settings = {"objective": "number_token", "processing_class": of_characters(), "gradient_accumulation_steps": 2,
+                "per_device_train_batch_size": 4}  # fmt: skip
+    steps = []
+    for scale in (1.0, 1e-3):
+        data = [row | {"token_weight": [scale / len(row["labels"])] * len(row["labels"])} for row in sums()]
+        steps.append(one_step(tmp_path, copy.deepcopy(model), train_dataset=data, **settings))
+    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-6)
+
+
 def test_a_batch_without_a_number(tmp_path: Path) -> None:
     """The likelihood alone, and logs without a transport cost: 0 would read as perfect numbers."""
     data = sums(("ab?", "b a", "a=b"))
