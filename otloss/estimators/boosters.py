@@ -274,8 +274,16 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
                 f"booster_params holds {name}={value!r}, expected -1, 0 or 1 for each column of X in its order: trees "
                 "get arrays, without names of columns. Pass [signs.get(column, 0) for column in X.columns]."
             )
+        if first == "interaction_constraints" and not isinstance(value, str) and _names_columns(value):
+            raise TypeError(
+                f"booster_params holds {name}={value!r}, expected groups of places of columns, as [[0, 1], [2]]: trees "
+                "get arrays, without names of columns. Pass [list(X.columns.get_indexer(group)) for group in groups]."
+            )
+        # As LightGBM takes them; XGBoost reads lists as names.
         if library == "xgboost" and first == "monotone_constraints" and isinstance(value, list | np.ndarray):
-            value = tuple(int(sign) for sign in value)  # as LightGBM takes them; XGBoost reads a list as names
+            value = tuple(int(sign) for sign in value)
+        if library == "xgboost" and first == "interaction_constraints" and not isinstance(value, str):
+            value = str([[int(column) for column in group] for group in value])
         checked[first] = value
     kind = checked.get("boosting" if library == "lightgbm" else "booster")
     if kind not in KINDS:
@@ -284,6 +292,10 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
             f"otloss.boosting.{library}_objective."
         )
     return checked
+
+
+def _names_columns(groups: Any) -> bool:
+    return any(isinstance(column, str) for group in groups for column in group)
 
 
 def _lightgbm_names() -> dict[str, str]:

@@ -262,6 +262,7 @@ test_settings_that_cannot_be_are_named = raising(
     ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
     ("xgboost", {"monotone_constraints": {"a": 1}}, TypeError, "expected -1, 0 or 1 for each column of X"),
+    ("xgboost", {"interaction_constraints": [["a", "b"]]}, TypeError, "expected groups of places of columns"),
     ("lightgbm", {"mc": {"a": 1}}, TypeError, r"mc=\{'a': 1\}, expected -1, 0 or 1 for each column of X"),
     call=lambda library, given: boosted(library, booster_params=given, early_stopping="auto").fit(X, Y),
 )
@@ -342,6 +343,14 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
         model.predict(table.assign(letter="other"))
     with pytest.raises(ValueError, match="same order"):
         model.predict(table[["width", "letter"]])
+
+
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_interaction_constraints_are_groups_of_columns(library: str) -> None:
+    settings = {"interaction_constraints": [[0, 1], [2, 3]]}
+    model = boosted(library, n_estimators=5, booster_params=settings).fit(X, Y)
+    plain = boosted(library, n_estimators=5).fit(X, Y)
+    assert (model.predict_proba(X) != plain.predict_proba(X)).any()
 
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])

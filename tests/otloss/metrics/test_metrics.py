@@ -335,3 +335,8 @@ def test_classes_that_neither_occur_nor_are_predicted_take_no_memory(metric: Any
     assert actual == pytest.approx(metric(y, every, labels=labels), rel=1e-9)
     normalized = metric(y, table, labels=labels, columns=[2, 5_000, 9_990], normalize=True)
     assert normalized == pytest.approx(actual / 9_999, rel=1e-12)
+
+
+def test_the_accuracy_of_perfect_decisions_is_1() -> None:
+    for n in range(1, 300):
+        assert metrics.off_by_one_accuracy(np.arange(n) % 3, np.arange(n) % 3) == 1
