@@ -126,18 +126,33 @@ def cloud_loss(
         hint = f" Weights where {' or '.join(masked)} is False do not count." if masked else ""
         balanced = Settings(marginal_penalty=marginal_penalty).marginal_penalty is None
         check_masses(one.weights, other.weights, ("a", "b"), balanced=balanced, hint=hint)
-    if kind == "sliced":
-        return sliced_wasserstein(
-            one.points, other.points, one.weights, other.weights, order=_ORDER[str(metric)],
-            projections=128 if projections is None else projections, generator=generator,
-        )  # fmt: skip
-    cost = PointCost(one.points, other.points, metric=metric)
-    if kind == "emd":
-        return emd(one.weights, other.weights, cost)
     options: dict[str, Any] = {"marginal_penalty": marginal_penalty, "tolerance": tolerance, "impl": impl}
-    if epsilon is not None:
-        return sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
-    factor, exponent = _OF_BLUR[str(metric)]
+
+    def distances(one: _Cloud, other: _Cloud) -> Tensor:
+        if kind == "sliced":
+            return sliced_wasserstein(
+                one.points, other.points, one.weights, other.weights, order=_ORDER[str(metric)],
+                projections=128 if projections is None else projections, generator=generator,
+            )  # fmt: skip
+        cost = PointCost(one.points, other.points, metric=metric)
+        if kind == "emd":
+            return emd(one.weights, other.weights, cost)
+        if epsilon is not None:
+            return sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
+        return _at_width(one, other, cost, blur, options)
+
+    is_filled = one.filled & other.filled
+    if bool(is_filled.all()):
+        return distances(one, other)
+    batch = torch.broadcast_shapes(is_filled.shape, one.batch_shape, other.batch_shape)
+    is_filled = is_filled.expand(batch or (1,))
+    values = distances(*(cloud.picked(is_filled) for cloud in (one, other)))
+    return values.new_zeros(is_filled.shape).masked_scatter(is_filled, values).reshape(batch)
+
+
+def _at_width(one: _Cloud, other: _Cloud, cost: PointCost, blur: float | None, options: dict[str, Any]) -> Tensor:
+    """Return the divergence at the epsilon that stands for a blur, divided by the factor of the metric."""
+    factor, exponent = _OF_BLUR[str(cost.metric)]
     width = _BLUR if blur is None else blur
     epsilon = max(factor * width**exponent, _SMALLEST_EPSILON)
     try:
@@ -208,6 +223,17 @@ class _Cloud:
     points: Float[Tensor, "*batch n d"]
     weights: Float[Tensor, "*batch n"]
     filled: Bool[Tensor, "*batch"]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(self.points.shape[:-2], self.weights.shape[:-1])
+
+    def picked(self, pairs: Bool[Tensor, "*batch"]) -> _Cloud:
+        """Return the clouds of some pairs; points that all pairs share stay as they are."""
+        points, weights = self.points, self.weights.expand(*pairs.shape, -1)[pairs]
+        if points.dim() > 2:
+            points = points.expand(*pairs.shape, *points.shape[-2:])[pairs]
+        return _Cloud(points, weights, pairs[pairs])
 
     @staticmethod
     def make(name: str, points: Any, named_weights: tuple[str, Any], named_mask: tuple[str, Any], empty: str) -> _Cloud:

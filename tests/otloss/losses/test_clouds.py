@@ -128,6 +128,22 @@ def test_ragged_batches_are_loops_and_gradients_are_right(options: dict[str, Any
     assert (gradient[mask] != 0).any()
 
 
+@pytest.mark.parametrize("penalty", [None, 1.0, (1.0, None), (None, 1.0)])
+def test_weights_of_a_batch_with_an_empty_cloud_have_gradients(penalty: Any) -> None:
+    """As the other pairs alone; a first mass in an empty cloud would have an infinite derivative."""
+    x, y = torch.rand(3, 1, 4, 2, generator=torch.Generator().manual_seed(0)).double(), torch.rand(5, 2).double()
+    weights = torch.full((3, 2, 4), 0.25).double().requires_grad_()
+    mask = torch.tensor([True, False, True])[:, None, None].expand(3, 1, 4)
+    options = {"epsilon": 0.1, "marginal_penalty": penalty}
+    values = cloud_loss(x, y, weights, mask_x=mask, empty="zero", **options)
+    (gradient,) = torch.autograd.grad(values.sum(), weights)
+    alone = cloud_loss(x[::2], y, weights[::2], **options)
+    torch.testing.assert_close(values[::2], alone)
+    torch.testing.assert_close(gradient[::2], torch.autograd.grad(alone.sum(), weights)[0][::2])
+    assert not values[1].any()
+    assert not gradient[1].any()
+
+
 @pytest.mark.parametrize("options", KINDS[::2])
 def test_empty_clouds(options: dict[str, Any]) -> None:
     x, y = [draw(3, 2), draw(0, 2), draw(2, 2)], draw(4, 2, seed=1).requires_grad_()
