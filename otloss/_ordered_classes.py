@@ -16,8 +16,8 @@ from otloss._checks import check_not_negative, check_number
 Floats = NDArray[np.float64]
 
 
-def class_values(name: str, values: Any, classes: int) -> Floats:
-    """Return the K class values in rank order, 0 to K - 1 for None.
+def class_values(name: str, values: Any, classes: int, *, fix: str = "") -> Floats:
+    """Return the K class values in rank order, 0 to K - 1 for None; `fix` ends the message for another number of them.
 
     Raises:
         TypeError: if the values are not numeric.
@@ -25,7 +25,7 @@ def class_values(name: str, values: Any, classes: int) -> Floats:
     """
     if values is None:
         return np.arange(float(classes))
-    array = class_table(name, values, (classes,))
+    array = class_table(name, values, (classes,), fix=fix)
     check_increasing(name, array)
     return array
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -250,7 +251,7 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
 
     Raises:
         ValueError: if weights are negative, not finite, all zero, or not one per row, or if a class weight
-            names an unknown label.
+            names an unknown label; a whole number beside others may be the label of a class without a row.
     """
     weights = read_weights(sample_weight, len(positions))
     _check_finite_sum("sample_weight", weights)
@@ -260,9 +261,14 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
         factors = np.ones(len(order.names))
         names = order.names.tolist()
         for label, factor in class_weight.items():
-            if label not in names:
-                raise ValueError(f"class_weight names the label {label!r}, expected labels of {names}.")
-            factors[names.index(label)] = check_real(f"class_weight[{label!r}]", factor, minimum=0.0)
+            factor = check_real(f"class_weight[{label!r}]", factor, minimum=0.0)
+            if label in names:
+                factors[names.index(label)] = factor
+            elif order.is_explicit or not all(isinstance(name, numbers.Integral) for name in (label, *names)):
+                raise ValueError(
+                    f"class_weight names the label {label!r}, expected labels of {names}; give all labels in their "
+                    "order by categories= where some may have no row."
+                )  # a whole number may be a class that has no row, as in a fold
         weights = weights * factors[order.ranks][positions]
     elif isinstance(class_weight, str) and class_weight == "balanced":
         mass = np.bincount(positions, weights, minlength=len(order.ranks))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -248,13 +249,14 @@ def _last_losses(history: History) -> list[float]:
     return losses
 
 
-def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
+def checked_parameters(library: str, parameters: Any, columns: int | None = None) -> dict[str, Any]:
     """Settings by the library's own names with each name turned into its first one, so that ours give way to them.
 
     Raises:
         TypeError: if they are no dict of names, or constraints go by names of columns.
-        ValueError: if a name is one that the estimator sets itself, names a setting twice, or is unknown to LightGBM
-            (XGBoost warns of those), or if they ask for other rounds than gradient boosting.
+        ValueError: if a constraint is of none of the columns, a name is one that the estimator sets itself, names a
+            setting twice, or is unknown to LightGBM (XGBoost warns of those), or if they ask for other rounds than
+            gradient boosting.
     """
     parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
@@ -274,16 +276,11 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
                 f"booster_params holds {name}={value!r}, expected -1, 0 or 1 for each column of X in its order: trees "
                 "get arrays, without names of columns. Pass [signs.get(column, 0) for column in X.columns]."
             )
-        if first == "interaction_constraints" and not isinstance(value, str) and _names_columns(value):
-            raise TypeError(
-                f"booster_params holds {name}={value!r}, expected groups of places of columns, as [[0, 1], [2]]: trees "
-                "get arrays, without names of columns. Pass [list(X.columns.get_indexer(group)) for group in groups]."
-            )
-        # As LightGBM takes them; XGBoost reads lists as names.
         if library == "xgboost" and first == "monotone_constraints" and isinstance(value, list | np.ndarray):
-            value = tuple(int(sign) for sign in value)
-        if library == "xgboost" and first == "interaction_constraints" and not isinstance(value, str):
-            value = str([[int(column) for column in group] for group in value])
+            value = tuple(int(sign) for sign in value)  # as LightGBM takes them; XGBoost reads a list as names
+        if first == "interaction_constraints" and not (value is None or isinstance(value, str)):
+            value = _column_groups(name, value, columns)
+            value = str(value) if library == "xgboost" else value  # XGBoost reads lists as names
         checked[first] = value
     kind = checked.get("boosting" if library == "lightgbm" else "booster")
     if kind not in KINDS:
@@ -294,8 +291,18 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
     return checked
 
 
-def _names_columns(groups: Any) -> bool:
-    return any(isinstance(column, str) for group in groups for column in group)
+def _column_groups(name: str, groups: Any, columns: int | None) -> list[list[int]]:
+    """Return groups of places of columns as lists, the only form that LightGBM reads."""
+    try:
+        lists = [[index(column) for column in group] for group in groups]
+    except TypeError as error:
+        raise TypeError(
+            f"booster_params holds {name}={groups!r}, expected groups of places of columns, as [[0, 1], [2]]: trees "
+            "get arrays, without names of columns. Pass [list(X.columns.get_indexer(group)) for group in groups]."
+        ) from error
+    if columns is not None and not all(0 <= column < columns for group in lists for column in group):
+        raise ValueError(f"booster_params holds {name}={groups!r}, expected places from 0 to {columns - 1}.")
+    return lists
 
 
 def _lightgbm_names() -> dict[str, str]:

@@ -267,7 +267,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         if len(self.classes_) == 1:
             return
         settings = self._tree_settings(seed=int(random.randint(2**31 - 1)))
-        stops = self._stops_early(len(rows.target)) if not watched else self.early_stopping is not False
+        stops = self._stops_early(len(rows.target)) if not watched else bool(self.early_stopping)
         training = rows
         if stops and not watched:
             kept, validation = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
@@ -321,7 +321,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
                 "transport": criterion.transport,
                 "cross_entropy": criterion.cross_entropy,
             },
-            extra=checked_parameters(self.booster, self.booster_params),
+            extra=checked_parameters(self.booster, self.booster_params, self.n_features_in_),
         )
 
     def _logits(self, X: np.ndarray) -> np.ndarray:

@@ -65,7 +65,7 @@ def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
         raise ValueError("values and cost are both given, expected one: a cost matrix holds all distances already.")
     check_terms(settings.power, settings.transport, settings.cross_entropy)
     number = len(order.categories)
-    values = class_values("values", _in_rank_order("values", settings.values, order), number)
+    values = class_values("values", _in_rank_order("values", settings.values, order), number, fix=_FIX)
     cost, span = None, values[-1] - values[0]
     if settings.cost is not None:
         every_cost = class_costs("cost", _in_rank_order("cost", settings.cost, order), number, fix=_FIX)

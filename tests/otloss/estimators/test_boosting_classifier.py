@@ -347,10 +347,16 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
 def test_interaction_constraints_are_groups_of_columns(library: str) -> None:
-    settings = {"interaction_constraints": [[0, 1], [2, 3]]}
-    model = boosted(library, n_estimators=5, booster_params=settings).fit(X, Y)
-    plain = boosted(library, n_estimators=5).fit(X, Y)
-    assert (model.predict_proba(X) != plain.predict_proba(X)).any()
+    def predicted(groups: Any) -> np.ndarray:
+        model = boosted(library, n_estimators=5, booster_params={"interaction_constraints": groups})
+        return model.fit(X, Y).predict_proba(X)
+
+    lists = predicted([[0], [1, 2]])
+    for groups in ([(0,), (1, 2)], ({0}, {1, 2}), [range(1), np.arange(1, 3)]):
+        np.testing.assert_array_equal(predicted(groups), lists)
+    assert (predicted(None) != lists).any()
+    with pytest.raises(ValueError, match=f"expected places from 0 to {X.shape[1] - 1}"):
+        predicted([[0, 9]])
 
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
