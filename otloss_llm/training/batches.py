@@ -96,7 +96,7 @@ def check_weights_kept(inputs: dict[str, Any]) -> None:
     """Raise ValueError if a batch of weighted rows has lost its weights."""
     if TOKEN_WEIGHT not in inputs:
         raise ValueError(
-            f"the training set has a column {TOKEN_WEIGHT}, and the batch only {sorted(inputs)}; use a collator "
+            f"the rows have a column {TOKEN_WEIGHT}, and the batch only {sorted(inputs)}; use a collator "
             "that keeps and pads it, or remove the column."
         )
 

@@ -157,7 +157,7 @@ class ObjectiveMixin:
             raise TypeError(f"{type(self).__name__} {error}; {foreign_argument(kwargs)}") from error
         weighted = has_weights(arguments.get("train_dataset"))  # TRL may drop the column
         super().__init__(*args, **kwargs)
-        self._weighted = weighted or has_weights(self.train_dataset)
+        self._weighted, self._evaluates_weighted = weighted or has_weights(self.train_dataset), False
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
         check_loss_settings(self.args, self.compute_loss_func, self.objective)
@@ -245,7 +245,7 @@ class ObjectiveMixin:
 
     def _inputs_and_targets(self, model: nn.Module, batch: dict[str, Any]) -> tuple[dict[str, Any], Targets]:
         """Return what the model gets of a batch, and what is scored; examines the model that has not been yet."""
-        if model.training and self._weighted:
+        if self._weighted if model.training else self._evaluates_weighted:
             check_weights_kept(batch)
         shifted_by_user = "shift_labels" in batch
         targets = pop_targets(batch, shift=not self._encoder_decoder)
@@ -432,7 +432,7 @@ class ObjectiveMixin:
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
-        self._eval_sums = None
+        self._eval_sums, self._evaluates_weighted = None, has_weights(getattr(dataloader, "dataset", None))
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
             output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
                 dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs

@@ -120,6 +120,10 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
     made.data_collator = lambda batch: pad_rows(batch) | {"token_weight": torch.ones(len(batch))}
     with pytest.raises(ValueError, match=r"token_weight of the batch has shape \(2,\), the labels \(2, .*each token"):
         made.train()
+    made.data_collator = lambda batch: {key: pad_rows(batch)[key] for key in ("input_ids", "labels")}
+    with pytest.raises(ValueError, match="the rows have a column token_weight, and the batch only"):
+        made.evaluate(weighted)
+    made.evaluate(ignored)
 
 
 def test_rows_of_unequal_lengths_are_padded(tmp_path: Path) -> None:
