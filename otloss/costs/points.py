@@ -228,7 +228,8 @@ class PointCost(Cost):
             if is_differentiated(probe):
                 raise ValueError(
                     "the metric has parameters of its own that require gradients, which would get none here; "
-                    "pass the matrix PointCost(...).dense() as the cost, or turn off their requires_grad."
+                    "pass the matrix PointCost(...).dense() as the cost of emd, sinkhorn or sinkhorn_divergence (there "
+                    "with cost_p= and cost_q=), or turn off their requires_grad."
                 )
         return super().parameters()
 
