@@ -8,6 +8,7 @@ scores here.
 from __future__ import annotations
 
 import re
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -271,16 +272,10 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
             raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")
         if first in checked:
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
-        if first == "monotone_constraints" and isinstance(value, dict):
-            raise TypeError(
-                f"booster_params holds {name}={value!r}, expected -1, 0 or 1 for each column of X in its order: trees "
-                "get arrays, without names of columns. Pass [signs.get(column, 0) for column in X.columns]."
-            )
-        if library == "xgboost" and first == "monotone_constraints" and isinstance(value, list | np.ndarray):
-            value = tuple(int(sign) for sign in value)  # as LightGBM takes them; XGBoost reads a list as names
-        if first == "interaction_constraints" and not (value is None or isinstance(value, str)):
-            value = _column_groups(name, value, columns)
-            value = str(value) if library == "xgboost" else value  # XGBoost reads lists as names
+        if first in CONSTRAINTS and value is not None:
+            value = CONSTRAINTS[first](name, _parsed(value), columns)
+            if library == "xgboost":  # which reads lists as names; LightGBM reads nothing else
+                value = tuple(value) if first == "monotone_constraints" else str(value)
         checked[first] = value
     kind = checked.get("boosting" if library == "lightgbm" else "booster")
     if kind not in KINDS:
@@ -289,6 +284,27 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
             f"otloss.boosting.{library}_objective."
         )
     return checked
+
+
+def _parsed(constraints: Any) -> Any:
+    """Return what text says, as both libraries also take it."""
+    if not isinstance(constraints, str):
+        return constraints
+    try:
+        return literal_eval(constraints)
+    except (ValueError, SyntaxError):
+        return constraints
+
+
+def _signs(name: str, signs: Any, columns: int | None) -> list[int]:
+    """Return -1, 0 or 1 for each column of X as a list."""
+    values = None if isinstance(signs, dict) or not np.iterable(signs) else list(signs)
+    if values is None or not all(sign in (-1, 0, 1) for sign in values) or columns not in (None, len(values)):
+        raise TypeError(
+            f"booster_params holds {name}={signs!r}, expected -1, 0 or 1 for each column of X in its order: trees "
+            "get arrays, without names of columns. Pass [signs.get(column, 0) for column in X.columns]."
+        )
+    return [int(sign) for sign in values]
 
 
 def _column_groups(name: str, groups: Any, columns: int | None) -> list[list[int]]:
@@ -303,6 +319,12 @@ def _column_groups(name: str, groups: Any, columns: int | None) -> list[list[int
     if columns is not None and not all(0 <= column < columns for group in lists for column in group):
         raise ValueError(f"booster_params holds {name}={groups!r}, expected places from 0 to {columns - 1}.")
     return lists
+
+
+CONSTRAINTS: dict[str, Callable[..., list[Any]]] = {
+    "monotone_constraints": _signs,
+    "interaction_constraints": _column_groups,
+}
 
 
 def _lightgbm_names() -> dict[str, str]:

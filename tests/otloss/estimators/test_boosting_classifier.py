@@ -262,6 +262,8 @@ test_settings_that_cannot_be_are_named = raising(
     ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
     ("xgboost", {"monotone_constraints": {"a": 1}}, TypeError, "expected -1, 0 or 1 for each column of X"),
+    ("xgboost", {"monotone_constraints": [1]}, TypeError, "expected -1, 0 or 1 for each column of X"),
+    ("lightgbm", {"monotone_constraints": [2, 0, 0]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("xgboost", {"interaction_constraints": [["a", "b"]]}, TypeError, "expected groups of places of columns"),
     ("lightgbm", {"mc": {"a": 1}}, TypeError, r"mc=\{'a': 1\}, expected -1, 0 or 1 for each column of X"),
     call=lambda library, given: boosted(library, booster_params=given, early_stopping="auto").fit(X, Y),
@@ -352,7 +354,7 @@ def test_interaction_constraints_are_groups_of_columns(library: str) -> None:
         return model.fit(X, Y).predict_proba(X)
 
     lists = predicted([[0], [1, 2]])
-    for groups in ([(0,), (1, 2)], ({0}, {1, 2}), [range(1), np.arange(1, 3)]):
+    for groups in ([(0,), (1, 2)], ({0}, {1, 2}), [range(1), np.arange(1, 3)], "[0], [1, 2]", "[[0], [1, 2]]"):
         np.testing.assert_array_equal(predicted(groups), lists)
     assert (predicted(None) != lists).any()
     with pytest.raises(ValueError, match=f"expected places from 0 to {X.shape[1] - 1}"):
@@ -363,7 +365,7 @@ def test_interaction_constraints_are_groups_of_columns(library: str) -> None:
 def test_monotone_constraints_may_be_a_list_or_an_array(library: str) -> None:
     predicted = [
         boosted(library, n_estimators=3, booster_params={"monotone_constraints": given}).fit(X, Y).predict_proba(X)
-        for given in ((1,) * X.shape[1], [1] * X.shape[1], np.ones(X.shape[1], dtype=int))
+        for given in ((1,) * X.shape[1], [True] * X.shape[1], np.ones(X.shape[1]), "(1, 1, 1)", "1,1,1")
     ]
     for other in predicted[1:]:
         np.testing.assert_array_equal(other, predicted[0])
