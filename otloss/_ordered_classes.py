@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from otloss._checks import check_not_negative, check_number
@@ -101,6 +102,6 @@ def as_floats(name: str, values: Any, *, fix: str) -> Floats:
     try:
         if np.iscomplexobj(values):  # numpy would drop the imaginary parts
             raise TypeError("complex numbers have no order")
-        return np.array(values, dtype=np.float64)
+        return np.array(values.numpy() if isinstance(values, torch.Tensor) else values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: tensors with a graph
         raise TypeError(f"{name} cannot be read: {error}; expected numbers; {fix}") from error

@@ -38,7 +38,8 @@ XGBOOST_FIRST_NAMES = {
     "reg_alpha": "alpha",
     "reg_lambda": "lambda",
 }
-# Set by the estimator from the loss, the labels, n_estimators and early_stopping; by the first names of both libraries.
+# Set by the estimator from the loss, the labels, the dtypes of columns, n_estimators and early_stopping, or not used by
+# its own early stopping; by the first names of both libraries.
 OWN_SETTINGS = {
     "objective",
     "num_class",
@@ -51,6 +52,9 @@ OWN_SETTINGS = {
     "n_estimators",
     "early_stopping_round",
     "early_stopping_rounds",
+    "early_stopping_min_delta",
+    "categorical_feature",
+    "feature_types",
 }
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
 SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}

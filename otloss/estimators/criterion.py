@@ -89,7 +89,7 @@ def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
     Raises:
         ValueError: if an index lacks a category.
     """
-    if not hasattr(table, "reindex"):
+    if not hasattr(table, "axes"):  # as an index, which has numbers alone
         return table
     names = order.names.tolist()
     for axis, index in enumerate(table.axes):

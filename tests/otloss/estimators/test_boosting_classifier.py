@@ -259,6 +259,7 @@ test_evaluation_sets_that_cannot_be_are_named = raising(
 )
 test_settings_that_cannot_be_are_named = raising(
     ("lightgbm", {"num_trees": 7}, "holds 'num_trees', which follows from the estimator's arguments"),
+    ("lightgbm", {"cat_feature": [0]}, "holds 'cat_feature', which follows from the estimator's arguments"),
     ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
     ("xgboost", {"monotone_constraints": {"a": 1}}, TypeError, "expected -1, 0 or 1 for each column of X"),

@@ -175,6 +175,14 @@ def test_one_class_alone_and_the_target_of_a_regression(index: int) -> None:
             both()[index].fit(X, y)
 
 
+def test_values_may_be_an_index_or_a_tensor() -> None:
+    pandas = pytest.importorskip("pandas")
+    values = [0.0, 1.0, 5.0]
+    expected = OrdinalClassifier(values=values).fit(X, RANK).predict_proba(X)
+    for given in (pandas.Index(values), torch.tensor(values), np.float32(values)):
+        np.testing.assert_array_equal(OrdinalClassifier(values=given).fit(X, RANK).predict_proba(X), expected)
+
+
 def test_labels_of_pandas_bring_their_order_and_tables_go_by_their_index() -> None:
     pandas = pytest.importorskip("pandas")
     wanted = [*NAMES, "very high"]
