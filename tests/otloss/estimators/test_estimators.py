@@ -179,8 +179,8 @@ def test_values_may_be_an_index_or_a_tensor() -> None:
     pandas = pytest.importorskip("pandas")
     values = [0.0, 1.0, 5.0]
     expected = OrdinalClassifier(values=values).fit(X, RANK).predict_proba(X)
-    for given in (pandas.Index(values), torch.tensor(values), np.float32(values)):
-        np.testing.assert_array_equal(OrdinalClassifier(values=given).fit(X, RANK).predict_proba(X), expected)
+    for form in (pandas.Index(values), torch.tensor(values), np.float32(values)):
+        np.testing.assert_array_equal(OrdinalClassifier(values=form).fit(X, RANK).predict_proba(X), expected)
 
 
 def test_labels_of_pandas_bring_their_order_and_tables_go_by_their_index() -> None:
