@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from otloss_llm.costs.choice import number_tokens
+import torch
+
+from otloss_llm.losses.positions import cost_positions
 from otloss_llm.objectives import Sum
 from otloss_llm.training.batches import label_counts
 
@@ -27,14 +29,16 @@ def report_numbers(trainer: Any, objective: str) -> None:
     counts = label_counts(trainer.train_dataset, vocab, shifted=True)
     if counts is None:  # a stream
         return
-    values = number_tokens(trainer.processing_class, vocab).values[:vocab]
-    numbers, labels = int(counts[~values.isnan()].sum()), int(counts.sum())
+    tokens = torch.arange(vocab, device=cost.device)
+    has_cost = cost_positions(cost, tokens, torch.ones_like(tokens, dtype=torch.bool)).to(counts.device)
+    numbers, labels = int(counts[has_cost].sum()), int(counts.sum())
+    name = "rating" if kind == "rating" else "number"
     if not numbers:
         plain = "emo" if kind == "mixed" else "mle"
         raise ValueError(
-            f"none of the {labels} tokens that are trained on is a number, so {objective} would equal {plain}; use "
-            f"rows with numbers in what is trained on, or take {plain}."
+            f"none of the {labels} tokens that are trained on is a {name}, so {objective} would equal {plain}; use "
+            f"rows with {name}s in what is trained on, or take {plain}."
         )
     if trainer.is_world_process_zero():
-        share = f"{numbers} of the {labels} tokens that are trained on are numbers ({numbers / labels:.1%})"
+        share = f"{numbers} of the {labels} tokens that are trained on are {name}s ({numbers / labels:.1%})"
         print(share, file=sys.stderr)

@@ -43,7 +43,7 @@ def pop_targets(inputs: dict[str, Any], *, shift: bool) -> Targets:
     Labels of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are. The first
     token of a row is never predicted, also where padding is on its left.
     """
-    labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+    labels, shifted = (_as_int64(inputs.pop(name, None)) for name in ("labels", "shift_labels"))
     weights = inputs.pop(TOKEN_WEIGHT, None)
     either = labels if shifted is None else shifted
     if either is not None and weights is not None and weights.shape != either.shape:
@@ -64,6 +64,12 @@ def pop_targets(inputs: dict[str, Any], *, shift: bool) -> Targets:
         is_before_first = (mask != 0).cumsum(-1) == 0  # its output depends on no token
         aligned = aligned.masked_fill(is_before_first.to(aligned.device), IGNORE_INDEX)
     return Targets(aligned, None if weights is None else nn.functional.pad(weights[..., 1:], (0, 1), value=0))
+
+
+def _as_int64(numbers: Any) -> Any:
+    """Return whole numbers of any dtype, such as numpy's uint16 for tokens, in the one that models and losses take."""
+    is_integer = isinstance(numbers, Tensor) and not (numbers.is_floating_point() or numbers.dtype == torch.bool)
+    return numbers.long() if is_integer else numbers
 
 
 def is_flattened(labels: Tensor, position_ids: Any) -> bool:
@@ -144,7 +150,7 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
     def padded(key: str) -> Tensor:
         fill = IGNORE_INDEX if key in ("labels", "shift_labels") else 0
         values = [item[key] for item in masked]
-        columns = [one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in values]
+        columns = [_as_int64(one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu")) for one in values]
         # Of all rows: one may have weights 1 and 2, and another 0.5. A row without tokens has no dtype.
         dtypes = [column.dtype for column in columns if column.numel()] or [torch.int64]
         dtype = reduce(torch.promote_types, dtypes)

@@ -585,6 +585,9 @@ def test_train_on_numbers_says_what_is_a_number(cli: Cli, model: Path, sums: Pat
     numbers = sum(tokenizer.decode([token]).strip().isdigit() for row in ids for token in row)
     labels = sum(len(row) + 1 for row in ids)
     assert f"{numbers} of the {labels} tokens that are trained on are numbers" in ended.err
+    given = asked("train", model, sums, output_dir=tmp_path / "ratings", objective="expected_value")
+    single = sum(tokenizer.decode([token]).strip() in set("0123456789") for row in ids for token in row)
+    assert f"{single} of the {labels} tokens that are trained on are ratings" in cli(*given).err
     words = write(tmp_path / "words.jsonl", [{"prompt": "1 + 1", "completion": " two"}] * 3)
     given = asked("train", model, words, output_dir=tmp_path / "words", objective="emo+number", cost_embedding="random")
     assert re.search("none of the .* is a number, so emo.number would equal emo", cli(*given).error)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -142,6 +143,15 @@ def test_columns_of_a_batch_have_the_dtype_of_all_rows_and_padding_no_labels() -
         assert shifted.labels.sum(1).sort().values.tolist() == [-200, -91, 13]
         assert shifted.token_weight is not None
         assert shifted.token_weight.sum(1).sort().values.tolist() == [0.0, 0.5, 3.0]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_tokens_of_numpy_of_any_dtype(dtype: str) -> None:
+    rows = [{name: np.arange(size, dtype=dtype) for name in ("input_ids", "labels")} for size in (2, 3)]
+    batch = pad_rows(rows)
+    assert batch["input_ids"].dtype == torch.int64
+    assert batch["labels"].tolist() == [[0, 1, -100], [0, 1, 2]]
+    assert pop_targets({"labels": torch.zeros(1, 2, dtype=torch.int32)}, shift=True).labels.dtype == torch.int64
 
 
 def test_labels_that_are_predicted_are_counted() -> None:
