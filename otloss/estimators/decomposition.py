@@ -103,11 +103,7 @@ class OrdinalDecomposition(OrdinalBase):
 
     def _check_settings(self) -> None:
         super()._check_settings()
-        if not hasattr(self._binary(), "predict_proba"):
-            raise TypeError(
-                f"estimator is a {type(self._binary()).__name__} without predict_proba, expected a classifier with "
-                "probabilities; wrap it in sklearn.calibration.CalibratedClassifierCV."
-            )
+        self._binary()  # which checks it
 
     def _checked(self, X: Any, y: Any) -> tuple[Any, np.ndarray]:
         X, y = indexable(*validate_data(self, X, y, skip_check_array=True))
@@ -129,6 +125,15 @@ class OrdinalDecomposition(OrdinalBase):
                 self.estimators_.append(constant.fit(np.zeros((2, 1)), [0, 1]))
             else:
                 self.estimators_.append(clone(self._binary()).fit(X, above, **weighted))
+                self._check_probabilities(self.estimators_[-1])
+
+    def _check_probabilities(self, binary: Any) -> None:
+        """Raise TypeError for a classifier without them; an ensemble may have them only once it is fitted."""
+        if not hasattr(binary, "predict_proba"):
+            raise TypeError(
+                f"estimator is a {type(binary).__name__} without predict_proba, expected a classifier with "
+                "probabilities; wrap it in sklearn.calibration.CalibratedClassifierCV."
+            )
 
     def _routed(self, weights: np.ndarray) -> dict[str, Any]:
         """Return the keywords that hand weights to the fit of `estimator`."""

@@ -9,7 +9,7 @@ from scipy.sparse import coo_array, csr_array
 from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes
-from sklearn.ensemble import RandomForestClassifier
+from sklearn.ensemble import RandomForestClassifier, StackingClassifier
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
@@ -37,7 +37,9 @@ def test_probabilities_are_differences_of_the_binary_ones() -> None:
     np.testing.assert_array_equal(model.predict(X)[agree], (above[agree] >= 0.5).sum(1))
 
 
-def test_ensembles_have_a_length_only_once_they_are_fitted() -> None:
+def test_ensembles_have_a_length_and_probabilities_only_once_they_are_fitted() -> None:
+    stack = StackingClassifier([("tree", DecisionTreeClassifier(max_depth=2))])
+    assert OrdinalDecomposition(stack).fit(X[:99], y[:99]).predict_proba(X).shape == (len(X), 5)
     forest = RandomForestClassifier(5, random_state=0)
     assert get_tags(OrdinalDecomposition(forest)).input_tags.sparse
     assert (OrdinalDecomposition(forest).fit(X, y).predict(X) == y).mean() > 0.9
