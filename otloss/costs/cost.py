@@ -663,6 +663,6 @@ def unit_rows(name: str, data: Float[Tensor, "*batch rows d"]) -> tuple[Tensor, 
             "fix that row (a zero row is allowed) before building the cost."
         )
     zero = largest == 0
-    scaled = data / largest.masked_fill(zero, 1.0)
-    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).masked_fill(zero, 1.0)
+    scaled = (data / largest.masked_fill(zero, 1.0)).masked_fill(zero, 1.0)  # a norm of 0 has no second derivative
+    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return (scaled / norm).masked_fill(zero, 0.0), zero.squeeze(-1)

@@ -566,7 +566,10 @@ def _plain_distances(apart: Tensor, metric: str) -> Tensor:
     """Return the distances with derivatives of every kind, from an array of n m d."""
     if metric == "sqeuclidean":
         return apart.square().sum(-1)
-    return apart.abs().sum(-1) if metric == "l1" else torch.linalg.vector_norm(apart, dim=-1)
+    if metric == "l1":
+        return apart.abs().sum(-1)
+    coincide = (apart == 0).all(-1)  # a norm of 0 has a gradient, and no second derivative
+    return torch.linalg.vector_norm(apart.masked_fill(coincide.unsqueeze(-1), 1.0), dim=-1).masked_fill(coincide, 0.0)
 
 
 class _Distances(torch.autograd.Function):

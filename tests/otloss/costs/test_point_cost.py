@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otloss import cloud_loss, emd, lower_bound
+from otloss import cloud_loss, emd, lower_bound, sinkhorn
 from otloss.costs import DenseCost, PointCost, costs_within
 from tests.errors import raising
 from tests.otloss.draws import normal
@@ -266,3 +266,23 @@ def test_points_at_the_origin_cost_nothing_to_each_other() -> None:
     divergence = cloud_loss(x, x.detach().clone(), metric="cosine", epsilon=0.1)
     torch.testing.assert_close(divergence, torch.zeros_like(divergence), atol=1e-12, rtol=0)
     assert PointCost(x[::2], metric="cosine").x.shape == (2, 2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own rules use torch.jit
+@pytest.mark.parametrize("metric", METRICS)
+def test_second_derivatives_where_points_coincide_or_lie_at_the_origin(metric: str) -> None:
+    """Those of points beside them, and no NaN, by each way of torch."""
+    x, y = clouds(4, 3, 2)
+    y[0], x[1], y[1] = x[0], 0, 0
+
+    def value(x: Tensor) -> Tensor:
+        return sinkhorn(None, None, PointCost(x, y, metric=metric), epsilon=0.3, grad="implicit")
+
+    expected = torch.autograd.functional.hessian(value, x)
+    for ahead, behind in itertools.product((torch.func.jacrev, torch.func.jacfwd), repeat=2):
+        torch.testing.assert_close(ahead(behind(value))(x), expected)
+    step = 1e-5 * torch.randn(4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    step[:2] = 0
+    gradients = [torch.func.grad(value)(x + sign * step) for sign in (1, -1)]
+    change = torch.einsum("ijkl,kl->ij", expected, 2 * step)
+    torch.testing.assert_close(change, gradients[0] - gradients[1], rtol=1e-5, atol=1e-13)
