@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otloss._checks import called, has_tangent, raise_inside_vmap
+from otloss._checks import called, has_tangent, raise_inside_vmap, requires_gradient
 
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
@@ -28,6 +28,42 @@ def check_no_tangent(advice: str, *inputs: Tensor) -> None:
     """Raise NotImplementedError if an input carries a tangent, which would be lost."""
     if has_tangent(*inputs):
         raise NotImplementedError(f"{called()} has no derivative in forward mode here; {advice}")
+
+
+def is_forward_in_forward() -> bool:
+    """Whether forward mode of torch.func is inside forward mode, as jacfwd of jacfwd.
+
+    Torch gives the `jvp` of a Function saved tensors without their outer tangents: the derivative would lack a part.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    functorch = torch._C._functorch
+    return [level.key() for level in functorch.get_interpreter_stack()].count(functorch.TransformType.Jvp) > 1
+
+
+def check_no_forward_in_forward() -> None:
+    """Raise NotImplementedError where a Function with a `jvp` would give a wrong second derivative."""
+    if is_forward_in_forward():
+        raise NotImplementedError(
+            f"{called()} has no derivative by forward mode inside forward mode (jacfwd of jacfwd); use "
+            "torch.func.hessian, which is jacfwd of jacrev."
+        )
+
+
+def check_first_derivative(*inputs: Tensor) -> None:
+    """Raise NotImplementedError for forward mode of torch.func inside another derivative: only the first is given."""
+    if not torch._C._are_functorch_transforms_active():
+        return
+    functorch = torch._C._functorch
+    kinds, levels = functorch.TransformType, [level.key() for level in functorch.get_interpreter_stack()]
+    if kinds.Jvp not in levels:
+        return
+    is_recorded = torch.is_grad_enabled() and any(map(requires_gradient, inputs))
+    if is_recorded or levels.count(kinds.Jvp) + levels.count(kinds.Grad) > 1:
+        raise NotImplementedError(
+            f"{called()} gives first derivatives only, and forward mode (jvp, jacfwd) is inside another derivative, or "
+            "an argument requires a gradient; detach the arguments."
+        )
 
 
 _ADVICE = "Call torch.autograd.grad, or in forward mode use torch.autograd.forward_ad."

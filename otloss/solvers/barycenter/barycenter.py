@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_transform
+from otloss._autograd import check_first_derivative, check_no_transform
 from otloss._checks import (
     check_broadcast,
     check_count,
@@ -106,6 +106,7 @@ def barycenter(
     with_graph = makes_graph(*inputs)
     if with_graph and not has_tangent(*inputs):
         check_no_transform()  # torch.func differentiates as create_graph=True does
+    check_first_derivative(*inputs)
     with torch.no_grad(), np.errstate(all="ignore"):
         fixed = problem.detach()
         warn_of_several_barycenters(fixed)

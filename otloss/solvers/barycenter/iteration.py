@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss.costs import Cost, GridCost
+from otloss.costs import Cost
 from otloss.solvers.barycenter.debiased_error import HistogramDetails, find_error
 from otloss.solvers.barycenter.equations import DenseProblem, linearise, softmax
 from otloss.solvers.barycenter.problem import (
@@ -281,9 +281,10 @@ class GibbsKernel:
 
 def build_gibbs_kernel(cost: Cost, epsilon: float) -> GibbsKernel | None:
     """Return None where the matrix is too large to be held."""
-    if isinstance(cost, GridCost):
-        factors = tuple(exponentiate(cost.axis_costs(axis), epsilon) for axis in range(len(cost.cells)))
-        return GibbsKernel(factors, cost.cells)
+    grid = cost.as_grid()
+    if grid is not None:
+        factors = tuple(exponentiate(grid.axis_costs(axis), epsilon) for axis in range(len(grid.cells)))
+        return GibbsKernel(factors, grid.cells)
     n, m = cost.shape
     return GibbsKernel((exponentiate(cost.dense(), epsilon),), (m,)) if n * m <= NUMBERS.largest_matrix else None
 

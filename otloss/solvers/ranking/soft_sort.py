@@ -39,6 +39,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import check_no_forward_in_forward
 from otloss._checks import check_finite, check_floating, check_number, check_positive, raise_inside_vmap
 from otloss._public import public
 from otloss.solvers.entropic.dense_newton import safe_share
@@ -234,6 +235,7 @@ def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Flo
     beside = u.detach().topk(k + 1, dim=-1).values[..., k - 1 :].mean(-1, keepdim=True)
     # A constant subtracted from all of u does not change the mask; with the threshold near 0 it loses no digits.
     scores = 2 * (u - beside) / epsilon
+    check_no_forward_in_forward()
     threshold: Tensor = _Threshold.apply(scores, k)
     return scores - threshold
 
@@ -303,6 +305,7 @@ def _plan(u: Tensor, epsilon: float) -> Float[Tensor, "*batch n n"]:
     between = (ascending[..., 1:] + ascending[..., :-1]) / (epsilon * max(n - 1, 1))
     start = -torch.cat([torch.zeros_like(u[..., :1]), between.cumsum(-1)], -1).detach()
     largest = max(1.0, float(ascending.amax())) if u.numel() else 1.0
+    check_no_forward_in_forward()
     plan: Tensor = _Balanced.apply(scores, start, max(LIMITS.tolerance, LIMITS.rounding * largest / epsilon))
     return plan
 

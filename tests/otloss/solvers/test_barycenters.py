@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from otloss import ConvergenceWarning, barycenter, sinkhorn, sinkhorn_divergence
-from otloss.costs import Cost, GridCost, LineCost, as_cost
+from otloss.costs import Cost, DenseCost, GridCost, LineCost, as_cost
 from otloss.solvers.barycenter import iteration
 from otloss.solvers.barycenter.barycenter import find_barycenter, read_problem
 from tests.errors import raising
@@ -123,6 +123,7 @@ def test_arrays_of_numpy_agree_with_tensors(debiased: bool, monkeypatch: pytest.
     torch.testing.assert_close(by_numpy, by_torch, atol=1e-9, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own rules use torch.jit
 @pytest.mark.parametrize("debiased", [False, True])
 def test_no_problems_no_second_derivatives_and_masses_that_agree_up_to_rounding(debiased: bool) -> None:
     leaf = drawn(2, 3, 12).requires_grad_()
@@ -130,6 +131,17 @@ def test_no_problems_no_second_derivatives_and_masses_that_agree_up_to_rounding(
     value = barycenter(leaf, LINE, WEIGHTS, epsilon=0.02, debiased=debiased)[:, 0].sum()
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(value, leaf, create_graph=True)
+
+    def first(p: Tensor) -> Tensor:
+        return barycenter(p, LINE, epsilon=0.02, debiased=debiased).square().sum()
+
+    tangent = torch.ones_like(leaf.detach())
+    along = torch.func.jvp(first, (leaf.detach(),), (tangent,))[1]
+    torch.testing.assert_close(along, torch.autograd.grad(first(leaf), leaf)[0].sum())
+    with pytest.raises(NotImplementedError, match="first derivatives only, and forward mode"):
+        torch.func.jvp(first, (leaf,), (tangent,))
+    with pytest.raises(NotImplementedError, match="first derivatives only, and forward mode"):
+        torch.func.grad(lambda p: torch.func.jvp(first, (p,), (tangent,))[1])(leaf.detach())
     half = draw(2, 12).softmax(-1).half()  # a ConvergenceWarning would be an error
     solution = barycenter(half, LINE, epsilon=0.1, debiased=debiased)
     torch.testing.assert_close(solution.double().sum(), half.double().sum() / 2, rtol=1e-3, atol=0)
@@ -335,3 +347,14 @@ def test_gradients_of_debiased_barycenters_in_fine_details() -> None:
     steps = steps - p * steps.sum(-1, keepdim=True)
     options = {"epsilon": 0.01, "tolerance": 1e-10, "size": 1e-3, "rtol": 0.02}
     check_gradient_by_differences(p, (x[:, None] - x).square(), drawn(60, seed=0) - 1 / 60, steps, **options)
+
+
+@pytest.mark.parametrize("cells", [(5, 5), (25,)])
+def test_a_subclass_of_a_grid_has_its_own_costs(cells: tuple[int, ...]) -> None:
+    class Capped(GridCost):
+        def rows(self, index: Tensor) -> Tensor:
+            return super().rows(index).clamp(max=4.0)
+
+    p, cost = drawn(2, 25), Capped(cells).to(torch.float64)
+    expected = barycenter(p, DenseCost(cost.dense()), epsilon=2.0)
+    torch.testing.assert_close(barycenter(p, cost, epsilon=2.0), expected, rtol=1e-6, atol=1e-9)

@@ -260,3 +260,5 @@ def test_jacobians_and_hessians_in_forward_mode(function: Callable[[Tensor], Ten
     torch.testing.assert_close(
         torch.func.hessian(value)(x), hessian, rtol=1e-7, atol=1e-7 * float(hessian.abs().amax())
     )
+    with pytest.raises(NotImplementedError, match="no derivative by forward mode inside forward mode"):
+        torch.func.jacfwd(torch.func.jacfwd(value))(x)
