@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
 
-from otloss.metrics.rank_labels import Labels, implied_order, is_whole, ordered_categories, plain_labels, shown
+from otloss.metrics.rank_labels import Labels, implied_order, in_own_order, is_whole, plain_labels, shown
 
 _TO_BE_CERTAIN = "Use the labels 0, 1, 2, ..., K - 1 with a row of each to be certain of values, cost and class_weight"
 _READ_AS_INDICES = (
@@ -98,11 +98,9 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
         _warn_of_fractions(present)
     if categories is None:
         return _ordered(present, _implied(present), is_explicit=False)
+    categories = in_own_order(categories)
     if hasattr(categories, "categories"):
-        ordered = ordered_categories(categories)
-        if ordered is None:
-            raise ValueError(f"categories is {categories!r}, expected a CategoricalDtype with ordered=True.")
-        categories = ordered
+        raise ValueError(f"categories is {categories!r}, expected a CategoricalDtype with ordered=True.")
     names = plain_labels("categories", categories)
     if not names.size or np.unique(names).size != names.size:
         raise ValueError(f"categories is {shown(names)}, expected each label once, lowest rank first.")

@@ -32,6 +32,7 @@ from scipy.optimize import linprog
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
+from otloss._checks import check_number
 from otloss.estimators.features import standardised
 from otloss.estimators.training import OrdinalNetwork
 from otloss.losses import cumulative_log_probabilities
@@ -91,7 +92,9 @@ class LikelihoodSummary:
         return float(np.log(self.rows) * len(self.estimates) - 2 * self.log_likelihood)
 
     def interval(self, level: float = 0.95) -> Float[np.ndarray, "parameters 2"]:
-        """Return the normal confidence intervals of the parameters."""
+        """Return the normal confidence intervals of the parameters, at a level between 0 and 1."""
+        if not 0 < check_number("level", level) < 1:
+            raise ValueError(f"level is {level}, expected a share between 0 and 1, such as 0.95.")
         half = stats.norm.ppf((1 + level) / 2) * self.standard_errors
         return np.column_stack([self.estimates - half, self.estimates + half])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import logsigmoid, pad  # softplus is rounded from 20 on
 
 from otloss._checks import numbers
 from otloss._ordered_classes import check_choice
@@ -98,7 +98,7 @@ def _by_label(logits: Float[Tensor, "rows classes"], kind: str) -> Float[Tensor,
     z = logits.masked_fill(logits == -torch.inf, _EXCLUDED)
     z = z - z.detach().amax(-1, keepdim=True)  # sums of far logits would lose the digits of their differences
     log_odds = z.logcumsumexp(-1)[:, :-1] - z.flip(-1).logcumsumexp(-1).flip(-1)[:, 1:]  # (rows, K - 1)
-    below, above = pad(softplus(log_odds), (1, 0)), pad(softplus(-log_odds), (0, 1))
+    below, above = pad(-logsigmoid(-log_odds), (1, 0)), pad(-logsigmoid(log_odds), (0, 1))
     if kind == "all":
         below, above = below.cumsum(-1), above.flip(-1).cumsum(-1).flip(-1)
     return below + above

@@ -59,7 +59,7 @@ def rank_order(labels: ArrayLike | RankOrder | None, **targets: ArrayLike) -> Ra
     """
     if isinstance(labels, RankOrder):
         return labels
-    told: Any = _common_categories(targets) if labels is None else labels
+    told: Any = _common_categories(targets) if labels is None else in_own_order(labels)
     if told is not None:
         classes = plain_labels("labels", told)
         if classes.size == 0 or np.unique(classes).size != classes.size:
@@ -166,6 +166,12 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
 def categories_of(target: Any) -> Any:
     """Return the categories of an ordered pandas Categorical or a polars Enum, lowest first; None of anything else."""
     return ordered_categories(getattr(_as_column(target), "dtype", None))
+
+
+def in_own_order(labels: Any) -> Any:
+    """Return labels as they are, and the categories in place of an ordered dtype, or of labels of one in any order."""
+    own = [order for order in (categories_of(labels), ordered_categories(labels)) if order is not None]
+    return own[0] if own else labels
 
 
 def ordered_categories(dtype: Any) -> Any:

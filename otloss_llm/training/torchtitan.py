@@ -90,7 +90,8 @@ class ObjectiveLoss(ChunkedLossWrapper):
             return results[0].loss
 
         loss = self._through_hooks(head, scored, pred) if _is_fsdp(self.lm_head) else scored(pred)
-        divisor = (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else count
+        ignored = self.settings.get("ignore_index", IGNORE_INDEX)
+        divisor = (labels != ignored).sum().clamp(min=1) if count is None else count
         means = {"nll/mean": results[0].nll, "transport_cost/mean": results[0].cost}
         return loss, {name: vector.sum() / divisor for name, vector in means.items() if vector is not None}
 

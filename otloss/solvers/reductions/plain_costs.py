@@ -79,7 +79,7 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     )  # fmt: skip
     reduced, shift = _shifted(wide_problem, low)
     if (start := problem.start) is not None:
-        start = start[0].to(wide) - shift.of_f, start[1].to(wide) - shift.of_g
+        start = start[0].to(wide) - shift.of_f.detach(), start[1].to(wide) - shift.of_g.detach()
     way_back = _PlainCosts(shift, forbidden if has_forbidden else None, price, problem.dtype)
     return dataclasses.replace(reduced, start=start), way_back
 
@@ -146,7 +146,7 @@ def _shifted(problem: Problem, low: Tensor) -> tuple[Problem, _Shift]:
         raise ValueError(_far_below_zero(low, f"the mass of the plan overflows {problem.dtype}"))
     # Differences bin by bin keep the digits where the penalty is large and the factor near one.
     of_value = rho_p * (problem.p - p).sum(-1) + rho_q * (problem.q - q).sum(-1) + epsilon * (mass_p * mass_q - product)
-    by_a = -a.detach().unsqueeze(-1)
+    by_a = -a.unsqueeze(-1)
     unmoved, scaled = (
         (rho_p * a.sum(-1) + rho_q * b.sum(-1) + epsilon * a.sum(-1) * b.sum(-1)).detach()
         for a, b in ((problem.p, problem.q), (p, q))

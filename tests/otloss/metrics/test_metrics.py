@@ -340,3 +340,16 @@ def test_classes_that_neither_occur_nor_are_predicted_take_no_memory(metric: Any
 def test_the_accuracy_of_perfect_decisions_is_1() -> None:
     for n in range(1, 300):
         assert metrics.off_by_one_accuracy(np.arange(n) % 3, np.arange(n) % 3) == 1
+
+
+def test_labels_of_an_ordered_categorical_have_its_order() -> None:
+    """`unique` has them as they appear."""
+    pandas = pytest.importorskip("pandas")
+    order = ["low", "mid", "high"]
+    y = pandas.Series(pandas.Categorical(["high", "low", "mid", "mid"], categories=order, ordered=True))
+    predicted = ["mid", "low", "low", "high"]
+    expected = metrics.ordinal_mae(y, predicted, labels=order)
+    for labels in (y.unique(), y.drop_duplicates(), y.dtype):
+        assert metrics.ordinal_mae(y, predicted, labels=labels) == expected
+        model = OrdinalClassifier(categories=labels).fit(np.eye(4), y)
+        assert model.categories_.tolist() == order

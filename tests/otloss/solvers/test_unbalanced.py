@@ -384,3 +384,19 @@ def test_implicit_gradients_beside_a_bin_whose_pairs_are_all_forbidden(largest: 
     without_p, without_q = find_gradients(p[1:], cost[1:])
     assert by_p[0] == pytest.approx(0, abs=1e-12)
     torch.testing.assert_close((by_p[1:], by_q), (without_p, without_q), rtol=1e-9, atol=1e-12)
+
+
+def test_potentials_of_costs_below_0_have_their_derivative_in_epsilon() -> None:
+    random = torch.Generator().manual_seed(0)
+    p, q, cost = (torch.rand(*shape, generator=random).double() for shape in ((4,), (3,), (4, 3)))
+
+    def potentials(epsilon: Tensor) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"marginal_penalty": 0.5, "grad": "implicit", "tolerance": 1e-13}
+        return otloss.solve(p, q, cost - 0.7, epsilon=epsilon, **options).potentials
+
+    epsilon = torch.tensor(0.1, dtype=torch.float64)
+    for actual, numbers in zip(
+        torch.autograd.functional.jacobian(potentials, epsilon),
+        zip(potentials(epsilon + 1e-5), potentials(epsilon - 1e-5), strict=True), strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(actual, (numbers[0] - numbers[1]) / 2e-5, rtol=1e-5, atol=1e-8)

@@ -180,3 +180,6 @@ def test_means_of_torchtitan_without_a_number_of_tokens() -> None:
     torch.testing.assert_close(total, 8 * mean)
     torch.testing.assert_close(metrics, same)
     torch.testing.assert_close(metrics["nll/mean"], mean)
+    other = ObjectiveLoss(MLE(), EmbeddingCost(head.weight), ignore_index=-1)
+    other.set_lm_head(head)
+    torch.testing.assert_close(other(hidden, labels.where(labels >= 0, -1))[1], same)
