@@ -53,7 +53,8 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         method: "linear", an affine map between means and covariances; "barycentric", by a plan between samples.
         epsilon: for "barycentric": None for an exact plan, else as for `otloss.sinkhorn`.
         ridge: for "linear": added to the variances, above 0, in squared units of the features; by default 1e-8 of the
-            variance of each feature in each domain, so that nothing depends on its unit.
+            variance of each feature in each domain, so that nothing depends on its unit; a feature that is constant in
+            X moves by the difference of the means.
 
     Attributes:
         matrix_, offset_: (d, d) and (d,), of "linear": x @ matrix_ + offset_.
@@ -99,7 +100,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         if other.shape[1] != source.shape[1]:
             raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
         if self.method == "linear":
-            covariances = self._covariance(source, other), self._covariance(other, source)
+            covariances = self._covariance(source, other, is_source=True), self._covariance(other, source)
             self.matrix_ = _affine(*covariances)
             _warn_of_dependent_features(self.matrix_, *(np.sqrt(np.diag(each)) for each in covariances))
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
@@ -133,21 +134,27 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         _, nearest = cKDTree(self.samples_).query(points)
         return np.asarray(points + (self.mapped_ - self.samples_)[nearest])
 
-    def _covariance(self, samples: np.ndarray, others: np.ndarray) -> np.ndarray:
+    def _covariance(self, samples: np.ndarray, others: np.ndarray, *, is_source: bool = False) -> np.ndarray:
         """Return the covariance of one domain, with the ridge."""
         centred = samples - samples.mean(0)
-        ridge = _ridge(samples, others) if self.ridge is None else np.full(samples.shape[1], float(self.ridge))
+        ridge = (
+            _ridge(samples, others, is_source=is_source)
+            if self.ridge is None
+            else np.full(samples.shape[1], float(self.ridge))
+        )
         return np.asarray(centred.T @ centred / len(samples) + np.diag(ridge))
 
 
-def _ridge(samples: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _ridge(samples: np.ndarray, others: np.ndarray, *, is_source: bool) -> np.ndarray:
     """Return a share of the variance of each feature of one domain, so that domains may differ in their units.
 
-    A constant feature has the share of its variance in the other domain, or of 1 where it is constant there too.
+    A feature that is constant in the target has the share of its variance in the source, and is mapped to the constant.
+    One that is constant in the source has all of its variance in the target: it tells no scale, and a new sample that
+    has another value moves as the constant does. Where it is constant in both domains the ridge is 1.
     """
     variance, variance_of_others = (_variance_above_rounding(each) for each in (samples, others))
-    variance = np.where(variance > 0, variance, variance_of_others)
-    return np.where(variance > 0, _RIDGE * variance, 1.0)
+    constant = variance_of_others if is_source else _RIDGE * variance_of_others
+    return np.where(variance > 0, _RIDGE * variance, np.where(variance_of_others > 0, constant, 1.0))
 
 
 def _variance_above_rounding(samples: np.ndarray) -> np.ndarray:

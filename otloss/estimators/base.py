@@ -244,6 +244,10 @@ def above_zero(distribution: np.ndarray) -> np.ndarray:
     return clipped / clipped.sum(1, keepdims=True)
 
 
+def _is_whole_number(label: Any) -> bool:
+    return isinstance(label, numbers.Real) and float(label).is_integer()
+
+
 def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, positions: np.ndarray) -> np.ndarray:
     """Return weights (n,): the sample weights times the weights of the rows' classes.
 
@@ -260,15 +264,20 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
     if isinstance(class_weight, dict):
         factors = np.ones(len(order.names))
         names = order.names.tolist()
+        unknown = []
         for label, factor in class_weight.items():
             factor = check_real(f"class_weight[{label!r}]", factor, minimum=0.0)
             if label in names:
                 factors[names.index(label)] = factor
-            elif order.is_explicit or not all(isinstance(name, numbers.Integral) for name in (label, *names)):
-                raise ValueError(
-                    f"class_weight names the label {label!r}, expected labels of {names}; give all labels in their "
-                    "order by categories= where some may have no row."
-                )  # a whole number may be a class that has no row, as in a fold
+            else:
+                unknown.append(label)
+        # A whole number may be a class without a row, as in a fold, if all classes with rows are named.
+        are_named = not order.is_explicit and all(label in class_weight for label in order.classes.tolist())
+        if unknown and not (are_named and all(map(_is_whole_number, [*unknown, *names]))):
+            raise ValueError(
+                f"class_weight names the label {unknown[0]!r}, expected labels of {names}; give all labels in their "
+                "order by categories= where some may have no row."
+            )
         weights = weights * factors[order.ranks][positions]
     elif isinstance(class_weight, str) and class_weight == "balanced":
         mass = np.bincount(positions, weights, minlength=len(order.ranks))

@@ -277,7 +277,7 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
         if first in checked:
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
         if first in CONSTRAINTS and value is not None:
-            value = CONSTRAINTS[first](name, _parsed(value), columns)
+            value = CONSTRAINTS[first](name, _parsed(value, is_nested=first == "interaction_constraints"), columns)
             if library == "xgboost":  # which reads lists as names; LightGBM reads nothing else
                 value = tuple(value) if first == "monotone_constraints" else str(value)
         checked[first] = value
@@ -290,25 +290,30 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
     return checked
 
 
-def _parsed(constraints: Any) -> Any:
-    """Return what text says, as both libraries also take it."""
+def _parsed(constraints: Any, *, is_nested: bool) -> Any:
+    """Return what text says, as both libraries take it: in brackets, or without the outer ones."""
     if not isinstance(constraints, str):
         return constraints
     try:
-        return literal_eval(constraints)
+        read = literal_eval(f"[{constraints}]")
     except (ValueError, SyntaxError):
         return constraints
+    return (
+        read[0]
+        if len(read) == 1 and np.iterable(read[0]) and np.iterable(next(iter(read[0]), 0)) == is_nested
+        else read
+    )
 
 
 def _signs(name: str, signs: Any, columns: int | None) -> list[int]:
     """Return -1, 0 or 1 for each column of X as a list."""
-    values = None if isinstance(signs, dict) or not np.iterable(signs) else list(signs)
-    if values is None or not all(sign in (-1, 0, 1) for sign in values) or columns not in (None, len(values)):
+    values = np.asarray(signs)
+    if values.ndim != 1 or not np.isin(values, (-1, 0, 1)).all() or columns not in (None, len(values)):
         raise TypeError(
             f"booster_params holds {name}={signs!r}, expected -1, 0 or 1 for each column of X in its order: trees "
             "get arrays, without names of columns. Pass [signs.get(column, 0) for column in X.columns]."
         )
-    return [int(sign) for sign in values]
+    return values.astype(int).tolist()
 
 
 def _column_groups(name: str, groups: Any, columns: int | None) -> list[list[int]]:

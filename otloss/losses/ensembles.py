@@ -98,7 +98,8 @@ def _order(x: Tensor) -> Tensor:
 
 def _shares(weights: Tensor, order: Tensor) -> Tensor:
     """Return the weights of sum 1, in this order of the members."""
-    share = weights / weights.sum(-1, keepdim=True)
+    share = weights / weights.detach().amax(-1, keepdim=True)  # so that their sum does not overflow
+    share = share / share.sum(-1, keepdim=True)
     batch = broadcast_shape(share.shape, order.shape)
     return share.expand(batch).gather(-1, order.expand(batch))
 

@@ -60,14 +60,18 @@ class Positions:
 
     def reduced(self, values: Float[Tensor, " rows"]) -> Tensor:
         """Return the weighted mean or sum of the values, or the weighted values at their positions and 0 elsewhere."""
-        weighted = values if self.weight is None else values * self.weight
+        weight = self.weight
+        if weight is not None and weight.numel() and self.reduction == "mean":
+            largest = weight.detach().amax()  # divided by it, their sum does not overflow
+            weight = weight / largest.masked_fill(largest == 0, 1.0)
+        weighted = values if weight is None else values * weight
         if self.reduction == "none":
             if self.kept is not None:
                 weighted = weighted.new_zeros(self.shape).masked_scatter(self.kept, weighted)
             return weighted.reshape(self.shape).to(self.dtype)
         total = weighted.sum()
         if self.reduction == "mean":
-            mass = max(1, len(values)) if self.weight is None else self.weight.sum()
+            mass = max(1, len(values)) if weight is None else weight.sum()
             total = total / (mass if isinstance(mass, int) else mass.masked_fill(mass == 0, 1.0))
         return total.to(self.dtype)
 

@@ -27,8 +27,9 @@ def axes_to_draw_on(ax: Axes | None) -> Axes:
 
 
 def names_of(labels: np.ndarray) -> list[str]:
-    """Return labels as text, floats in six digits."""
-    return [f"{label:.6g}" if isinstance(label, float) else str(label) for label in labels.tolist()]
+    """Return labels as text, floats in six digits; two dollar signs begin no formula of matplotlib."""
+    names = (f"{label:.6g}" if isinstance(label, float) else str(label) for label in labels.tolist())
+    return [name.replace("$", r"\$") for name in names]
 
 
 def name_classes(axis: Any, places: Float[np.ndarray, " classes"], labels: np.ndarray) -> None:

@@ -57,6 +57,17 @@ def test_the_linear_map_keeps_constant_features() -> None:
     np.testing.assert_allclose(moved[:, 1:], np.broadcast_to([0.11, 0.01], (40, 2)), rtol=1e-3)
 
 
+def test_a_feature_that_is_constant_in_one_domain() -> None:
+    """A rare indicator: new samples that have it are moved as others, and not by 1e4; to the target's constant."""
+    rare = np.column_stack([SOURCE, np.zeros(len(SOURCE))])
+    common = np.column_stack([TARGET, np.arange(len(TARGET)) % 3 == 0])
+    new = np.column_stack([NEW, np.ones(len(NEW))])
+    moved = TransportAdapter().fit(rare, target=common).transform(new)
+    np.testing.assert_allclose(moved[:, -1], 1 + common[:, -1].mean(), atol=0.5)
+    back = TransportAdapter().fit(common, target=rare).transform(new)
+    np.testing.assert_allclose(back[:, -1], 0, atol=1e-3)
+
+
 ONES, TWO, ZEROS = torch.ones(2, 1), torch.tensor([0, 1]), torch.zeros(2, 2)
 test_bad_input = raising(
     (lambda: jdot_loss(ONES, ONES, 7 * TWO, ZEROS), "labels hold 0 to 7, expected 0 to 1"),

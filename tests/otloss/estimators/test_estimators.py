@@ -461,7 +461,7 @@ def test_weights_of_rows_and_classes() -> None:
         by_rows = OrdinalClassifier().fit(X, y, np.asarray(factor)[y])
         np.testing.assert_allclose(weighted.predict_proba(X), by_rows.predict_proba(X), rtol=1e-6)
     rows = y < 2  # as a fold without the last class
-    given = [OrdinalClassifier(class_weight=w).fit(X[rows], y[rows]) for w in ({1: 2.0}, {1: 2.0, 2: 9.0})]
+    given = [OrdinalClassifier(class_weight=w).fit(X[rows], y[rows]) for w in ({1: 2.0}, {0: 1.0, 1.0: 2.0, 2: 9.0})]
     np.testing.assert_array_equal(*(model.predict_proba(X) for model in given))
     named = OrdinalClassifier(categories=NAMES, class_weight={"low": 0.5, "high": 4.0}).fit(X, np.array(NAMES)[y])
     by_rows = OrdinalClassifier().fit(X, y, np.array([0.5, 1, 4.0])[y])
@@ -551,6 +551,7 @@ test_bad_settings_and_labels_are_named = raising(
     (OrdinalClassifier, {"values": [0, 1, 10**400]}, RANK, TypeError, "values cannot be read: int too large"),
     (OrdinalClassifier, {"class_weight": {"tall": 2.0}}, RANK, "class_weight names the label 'tall'"),
     (OrdinalClassifier, {"class_weight": {3: 2.0}} | NAMED, Y, "class_weight names the label 3"),
+    (OrdinalClassifier, {"class_weight": {1: 2.0, 2: 1.0, 3: 2.0}}, RANK, "class_weight names the label 3"),
     (OrdinalClassifier, {"values": [0, 1, 2, 4]}, RANK, r"values has shape \(4,\), expected \(3,\).*categories="),
     (OrdinalClassifier, {"class_weight": {1: -2.0}}, RANK, r"class_weight\[1\] is \-2\.0"),
     (OrdinalClassifier, {"categories": ["low", "high", "low"]}, Y, "expected each label once"),

@@ -82,3 +82,11 @@ def test_without_matplotlib_the_message_says_what_to_install(without: Callable[[
     without("matplotlib")
     with pytest.raises(ImportError, match=r'^figures need matplotlib: pip install "torch-otloss\[plot\]"$'):
         plotting.plot_transport_plan([[1.0]])
+
+
+def test_dollar_signs_in_names_of_classes_begin_no_formula() -> None:
+    names = np.array(["$0-$10k", "$5%-$9%", "$9+"])
+    ax = plotting.plot_confusion_matrix(names, names[[0, 2, 1]], labels=names)
+    ax.figure.canvas.draw()
+    assert [label.get_text().replace("\\", "") for label in ax.get_xticklabels()] == names.tolist()
+    plt.close(ax.figure)
