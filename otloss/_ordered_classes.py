@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from otloss._checks import check_not_negative, check_number
+from otloss._checks import check_not_masked, check_not_negative, check_number
 
 Floats = NDArray[np.float64]
 
@@ -98,10 +98,15 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 
 def as_floats(name: str, values: Any, *, fix: str) -> Floats:
-    """Return a float64 copy of numbers; raise TypeError for text, complex numbers, and tensors with a graph."""
+    """Return a float64 copy of numbers; raise TypeError for text, complex numbers, dates, and tensors with a graph."""
+    check_not_masked(values)
     try:
+        if isinstance(values, torch.Tensor):
+            values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         if np.iscomplexobj(values):  # numpy would drop the imaginary parts
             raise TypeError("complex numbers have no order")
-        return np.array(values.numpy() if isinstance(values, torch.Tensor) else values, dtype=np.float64)
+        if np.asarray(values).dtype.kind in "mM":
+            raise TypeError("numbers of dates and times depend on the unit in which pandas holds them")
+        return np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: tensors with a graph
         raise TypeError(f"{name} cannot be read: {error}; expected numbers; {fix}") from error

@@ -10,8 +10,8 @@ round the others away. For fixed marginals the square gives C^2 p 1^T + 1 (D^2 q
 costs two products of matrices. E is not convex, so the result is a local minimum, the best one of several starts.
 
 Each start descends by conditional gradients. The target of a step is an optimal plan at the cost grad E(P), and the
-step goes to the smallest E on the segment from P to the target. With an epsilon, epsilon KL(P | p q^T) is added to E,
-and the next P is the entropic plan at the cost grad E(P).
+step goes to the smallest E on the segment from P to the target. With an epsilon, epsilon KL(P | p q^T / m) is added to
+E, m the mass, and the next P is the entropic plan at the cost grad E(P).
 
 A local minimum P is an optimal plan at the cost grad E(P). With the potentials f and g of that plan,
 
@@ -94,7 +94,7 @@ def fused_gromov(
         feature_cost: (..., n, m) between the features; None for Gromov-Wasserstein alone.
         p, q: (..., n), (..., m) weights of equal mass, uniform if None. Bins without mass (padding) take no part.
         alpha: from 0 (features alone) to 1 (distances alone); None for 0.5, or 1 without features.
-        epsilon: weight of the entropy; None for exact plans.
+        epsilon: weight of the entropy against p q^T over the mass, as for `sinkhorn`; None for exact plans.
         starts: the number of starts: the product plan, then the plan of the features, then random plans. The best local
             minimum is returned.
         max_iterations, tolerance: of each start. It ends when an iteration changes the value by no more than this share
@@ -264,7 +264,7 @@ def _from_zero(cost: Tensor) -> Tensor:
 def _entropy(plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None) -> Tensor | float:
     if epsilon is None:
         return 0.0
-    product = p.unsqueeze(-1) * q.unsqueeze(-2)
+    product = p.unsqueeze(-1) * (q / p.sum(-1, keepdim=True)).unsqueeze(-2)
     return epsilon * torch.xlogy(plan, torch.where(product > 0, plan / product, 1.0)).sum((-2, -1))
 
 

@@ -548,6 +548,7 @@ test_bad_settings_and_labels_are_named = raising(
             (GENERATOR, r"Generator\("),
         )
     ),
+    (OrdinalClassifier, {"values": np.arange(3).astype("m8[D]")}, RANK, TypeError, "numbers of dates and times depend"),
     (OrdinalClassifier, {"values": [0, 1, 10**400]}, RANK, TypeError, "values cannot be read: int too large"),
     (OrdinalClassifier, {"class_weight": {"tall": 2.0}}, RANK, "class_weight names the label 'tall'"),
     (OrdinalClassifier, {"class_weight": {3: 2.0}} | NAMED, Y, "class_weight names the label 3"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss import ConvergenceWarning, fused_gromov
+from otloss import ConvergenceWarning, fused_gromov, sinkhorn
 from tests.errors import raising
 
 
@@ -113,3 +113,10 @@ def test_the_value_between_equal_spaces_is_not_below_zero() -> None:
         points, weights = (torch.rand(*size, generator=generator, dtype=torch.float64) for size in ((5, 2), (5,)))
         distances, weights = torch.cdist(points, points), weights / weights.sum()
         assert float(fused_gromov(distances, distances, distances, weights, weights).value) >= 0
+
+
+def test_features_alone_are_entropic_transport_at_any_mass() -> None:
+    p, q = torch.tensor([0.5, 1.5, 1.0]).double(), torch.tensor([2.0, 1.0]).double()
+    features, distances = torch.arange(6.0).reshape(3, 2).double(), torch.zeros(3, 3).double()
+    value = fused_gromov(distances, distances[:2, :2], features, p, q, alpha=0.0, epsilon=0.7).value
+    torch.testing.assert_close(value, sinkhorn(p, q, features, epsilon=0.7))
