@@ -100,9 +100,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         if other.shape[1] != source.shape[1]:
             raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
         if self.method == "linear":
-            covariances = self._covariance(source, other, is_source=True), self._covariance(other, source)
-            self.matrix_ = _affine(*covariances)
-            _warn_of_dependent_features(self.matrix_, *(np.sqrt(np.diag(each)) for each in covariances))
+            self.matrix_ = self._linear_map(source, other)
             self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
             return self
         samples, counts = np.unique(source, axis=0, return_counts=True)  # equal samples move to one place
@@ -134,27 +132,32 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         _, nearest = cKDTree(self.samples_).query(points)
         return np.asarray(points + (self.mapped_ - self.samples_)[nearest])
 
-    def _covariance(self, samples: np.ndarray, others: np.ndarray, *, is_source: bool = False) -> np.ndarray:
+    def _linear_map(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Return the matrix A; by default features that are constant in the source keep their scale."""
+        matrix, varies = np.eye(source.shape[1]), _variance_above_rounding(source) > 0
+        if self.ridge is not None:
+            varies = np.ones_like(varies)
+        if varies.any():
+            source, target = source[:, varies], target[:, varies]
+            covariances = self._covariance(source, target), self._covariance(target, source)
+            matrix[np.ix_(varies, varies)] = part = _affine(*covariances)
+            _warn_of_dependent_features(part, *(np.sqrt(np.diag(each)) for each in covariances))
+        return matrix
+
+    def _covariance(self, samples: np.ndarray, others: np.ndarray) -> np.ndarray:
         """Return the covariance of one domain, with the ridge."""
         centred = samples - samples.mean(0)
-        ridge = (
-            _ridge(samples, others, is_source=is_source)
-            if self.ridge is None
-            else np.full(samples.shape[1], float(self.ridge))
-        )
+        ridge = _ridge(samples, others) if self.ridge is None else np.full(samples.shape[1], float(self.ridge))
         return np.asarray(centred.T @ centred / len(samples) + np.diag(ridge))
 
 
-def _ridge(samples: np.ndarray, others: np.ndarray, *, is_source: bool) -> np.ndarray:
+def _ridge(samples: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return a share of the variance of each feature of one domain, so that domains may differ in their units.
 
-    A feature that is constant in the target has the share of its variance in the source, and is mapped to the constant.
-    One that is constant in the source has all of its variance in the target: it tells no scale, and a new sample that
-    has another value moves as the constant does. Where it is constant in both domains the ridge is 1.
+    A feature that is constant has the share of its variance in the other domain.
     """
     variance, variance_of_others = (_variance_above_rounding(each) for each in (samples, others))
-    constant = variance_of_others if is_source else _RIDGE * variance_of_others
-    return np.where(variance > 0, _RIDGE * variance, np.where(variance_of_others > 0, constant, 1.0))
+    return _RIDGE * np.where(variance > 0, variance, variance_of_others)
 
 
 def _variance_above_rounding(samples: np.ndarray) -> np.ndarray:
@@ -179,7 +182,7 @@ def _warn_of_dependent_features(matrix: np.ndarray, source: np.ndarray, target: 
             f"X has features that depend on each other, or fewer samples than features, and the target does not: a "
             f"new sample with other such features can move by {largest:.1g} standard deviations. Give a larger ridge, "
             "for example 0.1 of the variances, or leave features out.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
