@@ -235,8 +235,8 @@ def _bags(name: str, weights: Any, vocabulary: int) -> tuple[_Bags, tuple[int, .
     from scipy.sparse import csr_array
 
     if hasattr(weights, "tocsr"):
-        rows, batch = csr_array(weights), (weights.shape[0],)
-        shape = weights.shape
+        shape, batch = weights.shape, weights.shape[:-1]
+        rows = csr_array(weights.reshape(1, -1) if len(shape) == 1 else weights)  # a row of a sparse array has one axis
     else:
         check_finite(name, check_tensor(name, weights))
         shape, batch = tuple(weights.shape), tuple(weights.shape[:-1])

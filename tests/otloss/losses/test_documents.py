@@ -62,9 +62,10 @@ def test_a_pruned_search_finds_what_all_pairs_find() -> None:
         np.testing.assert_allclose(chosen, actual.distances, atol=1e-7)
         assert actual.indices[0, :3].tolist() == [10, 11, 12][:k]
         assert ((actual.share_solved > 0) & (actual.share_solved <= 39 / 40)).all()
-    one = document_search(torch.from_numpy(queries[1]), torch.from_numpy(corpus), embedding.float(), k=k)
-    torch.testing.assert_close(one.distances, actual.distances[1], rtol=1e-6, atol=1e-6)
-    assert one.share_solved.shape == ()
+    for query in (torch.from_numpy(queries[1]), csr_array(queries)[1]):  # a row of a sparse array has one axis
+        one = document_search(query, torch.from_numpy(corpus), embedding.float(), k=k)
+        torch.testing.assert_close(one.distances, actual.distances[1], rtol=1e-6, atol=1e-6)
+        assert one.share_solved.shape == ()
 
 
 DOCUMENTS = {"p": WEIGHTS_P, "q": WEIGHTS_Q, "embedding": normal(6, 3), "ids_p": IDS_P, "ids_q": IDS_Q}
