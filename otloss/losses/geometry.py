@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otloss._checks import check_finite, check_number, check_positive, check_tensor, is_differentiated
+from otloss._checks import check_finite, check_number, check_positive, check_tensor, float64_or, is_differentiated
 from otloss._ordered_classes import check_increasing, check_table_shape
 from otloss.costs import as_cost
 from otloss.solvers.closed_forms.circle import wasserstein_circular
@@ -188,6 +188,7 @@ class GeometrySettings:
             if x is not None:
                 raise ValueError("x is given on a circle without period=, its circumference (such as 24, 360 or 2 pi).")
             period = float(classes)
+        values = values.to(float64_or(values.dtype, values.device))  # the period is a number of float64
         span = values[-1:] - values[:1]
         if not float(span.detach()) < check_positive("period", period):
             raise ValueError(f"period is {period}, expected more than {float(span.detach()):g}, the span of x.")
