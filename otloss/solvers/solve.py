@@ -215,8 +215,8 @@ def sinkhorn(
         (...), in the promoted dtype; its unit is the unit of the cost times the unit of the mass. Where the rounding of
         float32 costs between points would change the plan, the arithmetic is in float64. Differentiable in p and q
         (gradients centred over all bins, with and without mass, unless `mass` or `marginal_penalty` is given; one-sided
-        at bins without mass), the cost, and what a cost object was built from. Where p and q hold no mass the value and
-        its gradients are 0.
+        at bins without mass), the cost, and what a cost object was built from. Where p and q hold no mass the value of
+        a balanced problem and its gradients are 0; with `marginal_penalty` they have none, and "implicit" raises.
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.
