@@ -126,9 +126,8 @@ def cloud_loss(
         hint = f" Weights where {' or '.join(masked)} is False do not count." if masked else ""
         balanced = Settings(marginal_penalty=marginal_penalty).marginal_penalty is None
         check_masses(one.weights, other.weights, ("a", "b"), balanced=balanced, hint=hint)
-    options: dict[str, Any] = {"marginal_penalty": marginal_penalty, "tolerance": tolerance, "impl": impl}
 
-    def distances(one: _Cloud, other: _Cloud) -> Tensor:
+    def distances(one: _Cloud, other: _Cloud, epsilon: Any, marginal_penalty: Any) -> Tensor:
         if kind == "sliced":
             return sliced_wasserstein(
                 one.points, other.points, one.weights, other.weights, order=_ORDER[str(metric)],
@@ -137,17 +136,30 @@ def cloud_loss(
         cost = PointCost(one.points, other.points, metric=metric)
         if kind == "emd":
             return emd(one.weights, other.weights, cost)
+        options: dict[str, Any] = {"marginal_penalty": marginal_penalty, "tolerance": tolerance, "impl": impl}
         if epsilon is not None:
             return sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
         return _at_width(one, other, cost, blur, options)
 
     is_filled = one.filled & other.filled
     if bool(is_filled.all()):
-        return distances(one, other)
-    batch = torch.broadcast_shapes(is_filled.shape, one.batch_shape, other.batch_shape)
-    is_filled = is_filled.expand(batch or (1,))
-    values = distances(*(cloud.picked(is_filled) for cloud in (one, other)))
-    return values.new_zeros(is_filled.shape).masked_scatter(is_filled, values).reshape(batch)
+        return distances(one, other, epsilon, marginal_penalty)
+    penalty_p, penalty_q = marginal_penalty if isinstance(marginal_penalty, tuple | list) else (marginal_penalty, None)
+    options = {"epsilon": epsilon, "marginal_penalty of a": penalty_p, "marginal_penalty of b": penalty_q}
+    shapes = {name: option.shape for name, option in options.items() if isinstance(option, Tensor)}
+    batch = check_broadcast(x=one.batch_shape, y=other.batch_shape, **shapes)
+    pairs = is_filled.expand(batch or (1,))
+    values = distances(
+        one.picked(pairs), other.picked(pairs), _picked(epsilon, pairs), _picked(marginal_penalty, pairs)
+    )
+    return values.new_zeros(pairs.shape).masked_scatter(pairs, values).reshape(batch)
+
+
+def _picked(option: Any, pairs: Bool[Tensor, "*batch"]) -> Any:
+    """Return an option, or a pair of them, for some pairs of clouds."""
+    if isinstance(option, tuple | list):
+        return tuple(_picked(one, pairs) for one in option)
+    return option.expand(pairs.shape)[pairs] if isinstance(option, Tensor) else option
 
 
 def _at_width(one: _Cloud, other: _Cloud, cost: PointCost, blur: float | None, options: dict[str, Any]) -> Tensor:

@@ -142,6 +142,12 @@ def test_weights_of_a_batch_with_an_empty_cloud_have_gradients(penalty: Any) -> 
     torch.testing.assert_close(gradient[::2], torch.autograd.grad(alone.sum(), weights)[0][::2])
     assert not values[1].any()
     assert not gradient[1].any()
+    per_pair = torch.tensor([[0.1], [0.2], [0.5]]).double()  # options per pair go with their pairs
+    options = {"epsilon": per_pair, "marginal_penalty": None if penalty is None else (None, 5 * per_pair)}
+    values = cloud_loss(x, y, weights, mask_x=mask, empty="zero", **options)
+    for k in (0, 2):
+        own = {"epsilon": 0.1 * (1, 2, 5)[k], "marginal_penalty": penalty and (None, 0.5 * (1, 2, 5)[k])}
+        torch.testing.assert_close(values[k], cloud_loss(x[k], y, weights[k], **own), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("options", KINDS[::2])
