@@ -105,7 +105,7 @@ def as_floats(name: str, values: Any, *, fix: str) -> Floats:
             values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         if np.iscomplexobj(values):  # numpy would drop the imaginary parts
             raise TypeError("complex numbers have no order")
-        if np.asarray(values).dtype.kind in "mM":
+        if getattr(getattr(values, "dtype", None), "kind", "") in ("m", "M") or np.asarray(values).dtype.kind in "mM":
             raise TypeError("numbers of dates and times depend on the unit in which pandas holds them")
         return np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: tensors with a graph

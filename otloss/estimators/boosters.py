@@ -271,7 +271,9 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
     for name, value in parameters.items():
         first = str(first_names.get(name, name))
         if first in OWN_SETTINGS:
-            raise ValueError(f"booster_params holds {name!r}, which follows from the estimator's arguments; remove it.")
+            raise ValueError(
+                f"booster_params holds {name!r}, which follows from the estimator's arguments or data; remove it."
+            )
         if library == "lightgbm" and name not in first_names:
             raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")
         if first in checked:
@@ -307,7 +309,7 @@ def _parsed(constraints: Any, *, is_nested: bool) -> Any:
 
 def _signs(name: str, signs: Any, columns: int | None) -> list[int]:
     """Return -1, 0 or 1 for each column of X as a list."""
-    values = np.asarray(signs)
+    values = np.asarray(signs) if np.iterable(signs) and all(map(np.isscalar, signs)) else np.empty(())
     if values.ndim != 1 or not np.isin(values, (-1, 0, 1)).all() or columns not in (None, len(values)):
         raise TypeError(
             f"booster_params holds {name}={signs!r}, expected -1, 0 or 1 for each column of X in its order: trees "

@@ -75,7 +75,8 @@ class OrdinalClassifier(LinearBase):
             probabilities to 0 and 1, to a local optimum.
         alpha: L2 penalty on the weights, as 1 / C in `LogisticRegression`; biases have none. Its unit is the unit of
             the rows' weights: with weights of sum one give it divided by the number of rows.
-        class_weight: None, "balanced", or a dict from label to weight; whole numbers that no row has are left out.
+        class_weight: None, "balanced", or a dict from label to weight, which may name whole numbers without a row if it
+            names all labels that have one.
         decode: how `predict` chooses. "median", the default, has the least expected absolute error in ranks, and so
             few errors of several ranks. "argmax" is the most probable class, for accuracy: the only rule with which
             scikit-learn's `check_classifiers_train` passes, which asserts it. "mean" is the class value nearest to the

@@ -152,6 +152,8 @@ def _batches(rows: Any, size: int, context: int | None) -> Iterator[tuple[list[l
     for row in rows:
         start = _start(row)
         prompt, ending = row["input_ids"][:start], row["input_ids"][start:]
+        if not ending:  # of an empty text
+            continue
         length = _longest([*prompts, prompt]) + _longest([*endings, ending])
         is_too_long = context is not None and length > context
         if prompts and (len(prompts) == size or is_too_long):
@@ -159,7 +161,8 @@ def _batches(rows: Any, size: int, context: int | None) -> Iterator[tuple[list[l
             prompts, endings = [], []
         prompts.append(prompt)
         endings.append(ending)
-    yield prompts, endings
+    if prompts:
+        yield prompts, endings
 
 
 def _longest(rows: list[list[int]]) -> int:

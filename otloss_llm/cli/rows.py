@@ -18,13 +18,12 @@ from jinja2 import TemplateError
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 from otloss_llm.losses.positions import IGNORE_INDEX
-from otloss_llm.training.batches import TOKEN_WEIGHT
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 SAMPLED = 64  # rows that identify a stream
 CHECKED = 100_000  # rows among which an invalid one is looked for
-BESIDE_TOKENS = ("labels", "attention_mask", "completion_mask", "assistant_masks", TOKEN_WEIGHT)
+BESIDE_TOKENS = ("labels", "attention_mask", "completion_mask", "assistant_masks")
 AS_UTF8 = "save the file as UTF-8, for example with: iconv -f latin1 -t utf-8"
 
 

@@ -20,7 +20,7 @@ from otloss_llm.cli.settings import Request, RunConfig
 from otloss_llm.costs.named import load_cost
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
 from otloss_llm.models.heads import is_encoder_decoder
-from otloss_llm.training.batches import label_counts
+from otloss_llm.training.batches import TOKEN_WEIGHT, label_counts
 from otloss_llm.training.trainer import ObjectiveMixin
 
 logger = logging.getLogger(__name__)
@@ -161,6 +161,11 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
     if not model.can_generate():
         raise ValueError(f"{type(model).__name__} is not a causal language model; take a model that writes text.")
     check_vocabulary(model, 0, max(getattr(tokenizer, "tokenizer", tokenizer).get_vocab().values()))
+    if TOKEN_WEIGHT in row:
+        raise ValueError(
+            f"the rows have a column {TOKEN_WEIGHT}, which TRL's collator drops; remove it (dataset.remove_columns), "
+            "or train in Python with ObjectiveTrainer, which uses it."
+        )
     if is_conversational(row) and not (tokenizer.chat_template or args.chat_template_path):
         raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")
     longest, context = args.max_length, context_length(model)
@@ -169,5 +174,11 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
             logger.warning("--max_length %d is more than the context of the model: %d is taken", longest, context)
         longest = context
     only_answers = "messages" in row if args.assistant_only_loss is None else args.assistant_only_loss
+    only_completions = args.completion_only_loss
+    if only_completions is None and {"input_ids", "completion_mask"} <= row.keys():  # as TRL does for text
+        only_completions = True
     # The model is loaded already, so that its settings go.
-    return replace(args, max_length=longest, assistant_only_loss=only_answers, model_init_kwargs=None)
+    return replace(
+        args, max_length=longest, assistant_only_loss=only_answers, completion_only_loss=only_completions,
+        model_init_kwargs=None,
+    )  # fmt: skip

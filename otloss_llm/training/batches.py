@@ -125,8 +125,16 @@ def column_names(rows: Any) -> tuple[str, ...]:
 
 
 def has_weights(rows: Any) -> bool:
-    """Whether a data set has the column of weights."""
-    return TOKEN_WEIGHT in column_names(rows)
+    """Whether a data set, or one among several by name, has the column of weights.
+
+    One that names no columns is asked for its first row.
+    """
+    if isinstance(rows, dict):
+        return any(map(has_weights, rows.values()))
+    names = column_names(rows)
+    if names or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
+        return TOKEN_WEIGHT in names
+    return len(rows) > 0 and isinstance(rows[0], Mapping) and TOKEN_WEIGHT in rows[0]
 
 
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
@@ -140,6 +148,12 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
     """
     masked = [{"attention_mask": [1] * len(item["input_ids"])} | item for item in items]
     for item in masked:
+        for name, values in item.items():
+            if not hasattr(values, "__len__"):
+                raise ValueError(
+                    f"a row has {name} = {values!r}, expected a list with an entry for each token; remove the column "
+                    "(dataset.remove_columns)."
+                )
         lengths = {name: len(values) for name, values in item.items()}
         if lengths.keys() != masked[0].keys() or (aligned and len(set(lengths.values())) > 1):
             raise ValueError(
@@ -213,8 +227,9 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
         chunk = rows[start : start + 1000]
         is_table = isinstance(chunk, Mapping)
         each = zip(*(chunk[name] if is_table else [row[name] for row in chunk] for name in columns), strict=True)
-        labels = torch.from_numpy(np.concatenate([_predicted(*row) if shifted else np.ravel(row[0]) for row in each]))
-        counts += torch.bincount(labels[(labels >= 0) & (labels < vocab)].long(), minlength=vocab)
+        arrays = [_predicted(*row) if shifted else np.ravel(row[0]) for row in each]
+        labels = torch.from_numpy(np.concatenate(arrays)).long()
+        counts += torch.bincount(labels[(labels >= 0) & (labels < vocab)], minlength=vocab)
         read += len(labels)
         if read >= COUNTED_LABELS:
             break

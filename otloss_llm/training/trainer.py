@@ -156,7 +156,13 @@ class ObjectiveMixin:
         except TypeError as error:  # which names no function
             raise TypeError(f"{type(self).__name__} {error}; {foreign_argument(kwargs)}") from error
         weighted = has_weights(arguments.get("train_dataset"))  # TRL may drop the column
+        evaluates_weighted = has_weights(arguments.get("eval_dataset"))
         super().__init__(*args, **kwargs)
+        if evaluates_weighted and not has_weights(self.eval_dataset):
+            raise ValueError(
+                f"eval_dataset has a column {TOKEN_WEIGHT}, which {type(self).__name__} drops as it prepares the rows, "
+                "as by packing; leave that out, or remove the column."
+            )
         self._weighted, self._evaluates_weighted = weighted or has_weights(self.train_dataset), False
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
@@ -358,6 +364,7 @@ class ObjectiveMixin:
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
             with torch.no_grad():  # a Seq2SeqTrainer then takes the model's own loss
                 self.compute_loss(model, self._prepare_inputs(inputs))
+            inputs = {name: value for name, value in inputs.items() if name not in (TOKEN_WEIGHT, "shift_labels")}
         # A compute_loss of a subclass may use what the trainer does not.
         self._outputs_unused = prediction_loss_only and type(self).compute_loss is ObjectiveMixin.compute_loss
         try:

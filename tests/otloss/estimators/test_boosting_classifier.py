@@ -264,6 +264,7 @@ test_settings_that_cannot_be_are_named = raising(
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
     ("xgboost", {"monotone_constraints": {"a": 1}}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("xgboost", {"monotone_constraints": [1]}, TypeError, "expected -1, 0 or 1 for each column of X"),
+    ("xgboost", {"monotone_constraints": [[1], [0, 1]]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("lightgbm", {"monotone_constraints": [2, 0, 0]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("xgboost", {"interaction_constraints": [["a", "b"]]}, TypeError, "expected groups of places of columns"),
     ("lightgbm", {"mc": {"a": 1}}, TypeError, r"mc=\{'a': 1\}, expected -1, 0 or 1 for each column of X"),

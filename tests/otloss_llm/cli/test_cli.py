@@ -656,6 +656,17 @@ def test_rows_are_not_counted_where_batches_have_others(
     assert measures["tokens"] == cli(*asked("evaluate", model, sums)).json["tokens"]
 
 
+def test_masks_of_tokenised_completions_are_obeyed_and_weights_of_tokens_refused(
+    cli: Cli, model: Path, tmp_path: Path
+) -> None:
+    row = {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}
+    masked = write(tmp_path / "masked.jsonl", [row] * 3)
+    assert cli(*asked("evaluate", model, masked)).json["tokens"] == 6
+    assert cli(*asked("evaluate", model, masked, completion_only_loss=False)).json["tokens"] == 9
+    weighted = write(tmp_path / "weighted.jsonl", [row | {"token_weight": [1.0, 1.0, 0.5, 0.5]}] * 3)
+    assert "column token_weight, which TRL's collator drops" in cli(*asked("evaluate", model, weighted)).error
+
+
 def test_mauve_of_continuations(cli: Cli, model: Path, sums: Path, tmp_path: Path) -> None:
     if find_spec("mauve") is None:
         assert "pip install mauve-text" in cli(*asked("evaluate", model, sums, mauve_model="gpt2")).error
@@ -671,18 +682,19 @@ def test_continuations_are_of_the_model_and_within_its_context(tiny: Tiny) -> No
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**base | {"n_positions": 12})).eval()
     ids = tokenizer("one two three four five six seven eight")["input_ids"][:10]
     rows = [{"input_ids": ids, "labels": [-100] * k + ids[k:]} for k in (9, 1, 1, 9, 9)]
+    rows.insert(1, {"input_ids": ids[:1], "labels": ids[:1]})  # an empty text, which has nothing to go on with
     trainer = SimpleNamespace(
         model=model, processing_class=tokenizer, train_dataset=datasets.Dataset.from_list(rows),
         args=SimpleNamespace(seed=0, per_device_eval_batch_size=2),
     )  # fmt: skip
     from otloss_llm.cli.evaluate import continuations  # which needs TRL
 
-    texts, references = continuations(trainer, 5)
+    texts, references = continuations(trainer, 6)
     assert [len(tokenizer(text)["input_ids"]) > 2 for text in references] == [False, True, True, False, False]
     model.generation_config = transformers.GenerationConfig(
         repetition_penalty=3.0, no_repeat_ngram_size=1, min_p=0.9, eos_token_id=model.generation_config.eos_token_id
     )
-    assert continuations(trainer, 5) == (texts, references)
+    assert continuations(trainer, 6) == (texts, references)
 
 
 # ---- wrong input: (options that change a good training, what the message has to say) --------------------------------

@@ -11,7 +11,15 @@ from torch import nn
 from otloss_llm import MLE, EmbeddingCost, NumberCost, RatingCost
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import parse_objective
-from otloss_llm.training.batches import Targets, column_names, label_counts, last_rows, pad_rows, pop_targets
+from otloss_llm.training.batches import (
+    Targets,
+    column_names,
+    has_weights,
+    label_counts,
+    last_rows,
+    pad_rows,
+    pop_targets,
+)
 from otloss_llm.training.sample import cut_batch
 from otloss_llm.training.torchtitan import ObjectiveLoss
 from otloss_llm.training.trainer_cost import cost_for
@@ -154,6 +162,25 @@ def test_tokens_of_numpy_of_any_dtype(dtype: str) -> None:
     assert pop_targets({"labels": torch.zeros(1, 2, dtype=torch.int32)}, shift=True).labels.dtype == torch.int64
 
 
+def test_rows_tell_whether_they_have_weights() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [ROW, ROW]
+    for weighted in ({"a": [], "b": rows}, rows, datasets.Dataset.from_list(rows), torch.utils.data.Subset(rows, [1])):  # type: ignore[arg-type]
+        assert has_weights(weighted)
+    without: list[Any] = [{"input_ids": [1]}]
+    for plain in (
+        without,
+        torch.utils.data.Subset(without, [0]),
+        torch.utils.data.Subset(rows, []),
+        {},
+        None,
+        iter(rows),
+    ):  # type: ignore[arg-type]
+        assert not has_weights(plain)
+    with pytest.raises(ValueError, match="a row has id = 3, expected a list with an entry for each token"):
+        pad_rows([ROW | {"id": 3}])
+
+
 def test_labels_that_are_predicted_are_counted() -> None:
     """Not the first one of a row, nor of a sequence that it is packed of."""
     rows = [
@@ -161,7 +188,8 @@ def test_labels_that_are_predicted_are_counted() -> None:
         {"labels": [], "seq_lengths": []},
     ]  # fmt: skip
     table = pytest.importorskip("datasets").Dataset.from_list(rows)
-    for packed in (rows, table):
+    narrow = [{name: np.array(column, dtype=np.int16) for name, column in row.items()} for row in rows]
+    for packed in (rows, table, narrow):
         counts = label_counts(packed, 8, shifted=True)
         assert counts is not None
         assert counts.tolist() == [0, 2, 3, 0, 0, 0, 0, 0]
