@@ -119,10 +119,12 @@ def sft(path: Path, model: Any, objective: str, data: Any, **settings: Any) -> A
     tokenizer = train_bpe_tokenizer(["one"], 257)  # a token for each byte
     tokenizer.chat_template = TEMPLATE
     made = IterableDataset.from_generator(lambda: iter(data)) if settings.pop("stream", False) else None
+    evaluation = settings.pop("evaluation", None)
     own = {"max_steps": 1, "optim": "sgd", "bf16": False, "gradient_checkpointing": False} | settings
     return WithObjective(
         model=model, args=arguments(path, trl.SFTConfig, **own), processing_class=tokenizer,
         train_dataset=Dataset.from_list(data) if made is None else made, objective=objective,
+        eval_dataset=None if evaluation is None else Dataset.from_list(evaluation),
     )  # fmt: skip
 
 
@@ -188,3 +190,15 @@ def test_entropy_and_accuracy_are_means_over_tokens(tmp_path: Path, size: int) -
     for key, value in expected.items():
         found = [*logs(run, key), evaluated[f"eval_{key}"], predicted[f"test_{key}"]]
         assert found == pytest.approx(3 * [value], rel=1e-5), key
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_weights_of_an_evaluation_that_are_dropped_are_missed(tmp_path: Path) -> None:
+    """By packing as the rows are prepared, and by the collator in each batch."""
+    model = tiny_model("llama", vocab_size=257, max_position_embeddings=96)
+    data = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 4
+    weighted = [row | {"token_weight": [1.0, 1.0, 0.5, 0.5]} for row in data]
+    with pytest.raises(ValueError, match="eval_dataset has a column token_weight, which WithObjective drops"):
+        sft(tmp_path, model, "mle", data, evaluation=weighted, packing=True, max_length=8)
+    with pytest.raises(ValueError, match="the rows have a column token_weight, and the batch only"):
+        sft(tmp_path, model, "mle", data, evaluation=weighted).evaluate()
