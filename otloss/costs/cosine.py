@@ -22,8 +22,8 @@ class CosineCost(Cost):
 
     The diagonal is exactly 0 and no cost is negative. In float32 the absolute error of a cost is about 1e-7,
     which is 1 % of it for directions that are 0.005 radians apart: pass such rows in float64. A row of norm zero (a
-    padding row) has no direction: it costs 1 to every other row and 0 to itself, and receives no gradient. The graph
-    of `embedding` is kept.
+    padding row) has no direction: it costs 1 to every other row and 0 to itself, and receives no gradient; in
+    `PointCost` two zero rows cost 0. The graph of `embedding` is kept.
 
     Args:
         embedding: (V, d), finite, of any scale. float16 and bfloat16 rows are normalised, and their costs

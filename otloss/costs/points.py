@@ -458,14 +458,12 @@ class PointCost(Cost):
 
 
 def _directions(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the points at length one; those at the origin, which have no direction, get an axis of their own."""
-    unit_x, is_zero_x = unit_rows("x", x)
-    unit_y, is_zero_y = (unit_x, is_zero_x) if y is x else unit_rows("y", y)
-    if not (is_zero_x.any() or is_zero_y.any()):
-        return unit_x, unit_y
-    of_x = torch.cat([unit_x, is_zero_x.unsqueeze(-1).to(unit_x.dtype)], -1)
-    of_y = of_x if y is x else torch.cat([unit_y, is_zero_y.unsqueeze(-1).to(unit_y.dtype)], -1)
-    return of_x, of_y
+    """Return the points at length one; those at the origin, which have no direction, share an axis that is added."""
+    sides = [unit_rows("x", x)] if y is x else [unit_rows("x", x), unit_rows("y", y)]
+    units = [unit for unit, _ in sides]
+    if any(bool(is_zero.any()) for _, is_zero in sides):
+        units = [torch.cat([unit, is_zero.unsqueeze(-1).to(unit.dtype)], -1) for unit, is_zero in sides]
+    return units[0], units[-1]
 
 
 class _Matrices:

@@ -19,6 +19,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` for factors of at least one and two axes, with derivatives of every order."""
     if a.dim() == 1:
         return product(a.unsqueeze(0), b).squeeze(-2)
+    # Torch gives the jvp of a Function no outer tangents.
     if is_forward_in_forward() or not (needs_torch(a, b) or requires_gradient(a) or requires_gradient(b)):
         return _multiplied(a, b)
     if a.dim() > 2 and b.dim() == 2:  # the derivative of b is then one product, not one for each problem of the batch

@@ -134,13 +134,13 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
 
     def _linear_map(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Return the matrix A; by default features that are constant in the source keep their scale."""
-        matrix, varies = np.eye(source.shape[1]), _variance_above_rounding(source) > 0
-        if self.ridge is not None:
-            varies = np.ones_like(varies)
+        matrix = np.eye(source.shape[1])
+        varies = _variance_above_rounding(source) > 0 if self.ridge is None else np.ones(len(matrix), dtype=bool)
         if varies.any():
             source, target = source[:, varies], target[:, varies]
             covariances = self._covariance(source, target), self._covariance(target, source)
-            matrix[np.ix_(varies, varies)] = part = _affine(*covariances)
+            part = _affine(*covariances)
+            matrix[np.ix_(varies, varies)] = part
             _warn_of_dependent_features(part, *(np.sqrt(np.diag(each)) for each in covariances))
         return matrix
 

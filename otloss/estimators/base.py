@@ -255,7 +255,7 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
 
     Raises:
         ValueError: if weights are negative, not finite, all zero, or not one per row, or if a class weight
-            names an unknown label; a whole number beside others may be the label of a class without a row.
+            names an unknown label. Whole numbers that no row has are left out if all labels that have a row are named.
     """
     weights = read_weights(sample_weight, len(positions))
     _check_finite_sum("sample_weight", weights)

@@ -258,10 +258,10 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
     """Settings by the library's own names with each name turned into its first one, so that ours give way to them.
 
     Raises:
-        TypeError: if they are no dict of names, or constraints go by names of columns.
-        ValueError: if a constraint is of none of the columns, a name is one that the estimator sets itself, names a
-            setting twice, or is unknown to LightGBM (XGBoost warns of those), or if they ask for other rounds than
-            gradient boosting.
+        TypeError: if they are no dict of names, or constraints have another form, as by names of columns.
+        ValueError: if a constraint names a column that X does not have, a name is one that the estimator sets itself,
+            names a setting twice, or is unknown to LightGBM (XGBoost warns of those), or if they ask for other rounds
+            than gradient boosting.
     """
     parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
@@ -280,7 +280,7 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
         if first in CONSTRAINTS and value is not None:
             value = CONSTRAINTS[first](name, _parsed(value, is_nested=first == "interaction_constraints"), columns)
-            if library == "xgboost":  # which reads lists as names; LightGBM reads nothing else
+            if library == "xgboost":  # XGBoost reads lists as names of columns; LightGBM reads lists alone
                 value = tuple(value) if first == "monotone_constraints" else str(value)
         checked[first] = value
     kind = checked.get("boosting" if library == "lightgbm" else "booster")
@@ -300,11 +300,8 @@ def _parsed(constraints: Any, *, is_nested: bool) -> Any:
         read = literal_eval(f"[{constraints}]")
     except (ValueError, SyntaxError):
         return constraints
-    return (
-        read[0]
-        if len(read) == 1 and np.iterable(read[0]) and np.iterable(next(iter(read[0]), 0)) == is_nested
-        else read
-    )
+    is_whole = len(read) == 1 and np.iterable(read[0]) and np.iterable(next(iter(read[0]), 0)) == is_nested
+    return read[0] if is_whole else read
 
 
 def _signs(name: str, signs: Any, columns: int | None) -> list[int]:

@@ -146,9 +146,9 @@ class OrdinalDecomposition(OrdinalBase):
             return dict(process_routing(self, "fit", sample_weight=weights).estimator.fit)
         if not has_fit_parameter(self._binary(), "sample_weight"):
             raise ValueError(
-                f"sample_weight is given, and the fit of {type(self._binary()).__name__} takes none; leave it out, or "
-                "call sklearn.set_config(enable_metadata_routing=True), which is enough inside a BaggingClassifier, "
-                f"which gives weights of its own; for weights of yours in a pipeline also call {_REQUESTS}."
+                f"sample_weight is given, and the fit of {type(self._binary()).__name__} takes none; leave it out. In "
+                "a BaggingClassifier, which weights rows itself, call sklearn.set_config(enable_metadata_routing=True); "
+                f"for your own weights in a pipeline also call {_REQUESTS}."
             )
         return {"sample_weight": weights}
 

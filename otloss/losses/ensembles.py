@@ -28,6 +28,7 @@ from torch import Tensor
 from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_floating, check_last_axis
 from otloss._numba import may_run_on
 from otloss._public import public
+from otloss.solvers.histograms import over_largest
 
 
 @public
@@ -98,7 +99,7 @@ def _order(x: Tensor) -> Tensor:
 
 def _shares(weights: Tensor, order: Tensor) -> Tensor:
     """Return the weights of sum 1, in this order of the members."""
-    share = weights / weights.detach().amax(-1, keepdim=True)  # so that their sum does not overflow
+    share = over_largest(weights)
     share = share / share.sum(-1, keepdim=True)
     batch = broadcast_shape(share.shape, order.shape)
     return share.expand(batch).gather(-1, order.expand(batch))

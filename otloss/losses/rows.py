@@ -31,7 +31,7 @@ from otloss._checks import (
     numbers,
 )
 from otloss.losses.geometry import Geometry, GeometrySettings
-from otloss.solvers.histograms import MASS_TOLERANCE
+from otloss.solvers.histograms import MASS_TOLERANCE, over_largest
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Positions:
         """Return the weighted mean or sum of the values, or the weighted values at their positions and 0 elsewhere."""
         weight = self.weight
         if weight is not None and weight.numel() and self.reduction == "mean":
-            largest = weight.detach().amax()  # divided by it, their sum does not overflow
-            weight = weight / largest.masked_fill(largest == 0, 1.0)
+            weight = over_largest(weight)
         weighted = values if weight is None else values * weight
         if self.reduction == "none":
             if self.kept is not None:

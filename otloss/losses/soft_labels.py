@@ -111,7 +111,7 @@ def _log_factorials(classes: int) -> Any:
 
 
 def _rows_of_logs(logs: Any) -> Any:
-    """Return exp of each row but for a factor, which keeps rows of many classes within float64."""
+    """Return exp of each row, over its largest entry, so that rows of many classes stay within float64."""
     return np.exp(logs - logs.max(1, keepdims=True))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from otloss.metrics.rank_labels import Labels, plain_labels
+from otloss.metrics.rank_labels import Labels, categories_of, plain_labels, shown
 
 _ROWS = (0, -2)  # the axis of rows
 
@@ -41,6 +41,13 @@ class Distribution(np.ndarray):
     def __new__(cls, table: ArrayLike, *, labels: ArrayLike) -> Distribution:
         new = np.asarray(table).view(cls)
         new.labels = plain_labels("labels", labels)
+        own = categories_of(labels)
+        order = [] if own is None else [label for label in own if label in new.labels.tolist()]
+        if order and order != new.labels.tolist():
+            raise ValueError(
+                f"labels is {shown(new.labels)}, and their Categorical has the order {order}; expected labels in rank "
+                "order, with the columns of the table."
+            )
         if new.ndim != 2 or new.shape[1] != new.labels.size:
             raise ValueError(
                 f"table has shape {new.shape} and there are {new.labels.size} labels; expected (n, K) with K labels."

@@ -164,14 +164,15 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
 
 
 def categories_of(target: Any) -> Any:
-    """Return the categories of an ordered pandas Categorical or a polars Enum, lowest first; None of anything else."""
-    return ordered_categories(getattr(_as_column(target), "dtype", None))
+    """Return the categories of an ordered Categorical or a polars Enum, or of its dtype, lowest first; else None."""
+    column = _as_column(target)
+    return ordered_categories(getattr(column, "dtype", column))
 
 
 def in_own_order(labels: Any) -> Any:
-    """Return labels as they are, and the categories in place of an ordered dtype, or of labels of one in any order."""
-    own = [order for order in (categories_of(labels), ordered_categories(labels)) if order is not None]
-    return own[0] if own else labels
+    """Return the categories of labels of an ordered Categorical, or of its dtype, lowest first; others as they are."""
+    own = categories_of(labels)
+    return labels if own is None else own
 
 
 def ordered_categories(dtype: Any) -> Any:

@@ -27,7 +27,7 @@ def axes_to_draw_on(ax: Axes | None) -> Axes:
 
 
 def names_of(labels: np.ndarray) -> list[str]:
-    """Return labels as text, floats in six digits; two dollar signs begin no formula of matplotlib."""
+    """Return labels as text, floats in six digits; dollar signs are escaped, so that matplotlib reads no formula."""
     names = (f"{label:.6g}" if isinstance(label, float) else str(label) for label in labels.tolist())
     return [name.replace("$", r"\$") for name in names]
 

@@ -207,6 +207,12 @@ def _check_flat(p: Any, q: Any, cost: Any) -> None:
                 )
 
 
+def over_largest(weights: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    """Return the weights over the largest of each row, so that their sum does not overflow."""
+    largest = weights.detach().amax(-1, keepdim=True)
+    return weights / largest.masked_fill(largest == 0, 1.0)
+
+
 def centre_gradient(weights: Float[Tensor, "*batch bins"], *, has_light_bins: bool) -> Float[Tensor, "*batch bins"]:
     """Return `weights` unchanged; its gradient loses its mean over the bins, or `centre_of` where bins are light."""
     if needs_torch(weights):

@@ -132,7 +132,7 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
     tokenizer.padding_side = "left"
     torch.manual_seed(trainer.args.seed)
     ids = {"eos_token_id": model.generation_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    # In place of the model's own, whose penalties and cuts are of another distribution and join any that is passed.
+    # The model's own settings may penalise or cut tokens, and `generate` adds them to settings that are passed.
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     size = trainer.args.per_device_eval_batch_size

@@ -241,7 +241,7 @@ def check_rows(rows: Any, *, text_field: str, answers: bool = False) -> None:
                 text = "" if name == "messages" else "text or "
                 fix = "drop or correct such rows (dataset.filter)"
                 if isinstance(row[name], int | float):  # a column of numbers in a CSV file is read as numbers
-                    fix = "write numbers in quotes, in a .jsonl file"
+                    fix = "write such values in quotes, in a .jsonl file"
                 raise ValueError(
                     f"{name} of row {i} is {repr(row[name])[:60]}, expected {text}a list of messages with role and "
                     f"content; {fix}."

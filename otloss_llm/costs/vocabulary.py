@@ -56,7 +56,7 @@ class FewColumns:
     Attributes:
         columns: the few, distinct ids of the vocabulary.
         costs: of each kind in these columns.
-        costs_elsewhere: of each kind in all other columns, also of the label if it is one of them.
+        costs_elsewhere: the cost of each kind in all other columns, also of the label if it is one of them.
         which: the kind of each token.
     """
 

@@ -165,7 +165,7 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
         fill = IGNORE_INDEX if key in ("labels", "shift_labels") else 0
         values = [item[key] for item in masked]
         columns = [_as_int64(one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu")) for one in values]
-        # Of all rows: one may have weights 1 and 2, and another 0.5. A row without tokens has no dtype.
+        # The dtype of all rows: one may have weights 1 and 2, and another 0.5. A row without tokens has none.
         dtypes = [column.dtype for column in columns if column.numel()] or [torch.int64]
         dtype = reduce(torch.promote_types, dtypes)
         return nn.utils.rnn.pad_sequence([column.to(dtype) for column in columns], batch_first=True, padding_value=fill)
@@ -214,7 +214,7 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
 
     Args:
         rows: a `datasets.Dataset` or a list of rows.
-        shifted: whether the first label of each row is not predicted, and of each sequence that a row is packed of.
+        shifted: whether the first label of each row, and of each sequence that is packed in it, is not predicted.
     """
     names = column_names(rows)
     if "labels" not in names or not hasattr(rows, "__len__"):

@@ -104,6 +104,8 @@ def test_likelihood_and_standard_errors_are_those_of_statsmodels(link: str) -> N
         np.testing.assert_allclose((summary.aic, summary.bic), (984.7383815512487, 1009.286240843715))
         np.testing.assert_allclose(summary.p_values[1], 0.00032, atol=2e-6)
         np.testing.assert_allclose(summary.interval()[0], [1.292, 2.245], atol=1e-3)
+        with pytest.raises(ValueError, match="level is 95, expected a share between 0 and 1"):
+            summary.interval(95)
         assert "1 | 2        -0.1039     0.1147" in str(summary)
 
 

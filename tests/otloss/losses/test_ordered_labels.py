@@ -1,11 +1,13 @@
 """Soft labels and threshold losses: the numbers of dlordinal and coral-pytorch, definitions, errors."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from otloss.losses import cumulative_log_probabilities, soft_labels, threshold_loss
+from otloss.losses import cumulative_log_probabilities, ordinal_loss, soft_labels, threshold_loss
 from tests.errors import raising
 
 KINDS = ("triangular", "binomial", "beta", "poisson")
@@ -70,6 +72,24 @@ def test_logits_far_from_0_keep_the_digits_of_their_differences(kind: str) -> No
     values = [threshold_loss(t, target, kind=kind, reduction="none") for t in (near, far)]
     torch.testing.assert_close(*values)
     torch.testing.assert_close(*(torch.autograd.grad(v.sum(), t)[0] for v, t in zip(values, (near, far), strict=True)))
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e38, 3e38])
+def test_only_the_ratios_of_weights_count_whatever_their_sum(size: float) -> None:
+    logits, target, weights = torch.arange(20.0).reshape(5, 4).cos(), torch.arange(5) % 4, torch.full((5,), size)
+    for loss in (ordinal_loss, threshold_loss):
+        torch.testing.assert_close(loss(logits, target, sample_weight=weights), loss(logits, target))
+
+
+def test_threshold_losses_at_large_log_odds_and_periods_in_float64() -> None:
+    """Softplus is linear from 20 on; a period that float32 does not have."""
+    logits = torch.tensor([[20.9, 0.0]], dtype=torch.float64)
+    value = threshold_loss(logits, torch.tensor([0]))
+    assert value.item() == pytest.approx(math.log1p(math.exp(-20.9)), rel=1e-12)
+    period = 6.504132041351429
+    far = torch.tensor([[0.0, 0, 0, 0, 0, 900]], dtype=torch.float64)
+    value = ordinal_loss(far, torch.tensor([0]), circular=True, period=period, power=1)
+    assert value.item() == pytest.approx(period - 5, rel=1e-12)
 
 
 GRADES = torch.tensor([0, 3])

@@ -353,3 +353,6 @@ def test_labels_of_an_ordered_categorical_have_its_order() -> None:
         assert metrics.ordinal_mae(y, predicted, labels=labels) == expected
         model = OrdinalClassifier(categories=labels).fit(np.eye(4), y)
         assert model.categories_.tolist() == order
+    assert metrics.Distribution(np.eye(3), labels=y.cat.categories).labels.tolist() == order
+    with pytest.raises(ValueError, match="their Categorical has the order"):
+        metrics.Distribution(np.eye(3), labels=y.unique())
