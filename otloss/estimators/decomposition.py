@@ -147,7 +147,7 @@ class OrdinalDecomposition(OrdinalBase):
         if not has_fit_parameter(self._binary(), "sample_weight"):
             raise ValueError(
                 f"sample_weight is given, and the fit of {type(self._binary()).__name__} takes none; leave it out. In "
-                "a BaggingClassifier, which weights rows itself, call sklearn.set_config(enable_metadata_routing=True); "
+                "a BaggingClassifier, with weights of its own, call sklearn.set_config(enable_metadata_routing=True); "
                 f"for your own weights in a pipeline also call {_REQUESTS}."
             )
         return {"sample_weight": weights}
