@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 from transformers import default_data_collator
 
 from otloss_llm.losses.positions import IGNORE_INDEX
@@ -127,14 +128,14 @@ def column_names(rows: Any) -> tuple[str, ...]:
 def has_weights(rows: Any) -> bool:
     """Whether a data set, or one among several by name, has the column of weights.
 
-    One that names no columns is asked for its first row.
+    A map of torch's, such as a `Subset`, names no columns, and is asked for its first row.
     """
     if isinstance(rows, dict):
         return any(map(has_weights, rows.values()))
     names = column_names(rows)
-    if names or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
+    if names or not isinstance(rows, Dataset) or isinstance(rows, IterableDataset):
         return TOKEN_WEIGHT in names
-    return len(rows) > 0 and isinstance(rows[0], Mapping) and TOKEN_WEIGHT in rows[0]
+    return len(rows) > 0 and isinstance(rows[0], Mapping) and TOKEN_WEIGHT in rows[0]  # type: ignore[arg-type]
 
 
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:

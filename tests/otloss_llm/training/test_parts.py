@@ -1,5 +1,6 @@
 """The parts of the trainer, without one: labels of a batch, means over tokens, settings of the loss, the cost."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +163,16 @@ def test_tokens_of_numpy_of_any_dtype(dtype: str) -> None:
     assert pop_targets({"labels": torch.zeros(1, 2, dtype=torch.int32)}, shift=True).labels.dtype == torch.int64
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A stream with a length; it inherits a `__getitem__` that raises."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([ROW, ROW])
+
+
 def test_rows_tell_whether_they_have_weights() -> None:
     datasets = pytest.importorskip("datasets")
     rows = [ROW, ROW]
@@ -177,6 +188,7 @@ def test_rows_tell_whether_they_have_weights() -> None:
         iter(rows),
     ):  # type: ignore[arg-type]
         assert not has_weights(plain)
+    assert not has_weights(Stream())
     with pytest.raises(ValueError, match="a row has id = 3, expected a list with an entry for each token"):
         pad_rows([ROW | {"id": 3}])
 
