@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otloss._checks import called, has_tangent, raise_inside_vmap, requires_gradient
-
-_KINDS = torch._C._functorch.TransformType
+from otloss._checks import TRANSFORMS, called, has_tangent, raise_inside_vmap, requires_gradient, transform_kinds
 
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
@@ -32,19 +30,12 @@ def check_no_tangent(advice: str, *inputs: Tensor) -> None:
         raise NotImplementedError(f"{called()} has no derivative in forward mode here; {advice}")
 
 
-def transform_kinds() -> list[Any]:
-    """Return the kinds of the active transforms of torch.func, the outermost first."""
-    if not torch._C._are_functorch_transforms_active():
-        return []
-    return [level.key() for level in torch._C._functorch.get_interpreter_stack()]
-
-
 def is_forward_in_forward() -> bool:
     """Whether forward mode of torch.func is inside forward mode, as jacfwd of jacfwd.
 
     Torch gives the `jvp` of a Function saved tensors without their outer tangents: the derivative would lack a part.
     """
-    return transform_kinds().count(_KINDS.Jvp) > 1
+    return transform_kinds().count(TRANSFORMS.Jvp) > 1
 
 
 def check_no_forward_in_forward() -> None:
@@ -59,10 +50,10 @@ def check_no_forward_in_forward() -> None:
 def check_first_derivative(*inputs: Tensor) -> None:
     """Raise NotImplementedError for forward mode of torch.func inside another derivative: only the first is given."""
     kinds = transform_kinds()
-    if _KINDS.Jvp not in kinds:
+    if TRANSFORMS.Jvp not in kinds:
         return
     is_recorded = torch.is_grad_enabled() and any(map(requires_gradient, inputs))
-    if is_recorded or kinds.count(_KINDS.Jvp) + kinds.count(_KINDS.Grad) > 1:
+    if is_recorded or kinds.count(TRANSFORMS.Jvp) + kinds.count(TRANSFORMS.Grad) > 1:
         raise NotImplementedError(
             f"{called()} gives first derivatives only, and forward mode (jvp, jacfwd) is inside another derivative, or "
             "an argument requires a gradient; detach the arguments."
@@ -75,7 +66,7 @@ _ADVICE = "Call torch.autograd.grad, or in forward mode use torch.autograd.forwa
 def check_no_transform(advice: str = _ADVICE) -> None:
     """Raise NotImplementedError inside transforms of `torch.func`, whose tensors do not let their numbers be read."""
     if kinds := transform_kinds():
-        if _KINDS.Vmap in kinds:
+        if TRANSFORMS.Vmap in kinds:
             raise_inside_vmap()
         raise NotImplementedError(
             f"{called()} does not work inside transforms of torch.func (grad, jvp, ...) with these arguments: "

@@ -17,6 +17,7 @@ REDUCTIONS = ("mean", "sum", "none")
 _NUMBERS = (int, float, np.integer, np.floating)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TRANSFORMS = torch._C._functorch.TransformType
 _OF_DECORATORS = ("otloss._per_example", "otloss._public", "otloss._uncompiled")
 
 
@@ -36,9 +37,15 @@ def check_not_batched(tensor: Tensor) -> None:
         raise_inside_vmap()
 
 
+def transform_kinds() -> list[Any]:
+    """Return the kinds of the active transforms of torch.func, the outermost first."""
+    if not torch._C._are_functorch_transforms_active():
+        return []
+    return [level.key() for level in torch._C._functorch.get_interpreter_stack()]
+
+
 def raise_inside_vmap() -> NoReturn:
-    functorch = torch._C._functorch
-    if any(level.key() == functorch.TransformType.Jvp for level in functorch.get_interpreter_stack()):
+    if TRANSFORMS.Jvp in transform_kinds():
         raise NotImplementedError(
             f"{called()} has no derivative in forward mode inside torch.vmap, which jacfwd and hessian of torch.func "
             "take; use torch.func.jacrev, or pass the batch itself in one call and differentiate by "

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from otloss._checks import requires_gradient
+from otloss._checks import TRANSFORMS, requires_gradient, transform_kinds
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -65,11 +65,11 @@ def _tensors(arguments: dict[str, Any], axes: dict[str, int | tuple[int, int]]) 
 def _is_below(
     arguments: dict[str, Any], tensors: dict[Place, Tensor], is_traced: Callable[[dict[str, Any]], bool]
 ) -> bool:
-    functorch = torch._C._functorch
-    kinds, stack = functorch.TransformType, {level.key() for level in functorch.get_interpreter_stack()}
-    if kinds.Jvp in stack or not any(functorch.is_functorch_wrapped_tensor(t) for t in tensors.values()):
+    kinds = transform_kinds()
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if TRANSFORMS.Jvp in kinds or not any(is_wrapped(t) for t in tensors.values()):
         return False
-    return kinds.Vmap in stack or (kinds.Grad in stack and not is_traced(arguments))
+    return TRANSFORMS.Vmap in kinds or (TRANSFORMS.Grad in kinds and not is_traced(arguments))
 
 
 def _call_below(

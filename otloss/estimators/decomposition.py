@@ -125,15 +125,7 @@ class OrdinalDecomposition(OrdinalBase):
                 self.estimators_.append(constant.fit(np.zeros((2, 1)), [0, 1]))
             else:
                 self.estimators_.append(clone(self._binary()).fit(X, above, **weighted))
-                self._check_probabilities(self.estimators_[-1])
-
-    def _check_probabilities(self, binary: Any) -> None:
-        """Raise TypeError for a classifier without them; an ensemble may have them only once it is fitted."""
-        if not hasattr(binary, "predict_proba"):
-            raise TypeError(
-                f"estimator is a {type(binary).__name__} without predict_proba, expected a classifier with "
-                "probabilities; wrap it in sklearn.calibration.CalibratedClassifierCV."
-            )
+                _check_probabilities(self.estimators_[-1])
 
     def _routed(self, weights: np.ndarray) -> dict[str, Any]:
         """Return the keywords that hand weights to the fit of `estimator`."""
@@ -164,3 +156,12 @@ class OrdinalDecomposition(OrdinalBase):
         Trees and neighbours vote 0 for a class, and the logarithm of next to nothing would decide a calibration.
         """
         return np.log(np.maximum(self.predict_proba(X), SMALLEST_CALIBRATED))
+
+
+def _check_probabilities(fitted: Any) -> None:
+    """Raise TypeError for a classifier without them; an ensemble may have them only once it is fitted."""
+    if not hasattr(fitted, "predict_proba"):
+        raise TypeError(
+            f"estimator is a {type(fitted).__name__} without predict_proba, expected a classifier with "
+            "probabilities; wrap it in sklearn.calibration.CalibratedClassifierCV."
+        )

@@ -127,19 +127,19 @@ def cloud_loss(
         balanced = Settings(marginal_penalty=marginal_penalty).marginal_penalty is None
         check_masses(one.weights, other.weights, ("a", "b"), balanced=balanced, hint=hint)
 
-    def distances(one: _Cloud, other: _Cloud, epsilon: Any, marginal_penalty: Any) -> Tensor:
+    def distances(cloud_x: _Cloud, cloud_y: _Cloud, epsilon: Any, marginal_penalty: Any) -> Tensor:
         if kind == "sliced":
             return sliced_wasserstein(
-                one.points, other.points, one.weights, other.weights, order=_ORDER[str(metric)],
+                cloud_x.points, cloud_y.points, cloud_x.weights, cloud_y.weights, order=_ORDER[str(metric)],
                 projections=128 if projections is None else projections, generator=generator,
             )  # fmt: skip
-        cost = PointCost(one.points, other.points, metric=metric)
+        cost = PointCost(cloud_x.points, cloud_y.points, metric=metric)
         if kind == "emd":
-            return emd(one.weights, other.weights, cost)
+            return emd(cloud_x.weights, cloud_y.weights, cost)
         options: dict[str, Any] = {"marginal_penalty": marginal_penalty, "tolerance": tolerance, "impl": impl}
         if epsilon is not None:
-            return sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
-        return _at_width(one, other, cost, blur, options)
+            return sinkhorn_divergence(cloud_x.weights, cloud_y.weights, cost, epsilon=epsilon, **options)
+        return _at_width(cloud_x, cloud_y, cost, blur, options)
 
     is_filled = one.filled & other.filled
     if bool(is_filled.all()):

@@ -41,9 +41,9 @@ class Distribution(np.ndarray):
     def __new__(cls, table: ArrayLike, *, labels: ArrayLike) -> Distribution:
         new = np.asarray(table).view(cls)
         new.labels = plain_labels("labels", labels)
-        own = categories_of(labels)
-        order = [] if own is None else [label for label in own if label in new.labels.tolist()]
-        if order and order != new.labels.tolist():
+        own, names = categories_of(labels), new.labels.tolist()
+        order = names if own is None else [label for label in own if label in names]
+        if order != names:
             raise ValueError(
                 f"labels is {shown(new.labels)}, and their Categorical has the order {order}; expected labels in rank "
                 "order, with the columns of the table."

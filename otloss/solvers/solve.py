@@ -192,8 +192,8 @@ def sinkhorn(
             1e8 times the largest cost stands for the plans of larger epsilons: all equal p q^T / mass to rounding.
         mass: the amount that is moved, as for `emd`; None for all. The KL then also counts what stays: see
             `otloss.solvers.reductions.partial_mass`.
-        epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C, with those of bins
-            without mass: the padding of ragged batches changes it.
+        epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C. Bins without
+            mass count: the padding of ragged batches changes it.
         marginal_penalty: (rho_p, rho_q), the prices of mass that appears or vanishes on either side, in the unit of the
             cost: adds `rho_p KL(P 1 | p) + rho_q KL(P^T 1 | q)` in place of the marginal constraints. Each is a number,
             one per problem (...), or None for a side that is kept exactly; a single one is for both sides. All three KL

@@ -135,7 +135,8 @@ def has_weights(rows: Any) -> bool:
     names = column_names(rows)
     if names or not isinstance(rows, Dataset) or isinstance(rows, IterableDataset):
         return TOKEN_WEIGHT in names
-    return len(rows) > 0 and isinstance(rows[0], Mapping) and TOKEN_WEIGHT in rows[0]  # type: ignore[arg-type]
+    first = rows[0] if len(rows) else None  # type: ignore[arg-type]
+    return isinstance(first, Mapping) and TOKEN_WEIGHT in first
 
 
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
