@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 from transformers import default_data_collator
 
 from otloss_llm.losses.positions import IGNORE_INDEX
@@ -99,13 +98,15 @@ def last_rows(targets: Targets, position_ids: Tensor, rows: Any, count: int) -> 
     return targets._replace(labels=targets.labels.masked_fill(positions >= starts[-1], IGNORE_INDEX))
 
 
-def check_weights_kept(inputs: dict[str, Any]) -> None:
-    """Raise ValueError if a batch of weighted rows has lost its weights."""
-    if TOKEN_WEIGHT not in inputs:
+def collate_weights(collator: Callable[[Any], Any], items: Sequence[Any]) -> Any:
+    """Return the collator's batch of these rows; raises ValueError if they have weights and the batch has not."""
+    batch = collator(items)
+    if any(isinstance(item, Mapping) and TOKEN_WEIGHT in item for item in items) and TOKEN_WEIGHT not in batch:
         raise ValueError(
-            f"the rows have a column {TOKEN_WEIGHT}, and the batch only {sorted(inputs)}; use a collator "
+            f"the rows have a column {TOKEN_WEIGHT}, and the batch only {sorted(batch)}; use a collator "
             "that keeps and pads it, or remove the column."
         )
+    return batch
 
 
 def check_labelled(labels: float, what: str) -> None:
@@ -128,15 +129,13 @@ def column_names(rows: Any) -> tuple[str, ...]:
 def has_weights(rows: Any) -> bool:
     """Whether a data set, or one among several by name, has the column of weights.
 
-    A map of torch's, such as a `Subset`, names no columns, and is asked for its first row.
+    A stream of the library datasets that names no columns is asked for its first row.
     """
     if isinstance(rows, dict):
         return any(map(has_weights, rows.values()))
-    names = column_names(rows)
-    if names or not isinstance(rows, Dataset) or isinstance(rows, IterableDataset):
-        return TOKEN_WEIGHT in names
-    first = rows[0] if len(rows) else None  # type: ignore[arg-type]
-    return isinstance(first, Mapping) and TOKEN_WEIGHT in first
+    if getattr(rows, "column_names", ()) is None:
+        return TOKEN_WEIGHT in next(iter(rows), ())
+    return TOKEN_WEIGHT in column_names(rows)
 
 
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:

@@ -24,8 +24,8 @@ from otloss_llm.training.batches import (
     Targets,
     check_labelled,
     check_rows_tokenised,
-    check_weights_kept,
     collate_tokens,
+    collate_weights,
     has_weights,
     is_flattened,
     last_rows,
@@ -122,6 +122,7 @@ class ObjectiveMixin:
     accelerator: Any
     compute_loss_func: Any
     compute_metrics: Any
+    data_collator: Any
     processing_class: Any
     train_dataset: Any
     eval_dataset: Any
@@ -155,15 +156,14 @@ class ObjectiveMixin:
             arguments = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         except TypeError as error:  # which names no function
             raise TypeError(f"{type(self).__name__} {error}; {foreign_argument(kwargs)}") from error
-        weighted = has_weights(arguments.get("train_dataset"))  # TRL may drop the column
-        evaluates_weighted = has_weights(arguments.get("eval_dataset"))
         super().__init__(*args, **kwargs)
-        if evaluates_weighted and not has_weights(self.eval_dataset):
-            raise ValueError(
-                f"eval_dataset has a column {TOKEN_WEIGHT}, which {type(self).__name__} drops as it prepares the rows, "
-                "as by packing; leave that out, or remove the column."
-            )
-        self._weighted, self._evaluates_weighted = weighted or has_weights(self.train_dataset), False
+        for name in ("train_dataset", "eval_dataset"):
+            rows, prepared = arguments.get(name), getattr(self, name)
+            if prepared is not rows and has_weights(rows) and not has_weights(prepared):
+                raise ValueError(
+                    f"{name} has a column {TOKEN_WEIGHT}, which {type(self).__name__} drops as it prepares the rows, "
+                    "as by packing; leave that out, or remove the column."
+                )
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
         check_loss_settings(self.args, self.compute_loss_func, self.objective)
@@ -251,8 +251,6 @@ class ObjectiveMixin:
 
     def _inputs_and_targets(self, model: nn.Module, batch: dict[str, Any]) -> tuple[dict[str, Any], Targets]:
         """Return what the model gets of a batch, and what is scored; examines the model that has not been yet."""
-        if self._weighted if model.training else self._evaluates_weighted:
-            check_weights_kept(batch)
         shifted_by_user = "shift_labels" in batch
         targets = pop_targets(batch, shift=not self._encoder_decoder)
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
@@ -329,6 +327,15 @@ class ObjectiveMixin:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]  # the trainer's
         if TOKEN_WEIGHT not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, TOKEN_WEIGHT]
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's batches, whose collator has to keep the weights of tokens."""
+        collator = self.data_collator
+        self.data_collator = functools.partial(collate_weights, collator)
+        try:
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]  # the trainer's
+        finally:
+            self.data_collator = collator
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The batches of one optimizer step, and the number of *predicted* tokens in them over all processes."""
@@ -439,7 +446,7 @@ class ObjectiveMixin:
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
-        self._eval_sums, self._evaluates_weighted = None, has_weights(getattr(dataloader, "dataset", None))
+        self._eval_sums = None
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
             output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
                 dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs

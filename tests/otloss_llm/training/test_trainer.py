@@ -120,10 +120,41 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
     made.data_collator = lambda batch: pad_rows(batch) | {"token_weight": torch.ones(len(batch))}
     with pytest.raises(ValueError, match=r"token_weight of the batch has shape \(2,\), the labels \(2, .*each token"):
         made.train()
-    made.data_collator = lambda batch: {key: pad_rows(batch)[key] for key in ("input_ids", "labels")}
-    with pytest.raises(ValueError, match="the rows have a column token_weight, and the batch only"):
-        made.evaluate(weighted)
-    made.evaluate(ignored)
+
+
+@pytest.mark.parametrize("kind", ["list", "Dataset", "Subset", "Stream", "generator"])
+def test_weights_that_a_collator_drops_are_missed(tmp_path: Path, kind: str) -> None:
+    """Also of rows that name no columns: a part of a data set, streams."""
+    datasets = pytest.importorskip("datasets")
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, data: list[dict[str, Any]]) -> None:
+            self.data = data
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter(self.data)
+
+    plain = rows(8)
+    weighted = [row | {"token_weight": [1.0] * len(row["labels"])} for row in plain]
+    make = {
+        "list": list, "Dataset": datasets.Dataset.from_list, "Stream": Stream,
+        "Subset": lambda data: torch.utils.data.Subset(data, range(len(data))),
+        "generator": lambda data: datasets.IterableDataset.from_generator(lambda: iter(data)),
+    }[kind]  # fmt: skip
+    settings: dict[str, Any] = {
+        "cost": None, "data_collator": lambda batch: {key: pad_rows(batch)[key] for key in ("input_ids", "labels")}
+    }  # fmt: skip
+    model = tiny_model("llama")
+    for train in (plain, weighted):
+        made = trainer(tmp_path, model, objective="mle", train_dataset=make(train), max_steps=1, **settings)
+        if train is weighted:
+            with pytest.raises(ValueError, match="the rows have a column token_weight, and the batch only"):
+                made.train()
+        else:
+            made.train()
+        made.evaluate(make(plain))
+        with pytest.raises(ValueError, match="the rows have a column token_weight, and the batch only"):
+            made.evaluate(make(weighted))
 
 
 def test_rows_of_unequal_lengths_are_padded(tmp_path: Path) -> None:

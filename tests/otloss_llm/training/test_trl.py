@@ -193,12 +193,17 @@ def test_entropy_and_accuracy_are_means_over_tokens(tmp_path: Path, size: int) -
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-def test_weights_of_an_evaluation_that_are_dropped_are_missed(tmp_path: Path) -> None:
+def test_weights_that_are_dropped_are_missed(tmp_path: Path) -> None:
     """By packing as the rows are prepared, and by the collator in each batch."""
     model = tiny_model("llama", vocab_size=257, max_position_embeddings=96)
     data = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 4
     weighted = [row | {"token_weight": [1.0, 1.0, 0.5, 0.5]} for row in data]
+    settings: dict[str, Any] = {"packing": True, "max_length": 8}
     with pytest.raises(ValueError, match="eval_dataset has a column token_weight, which WithObjective drops"):
-        sft(tmp_path, model, "mle", data, evaluation=weighted, packing=True, max_length=8)
+        sft(tmp_path, model, "mle", data, evaluation=weighted, **settings)
+    with pytest.raises(ValueError, match="train_dataset has a column token_weight, which WithObjective drops"):
+        sft(tmp_path, model, "mle", weighted, **settings)
+    with pytest.raises(ValueError, match="train_dataset has a column token_weight, which WithObjective drops"):
+        sft(tmp_path, model, "mle", weighted, stream=True, **settings)
     with pytest.raises(ValueError, match="the rows have a column token_weight, and the batch only"):
         sft(tmp_path, model, "mle", data, evaluation=weighted).evaluate()
