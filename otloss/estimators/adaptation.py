@@ -33,6 +33,7 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from otloss._checks import check_positive
 from otloss.costs import PointCost
+from otloss.estimators.base import unchanged_on_error
 from otloss.estimators.features import reading_features
 from otloss.solvers.solve import solve
 
@@ -59,7 +60,8 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
     Attributes:
         matrix_, offset_: (d, d) and (d,), of "linear": x @ matrix_ + offset_.
         samples_, mapped_: (k, d), of "barycentric" without epsilon: the distinct samples of `fit` and where they move.
-        targets_, potential_: (m, d) and (m,), with epsilon: the samples of the target and their potential g.
+        targets_, potential_, epsilon_: (m, d), (m,) and a number, with epsilon: the samples of the target, their
+            potential g, and the epsilon of `fit`.
         n_features_in_: d.
 
     Example:
@@ -88,6 +90,12 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             ValueError: if a setting is not valid, samples are not finite or differ in their number of features, or two
                 data frames have other columns.
         """
+        with unchanged_on_error(self):
+            return self._fit(X, target)
+
+    def _fit(self, X: ArrayLike, target: ArrayLike) -> Self:
+        for attribute in [name for name in vars(self) if name.endswith("_")]:  # those of another method tell the map
+            delattr(self, attribute)
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}, expected one of {METHODS}.")
         if self.ridge is not None:
@@ -112,6 +120,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             self.samples_, self.mapped_ = samples, (transport.apply(z) / p).numpy()
         else:
             self.targets_, self.potential_ = other, transport.potentials[1].numpy()
+            self.epsilon_ = float(self.epsilon)
         return self
 
     def transform(self, X: ArrayLike) -> np.ndarray:
@@ -124,10 +133,10 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         check_is_fitted(self)
         with reading_features(X, _ADVICE):
             points: np.ndarray = validate_data(self, X, dtype=np.float64, reset=False)
-        if self.method == "linear":
+        if hasattr(self, "matrix_"):
             return np.asarray(points @ self.matrix_ + self.offset_)
-        if self.epsilon is not None:
-            scores = (self.potential_ - cdist(points, self.targets_, "sqeuclidean")) / self.epsilon
+        if hasattr(self, "potential_"):
+            scores = (self.potential_ - cdist(points, self.targets_, "sqeuclidean")) / self.epsilon_
             return np.asarray(softmax(scores, 1) @ self.targets_)
         _, nearest = cKDTree(self.samples_).query(points)
         return np.asarray(points + (self.mapped_ - self.samples_)[nearest])
@@ -182,7 +191,7 @@ def _warn_of_dependent_features(matrix: np.ndarray, source: np.ndarray, target: 
             f"X has features that depend on each other, or fewer samples than features, and the target does not: a "
             f"new sample with other such features can move by {largest:.1g} standard deviations. Give a larger ridge, "
             "for example 0.1 of the variances, or leave features out.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -92,6 +92,7 @@ def test_joint_loss_is_that_of_pot_on_a_loop() -> None:
 @pytest.mark.parametrize("method", ["linear", "barycentric"])
 def test_columns_of_the_target_are_those_of_the_source(method: str) -> None:
     pd = pytest.importorskip("pandas")
+    pd = pytest.importorskip("pandas")
     source, target = (pd.DataFrame(samples, columns=list("abc")) for samples in (SOURCE, TARGET))
     model = TransportAdapter(method)
     expected = clone(model).fit(SOURCE, target=TARGET).transform(NEW)
@@ -166,3 +167,21 @@ def test_equal_samples_move_to_the_mean_of_their_mass() -> None:
     pieces = np.split(np.sort(target[:, 0]), np.cumsum(np.bincount(X[:, 0].astype(int)))[:-1])
     expected = [pieces[int(value)].mean() for value in X[:, 0]]
     np.testing.assert_allclose(moved[:, 0], expected, atol=1e-9)
+
+
+def test_the_map_is_that_of_the_last_fit_that_succeeded() -> None:
+    """Whatever settings were set after it, or failed in a fit since."""
+    draw = np.random.default_rng(5)
+    pd = pytest.importorskip("pandas")
+    source, target = (pd.DataFrame(draw.normal(size=(20, 2)), columns=["a", "b"]) for _ in range(2))
+    settings = [{"method": "linear"}, {"method": "barycentric"}, {"method": "barycentric", "epsilon": 0.5}]
+    adapter = TransportAdapter()
+    for own in settings:
+        adapter.set_params(**{"epsilon": None} | own).fit(source, target=target)
+        moved = adapter.transform(source)
+        np.testing.assert_array_equal(moved, TransportAdapter(**own).fit(source, target=target).transform(source))
+        with pytest.raises(ValueError, match=r"target has the columns \['a', 'b'\]"):
+            adapter.fit(source[["b", "a"]], target=target)
+        for other in [*settings, {"method": "barycentric", "epsilon": 0.01}]:
+            adapter.set_params(**{"epsilon": None} | other)
+            np.testing.assert_array_equal(adapter.transform(source), moved)
