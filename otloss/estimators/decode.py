@@ -14,7 +14,7 @@ RULES = ("argmax", "median", "mean", "cost")
 def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.ndarray | None = None) -> np.ndarray:
     """Return positions (n,) for rows of `distribution` (n, m), by class values (m,) or cost[true, predicted] (m, m).
 
-    Ties go to the lower position.
+    Ties go to the lower position. Raises ValueError for "cost" without one.
 
     >>> decode(np.array([[0.45, 0.15, 0.4]]), "median", values=np.arange(3.0))
     array([1])
@@ -26,5 +26,6 @@ def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.
         return (distribution.cumsum(1) >= 0.5 - 1e-12).argmax(1)
     if rule == "mean":
         return np.abs((distribution @ values)[:, None] - values).argmin(1)
-    assert cost is not None, rule
+    if cost is None:
+        raise ValueError("decode is 'cost' and the fit had no cost matrix; fit again with cost=, or decode otherwise.")
     return (distribution @ cost).argmin(1)

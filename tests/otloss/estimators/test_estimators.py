@@ -576,6 +576,14 @@ def test_searches_set_parameters_and_those_of_another_class_are_named() -> None:
         GridSearchCV(OrdinalClassifier(), {"model": ["softmax", "cumulative"]}, error_score="raise").fit(X, RANK)
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("make", [OrdinalClassifier, CumulativeLinkClassifier, OrdinalNetworkClassifier, boosted])
+def test_decoding_by_a_cost_takes_that_of_the_fit(make: Any) -> None:
+    model = make().fit(X, RANK).set_params(decode="cost", cost=np.ones((3, 3)) - np.eye(3))
+    with pytest.raises(ValueError, match="decode is 'cost' and the fit had no cost matrix; fit again with cost="):
+        model.predict(X)
+
+
 @pytest.mark.parametrize(
     ("categories", "y"), [([1, 2, 3], [0, 1, 2] * 10), ([1, 2, 3], [1, 2] * 15), (range(6), [0, 1, 2, 3, 4] * 6)]
 )
