@@ -459,7 +459,7 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
         "num_threads": settings.threads,
         "seed": settings.seed,
         "deterministic": True,
-        "force_row_wise": True,
+        "force_row_wise": not extra.get("force_col_wise", False),
         "verbosity": -1,
         **extra,
     }

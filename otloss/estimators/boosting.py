@@ -18,6 +18,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from otloss._checks import check_count
 from otloss._foreign import check_keywords
 from otloss._ordered_classes import check_choice
+from otloss.boosting.derivatives import LARGEST_WEIGHT
 from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
 from otloss.estimators.boosters import (
     BOOSTERS,
@@ -242,6 +243,11 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[Any, np.ndarray, np.ndarray]:
         X, positions, weights = super()._weighted_rows(X, y, sample_weight)
+        if weights.max() > LARGEST_WEIGHT:
+            raise ValueError(
+                f"a row has the weight {weights.max():g}, expected at most {LARGEST_WEIGHT:g}; divide all weights by "
+                "the largest."
+            )
         relative = weights / weights.max()  # Sums of weights could overflow, or underflow.
         scaled = relative * (relative.sum() / np.square(relative).sum())
         return X, positions, np.maximum(weights, scaled)

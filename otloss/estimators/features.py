@@ -69,6 +69,8 @@ def _check_no_dates(X: Any, name: str) -> None:
 def _first_other(X: Any) -> tuple[Any, Any] | None:
     """Return the name or number of the first column that holds text or an object that is no number, and that cell."""
     table = np.asarray(X, dtype=object)
+    if table.ndim != 2:
+        return None
     for place, name in enumerate(list(X.columns) if hasattr(X, "columns") else range(table.shape[1])):
         for value in table[:, place]:
             try:

@@ -124,6 +124,8 @@ def test_settings_by_any_name_take_precedence_and_seeds_and_few_rows_count(libra
     np.testing.assert_array_equal(proba({"eta": 0.02}), proba({}, learning_rate=0.02))
     for given in ({"eta": 0.02}, {"min_child_weight": 9.0}, {"reg_lambda": 30.0}):
         assert np.abs(proba(given) - proba({})).max() > 1e-3
+    if library == "lightgbm":
+        np.testing.assert_allclose(proba({"force_col_wise": True}), proba({}), rtol=1e-6)
     first, second = (proba({"subsample": 0.5}, random_state=seed) for seed in (1, 2))
     assert np.abs(first - second).max() > 1e-3
     rows, y = np.arange(24.0)[:, None], np.repeat([0, 1, 2], [16, 4, 4])
@@ -255,6 +257,9 @@ test_evaluation_sets_that_cannot_be_are_named = raising(
     ({"init_score": Y}, TypeError, "train with otloss.boosting.xgboost_objective or lightgbm_objective"),
     ({"eval_sets": [(X, Y)]}, TypeError, "did you mean eval_set="),
     ({"rounds": 3}, TypeError, "no option 'rounds', expected sample_weight, eval_set"),
+    ({"eval_set": [("valid", (X, Y))]}, r"eval_set\[0\]: could not convert string to float: 'valid'"),
+    ({"eval_set": (X, Y, np.full(len(X), 1e300))}, r"eval_set: a row has the weight 1e\+300, expected at most 1e\+12"),
+    ({"sample_weight": np.full(len(X), 1e13)}, r"^a row has the weight 1e\+13, expected at most 1e\+12"),
     call=lambda given: boosted("lightgbm").fit(X, Y, **given),
 )
 test_settings_that_cannot_be_are_named = raising(
