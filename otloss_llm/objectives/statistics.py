@@ -33,7 +33,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Objective = Callable[..., Tensor]
 
@@ -278,8 +278,10 @@ class _Terms(Sum):
 
 def _signature(function: Objective) -> tuple[tuple[str, ...], bool]:
     """The statistics that a function reads, and whether they are passed by name."""
+    module = getattr(function, "_orig_mod", function)  # that torch.compile has wrapped
+    named = module.forward if isinstance(module, nn.Module) else function
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(named).parameters.values())
     except (TypeError, ValueError):  # a builtin, which has no signature
         return Statistics._fields[:2], False
     by_name = tuple(p.name for p in parameters if p.name in Statistics._fields and p.kind in _BY_NAME)
@@ -291,7 +293,10 @@ def _signature(function: Objective) -> tuple[tuple[str, ...], bool]:
     pair = pair and all(place in (*others, own) for place, own in zip(places, Statistics._fields, strict=False))
     if pair:
         _check_names(function, places)
-    if pair or (not places and any(p.kind is p.VAR_POSITIONAL for p in parameters)):
+    kinds = [p.kind for p in parameters]
+    # (*args, **kwargs) may be a decorator without functools.wraps around any parameters.
+    takes_any = inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds
+    if pair or (takes_any and not places):
         return Statistics._fields[:2], False
     raise ValueError(
         f"objective {function!r} has parameters {[p.name for p in parameters]}, expected some of "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from otloss_llm import (
@@ -184,7 +184,12 @@ def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
         kept[:] = [vector for vector in given if vector is not None]
         return kept[0]
 
+    class Module(nn.Module):
+        def forward(self, nll: Tensor, entropy: Tensor) -> Tensor:
+            return keep(nll, entropy)
+
     cases: list[tuple[Objective, tuple[str, ...]]] = [
+        (Module(), ("nll", "entropy")), (torch.compile(Module(), backend="eager"), ("nll", "entropy")),
         (lambda n, d: keep(n, d), ("nll", "cost")), (lambda nll, d: keep(nll, d), ("nll", "cost")),
         (keep, ("nll", "cost")), (lambda nll: keep(nll), ("nll",)),
         (lambda cost, nll: keep(cost, nll), ("cost", "nll")),
@@ -198,7 +203,10 @@ def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
         if objective is not torch.maximum:
             assert all(a is getattr(vectors, name) for a, name in zip(kept, names, strict=True))
     assert not Sum.of(lambda nll, entropy: nll).needs_cost
-    for wrong in (lambda nll, cost, temperature: nll, lambda n: n, lambda d, nll: d, lambda: 0, lambda n, entropy: n):
+    for wrong in (
+        lambda nll, cost, temperature: nll, lambda n: n, lambda d, nll: d, lambda: 0, lambda n, entropy: n,
+        lambda *args, **kwargs: keep(*args, **kwargs),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"has parameters \[.*expected some of \['nll', 'cost', 'entropy'"):
             _ = Sum.of(wrong).reads
     with pytest.raises(ValueError, match=r"reads \['entropy'\], which this path does not compute"):
