@@ -37,7 +37,9 @@ from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_not_negative
 from otloss.metrics.arrays import read_probabilities, read_values, read_weights
-from otloss.metrics.rank_labels import plain_labels, shown
+from otloss.metrics.distribution import Distribution
+from otloss.metrics.inputs import columns_of
+from otloss.metrics.rank_labels import Labels, plain_labels, shown
 
 # Temperatures and slopes stay between exp(-3) and exp(3).
 _LARGEST_LOG = 3.0
@@ -104,7 +106,7 @@ class Temperature(BaseEstimator):
         """Return the probabilities at the learned temperature.
 
         Args:
-            proba: (n, K) forecasts, columns in rank order.
+            proba: (n, K) forecasts, columns in rank order. Those of a `Distribution` keep their labels.
 
         Raises:
             ValueError: if rows are no probabilities, or proba is a data frame with other columns than 0 to K - 1.
@@ -112,7 +114,7 @@ class Temperature(BaseEstimator):
         """
         check_is_fitted(self, "temperature_")
         table = _read_forecasts(proba)
-        return table if self.temperature_ == 1 else _tempered(_log(table), self.temperature_)
+        return _labelled(table if self.temperature_ == 1 else _tempered(_log(table), self.temperature_), proba)
 
     def _score(self, data: _CalibrationData, logs: Float[np.ndarray, "n classes"]) -> Callable[[float], float]:
         """Return the pulled score as a function of log T."""
@@ -148,6 +150,7 @@ class OrdinalRecalibration(BaseEstimator):
         offset_: (K - 1,), a_k; 0 where no map is better than the identity.
         slope_: (K - 1,), b_k, above 0; 1 where no map is better than the identity.
         smallest_: the least probability of the fit; new ones below are taken for half of it.
+        labels_: (K,) the labels of a `Distribution`, else None.
 
     Example:
         >>> proba, y = [[0.8, 0.1, 0.1]] * 4, [0, 1, 1, 2]
@@ -173,6 +176,7 @@ class OrdinalRecalibration(BaseEstimator):
         """
         check_not_negative("shrinkage", self.shrinkage)
         data = _CalibrationData.read(proba, y, sample_weight)
+        self.labels_ = _labels_of(proba)
         self.gaps_ = np.diff(read_values(self.values, data.classes))
         below, above = _both_sides(data.proba)
         both = np.concatenate([below, above])
@@ -192,22 +196,25 @@ class OrdinalRecalibration(BaseEstimator):
         """Return the recalibrated probabilities.
 
         Args:
-            proba: (n, K) forecasts, columns in rank order.
+            proba: (n, K) forecasts, columns in rank order. Those of a `Distribution` keep their labels.
 
         Raises:
-            ValueError: if rows are no probabilities, their number is not as in the fit, or proba is a data frame with
-                other columns than 0 to K - 1.
+            ValueError: if rows are no probabilities, their number or their labels are not as in the fit, or proba is a
+                data frame with other columns than 0 to K - 1.
             sklearn.exceptions.NotFittedError: before `fit`.
         """
         check_is_fitted(self, "offset_")
         table = _read_forecasts(proba)
         if table.shape[1] != self.offset_.size + 1:
             raise ValueError(f"proba has {table.shape[1]} columns, expected {self.offset_.size + 1} as in the fit.")
+        labels = _labels_of(proba)
+        if labels is not None and self.labels_ is not None and not np.array_equal(labels, self.labels_):
+            raise ValueError(f"proba has the labels {shown(labels)}, expected {shown(self.labels_)} as in the fit.")
         below, above = _both_sides(table)
         is_changed = (self.offset_ != 0) | (self.slope_ != 1)
         mapped = np.where(is_changed, expit(self.offset_ + self.slope_ * self._logits(below, above)), below)
         mapped = np.diff(in_order(mapped, self.gaps_), axis=1, prepend=0.0, append=1.0)
-        return mapped + _UNCHANGED * (table - mapped) if is_changed.any() else table
+        return _labelled(mapped + _UNCHANGED * (table - mapped) if is_changed.any() else table, proba)
 
     def _logits(self, below: np.ndarray, above: np.ndarray) -> Float[np.ndarray, "n thresholds"]:
         smallest = max(self.smallest_ / 2, np.finfo(float).tiny)  # Half of the smallest float is 0.
@@ -225,7 +232,7 @@ class _CalibrationData:
     @classmethod
     def read(cls, proba: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None) -> Self:
         table = _read_forecasts(proba)
-        index = _positions_of_columns(y, table.shape[1])
+        index = _positions_of_columns(y, table.shape[1], _labels_of(proba))
         if index.size != len(table):
             raise ValueError(f"y has {index.size} classes and proba {len(table)} rows, expected as many.")
         weight = read_weights(sample_weight, index.size)
@@ -254,10 +261,23 @@ def _read_forecasts(proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
             f"proba is a data frame with the columns {shown(np.array(columns, dtype=object))}, which need not be in "
             "rank order; pass proba[order].to_numpy(), where order lists the classes, lowest first."
         )
+    _ = _labels_of(proba)
     return read_probabilities("proba", proba)
 
 
-def _positions_of_columns(y: ArrayLike, columns: int) -> Int[np.ndarray, " n"]:
+def _labels_of(proba: ArrayLike) -> Labels | None:
+    """Return the labels of a `Distribution`; ValueError if an operation has lost them."""
+    return columns_of(proba) if isinstance(proba, Distribution) else None
+
+
+def _labelled(table: Float[np.ndarray, "n classes"], proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
+    """Return the table, as a `Distribution` with the labels of `proba` if that is one."""
+    labels = _labels_of(proba)
+    return table if labels is None else Distribution(table, labels=labels)
+
+
+def _positions_of_columns(y: ArrayLike, columns: int, names: Labels | None) -> Int[np.ndarray, " n"]:
+    """Return positions (n,); ValueError for labels, also for those that the columns have and that could be both."""
     labels = plain_labels("y", y)
     wrong = ~np.isin(labels, np.arange(columns)) if labels.dtype.kind in "biuf" else np.ones(labels.shape, bool)
     if wrong.any():
@@ -266,6 +286,13 @@ def _positions_of_columns(y: ArrayLike, columns: int) -> Int[np.ndarray, " n"]:
             f"y[{first}] is {labels[first].item()!r}, expected 0 to {columns - 1}, the column of proba in rank order "
             "that is of the class that came true; of labels take the place in the rank order, such as "
             "[order.index(label) for label in y]."
+        )
+    if names is None or names.dtype.kind not in "iuf" or np.array_equal(names, np.arange(columns)):
+        return labels.astype(np.int64)
+    if np.isin(labels, names).all():
+        raise ValueError(
+            f"y holds labels of proba, {shown(names)}, that may be positions from 0 too; pass positions, and "
+            "np.asarray(proba). Of labels they are [proba.labels.tolist().index(label) for label in y]."
         )
     return labels.astype(np.int64)
 

@@ -87,7 +87,7 @@ def read_forecast(
     """
     table = read_probabilities("proba", proba)
     if isinstance(proba, Distribution) and isinstance(columns, str) and columns == "sorted":
-        columns = _columns_of(proba)
+        columns = columns_of(proba)
         labels = _order_with(proba, labels, y_true)
     column_labels = None if isinstance(columns, str) else plain_labels("columns", columns)
     if column_labels is None and columns not in ("sorted", "rank"):
@@ -131,8 +131,8 @@ def read_forecast(
     return Forecast(place_among_counting[observed], in_rank_order, order, weight)
 
 
-def _columns_of(proba: Distribution) -> Labels:
-    """Return the labels of the columns; raise if an operation has lost them."""
+def columns_of(proba: Distribution) -> Labels:
+    """Return the labels of the columns; raise ValueError if an operation has lost them."""
     if proba.labels is None:
         raise ValueError(
             "proba is the result of an operation on a Distribution, whose classes may have changed; pass "
@@ -145,7 +145,7 @@ def _order_with(proba: Distribution, labels: ArrayLike | None, y_true: ArrayLike
     """Return the rank order: `labels`, or the distribution's, with which an ordered Categorical has to agree."""
     if labels is not None:
         return labels
-    order = _columns_of(proba)
+    order = columns_of(proba)
     of_target = categories_of(y_true)
     if of_target is not None and list(of_target) != order.tolist():
         raise ValueError(

@@ -14,7 +14,7 @@ from sklearn.base import clone
 
 from otloss.estimators import EnsembleRecalibration, OrdinalRecalibration, Temperature
 from otloss.losses import crps
-from otloss.metrics import pit_histogram, ranked_probability_score
+from otloss.metrics import Distribution, pit_histogram, ranked_probability_score
 from tests.errors import raising
 
 
@@ -250,3 +250,26 @@ def test_data_frames_name_their_columns_in_rank_order(family: Any) -> None:
         for call in (lambda x=other: family().fit(x, y), lambda x=other: model.predict(x)):
             with pytest.raises(ValueError, match=r"data frame with the columns .* rank order; pass .*to_numpy"):
                 call()
+
+
+@pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])
+@pytest.mark.parametrize("names", [["low", "mid", "high", "more", "most"], [1, 2, 3, 4, 5]], ids=["words", "numbers"])
+def test_labels_of_a_distribution_are_kept(family: Any, names: list[Any]) -> None:
+    """Metrics read the recalibrated columns by the alphabet, or took labels for positions."""
+    proba, y = draw(0, 200, leaning)
+    forecast, outcomes = Distribution(proba, labels=names), np.array(names)[y]
+    model = family().fit(forecast, y)
+    after = model.predict(forecast)
+    np.testing.assert_array_equal(after.labels, names)
+    np.testing.assert_array_equal(np.asarray(after), family().fit(proba, y).predict(proba))
+    assert ranked_probability_score(outcomes, after) == pytest.approx(rps(y, np.asarray(after)))
+    assert ranked_probability_score(outcomes, after) < ranked_probability_score(outcomes, forecast)
+    one_class_absent = y < 4
+    with pytest.raises(ValueError, match=r"y holds labels of proba, .*positions from 0|is '[a-z]+', expected 0 to 4"):
+        family().fit(forecast[one_class_absent], outcomes[one_class_absent])
+    for call in (lambda: family().fit(forecast[:, ::-1], y), lambda: model.predict(forecast[:, ::-1])):
+        with pytest.raises(ValueError, match="result of an operation on a Distribution"):
+            call()
+    if family is OrdinalRecalibration:
+        with pytest.raises(ValueError, match=r"proba has the labels .*, expected .* as in the fit"):
+            model.predict(Distribution(proba, labels=names[::-1]))
