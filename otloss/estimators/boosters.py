@@ -269,6 +269,8 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
     first_names = _lightgbm_names() if library == "lightgbm" else XGBOOST_FIRST_NAMES
     checked: dict[str, Any] = {}
     for name, value in parameters.items():
+        if value is None:  # as `get_params` of their classifiers says that a setting is the default
+            continue
         first = str(first_names.get(name, name))
         if first in OWN_SETTINGS:
             raise ValueError(
@@ -278,7 +280,7 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
             raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")
         if first in checked:
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
-        if first in CONSTRAINTS and value is not None:
+        if first in CONSTRAINTS:
             value = CONSTRAINTS[first](name, _parsed(value, is_nested=first == "interaction_constraints"), columns)
             if library == "xgboost":  # XGBoost reads lists as names of columns; LightGBM reads lists alone
                 value = tuple(value) if first == "monotone_constraints" else str(value)

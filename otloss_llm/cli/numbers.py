@@ -17,7 +17,7 @@ def report_numbers(trainer: Any, objective: str) -> None:
 
     Raises ValueError if no label is a number: the objective would be another one.
     """
-    kind = Sum.of(trainer.objective).cost_kind
+    kind = Sum.of(trainer.training_objective).cost_kind
     cost = getattr(trainer.transport_cost, "numbers", trainer.transport_cost)
     if kind == "embedding":
         return

@@ -121,9 +121,15 @@ def check_labelled(labels: float, what: str) -> None:
 def column_names(rows: Any) -> tuple[str, ...]:
     """The columns of a data set, as far as it can tell without reading it all."""
     names = getattr(rows, "column_names", None)
-    if names is None and isinstance(rows, list) and rows and isinstance(rows[0], dict):
-        names = rows[0]
+    if _makes_rows(rows) or (names is None and isinstance(rows, list)):
+        names = rows[0] if len(rows) and isinstance(rows[0], Mapping) else None
     return tuple(names or ())
+
+
+def _makes_rows(rows: Any) -> bool:
+    """Whether a transform makes the rows of a data set (`with_transform`), of other columns than are stored."""
+    form = getattr(rows, "format", None)
+    return isinstance(form, dict) and form.get("type") == "custom"
 
 
 def has_weights(rows: Any) -> bool:
@@ -211,14 +217,16 @@ COUNTED_LABELS = 2**24  # more are not read: they are counted for a line in the 
 
 
 def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab"] | None:
-    """How often each token is a predicted label among the first 2^24, of a column of labels; None without one.
+    """How often each token is a predicted label among the first 2^24, of a stored column of labels; None without one.
 
     Args:
         rows: a `datasets.Dataset` or a list of rows.
         shifted: whether the first label of each row, and of each sequence that is packed in it, is not predicted.
     """
     names = column_names(rows)
-    if "labels" not in names or not hasattr(rows, "__len__"):
+    if "labels" not in names or not hasattr(rows, "__len__") or _makes_rows(rows):
+        return None
+    if not len(rows) or np.ndim(rows[0]["labels"]) == 0:  # a class of the row, from which a collator makes others
         return None
     columns = [name for name in ("labels", "seq_lengths") if name in names]
     if hasattr(rows, "with_format"):

@@ -46,6 +46,7 @@ from otloss_llm.training.trainer_settings import (
     check_no_virtual_tokens,
     check_sequence_parallelism,
     foreign_argument,
+    search_objective,
     set_best_metric,
     with_terms,
 )
@@ -153,20 +154,14 @@ class ObjectiveMixin:
         **kwargs: Any,
     ) -> None:
         try:
-            arguments = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+            inspect.signature(super().__init__).bind_partial(*args, **kwargs)
         except TypeError as error:  # which names no function
             raise TypeError(f"{type(self).__name__} {error}; {foreign_argument(kwargs)}") from error
         super().__init__(*args, **kwargs)
-        for name in ("train_dataset", "eval_dataset"):
-            rows, prepared = arguments.get(name), getattr(self, name)
-            if prepared is not rows and has_weights(rows) and not has_weights(prepared):
-                raise ValueError(
-                    f"{name} has a column {TOKEN_WEIGHT}, which {type(self).__name__} drops as it prepares the rows, "
-                    "as by packing; leave that out, or remove the column."
-                )
-        self.objective = parse_objective(objective) if isinstance(objective, str) else objective
+        # Not `objective`, where a hyperparameter search of the trainer writes what it minimises.
+        self.training_objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
-        check_loss_settings(self.args, self.compute_loss_func, self.objective)
+        check_loss_settings(self.args, self.compute_loss_func, self.training_objective)
         check_sequence_parallelism(self.get_sp_size())
         check_kernel(impl, chunk_size)
         _ = self._total  # raises for settings that are not valid
@@ -189,7 +184,7 @@ class ObjectiveMixin:
         self._transform: LogitTransform | None = None  # until the first batch
         self._is_examined = False
         self.transport_cost = self._make_cost(
-            self.objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
+            self.training_objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
             tokenizer=self.processing_class,
         )  # fmt: skip
         set_best_metric(self.args, self.eval_dataset, self.transport_cost)
@@ -214,7 +209,7 @@ class ObjectiveMixin:
     @property
     def _total(self) -> Sum:
         """The objective (the attribute may have been changed) with the terms of other settings."""
-        return with_terms(self.objective, self.args, self.z_loss)
+        return with_terms(self.training_objective, self.args, self.z_loss)
 
     # ---- the loss -------------------------------------------------------------------------------------------------
 
@@ -231,7 +226,7 @@ class ObjectiveMixin:
         keep_output = return_outputs and not self._outputs_unused
         form_logits = not inputs.pop("skip_logits", False) and keep_output
         inputs, targets = self._inputs_and_targets(model, inputs)
-        check_numbers(self.objective, self.transport_cost)
+        check_numbers(self.training_objective, self.transport_cost)
         num_items = self._positive(num_items_in_batch) if training else None
         # The trainer divides by the number of accumulated batches if this is false.
         self.loss_is_scaled_for_ga = num_items is not None
@@ -327,6 +322,16 @@ class ObjectiveMixin:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]  # the trainer's
         if TOKEN_WEIGHT not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, TOKEN_WEIGHT]
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """The rows as TRL's trainer prepares them; raises ValueError if they lose their weights."""
+        prepared = super()._prepare_dataset(dataset, *args, **kwargs)  # type: ignore[misc]  # the trainer's
+        if has_weights(dataset) and not has_weights(prepared):
+            raise ValueError(
+                f"the rows have a column {TOKEN_WEIGHT}, which {type(self).__name__} drops as it prepares them, as by "
+                "packing; leave that out, or remove the column."
+            )
+        return prepared
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's batches, whose collator has to keep the weights of tokens."""
@@ -458,13 +463,21 @@ class ObjectiveMixin:
             output.metrics.pop(f"{metric_key_prefix}_loss", None)  # 0, as no row has a label
             return output
         check_labelled(token_count(sums), "evaluation")
-        means = self._evaluated(token_means(sums))
-        output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
+        means = {f"{metric_key_prefix}_{key}": value for key, value in self._evaluated(token_means(sums)).items()}
+        output.metrics.pop(f"{metric_key_prefix}_loss", None)  # the trainer's mean over batches
+        output.metrics.update(means | output.metrics)  # what compute_metrics of the user measures stays
         best, name = best_metric(self.args, self.eval_dataset), self.args.metric_for_best_model
         if self.is_in_train and f"{metric_key_prefix}_{best}" in (name, f"eval_{name}"):
             keys = {key.removeprefix(f"{metric_key_prefix}_") for key in output.metrics}
             check_best_metric(self.args, self.eval_dataset, keys)
         return output
+
+    def hyperparameter_search(
+        self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Search as the trainer does; by default for the least `eval_loss`, or the sum of the user's own metrics."""
+        by_default = functools.partial(search_objective, rows=self.eval_dataset)
+        return super().hyperparameter_search(hp_space, compute_objective or by_default, *args, **kwargs)  # type: ignore[misc]
 
     def _evaluated(self, means: dict[str, float]) -> dict[str, float]:
         """Return the means with all terms of the loss, and perplexity."""

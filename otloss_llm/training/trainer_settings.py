@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
+from transformers.trainer_utils import default_compute_objective
 
 from otloss._checks import check_not_negative
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
@@ -69,11 +70,22 @@ def with_terms(objective: Objective, args: Any, z_loss: float) -> Sum:
     return Sum.of(ZLoss(objective, z_loss) if z_loss else objective)
 
 
+def own_name(metric: str, rows: Any) -> str:
+    """Return the name of a metric without the prefixes of evaluations and of named data sets."""
+    name = metric.removeprefix("eval_")
+    prefixes = [f"{part}_" for part in (rows if isinstance(rows, dict) else ()) if name.startswith(f"{part}_")]
+    return name.removeprefix(max(prefixes, key=len, default=""))  # of "math" and "math_hard" the longer one
+
+
 def best_metric(args: Any, rows: Any) -> str:
-    """Return the metric that chooses the best model, without the prefixes of evaluations and of named data sets."""
-    name: str = (args.metric_for_best_model or "").removeprefix("eval_")
-    prefixes = (f"{part}_" for part in (rows if isinstance(rows, dict) else ()))
-    return name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
+    """Return the metric that chooses the best model, without prefixes."""
+    return own_name(args.metric_for_best_model or "", rows)
+
+
+def search_objective(metrics: dict[str, float], *, rows: Any) -> float:
+    """Return what a hyperparameter search minimises: what transformers takes by default, without our metrics."""
+    ours = set(EVALUATED) - {"loss"}
+    return default_compute_objective({key: value for key, value in metrics.items() if own_name(key, rows) not in ours})
 
 
 def set_best_metric(args: Any, rows: Any, cost: TokenCost | None) -> None:

@@ -122,6 +122,7 @@ def test_settings_by_any_name_take_precedence_and_seeds_and_few_rows_count(libra
         return model.fit(X, Y).predict_proba(X)
 
     np.testing.assert_array_equal(proba({"eta": 0.02}), proba({}, learning_rate=0.02))
+    np.testing.assert_array_equal(proba(dict.fromkeys(["learning_rate", "seed", "lambda"])), proba({}))
     for given in ({"eta": 0.02}, {"min_child_weight": 9.0}, {"reg_lambda": 30.0}):
         assert np.abs(proba(given) - proba({})).max() > 1e-3
     if library == "lightgbm":

@@ -100,7 +100,7 @@ def test_settings_of_the_loss_are_followed() -> None:
         set_best_metric(args, None, NumberCost(torch.arange(3.0)))
         assert args.greater_is_better is False
     args = arguments(metric_for_best_model="eval_later_texts_nll", greater_is_better=True)
-    set_best_metric(args, {"later_texts": [], "others": []}, None)
+    set_best_metric(args, {"later": [], "later_texts": [], "others": []}, None)
     assert args.greater_is_better is False, "of a data set with a name"
     check_best_metric(args, {"later_texts": []}, {"nll"})
     config = SimpleNamespace(aux_loss_coef=0.1)

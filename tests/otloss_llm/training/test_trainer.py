@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
+from transformers.trainer_utils import HPSearchBackend
 
 from otloss.costs import DenseCost
 from otloss_llm import (
@@ -28,6 +29,7 @@ from otloss_llm import (
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import Targets, pad_rows
 from otloss_llm.training.trainer_cost import check_sample, save_sample
+from otloss_llm.training.trainer_settings import search_objective
 from tests.otloss_llm.tiny_models import TINY, VOCAB, build, lora, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     Row,
@@ -307,6 +309,10 @@ def test_evaluation_is_weighted_by_tokens(tmp_path: Path, name: str, objective: 
         for key, value in expected.items():
             assert given[f"{prefix}_{key}"] == pytest.approx(value, rel=1e-4), key
     assert predicted.metrics["test_rows"] == 11
+    with_logits.compute_metrics = lambda _: {"perplexity": 123.0, "loss": 8.0}
+    measured = with_logits.evaluate()
+    assert measured["eval_perplexity"] == 123.0, "of the user's own name"
+    assert measured["eval_loss"] == pytest.approx(expected["loss"], rel=1e-4)
     batch = pad_rows(data)
     mask = batch["attention_mask"].bool()
     with torch.no_grad():
@@ -419,6 +425,41 @@ def test_each_model_of_model_init_has_its_own_cost(tmp_path: Path) -> None:
         assert run.evaluate()["eval_transport_cost"] > 0
         if seed == 1:
             run.train()
+
+
+def test_a_search_of_hyperparameters_minimises_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend writes what is minimised into `trainer.objective`."""
+    found: list[float] = []
+
+    class Backend:
+        default_hp_space = None
+
+        def ensure_available(self) -> None: ...
+
+        def run(self, searched: Any, n_trials: int, direction: str) -> None:
+            for rate in (1e-4, 1e-2)[:n_trials]:
+                searched.objective, searched.args.learning_rate = None, rate
+                searched.train()
+                searched.objective = searched.compute_objective(searched.evaluate())
+                found.append(searched.objective)
+
+    monkeypatch.setitem(transformers.trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.WANDB, Backend)
+    losses = []
+    for rate in (1e-4, 1e-2):
+        run = trainer(tmp_path, tiny_model("llama"), learning_rate=rate)
+        run.train()
+        losses.append(run.evaluate()["eval_loss"])
+    own = {"compute_metrics": lambda _: {"rank": 3.0, "error": 0.5}}
+    for settings, expected in (({}, losses), (own, [3.5, 3.5])):
+        run = ObjectiveTrainer(
+            None, arguments(tmp_path), pad_rows, rows(24), rows(11, seed=1), model_init=lambda: tiny_model("llama"),
+            **settings,
+        )  # fmt: skip
+        found.clear()
+        run.hyperparameter_search(n_trials=2, backend="wandb")
+        assert found == pytest.approx(expected, rel=1e-5)
+    with_names = {"eval_a_loss": 2.0, "eval_a_nll": 9.0, "eval_b_loss": 3.0, "eval_b_perplexity": 9.0, "epoch": 1.0}
+    assert search_objective(with_names, rows={"a": [], "b": []}) == 5.0
 
 
 def test_a_run_resumes_with_the_cost_that_it_began_with(tmp_path: Path) -> None:
@@ -539,6 +580,35 @@ def test_rows_that_are_not_tokenised_raise(tmp_path: Path) -> None:
             run.evaluate(data)
     with pytest.raises(ValueError, match=takes):
         run.train()
+
+
+def test_a_transform_makes_the_rows_of_a_data_set(tmp_path: Path) -> None:
+    """Its columns are others than those that are stored: a text and the class of each row."""
+    datasets = pytest.importorskip("datasets")
+    made = [row | {"token_weight": [1.0] * len(row["labels"])} for row in rows(8)]
+
+    def tokenised(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {name: [made[int(text)][name] for text in batch["text"]] for name in made[0]}
+
+    stored = {"text": [str(i) for i in range(8)], "labels": [0, 1] * 4}
+    table = datasets.Dataset.from_dict(stored).with_transform(tokenised)
+    model, found = tiny_model("llama"), []
+    for data in (made, table):
+        run = ObjectiveTrainer(
+            copy.deepcopy(model),
+            arguments(tmp_path, remove_unused_columns=False),
+            train_dataset=data,
+            eval_dataset=data,
+        )
+        run.train()
+        found.append(run.evaluate()["eval_loss"])
+    assert found[0] == found[1]
+    # A collator may make the labels of tokens beside a column of classes.
+    run = trainer(
+        tmp_path, model, train_dataset=[row | {"labels": 1} for row in made],
+        data_collator=lambda items: pad_rows([item | {"labels": item["input_ids"]} for item in items]),
+    )  # fmt: skip
+    run.train()
 
 
 @pytest.mark.parametrize("kind", ["list", "dataset"])

@@ -113,7 +113,11 @@ def sft(path: Path, model: Any, objective: str, data: Any, **settings: Any) -> A
 
     from otloss_llm.data import train_bpe_tokenizer
 
-    class WithObjective(ObjectiveMixin, trl.SFTTrainer):
+    class OwnTrainer(trl.SFTTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class WithObjective(ObjectiveMixin, OwnTrainer):
         pass
 
     tokenizer = train_bpe_tokenizer(["one"], 257)  # a token for each byte
@@ -159,7 +163,7 @@ def test_sft_has_the_loss_computed_by_hand(tmp_path: Path, mode: str, name: str)
     ids = [(run.processing_class(a)["input_ids"], run.processing_class(b)["input_ids"]) for a, b in texts]
     end = run.processing_class.eos_token_id
     by_row = [{"input_ids": [*a, *b, end], "labels": [-100] * len(a) + [*b, end]} for a, b in ids]
-    expected = by_hand(model, by_row, run.objective, run.transport_cost)
+    expected = by_hand(model, by_row, run.training_objective, run.transport_cost)
     run.train()
     for key in ("loss", "nll", "transport_cost") if name.startswith("emo") else ("loss", "nll"):
         assert logs(run, key)[0] == pytest.approx(expected[key], rel=1e-5), key
@@ -199,11 +203,11 @@ def test_weights_that_are_dropped_are_missed(tmp_path: Path) -> None:
     data = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 4
     weighted = [row | {"token_weight": [1.0, 1.0, 0.5, 0.5]} for row in data]
     settings: dict[str, Any] = {"packing": True, "max_length": 8}
-    with pytest.raises(ValueError, match="eval_dataset has a column token_weight, which WithObjective drops"):
+    with pytest.raises(ValueError, match="a column token_weight, which WithObjective drops as it prepares"):
         sft(tmp_path, model, "mle", data, evaluation=weighted, **settings)
-    with pytest.raises(ValueError, match="train_dataset has a column token_weight, which WithObjective drops"):
+    with pytest.raises(ValueError, match="a column token_weight, which WithObjective drops as it prepares"):
         sft(tmp_path, model, "mle", weighted, **settings)
-    with pytest.raises(ValueError, match="train_dataset has a column token_weight, which WithObjective drops"):
+    with pytest.raises(ValueError, match="a column token_weight, which WithObjective drops as it prepares"):
         sft(tmp_path, model, "mle", weighted, stream=True, **settings)
     with pytest.raises(ValueError, match="the rows have a column token_weight, and the batch only"):
         sft(tmp_path, model, "mle", data, evaluation=weighted).evaluate()
