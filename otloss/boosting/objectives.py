@@ -113,6 +113,9 @@ def lightgbm_objective(
     the `argmax(axis=1)` of the probabilities. `otloss.estimators.OrdinalBoostingClassifier(booster="lightgbm")` does
     all that.
 
+    Continue a training by `init_score=start + first.predict(features, raw_score=True)`, and add the scores of both:
+    `init_model=first` would replace the start.
+
     For early stopping create `LGBMClassifier(metric="None")`: otherwise it adds its own log-loss, which takes these
     scores for probabilities, and `lightgbm.early_stopping` watches every metric.
 

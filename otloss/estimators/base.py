@@ -13,8 +13,7 @@ import numpy as np
 from scipy.sparse import issparse
 from scipy.special import log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.metrics import accuracy_score
-from sklearn.utils import _safe_indexing, check_random_state
+from sklearn.utils import _safe_indexing, check_consistent_length, check_random_state, column_or_1d
 from sklearn.utils.validation import _num_samples, check_is_fitted, validate_data
 
 from otloss._checks import check_not_masked
@@ -26,7 +25,7 @@ from otloss.estimators.label_order import EncodedLabelsWarning, LabelOrder, labe
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
 from otloss.metrics.arrays import read_weights
 from otloss.metrics.distribution import Distribution
-from otloss.metrics.rank_labels import categories_of, plain_labels
+from otloss.metrics.rank_labels import categories_of, plain_labels, shown
 
 CALIBRATIONS = {"temperature": Temperature, "ordinal": OrdinalRecalibration}
 ENOUGH_TO_HOLD_OUT = 50  # With at least so many rows early_stopping="auto" keeps some for validation.
@@ -66,17 +65,14 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return the accuracy of `predict` on features X (n, d) with labels y (n,), by weight."""
-        predicted, labels = self.predict(X), np.asarray(y)
-        if labels.dtype.kind == "O" and labels.ndim == 1:  # among objects scikit-learn takes text alone
-            y = labels = plain_labels("y", y)
-        if sample_weight is not None:
-            sample_weight = read_weights(sample_weight, len(labels))
-        # scikit-learn treats labels with fractions as values of a regression.
-        if labels.dtype.kind == predicted.dtype.kind == "f" and np.isfinite(labels).all():
-            codes = np.unique(np.concatenate([labels, predicted]), return_inverse=True)[1]
-            y, predicted = np.split(codes, [len(labels)])
+        predicted = self.predict(X)
         with numpy_alone():
-            return float(accuracy_score(y, predicted, sample_weight=sample_weight))
+            labels = plain_labels("y", column_or_1d(y))
+            check_consistent_length(predicted, labels)
+        if (labels.dtype.kind in "biuf") != (predicted.dtype.kind in "biuf"):
+            raise ValueError(f"y holds labels such as {labels[0].item()!r}, expected some of {shown(self.classes_)}.")
+        weights = None if sample_weight is None else read_weights(sample_weight, len(labels))
+        return float(np.average(labels == predicted, weights=weights))
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return probabilities (n, len(classes_)), columns in the order of `classes_`, which is sorted."""

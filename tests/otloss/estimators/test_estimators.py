@@ -493,6 +493,29 @@ def test_imaginary_parts_are_never_dropped() -> None:
             call()
 
 
+@pytest.mark.filterwarnings("ignore:y holds the labels")
+def test_scores_take_labels_in_every_form_that_fits_take() -> None:
+    pandas = pytest.importorskip("pandas")
+    halves = 1 + RANK / 2
+    model, is_whole = OrdinalClassifier().fit(X, halves), halves % 1 == 0
+    share = np.mean(model.predict(X) == halves)
+    forms = (
+        halves.tolist(),
+        halves.astype(object),
+        halves[:, None],
+        pandas.DataFrame({"y": halves}),
+        torch.tensor(halves),
+    )
+    assert [model.score(X, form) for form in forms] == [share] * len(forms)
+    share = np.mean(model.predict(X[is_whole]) == halves[is_whole])
+    whole = halves[is_whole].astype(int)
+    assert [
+        model.score(X[is_whole], form) for form in (whole, whole.tolist(), pandas.Series(whole, dtype="Int64"))
+    ] == [share] * 3
+    with pytest.raises(ValueError, match=r"y holds labels such as '1.5', expected some of \[1.0, 1.5, 2.0\]"):
+        model.score(X[[0]], ["1.5"])
+
+
 def test_scores_check_weights_as_fits_do() -> None:
     model = OrdinalClassifier().fit(X, RANK)
     for weight in (-np.ones(90), np.ones(90) * 1j, np.zeros(90)):
