@@ -248,7 +248,8 @@ def centre_of(
 
     The median where the mean is so large, beside the differences of most bins, that these would lose their digits: a
     bin without mass that only pairs of a price reach has a derivative of the size of the price. Bins that differ by
-    rounding alone, as bins at equal points do, have no digits to lose.
+    rounding alone, as bins at equal points do, have no digits to lose, and where bins with a share of the mass differ
+    by as much as the mean, nothing is lost that counts.
     """
     mean = gradient.mean(-1, keepdim=True)
     with_mass = torch.where(weights.detach() != 0, gradient.detach(), torch.nan)
@@ -261,7 +262,10 @@ def centre_of(
     )
     lost = ((differences > zero) & (differences < smallest)).sum(-1, keepdim=True)
     kept = (differences >= smallest).sum(-1, keepdim=True)
-    return torch.where((lost > 0) & (lost >= kept), median, mean)
+    limit = _LIGHT / weights.shape[-1] * weights.detach().sum(-1, keepdim=True)
+    of_heavy = torch.where(weights.detach() >= limit, differences, 0.0).nan_to_num(nan=0.0).amax(-1, keepdim=True)
+    is_far = (mean.detach() - median).abs() > of_heavy
+    return torch.where(is_far & (lost > 0) & (lost >= kept), median, mean)
 
 
 def _mass(name: str, weights: Any) -> Tensor:
