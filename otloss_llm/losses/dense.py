@@ -3,7 +3,7 @@
 For a target distribution `p` and the model's `q` the exact transport cost needs a solver; there are two bounds from
 above that need only products with the cost matrix C:
 
-    "difference"   |q - p|^T C p            arXiv 2310.04691, Eq. 15
+    "difference"   p^T C |q - p|            arXiv 2310.04691, Eq. 15
     "residual"     keep min(p, q) in place, move the rest by its product coupling
 
 Both equal `D = sum_i q_i c(i, y)`, the exact cost, when p is one-hot; costs are resolved to 16 eps of the cost's dtype.
@@ -47,8 +47,8 @@ def dense_token_loss(
         objective: `(nll, D) -> value`, or one of the statistics of `token_loss`; nll is the cross-entropy
             `-sum_i p_i log q_i`, D the bound.
         cost: vocabulary cost; only `cost.apply` is used, so no V x V matrix is formed for a cosine cost.
-        bound: "residual" (0 iff q = p) or "difference", `|q - p|^T C p` (Eq. 15 of arXiv 2310.04691).
-            The independent coupling `q^T C p` is not offered: a point mass minimises it, not p.
+        bound: "residual" (0 iff q = p) or "difference", `p^T C |q - p|` (Eq. 15 of arXiv 2310.04691).
+            The independent coupling `p^T C q` is not offered: a point mass minimises it, not p.
             Near q = p both bounds vanish while nll does not, so the ratio of EMO without a clip grows without limit
             there: give soft targets `EMO()`, which clips it, or a fixed weight, `EMO(1.0)`.
         mask: `(...)` bool, False leaves a position out.

@@ -405,6 +405,11 @@ class ObjectiveMixin:
 
     # ---- logs and metrics -------------------------------------------------------------------------------------------
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does, without what an earlier training has left to log."""
+        self._train_sums = self._labelled = None
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]  # the trainer's
+
     def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> None:
         # The distance of numbers is a mean over other positions, which is added to the mean of the other terms.
         others = self._total.without(NumberDistance)

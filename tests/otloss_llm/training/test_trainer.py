@@ -288,6 +288,15 @@ def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None
         assert logs(run, "transport_cost")[0] == pytest.approx(expected["transport_cost"], rel=1e-5)
 
 
+def test_a_second_training_logs_nothing_of_the_first(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_model("llama"), objective="mle", learning_rate=0.0, max_steps=3, logging_steps=2)
+    found = []
+    for _ in range(2):
+        run.train()
+        found.append(logs(run, "nll"))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("name", "objective"), [("llama", MLE()), ("gpt2", EMO()), ("gemma2", EMO(0.5)), ("llama", TaiLr(0.5))], ids=str
 )
