@@ -261,7 +261,6 @@ def _read_forecasts(proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
             f"proba is a data frame with the columns {shown(np.array(columns, dtype=object))}, which need not be in "
             "rank order; pass proba[order].to_numpy(), where order lists the classes, lowest first."
         )
-    _ = _labels_of(proba)
     return read_probabilities("proba", proba)
 
 
