@@ -44,9 +44,10 @@ def placeholders(vocab: int, device: torch.device | str = "cpu") -> Float[Tensor
     >>> placeholders(5)[1]
     tensor([-40., -20.,   0.,  20.,  40.])
     """
-    size = torch.linspace(0.5, 1.0, vocab, device=device)
+    size = torch.linspace(0.5, 1.0, vocab, dtype=torch.float32, device=device)  # whatever torch's default dtype is
+    middle = torch.linspace(-_MIDDLE, _MIDDLE, vocab, dtype=torch.float32, device=device)
     signed = torch.where(torch.arange(vocab, device=device) % 2 == 0, size, -size)
-    return torch.stack([_SMALL * signed, torch.linspace(-_MIDDLE, _MIDDLE, vocab, device=device), _LARGE * signed])
+    return torch.stack([_SMALL * signed, middle, _LARGE * signed])
 
 
 def fitted_transform(
@@ -60,7 +61,8 @@ def fitted_transform(
     >>> fitted_transform(sent, sent / 4, 1e-5)
     LogitTransform(scale=0.25, softcap=None)
     """
-    columns = torch.linspace(0, sent.shape[-1] - 1, _COLUMNS_OF_THE_FIT, device=sent.device).long().unique()
+    ends = 0, sent.shape[-1] - 1
+    columns = torch.linspace(*ends, _COLUMNS_OF_THE_FIT, dtype=torch.float32, device=sent.device).long().unique()
     z, y = sent[..., columns].double(), observed[..., columns].double()
     scale = _seven_digits(y[0] / z[0])
     forms = [LogitTransform(scale), _capped(z, y, scale)]

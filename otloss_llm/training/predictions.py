@@ -38,7 +38,7 @@ def prediction_sums(
         h, y = h[positions], y[positions]
     h, weight, bias = check_head(h, head.weight, head.bias, y)
     rows = max(1, CHUNK_ENTRIES // len(weight))
-    sums = torch.zeros(3, device=h.device)
+    sums = torch.zeros(3, dtype=torch.float32, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
         for chunk, label in zip(h.split(rows), y.split(rows), strict=True):
             z = nn.functional.linear(chunk, weight, bias).float().mul_(head.logit_scale)

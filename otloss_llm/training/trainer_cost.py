@@ -111,7 +111,8 @@ def _sample(cost: TokenCost | None) -> Tensor:
         return torch.empty(0, 0, device="cpu")
     tokens = torch.arange(cost.shape[0], device=cost.device)
     tokens = tokens[as_vocabulary_cost(cost).positions(tokens, tokens >= 0)]
-    places = torch.linspace(0, len(tokens) - 1, min(SAMPLED_TOKENS, len(tokens)), device="cpu").long()
+    count = min(SAMPLED_TOKENS, len(tokens))
+    places = torch.linspace(0, len(tokens) - 1, count, dtype=torch.float32, device="cpu").long()
     ids = tokens[places.to(tokens.device)]
     rows = cost.rows(ids) if isinstance(cost, Cost | NumberCost) else _rows(cost.for_labels(ids), ids, cost.shape[1])
     return rows[:, ids].float().cpu()

@@ -197,6 +197,24 @@ def test_entropy_and_accuracy_are_means_over_tokens(tmp_path: Path, size: int) -
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+def test_the_default_dtype_of_torch_is_no_matter(tmp_path: Path, default: torch.dtype) -> None:
+    """bfloat16 has no whole numbers from 257 on, such as numbers of columns."""
+    data = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 4
+    found = []
+    for dtype in (torch.float32, default):
+        model = tiny_model("llama", vocab_size=448, max_position_embeddings=96)
+        torch.set_default_dtype(dtype)
+        try:
+            run = sft(tmp_path, model, "emo", data, save_strategy="steps", save_steps=1)
+            run.train()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([logs(run, key)[0] for key in ("nll", "transport_cost", "entropy", "mean_token_accuracy")])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
 def test_weights_that_are_dropped_are_missed(tmp_path: Path) -> None:
     """By packing as the rows are prepared, and by the collator in each batch."""
     model = tiny_model("llama", vocab_size=257, max_position_embeddings=96)
