@@ -49,6 +49,7 @@ def iterate(
     *,
     patience: float = math.inf,
     judged_after: int = 0,
+    extrapolates: bool = True,
 ) -> BarycenterResult:
     """Iterate until the error of all problems is small, or one of them needs more than `patience` further iterations.
 
@@ -68,7 +69,8 @@ def iterate(
             step, begin = LogStep.build(problem, xp), logs
             continue
         iterations, logs, log_a = iterations + cycle.count, cycle.logs[..., -1, :, :], cycle.log_a
-        error, begin = judge_cycle(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
+        error, extrapolation = judge_cycle(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
+        begin = extrapolation if extrapolates else logs
         errors.append(error)
         is_open = ~(errors.current <= tolerance)
         is_judged = len(errors.all) > judged_after

@@ -51,6 +51,7 @@ class Numbers:
     ascent_steps: int = 1000  # Hard clouds take up to a hundred.
     # Errors of barycenters over errors of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
     ascent_factor: float = 2.0
+    iterated_entries: int = 2**17  # plans of one problem, whose 10,000 iterations take seconds
     # Newton's method for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.
     newton_entries: int = 2**22  # plans of all problems together, which a step holds several times
@@ -197,10 +198,14 @@ class BarycenterProblem:
         return torch.as_tensor(t, dtype=self.p.dtype, device=self.p.device)
 
     @property
+    def plan_entries(self) -> int:
+        """The entries of the plans of one problem."""
+        return self.p.shape[-2] * math.prod(self.cost.shape)
+
+    @property
     def suits_ascent(self) -> bool:
         """Whether Newton's method on the dual applies."""
-        entries = self.p.shape[-2] * math.prod(self.cost.shape)
-        if self.debiased or entries > NUMBERS.ascent_entries or self.p.dtype != torch.float64:
+        if self.debiased or self.plan_entries > NUMBERS.ascent_entries or self.p.dtype != torch.float64:
             return False
         return not needs_torch(self.p, self.weights, *self.cost.tensors())
 

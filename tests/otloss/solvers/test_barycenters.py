@@ -201,6 +201,32 @@ def test_debiased_barycenters_of_few_bins_are_those_of_many_plain_iterations(see
         assert (actual - a).abs().sum() < tolerance
 
 
+@pytest.mark.parametrize(
+    ("first_bins", "weights", "price"),
+    [
+        (
+            (0.9923576809015551, 0.6992249343334145, 0.3427233140812565),
+            (0.18268720142521592, 0.6697293883836531),
+            100.0,
+        ),
+        (
+            (0.9995772792193863, 0.28760682695416623, 0.22128533316575782),
+            (0.05054163413250895, 0.5113704730705201),
+            400.0,
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_bins_far_apart_have_the_weighted_median(
+    first_bins: tuple[float, ...], weights: tuple[float, ...], price: float, dtype: torch.dtype
+) -> None:
+    """Newton's method ended far from it, and extrapolations keep the iteration of the second problem from its end."""
+    p = torch.tensor([[share, 1 - share] for share in first_bins], dtype=dtype)
+    shares = torch.tensor([*weights, 1 - sum(weights)], dtype=dtype)
+    a = barycenter(p, price * (1 - torch.eye(2, dtype=dtype)), shares, epsilon=1.0)
+    torch.testing.assert_close(a, p[1], rtol=0, atol=1e-5)
+
+
 def test_the_error_of_debiased_barycenters_is_no_smaller_than_the_true_one() -> None:
     """Gaussians of one width have a Gaussian as barycenter. The plain iteration hardly changes where it is far away."""
     x, shares = torch.linspace(0, 1, 50, dtype=torch.float64), torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
