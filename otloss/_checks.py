@@ -21,13 +21,18 @@ TRANSFORMS = torch._C._functorch.TransformType
 _OF_DECORATORS = ("otloss._per_example", "otloss._public", "otloss._uncompiled")
 
 
+def is_recorded() -> bool:
+    """Return whether a program is recorded, which cannot depend on numbers of its tensors."""
+    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+
+
 def check_not_recorded() -> None:
     """Raise RuntimeError while a program is recorded, in which numbers of this call would be constants."""
     exported = torch.compiler.is_exporting()
-    if exported or torch._C._get_tracing_state() is not None:
+    if is_recorded():
         raise RuntimeError(
             f"{called()} reads the numbers of its tensors, so {'torch.export' if exported else 'torch.jit.trace'} "
-            "cannot record it; record the module that it is the loss of, or use torch.compile without fullgraph=True."
+            "cannot record it; record the module without it, or use torch.compile without fullgraph=True."
         )
 
 

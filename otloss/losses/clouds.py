@@ -171,10 +171,11 @@ def _at_width(one: _Cloud, other: _Cloud, cost: PointCost, blur: float | None, o
         value = sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
     except SmallEpsilonError as error:
         limit = 1.05 * (error.least / factor) ** (1 / exponent)  # The number in the message must not be rounded down.
-        raise ValueError(
+        raise SmallEpsilonError(
             f"blur is {width:g}{' by default' if blur is None else ''}, expected at least {limit:.2g} for "
             "clouds of this size: rounding would decide the answer. "
-            'Give a larger blur (a tenth of the size of the clouds is usual), rescale the points, or use kind="emd".'
+            'Give a larger blur (a tenth of the size of the clouds is usual), rescale the points, or use kind="emd".',
+            limit,
         ) from error
     return value / factor
 

@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from otloss._checks import check_floating
+from otloss._checks import check_floating, is_recorded
 from otloss._ordered_classes import check_choice
 from otloss.losses.geometry import increasing
 from otloss.losses.rows import check_logits, class_count
@@ -85,6 +85,8 @@ def decode_classes(
 ) -> Int[Tensor, "*batch"]:
     """Return one class position for each row of logits or log-probabilities over ordered classes.
 
+    Without `x` it goes through `torch.export`, `torch.onnx.export` and `torch.jit.trace`, which record no checks.
+
     Args:
         logits: (..., K).
         rule: "argmax" has the least expected share of errors, "median" the least expected absolute error in ranks, and
@@ -104,8 +106,9 @@ def decode_classes(
         raise ValueError(f"rule is {rule!r}, expected one of {RULES}.")
     if x is not None and rule != "mean":
         raise ValueError(f"x is given with rule={rule!r}, which does not use class values; leave it out.")
-    classes = class_count(logits)
-    check_logits(logits.reshape(-1, classes))
+    classes = class_count(logits, is_read=not is_recorded())
+    if not is_recorded():
+        check_logits(logits.reshape(-1, classes))
     if rule == "argmax":
         return logits.argmax(-1)
     P = logits.detach().double().softmax(-1)
@@ -127,7 +130,7 @@ def quantiles(below: Float[Tensor, " thresholds"], link: str) -> Float[Tensor, "
 
 def log_sigmoid(x: Tensor) -> Tensor:
     """Return log(sigmoid(x)); `logsigmoid` becomes Log(Sigmoid(x)) in ONNX, which is -inf from -20 on."""
-    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-x.abs())) if _is_recorded() else logsigmoid(x)
+    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-x.abs())) if is_recorded() else logsigmoid(x)
 
 
 def _log_one_minus_exp(log_x: Tensor) -> Tensor:
@@ -159,16 +162,11 @@ def _log_ndtr(x: Tensor) -> Tensor:
 
     The derivative of torch's `log_ndtr` loses all digits far out and is NaN in the end; in ONNX it is NaN in the tail.
     """
-    start, terms = (-3.0, 20) if _is_recorded() else (-30.0, 4)  # nine digits or more
+    start, terms = (-3.0, 20) if is_recorded() else (-30.0, 4)  # nine digits or more
     low, body = x.clamp(max=start), x.clamp(min=start)
     fraction = -low
     for k in range(terms, 0, -1):
         fraction = k / fraction - low
     tail = -low.square() / 2 - math.log(2 * math.pi) / 2 - fraction.log()
-    log_body = torch.log(torch.erfc(-body / math.sqrt(2)) / 2) if _is_recorded() else torch.special.log_ndtr(body)
+    log_body = torch.log(torch.erfc(-body / math.sqrt(2)) / 2) if is_recorded() else torch.special.log_ndtr(body)
     return torch.where(x < start, tail, log_body)
-
-
-def _is_recorded() -> bool:
-    """Return whether a program is recorded, whose operations must be right in ONNX too."""
-    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None

@@ -201,9 +201,9 @@ def _check_weights(name: str, weights: Tensor) -> Tensor:
     return weights
 
 
-def class_count(logits: Any) -> int:
-    """Return K for logits (..., K)."""
-    return _last_axis(check_floating("logits", logits))
+def class_count(logits: Any, *, is_read: bool = True) -> int:
+    """Return K for logits (..., K); `is_read` as for `check_tensor`."""
+    return _last_axis(check_floating("logits", logits, is_read=is_read))
 
 
 def _last_axis(logits: Tensor) -> int:

@@ -41,7 +41,8 @@ def soft_labels(
         target: (...) class positions 0 to K - 1, in an integer dtype.
         num_classes: K, at least 2.
         kind: "triangular", "binomial", "beta" or "poisson", by the formulas above. The binomial and Poisson
-            distributions are wide, a beta distribution keeps two thirds of its mass on the label.
+            distributions are wide, a beta distribution keeps two thirds of its mass on an inner label, and 0.85 on the
+            first or last one.
         neighbour: the mass on each class beside the label, of "triangular" alone: 0.05 by default, at most 2/9.
         dtype: of the answer; the dtype of the logits is the fastest in `ordinal_loss`.
 

@@ -23,7 +23,7 @@ Penalty = Price | tuple[Price | None, Price | None] | None  # the option `margin
 
 
 class SmallEpsilonError(ValueError):
-    """Epsilon is too small for the arithmetic; `least` is the smallest one that would do."""
+    """Epsilon, or a blur, is too small for the arithmetic; `least` is one that would do, hardly larger than needed."""
 
     def __init__(self, message: str, least: float) -> None:
         super().__init__(message)

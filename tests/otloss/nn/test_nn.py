@@ -343,9 +343,24 @@ def test_heads_are_exported_traced_and_compiled_whole(head: torch.nn.Module) -> 
     compiled = torch.compile(head, fullgraph=True, backend="eager")
     for recorded in (exported.module(), torch.jit.trace(head, (example,)), compiled):
         torch.testing.assert_close(recorded(features), head(features), rtol=1e-5, atol=1e-5)
+    decision = _Decision(head)
+    for rule in ("argmax", "median", "mean"):
+        decision.rule = rule
+        exported_decision = torch.export.export(decision, (example,), dynamic_shapes=(rows,)).module()
+        for recorded in (exported_decision, torch.jit.trace(decision, (example,))):
+            torch.testing.assert_close(recorded(features), head.predict(features, rule))
     operations = {str(node.target) for node in exported.graph.nodes}
     # ONNX makes NaN and infinity of them.
     assert not {name for name in operations if any(op in name for op in ("erfcx", "log_ndtr", "log_sigmoid"))}
+
+
+class _Decision(torch.nn.Module):
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__()
+        self.head, self.rule = head, "median"
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head.predict(features, self.rule)
 
 
 class _AllHeads(torch.nn.Module):
