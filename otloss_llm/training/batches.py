@@ -101,12 +101,18 @@ def last_rows(targets: Targets, position_ids: Tensor, rows: Any, count: int) -> 
 def collate_weights(collator: Callable[[Any], Any], items: Sequence[Any]) -> Any:
     """Return the collator's batch of these rows; raises ValueError if they have weights and the batch has not."""
     batch = collator(items)
-    if any(isinstance(item, Mapping) and TOKEN_WEIGHT in item for item in items) and TOKEN_WEIGHT not in batch:
+    if any(isinstance(item, Mapping) and TOKEN_WEIGHT in item for item in items):
+        check_weights_kept(batch)
+    return batch
+
+
+def check_weights_kept(batch: Any) -> None:
+    """Raise ValueError if a batch of weighted rows has lost its weights."""
+    if TOKEN_WEIGHT not in batch:
         raise ValueError(
             f"the rows have a column {TOKEN_WEIGHT}, and the batch only {sorted(batch)}; use a collator "
             "that keeps and pads it, or remove the column."
         )
-    return batch
 
 
 def check_labelled(labels: float, what: str) -> None:

@@ -24,8 +24,10 @@ from otloss_llm.training.batches import (
     Targets,
     check_labelled,
     check_rows_tokenised,
+    check_weights_kept,
     collate_tokens,
     collate_weights,
+    column_names,
     has_weights,
     is_flattened,
     last_rows,
@@ -169,6 +171,8 @@ class ObjectiveMixin:
         self._begin(self.model)
         self._outputs_unused = self._warned_unlabelled = self._warned_unfilled = False
         self._labelled: bool | None = None  # whether a step of the training had a label; None before the first
+        # Whether rows name weights, that a loader of the user's own may lose; see also `_get_dataloader`.
+        self._trains_weighted = self._evaluates_weighted = False
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
@@ -246,6 +250,8 @@ class ObjectiveMixin:
 
     def _inputs_and_targets(self, model: nn.Module, batch: dict[str, Any]) -> tuple[dict[str, Any], Targets]:
         """Return what the model gets of a batch, and what is scored; examines the model that has not been yet."""
+        if self._trains_weighted if model.training else self._evaluates_weighted:
+            check_weights_kept(batch)
         shifted_by_user = "shift_labels" in batch
         targets = pop_targets(batch, shift=not self._encoder_decoder)
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
@@ -334,7 +340,7 @@ class ObjectiveMixin:
         return prepared
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's batches, whose collator has to keep the weights of tokens."""
+        """The trainer's batches, whose collator has to keep weights of tokens, also of rows that name no columns."""
         collator = self.data_collator
         self.data_collator = functools.partial(collate_weights, collator)
         try:
@@ -408,6 +414,7 @@ class ObjectiveMixin:
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the trainer does, without what an earlier training has left to log."""
         self._train_sums = self._labelled = None
+        self._trains_weighted = TOKEN_WEIGHT in column_names(self.train_dataset)
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]  # the trainer's
 
     def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> None:
@@ -457,6 +464,7 @@ class ObjectiveMixin:
     ) -> Any:
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums = None
+        self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
             output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
                 dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs

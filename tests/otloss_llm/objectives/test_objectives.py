@@ -176,6 +176,11 @@ def test_almost_the_name_of_a_statistic_raises() -> None:
         assert Sum.of(objective).reads == ("nll", "cost")
 
 
+def entropy_and_nll(entropy: Tensor, nll: Tensor) -> Tensor:
+    return entropy + nll
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
     vectors = Statistics(*torch.rand(5, 3))
     kept: list[Tensor] = []
@@ -188,6 +193,10 @@ def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
         def forward(self, nll: Tensor, entropy: Tensor) -> Tensor:
             return keep(nll, entropy)
 
+    scripted = torch.jit.script(entropy_and_nll)
+    assert (Term(scripted).reads, Term(scripted).value(vectors).tolist()) == (
+        ("entropy", "nll"), (vectors.entropy + vectors.nll).tolist()
+    )  # fmt: skip
     cases: list[tuple[Objective, tuple[str, ...]]] = [
         (Module(), ("nll", "entropy")), (torch.compile(Module(), backend="eager"), ("nll", "entropy")),
         (lambda n, d: keep(n, d), ("nll", "cost")), (lambda nll, d: keep(nll, d), ("nll", "cost")),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import HPSearchBackend
 
 from otloss.costs import DenseCost
@@ -124,7 +124,16 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
         made.train()
 
 
-@pytest.mark.parametrize("kind", ["list", "Dataset", "Subset", "Stream", "generator"])
+class WithOwnLoaders(ObjectiveTrainer):
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self.accelerator.prepare(DataLoader(eval_dataset, batch_size=4, collate_fn=self.data_collator))
+
+
+@pytest.mark.parametrize("kind", ["list", "Dataset", "Subset", "Stream", "generator", "own loaders"])
 def test_weights_that_a_collator_drops_are_missed(tmp_path: Path, kind: str) -> None:
     """Also of rows that name no columns: a part of a data set, streams."""
     datasets = pytest.importorskip("datasets")
@@ -139,7 +148,7 @@ def test_weights_that_a_collator_drops_are_missed(tmp_path: Path, kind: str) -> 
     plain = rows(8)
     weighted = [row | {"token_weight": [1.0] * len(row["labels"])} for row in plain]
     make = {
-        "list": list, "Dataset": datasets.Dataset.from_list, "Stream": Stream,
+        "list": list, "own loaders": list, "Dataset": datasets.Dataset.from_list, "Stream": Stream,
         "Subset": lambda data: torch.utils.data.Subset(data, range(len(data))),
         "generator": lambda data: datasets.IterableDataset.from_generator(lambda: iter(data)),
     }[kind]  # fmt: skip
@@ -148,7 +157,10 @@ def test_weights_that_a_collator_drops_are_missed(tmp_path: Path, kind: str) -> 
     }  # fmt: skip
     model = tiny_model("llama")
     for train in (plain, weighted):
-        made = trainer(tmp_path, model, objective="mle", train_dataset=make(train), max_steps=1, **settings)
+        made = trainer(
+            tmp_path, model, WithOwnLoaders if kind == "own loaders" else ObjectiveTrainer, objective="mle",
+            train_dataset=make(train), max_steps=1, **settings,
+        )  # fmt: skip
         if train is weighted:
             with pytest.raises(ValueError, match="the rows have a column token_weight, and the batch only"):
                 made.train()
