@@ -68,9 +68,10 @@ class OrdinalBoostingClassifier(OrdinalBase):
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
     as one row of their weight, for `subsample` too. NaN features are missing values.
 
-    Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks. Weights
-    w with sum w^2 < sum w, such as shares with sum one, are multiplied by sum w / sum w^2, which is 1 for weights of 0
-    and 1: else `min_child_weight` and `lambda`, in the unit of the weights, would let no tree split.
+    Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks, but where
+    rows are held out: copies may lie on both sides, so give weights. Weights w with sum w^2 < sum w, such as shares
+    with sum one, are multiplied by sum w / sum w^2, which is 1 for weights of 0 and 1: else `min_child_weight` and
+    `lambda`, in the unit of the weights, would let no tree split.
 
     A pandas column of dtype category is split by sets of its categories, and one of ordered categories by their order.
     The dtype at `fit` declares them all, also for rows to come: `predict` looks labels up there, and raises ValueError

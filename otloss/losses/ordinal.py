@@ -49,7 +49,7 @@ def ordinal_loss(
 ) -> Float[Tensor, "*batch"]:
     """Return how far softmax(logits) lies from labels among ordered classes: what moving its mass to them costs.
 
-    Power 2 (the default) is the squared EMD, or ranked probability score: a proper score, least at the true
+    Power 2 (the default) is the ranked probability score ("squared EMD loss"): a proper score, least at the true
     probabilities. Power 1 is W_1; it is not proper but least at a point mass at the median, and so leads to
     overconfident predictions: add some `cross_entropy` where probabilities matter. The same holds for a cost.
 

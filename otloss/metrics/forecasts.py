@@ -64,7 +64,7 @@ def ranked_probability_score(
     normalize: bool = False,
     sample_weight: ArrayLike | None = None,
 ) -> float:
-    """Return the mean over examples of sum_k d_k (F_k - G_k)^2, the squared EMD to what came true.
+    """Return the mean over examples of sum_k d_k (F_k - G_k)^2, G the step at what came true.
 
     Args:
         y_true: (n,) labels.

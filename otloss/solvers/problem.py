@@ -174,7 +174,7 @@ def _check_combination(epsilon: Any, mass: Any, settings: Settings) -> None:
                 f"exact transport (epsilon=None) does not take {unsupported}; give an epsilon, or drop them."
             )
     if mass is not None and settings.start is not None:
-        raise ValueError("start is given with mass=, expected none: the dummy bins have potentials of their own.")
+        raise ValueError("start is given with mass=, expected none: what stays has potentials of its own.")
     if mass is not None and settings.marginal_penalty is not None:
         raise ValueError("mass and marginal_penalty are both given, expected one: both let mass stay where it is.")
 

@@ -55,7 +55,7 @@ def cdf_distance(
 ) -> Float[Tensor, "*batch"]:
     """Return the distance between cumulative distributions, sum_k gap_k |F_k - G_k|^power, per problem.
 
-    Power 1 is the Wasserstein-1 distance; power 2 the squared EMD of ordinal regression, or ranked probability score.
+    Power 1 is the Wasserstein-1 distance; power 2 the ranked probability score ("squared EMD loss").
 
     Formulas: docs/guide/definitions.md#def-line
 
