@@ -225,11 +225,12 @@ class ObjectiveMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
-        inputs, training = dict(inputs), model.training
+        # A training may keep the model in eval mode, without dropout.
+        inputs, training = dict(inputs), torch.is_grad_enabled()
         # "skip_logits" is set by the trainer for Liger's cross-entropy
         keep_output = return_outputs and not self._outputs_unused
         form_logits = not inputs.pop("skip_logits", False) and keep_output
-        inputs, targets = self._inputs_and_targets(model, inputs)
+        inputs, targets = self._inputs_and_targets(model, inputs, training)
         check_numbers(self.training_objective, self.transport_cost)
         num_items = self._positive(num_items_in_batch) if training else None
         # The trainer divides by the number of accumulated batches if this is false.
@@ -248,9 +249,11 @@ class ObjectiveMixin:
         outputs["loss"] = loss
         return loss, outputs
 
-    def _inputs_and_targets(self, model: nn.Module, batch: dict[str, Any]) -> tuple[dict[str, Any], Targets]:
+    def _inputs_and_targets(
+        self, model: nn.Module, batch: dict[str, Any], training: bool
+    ) -> tuple[dict[str, Any], Targets]:
         """Return what the model gets of a batch, and what is scored; examines the model that has not been yet."""
-        if self._trains_weighted if model.training else self._evaluates_weighted:
+        if self._trains_weighted if training else self._evaluates_weighted:
             check_weights_kept(batch)
         shifted_by_user = "shift_labels" in batch
         targets = pop_targets(batch, shift=not self._encoder_decoder)
@@ -259,7 +262,7 @@ class ObjectiveMixin:
         if not self._is_examined:
             self._examine(model, batch, targets, shifted_by_user)
         inputs = with_decoder_inputs(unwrap(model), batch, targets.labels)
-        return inputs, targets if model.training else self._without_repeated(targets, inputs.get("position_ids"))
+        return inputs, targets if training else self._without_repeated(targets, inputs.get("position_ids"))
 
     def _examine(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted_by_user: bool) -> None:
         """Measure the transform of the logits; check the model with the first batch that predicts tokens."""

@@ -300,6 +300,19 @@ def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None
         assert logs(run, "transport_cost")[0] == pytest.approx(expected["transport_cost"], rel=1e-5)
 
 
+def test_a_model_may_be_trained_in_eval_mode(tmp_path: Path) -> None:
+    found = []
+    for stays in (False, True):
+        model = tiny_model("llama")
+        if stays:
+            model.eval()
+            model.train = lambda mode=True, model=model: model  # type: ignore[method-assign]
+        run = trainer(tmp_path, model, objective="emo", per_device_train_batch_size=1, gradient_accumulation_steps=4)
+        run.train()
+        found.append([logs(run, key) for key in ("loss", "nll", "transport_cost")])
+    assert found[0] == found[1]
+
+
 def test_a_second_training_logs_nothing_of_the_first(tmp_path: Path) -> None:
     run = trainer(tmp_path, tiny_model("llama"), objective="mle", learning_rate=0.0, max_steps=3, logging_steps=2)
     found = []
