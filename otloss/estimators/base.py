@@ -66,6 +66,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return the accuracy of `predict` on features X (n, d) with labels y (n,), by weight."""
         predicted = self.predict(X)
+        check_not_masked(y)
         with numpy_alone():
             labels = plain_labels("y", column_or_1d(y))
             check_consistent_length(predicted, labels)

@@ -26,8 +26,11 @@ class SmallEpsilonError(ValueError):
     """Epsilon, or a blur, is too small for the arithmetic; `least` is one that would do, hardly larger than needed."""
 
     def __init__(self, message: str, least: float) -> None:
-        super().__init__(message)
+        super().__init__(message, least)
         self.least = least
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from numbers import Real
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -282,11 +283,13 @@ def _signature(function: Objective) -> tuple[tuple[str, ...], bool]:
     named = module.forward if isinstance(module, nn.Module) else function
     try:
         parameters = list(inspect.signature(named).parameters.values())
-    except (TypeError, ValueError):
-        if not hasattr(named, "schema"):  # a builtin, which has no signature
+    except (TypeError, ValueError) as error:
+        if isinstance(named, BuiltinFunctionType):
             return Statistics._fields[:2], False
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD  # of TorchScript
-        parameters = [inspect.Parameter(p.name, kind) for p in named.schema.arguments if p.name != "self"]
+        raise ValueError(  # such as TorchScript
+            f"objective {function!r} has no signature, expected parameters with names of {list(Statistics._fields)}; "
+            "wrap it: lambda nll, entropy: f(nll, entropy)."
+        ) from error
     by_name = tuple(p.name for p in parameters if p.name in Statistics._fields and p.kind in _BY_NAME)
     places = [p.name for p in parameters if p.kind in _BY_PLACE and (p.default is p.empty or p.name in by_name)]
     others = [p.name for p in parameters if p.name not in by_name and p.kind in _MUST if p.default is p.empty]

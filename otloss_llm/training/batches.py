@@ -100,8 +100,9 @@ def last_rows(targets: Targets, position_ids: Tensor, rows: Any, count: int) -> 
 
 def collate_weights(collator: Callable[[Any], Any], items: Sequence[Any]) -> Any:
     """Return the collator's batch of these rows; raises ValueError if they have weights and the batch has not."""
+    weighted = any(isinstance(item, Mapping) and TOKEN_WEIGHT in item for item in items)
     batch = collator(items)
-    if any(isinstance(item, Mapping) and TOKEN_WEIGHT in item for item in items):
+    if weighted:
         check_weights_kept(batch)
     return batch
 
@@ -125,17 +126,17 @@ def check_labelled(labels: float, what: str) -> None:
 
 
 def column_names(rows: Any) -> tuple[str, ...]:
-    """The columns of a data set, as far as it can tell without reading it all."""
-    names = getattr(rows, "column_names", None)
-    if _makes_rows(rows) or (names is None and isinstance(rows, list)):
-        names = rows[0] if len(rows) and isinstance(rows[0], Mapping) else None
-    return tuple(names or ())
+    """The columns of a data set, as far as it can tell without reading it all; none where a transform makes the rows.
 
-
-def _makes_rows(rows: Any) -> bool:
-    """Whether a transform makes the rows of a data set (`with_transform`), of other columns than are stored."""
+    A transform may draw at random, so that a row is not to be read in advance.
+    """
     form = getattr(rows, "format", None)
-    return isinstance(form, dict) and form.get("type") == "custom"
+    if isinstance(form, dict) and form.get("type") == "custom":
+        return ()
+    names = getattr(rows, "column_names", None)
+    if names is None and isinstance(rows, list) and rows and isinstance(rows[0], Mapping):
+        names = rows[0]
+    return tuple(names or ())
 
 
 def has_weights(rows: Any) -> bool:
@@ -223,16 +224,14 @@ COUNTED_LABELS = 2**24  # more are not read: they are counted for a line in the 
 
 
 def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab"] | None:
-    """How often each token is a predicted label among the first 2^24, of a stored column of labels; None without one.
+    """How often each token is a predicted label among the first 2^24; None without a column of labels of tokens.
 
     Args:
         rows: a `datasets.Dataset` or a list of rows.
         shifted: whether the first label of each row, and of each sequence that is packed in it, is not predicted.
     """
     names = column_names(rows)
-    if "labels" not in names or not hasattr(rows, "__len__") or _makes_rows(rows):
-        return None
-    if not len(rows) or np.ndim(rows[0]["labels"]) == 0:  # a class of the row, from which a collator makes others
+    if "labels" not in names or not hasattr(rows, "__len__"):
         return None
     columns = [name for name in ("labels", "seq_lengths") if name in names]
     if hasattr(rows, "with_format"):
@@ -241,9 +240,12 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
     for start in range(0, len(rows), 1000):
         chunk = rows[start : start + 1000]
         is_table = isinstance(chunk, Mapping)
-        each = zip(*(chunk[name] if is_table else [row[name] for row in chunk] for name in columns), strict=True)
-        arrays = [_predicted(*row) if shifted else np.ravel(row[0]) for row in each]
-        labels = torch.from_numpy(np.concatenate(arrays)).long()
+        try:
+            each = zip(*(chunk[name] if is_table else [row[name] for row in chunk] for name in columns), strict=True)
+            arrays = [_predicted(*row) if shifted else np.ravel(row[0]) for row in each]
+            labels = torch.from_numpy(np.concatenate(arrays)).long()
+        except (KeyError, TypeError, ValueError):  # labels of rows, from which a collator makes those of tokens
+            return None
         counts += torch.bincount(labels[(labels >= 0) & (labels < vocab)], minlength=vocab)
         read += len(labels)
         if read >= COUNTED_LABELS:

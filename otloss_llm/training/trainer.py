@@ -491,7 +491,7 @@ class ObjectiveMixin:
     def hyperparameter_search(
         self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Search as the trainer does; by default for the least `eval_loss`, or the sum of the user's own metrics."""
+        """Search as the trainer does; by default for the least `eval_loss`, or the sum of metrics with other names."""
         by_default = functools.partial(search_objective, rows=self.eval_dataset)
         return super().hyperparameter_search(hp_space, compute_objective or by_default, *args, **kwargs)  # type: ignore[misc]
 

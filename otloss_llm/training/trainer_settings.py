@@ -96,7 +96,8 @@ def set_best_metric(args: Any, rows: Any, cost: TokenCost | None) -> None:
             f"metric_for_best_model is {args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
             'cost, of which less is not better; take "loss" or "nll".'
         )
-    if best in LESS_IS_BETTER:
+    # Also of an evaluation of a set that is not known here, with a prefix of its own.
+    if best in LESS_IS_BETTER or best.endswith(tuple(f"_{name}" for name in LESS_IS_BETTER)):
         args.greater_is_better = False
 
 

@@ -49,11 +49,12 @@ def iterate(
     *,
     patience: float = math.inf,
     judged_after: int = 0,
-    extrapolates: bool = True,
+    plain_after: float = math.inf,
 ) -> BarycenterResult:
     """Iterate until the error of all problems is small, or one of them needs more than `patience` further iterations.
 
-    The latter is judged after `judged_after` cycles. The error of the result is by the equations where these are small.
+    The latter is judged after `judged_after` cycles. Iterations after `plain_after` are not extrapolated. The error of
+    the result is by the equations where these are small.
     """
     step = choose_step(problem)
     xp, count = step.xp, problem.p.shape[-2]
@@ -70,7 +71,7 @@ def iterate(
             continue
         iterations, logs, log_a = iterations + cycle.count, cycle.logs[..., -1, :, :], cycle.log_a
         error, extrapolation = judge_cycle(xp, step.weights, cycle, tolerance, debiased=problem.debiased)
-        begin = extrapolation if extrapolates else logs
+        begin = extrapolation if iterations < plain_after else logs
         errors.append(error)
         is_open = ~(errors.current <= tolerance)
         is_judged = len(errors.all) > judged_after

@@ -51,6 +51,7 @@ class Numbers:
     ascent_steps: int = 1000  # Hard clouds take up to a hundred.
     # Errors of barycenters over errors of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
     ascent_factor: float = 2.0
+    plain_after: int = 1500  # iterations where Newton's method has failed: extrapolations have helped by then
     iterated_entries: int = 2**17  # plans of one problem, whose 10,000 iterations take seconds
     # Newton's method for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.

@@ -514,6 +514,8 @@ def test_scores_take_labels_in_every_form_that_fits_take() -> None:
     ] == [share] * 3
     with pytest.raises(ValueError, match=r"y holds labels such as '1.5', expected some of \[1.0, 1.5, 2.0\]"):
         model.score(X[[0]], ["1.5"])
+    with pytest.raises(ValueError, match="masked"):
+        model.score(X, np.ma.array(halves, mask=RANK == 0))
 
 
 def test_scores_check_weights_as_fits_do() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 import warnings
 from typing import Any
 
@@ -251,8 +252,13 @@ def test_a_small_epsilon_is_known_before_the_last_method(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(SinkhornAsLastResort, "run", run)
     costs = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(otloss.SmallEpsilonError):
+    with pytest.raises(otloss.SmallEpsilonError) as caught:
         otloss.sinkhorn(None, None, costs, epsilon=1e-12, marginal_penalty=1.0)
+    copied = pickle.loads(pickle.dumps(caught.value))  # as processes pass it on
+    assert (str(copied), copied.least) == (str(caught.value), caught.value.least)
+    monkeypatch.undo()
+    with warnings.catch_warnings(action="ignore", category=otloss.ConvergenceWarning):
+        otloss.sinkhorn(None, None, costs, epsilon=copied.least, marginal_penalty=1.0)
 
 
 def test_newtons_method_ends_where_rounding_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """ObjectiveTrainer: losses, logs, evaluation, prediction, the best model, what labels are, and errors."""
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,9 +153,12 @@ def test_weights_that_a_collator_drops_are_missed(tmp_path: Path, kind: str) -> 
         "Subset": lambda data: torch.utils.data.Subset(data, range(len(data))),
         "generator": lambda data: datasets.IterableDataset.from_generator(lambda: iter(data)),
     }[kind]  # fmt: skip
-    settings: dict[str, Any] = {
-        "cost": None, "data_collator": lambda batch: {key: pad_rows(batch)[key] for key in ("input_ids", "labels")}
-    }  # fmt: skip
+
+    def without_weights(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        _ = [row.pop("token_weight", None) for row in batch]
+        return {key: values for key, values in pad_rows(batch).items() if key in ("input_ids", "labels")}
+
+    settings: dict[str, Any] = {"cost": None, "data_collator": without_weights}
     model = tiny_model("llama")
     for train in (plain, weighted):
         made = trainer(
@@ -637,9 +641,10 @@ def test_a_transform_makes_the_rows_of_a_data_set(tmp_path: Path) -> None:
         run.train()
         found.append(run.evaluate()["eval_loss"])
     assert found[0] == found[1]
-    # A collator may make the labels of tokens beside a column of classes.
+    # A collator may make the labels of tokens beside a column of classes, or of words.
+    own = itertools.cycle([1, ["a", "noun"], [[1, 2], [3]], []])
     run = trainer(
-        tmp_path, model, train_dataset=[row | {"labels": 1} for row in made],
+        tmp_path, model, train_dataset=[row | {"labels": next(own)} for row in made],
         data_collator=lambda items: pad_rows([item | {"labels": item["input_ids"]} for item in items]),
     )  # fmt: skip
     run.train()
