@@ -176,8 +176,8 @@ class OrdinalRecalibration(BaseEstimator):
         """
         check_not_negative("shrinkage", self.shrinkage)
         data = _CalibrationData.read(proba, y, sample_weight)
-        self.labels_ = _labels_of(proba)
         self.gaps_ = np.diff(read_values(self.values, data.classes))
+        self.labels_ = _labels_of(proba)
         below, above = _both_sides(data.proba)
         both = np.concatenate([below, above])
         self.smallest_ = float(both[both > 0].min(initial=1.0))
@@ -286,14 +286,15 @@ def _positions_of_columns(y: ArrayLike, columns: int, names: Labels | None) -> I
             "that is of the class that came true; of labels take the place in the rank order, such as "
             "[order.index(label) for label in y]."
         )
-    if names is None or names.dtype.kind not in "iuf" or np.array_equal(names, np.arange(columns)):
-        return labels.astype(np.int64)
-    if np.isin(labels, names).all():
+    index = labels.astype(np.int64)
+    if names is None or names.dtype.kind not in "biuf":
+        return index
+    if np.isin(labels, names).all() and (names[index] != labels).any():
         raise ValueError(
             f"y holds labels of proba, {shown(names)}, that may be positions from 0 too; pass positions, and "
             "np.asarray(proba). Of labels they are [proba.labels.tolist().index(label) for label in y]."
         )
-    return labels.astype(np.int64)
+    return index
 
 
 def _fit_map(

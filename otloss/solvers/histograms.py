@@ -244,28 +244,25 @@ class _CentreGradient(torch.autograd.Function):
 def centre_of(
     gradient: Float[Tensor, "*batch bins"], weights: Float[Tensor, "*batch bins"]
 ) -> Float[Tensor, "*batch 1"]:
-    """Return the constant that centres a gradient: its mean over the bins, or the median over the bins with mass.
+    """Return the constant that centres a gradient: its mean over the bins, or the median over those that are not light.
 
-    The median where the mean is so large, beside the differences of most bins, that these would lose their digits: a
-    bin without mass that only pairs of a price reach has a derivative of the size of the price. Bins that differ by
-    rounding alone, as bins at equal points do, have no digits to lose, and where bins with a share of the mass differ
-    by as much as the mean, nothing is lost that counts.
+    The median where the mean is so large, beside the differences of bins that are not light, that these would lose
+    their digits: a bin without mass that only pairs of a price reach has a derivative of the size of the price. Bins
+    that differ by rounding alone, as bins at equal points do, have no digits to lose.
     """
     mean = gradient.mean(-1, keepdim=True)
-    with_mass = torch.where(weights.detach() != 0, gradient.detach(), torch.nan)
-    median = with_mass.nanmedian(-1, keepdim=True).values
-    differences = (with_mass - median).abs()
-    rounding = torch.finfo(torch.float32).eps * (mean.detach() - median).abs()  # the weights may be float32
-    smallest = rounding / _LOST_SHARE
-    zero = _ZERO_ROUNDINGS * (
-        torch.finfo(gradient.dtype).eps * median.abs() + torch.finfo(torch.float64).eps * (mean.detach() - median).abs()
-    )
-    lost = ((differences > zero) & (differences < smallest)).sum(-1, keepdim=True)
-    kept = (differences >= smallest).sum(-1, keepdim=True)
     limit = _LIGHT / weights.shape[-1] * weights.detach().sum(-1, keepdim=True)
-    of_heavy = torch.where(weights.detach() >= limit, differences, 0.0).nan_to_num(nan=0.0).amax(-1, keepdim=True)
-    is_far = (mean.detach() - median).abs() > of_heavy
-    return torch.where(is_far & (lost > 0) & (lost >= kept), median, mean)
+    is_heavy = (weights.detach() != 0) & (weights.detach() >= limit)
+    of_heavy = torch.where(is_heavy, gradient.detach(), torch.nan)
+    median = of_heavy.nanmedian(-1, keepdim=True).values
+    differences, distance = (of_heavy - median).abs(), (mean.detach() - median).abs()
+    smallest = torch.finfo(torch.float32).eps * distance / _LOST_SHARE  # the weights may be float32
+    zero = _ZERO_ROUNDINGS * (
+        torch.finfo(gradient.dtype).eps * median.abs() + torch.finfo(torch.float64).eps * distance
+    )
+    is_lost = ((differences > zero) & (differences < smallest)).any(-1, keepdim=True)
+    is_far = distance > differences.nan_to_num(nan=0.0).amax(-1, keepdim=True)
+    return torch.where(is_far & is_lost, median, mean)
 
 
 def _mass(name: str, weights: Any) -> Tensor:

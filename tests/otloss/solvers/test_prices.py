@@ -559,3 +559,10 @@ def test_gradients_of_bins_with_mass_are_centred_where_other_bins_are_light() ->
         (gradient,) = torch.autograd.grad(otloss.sinkhorn(p, q, cost, epsilon=1.0), q)
         expected = torch.tensor([1.0, 1.0, -2.0], dtype=torch.float64) / 3
         torch.testing.assert_close(gradient, expected, rtol=0, atol=10 * light + 1e-9)
+    cost = torch.tensor([[1.0, 1.0], [1.00001, 1.0], [3.0, 3.0]], dtype=torch.float64)
+    q = torch.tensor([0.4, 0.6], dtype=torch.float64)
+    for light in (1e-5, 3e-6, 1e-9):  # of the side itself: one bin has nothing to lose
+        p = torch.tensor([light, 1 - 2 * light, light], dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(otloss.sinkhorn(p, q, cost, epsilon=0.1), p)
+        expected = torch.tensor([-2.0, -2.0, 4.0], dtype=torch.float64) / 3
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-5)
