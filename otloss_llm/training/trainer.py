@@ -176,6 +176,8 @@ class ObjectiveMixin:
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
+        self._batch_loss: Tensor | float = 0.0  # the last one, before a `compute_loss` of a subclass changes it
+        self._added_loss = 0.0  # the sum over the tokens of an evaluation of what that adds
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
 
@@ -243,6 +245,7 @@ class ObjectiveMixin:
             scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
         self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
+        self._batch_loss = loss.detach()
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -386,12 +389,18 @@ class ObjectiveMixin:
             with torch.no_grad():  # a Seq2SeqTrainer then takes the model's own loss
                 self.compute_loss(model, self._prepare_inputs(inputs))
             inputs = {name: value for name, value in inputs.items() if name not in (TOKEN_WEIGHT, "shift_labels")}
-        # A compute_loss of a subclass may use what the trainer does not.
-        self._outputs_unused = prediction_loss_only and type(self).compute_loss is ObjectiveMixin.compute_loss
+        # A compute_loss of a subclass may use what the trainer does not, and return another loss.
+        has_own_loss = type(self).compute_loss is not ObjectiveMixin.compute_loss
+        self._outputs_unused = prediction_loss_only and not has_own_loss
+        tokens_before = 0.0 if self._eval_sums is None else token_count(self._eval_sums)
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # the trainer's
+            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # the trainer's
         finally:
             self._outputs_unused = False
+        if has_own_loss and result[0] is not None and self._eval_sums is not None:
+            tokens = token_count(self._eval_sums) - tokens_before
+            self._added_loss += tokens * float(result[0] - self._batch_loss) if tokens else 0.0
+        return result
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -466,7 +475,7 @@ class ObjectiveMixin:
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
-        self._eval_sums = None
+        self._eval_sums, self._added_loss = None, 0.0
         self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
         with weights_kept(unwrap(self.model)):  # before a checkpoint is written
             output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
@@ -479,7 +488,10 @@ class ObjectiveMixin:
             output.metrics.pop(f"{metric_key_prefix}_loss", None)  # 0, as no row has a label
             return output
         check_labelled(token_count(sums), "evaluation")
-        means = {f"{metric_key_prefix}_{key}": value for key, value in self._evaluated(token_means(sums)).items()}
+        added = self.accelerator.reduce(torch.tensor(self._added_loss, device=sums.device).double(), reduction="sum")
+        means = self._evaluated(token_means(sums))
+        means["loss"] += float(added) / token_count(sums)
+        means = {f"{metric_key_prefix}_{key}": value for key, value in means.items()}
         output.metrics.pop(f"{metric_key_prefix}_loss", None)  # the trainer's mean over batches
         output.metrics.update(means | output.metrics)  # what compute_metrics of the user measures stays
         best, name = best_metric(self.args, self.eval_dataset), self.args.metric_for_best_model

@@ -305,6 +305,22 @@ def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None
         assert logs(run, "transport_cost")[0] == pytest.approx(expected["transport_cost"], rel=1e-5)
 
 
+@pytest.mark.parametrize("objective", ["mle", "emo"])
+def test_what_a_compute_loss_adds_is_in_the_loss_of_evaluations(tmp_path: Path, objective: str) -> None:
+    class Doubled(ObjectiveTrainer):
+        def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(*args, return_outputs=True, **kwargs)
+            return (2 * loss, outputs) if return_outputs else 2 * loss
+
+    model, found = tiny_model("llama"), []
+    for kind in (ObjectiveTrainer, Doubled):
+        run = trainer(tmp_path, model, kind, objective=objective)
+        found.append(run.evaluate())
+        assert run.predict(rows(5)).metrics["test_loss"] > 0
+    assert found[1]["eval_loss"] == pytest.approx(2 * found[0]["eval_loss"], rel=1e-5)
+    assert found[1]["eval_nll"] == pytest.approx(found[0]["eval_nll"], rel=1e-5)
+
+
 def test_a_model_may_be_trained_in_eval_mode(tmp_path: Path) -> None:
     found = []
     for stays in (False, True):
