@@ -52,6 +52,7 @@ class Numbers:
     # Errors of barycenters over errors of the marginals: up to 1.5 for 69 of 70 random problems, 4.4 for one
     ascent_factor: float = 2.0
     plain_after: int = 1500  # iterations where Newton's method has failed: extrapolations have helped by then
+    near_plain: float = 1e-5  # Errors of debiased barycenters may be told ten times too small where methods fail.
     iterated_entries: int = 2**17  # plans of one problem, whose 10,000 iterations take seconds
     # Newton's method for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.

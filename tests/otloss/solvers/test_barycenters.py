@@ -202,28 +202,36 @@ def test_debiased_barycenters_of_few_bins_are_those_of_many_plain_iterations(see
 
 
 @pytest.mark.parametrize(
-    ("first_bins", "weights", "price"),
+    ("first_bins", "weights", "price", "debiased"),
     [
         (
             (0.9923576809015551, 0.6992249343334145, 0.3427233140812565),
             (0.18268720142521592, 0.6697293883836531),
             100.0,
+            False,
         ),
         (
             (0.9995772792193863, 0.28760682695416623, 0.22128533316575782),
             (0.05054163413250895, 0.5113704730705201),
             400.0,
+            False,
+        ),
+        (
+            (0.6083261803813409, 0.41717991571155916, 0.5023769354490488, 0.48352869628013967),
+            (0.06840696248794774, 0.6149952852286578, 0.1072133980425931),
+            100.0,
+            True,
         ),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_bins_far_apart_have_the_weighted_median(
-    first_bins: tuple[float, ...], weights: tuple[float, ...], price: float, dtype: torch.dtype
+    first_bins: tuple[float, ...], weights: tuple[float, ...], price: float, debiased: bool, dtype: torch.dtype
 ) -> None:
-    """Newton's method ended far from it, and extrapolations keep the iteration of the second problem from its end."""
+    """Newton's method ended far from it, and extrapolations keep iterations from their end."""
     p = torch.tensor([[share, 1 - share] for share in first_bins], dtype=dtype)
     shares = torch.tensor([*weights, 1 - sum(weights)], dtype=dtype)
-    a = barycenter(p, price * (1 - torch.eye(2, dtype=dtype)), shares, epsilon=1.0)
+    a = barycenter(p, price * (1 - torch.eye(2, dtype=dtype)), shares, epsilon=1.0, debiased=debiased)
     torch.testing.assert_close(a, p[1], rtol=0, atol=1e-5)
 
 
