@@ -23,7 +23,10 @@ Penalty = Price | tuple[Price | None, Price | None] | None  # the option `margin
 
 
 class SmallEpsilonError(ValueError):
-    """Epsilon, or a blur, is too small for the arithmetic; `least` is one that would do, hardly larger than needed."""
+    """Epsilon, or a blur, is too small for the arithmetic; `least`, in its unit, is about the smallest that would do.
+
+    With `epsilon_relative_to` it is in the unit of the cost.
+    """
 
     def __init__(self, message: str, least: float) -> None:
         super().__init__(message, least)

@@ -172,7 +172,7 @@ class ObjectiveMixin:
         self._outputs_unused = self._warned_unlabelled = self._warned_unfilled = False
         self._labelled: bool | None = None  # whether a step of the training had a label; None before the first
         # Whether rows name weights, that a loader of the user's own may lose; see also `_get_dataloader`.
-        self._trains_weighted = self._evaluates_weighted = False
+        self._trains_weighted = self._evaluates_weighted = self._is_evaluating = False
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
@@ -228,7 +228,7 @@ class ObjectiveMixin:
     ) -> Any:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
         # A training may keep the model in eval mode, without dropout.
-        inputs, training = dict(inputs), torch.is_grad_enabled()
+        inputs, training = dict(inputs), torch.is_grad_enabled() and not self._is_evaluating
         # "skip_logits" is set by the trainer for Liger's cross-entropy
         keep_output = return_outputs and not self._outputs_unused
         form_logits = not inputs.pop("skip_logits", False) and keep_output
@@ -425,6 +425,10 @@ class ObjectiveMixin:
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the trainer does, without what an earlier training has left to log."""
+        if callable(objective := vars(self).get("objective")) or isinstance(objective, str):
+            raise ValueError(
+                f"trainer.objective was set to {objective!r}; the attribute is trainer.training_objective."
+            )
         self._train_sums = self._labelled = None
         self._trains_weighted = TOKEN_WEIGHT in column_names(self.train_dataset)
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]  # the trainer's
@@ -477,10 +481,14 @@ class ObjectiveMixin:
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums, self._added_loss = None, 0.0
         self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
-        with weights_kept(unwrap(self.model)):  # before a checkpoint is written
-            output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
-                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
-            )
+        self._is_evaluating = True
+        try:
+            with weights_kept(unwrap(self.model)):  # before a checkpoint is written
+                output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
+                    dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+                )
+        finally:
+            self._is_evaluating = False
         if self._eval_sums is None:
             return output
         sums = self.accelerator.reduce(self._eval_sums, reduction="sum")

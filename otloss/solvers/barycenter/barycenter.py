@@ -152,14 +152,16 @@ def find_barycenter(
     else:
         methods = [(partial(ascend_once_compiled, with_graph=with_graph), tolerance)]
         plainly, largest_error = partial(iterate, plain_after=NUMBERS.plain_after), tolerance
-    if problem.plan_entries <= NUMBERS.iterated_entries:
-        methods.append((plainly, largest_error))
+    methods.append((plainly, largest_error))
     result = first
     for method, largest_error in methods:
         is_open, remaining_iterations = ~(result.error <= largest_error), max_iterations - result.iterations
         if remaining_iterations <= 0 or not bool(is_open.any()):
             continue
-        other = method(problem.choose(is_open), first.potentials.choose(is_open), tolerance, remaining_iterations)
+        chosen = problem.choose(is_open)
+        if method is plainly and len(chosen.p) * chosen.plan_entries > NUMBERS.iterated_entries:
+            continue
+        other = method(chosen, first.potentials.choose(is_open), tolerance, remaining_iterations)
         # Where neither error is known, Newton's method has the better guess.
         result = result.choose_better(is_open, other, at_ties=method is take_newton_steps)
     return result.reshape(batch)

@@ -53,7 +53,7 @@ class Numbers:
     ascent_factor: float = 2.0
     plain_after: int = 1500  # iterations where Newton's method has failed: extrapolations have helped by then
     near_plain: float = 1e-5  # Errors of debiased barycenters may be told ten times too small where methods fail.
-    iterated_entries: int = 2**17  # plans of one problem, whose 10,000 iterations take seconds
+    iterated_entries: int = 2**16  # plans of the problems that are open, whose 10,000 iterations take seconds
     # Newton's method for debiased barycenters (`newton`)
     newton_bins: int = 256  # A step costs k bins^3.
     newton_entries: int = 2**22  # plans of all problems together, which a step holds several times

@@ -305,6 +305,21 @@ def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None
         assert logs(run, "transport_cost")[0] == pytest.approx(expected["transport_cost"], rel=1e-5)
 
 
+def test_evaluations_may_record_gradients_and_an_old_attribute_is_named(tmp_path: Path) -> None:
+    class Recording(ObjectiveTrainer):
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    model = tiny_model("llama")
+    plain, recording = (trainer(tmp_path, model, kind).evaluate() for kind in (ObjectiveTrainer, Recording))
+    for key in ("eval_loss", "eval_nll", "eval_transport_cost"):
+        assert plain[key] == pytest.approx(recording[key], rel=1e-5)
+    run = trainer(tmp_path, model)
+    run.objective = MLE()
+    with pytest.raises(ValueError, match=r"trainer.objective was set to MLE\(\); .*training_objective"):
+        run.train()
+
+
 @pytest.mark.parametrize("objective", ["mle", "emo"])
 def test_what_a_compute_loss_adds_is_in_the_loss_of_evaluations(tmp_path: Path, objective: str) -> None:
     class Doubled(ObjectiveTrainer):
