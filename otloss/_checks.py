@@ -28,10 +28,10 @@ def is_recorded() -> bool:
 
 def check_not_recorded() -> None:
     """Raise RuntimeError while a program is recorded, in which numbers of this call would be constants."""
-    exported = torch.compiler.is_exporting()
     if is_recorded():
+        recorder = "torch.export" if torch.compiler.is_exporting() else "torch.jit.trace"
         raise RuntimeError(
-            f"{called()} reads the numbers of its tensors, so {'torch.export' if exported else 'torch.jit.trace'} "
+            f"{called()} reads the numbers of its tensors, so {recorder} "
             "cannot record it; record the module without it, or use torch.compile without fullgraph=True."
         )
 

@@ -269,7 +269,7 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
     first_names = _lightgbm_names() if library == "lightgbm" else XGBOOST_FIRST_NAMES
     checked: dict[str, Any] = {}
     for name, value in parameters.items():
-        if value is None:  # as `get_params` of their classifiers says that a setting is the default
+        if value is None:  # In `get_params` of their classifiers None is the default.
             continue
         first = str(first_names.get(name, name))
         if first in OWN_SETTINGS:

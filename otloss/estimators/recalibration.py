@@ -171,8 +171,8 @@ class OrdinalRecalibration(BaseEstimator):
             sample_weight: (n,) weights >= 0; only their ratios matter.
 
         Raises:
-            ValueError: if rows are no probabilities, a position is out of range, sizes differ, a weight is negative,
-                or the values do not increase.
+            ValueError: if rows are no probabilities, a position is out of range or may be a label, sizes differ, a
+                weight is negative, the values do not increase, or a Distribution has lost its labels.
         """
         check_not_negative("shrinkage", self.shrinkage)
         data = _CalibrationData.read(proba, y, sample_weight)

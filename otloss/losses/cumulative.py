@@ -106,8 +106,9 @@ def decode_classes(
         raise ValueError(f"rule is {rule!r}, expected one of {RULES}.")
     if x is not None and rule != "mean":
         raise ValueError(f"x is given with rule={rule!r}, which does not use class values; leave it out.")
-    classes = class_count(logits, is_read=not is_recorded())
-    if not is_recorded():
+    checks = not is_recorded()
+    classes = class_count(logits, is_read=checks)
+    if checks:
         check_logits(logits.reshape(-1, classes))
     if rule == "argmax":
         return logits.argmax(-1)

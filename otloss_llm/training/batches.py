@@ -140,12 +140,7 @@ def column_names(rows: Any) -> tuple[str, ...]:
 
 
 def has_weights(rows: Any) -> bool:
-    """Whether a data set, or one among several by name, has the column of weights.
-
-    A stream of the library datasets that names no columns is asked for its first row.
-    """
-    if isinstance(rows, dict):
-        return any(map(has_weights, rows.values()))
+    """Whether a data set has the column of weights; a stream that names no columns is asked for its first row."""
     if getattr(rows, "column_names", ()) is None:
         return TOKEN_WEIGHT in next(iter(rows), ())
     return TOKEN_WEIGHT in column_names(rows)

@@ -341,7 +341,7 @@ class ObjectiveMixin:
         if has_weights(dataset) and not has_weights(prepared):
             raise ValueError(
                 f"the rows have a column {TOKEN_WEIGHT}, which {type(self).__name__} drops as it prepares them, as by "
-                "packing; leave that out, or remove the column."
+                "packing; leave packing out, or remove the column."
             )
         return prepared
 

@@ -19,7 +19,7 @@ misses what the later cycles still change.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,9 @@ def iterate(
     logs = begin = from_tensor(xp, torch.cat(rows, -2))
     errors = CycleErrors(xp, xp.full_like(from_tensor(xp, problem.mass), UNKNOWN), problem.debiased)
     log_a, iterations = from_tensor(xp, start.log_a), 0
+    length = NUMBERS.cycle
     while iterations < max_iterations:
-        cycle = step.run(begin, min(NUMBERS.cycle, max_iterations - iterations))
+        cycle, length = step.run(begin, min(length, max_iterations - iterations)), NUMBERS.cycle
         if not cycle.is_finite(xp):
             if isinstance(step, LogStep):
                 break
@@ -75,7 +76,9 @@ def iterate(
         errors.append(error)
         is_open = ~(errors.current <= tolerance)
         is_judged = len(errors.all) > judged_after
-        if not is_open.any() or (is_judged and errors.is_slow(is_open, tolerance, patience)):
+        if not is_open.any() and isinstance(step, ProductStep) and step.has_underflow(logs):
+            step, begin, length = LogStep.build(problem, xp), logs, 2  # to see whether mass moves where products are 0
+        elif not is_open.any() or (is_judged and errors.is_slow(is_open, tolerance, patience)):
             break
     log_d, error = logs[..., -1, :] if problem.debiased else start.log_d, errors.current
     last = Potentials(logs[..., :count, :], log_d, log_a)
@@ -181,7 +184,7 @@ def choose_step(problem: BarycenterProblem) -> LogStep | ProductStep:
         return LogStep.build(problem, problem.xp)
     is_small = max(factor.numel() for factor in kernel.factors) <= NUMBERS.numpy_kernel
     xp = problem.xp if is_small else torch
-    kernel = GibbsKernel(tuple(from_tensor(xp, factor) for factor in kernel.factors), kernel.cells)
+    kernel = replace(kernel, factors=tuple(from_tensor(xp, factor) for factor in kernel.factors))
     p, shares = from_tensor(xp, problem.p), from_tensor(xp, problem.weights)[..., None, :]
     return ProductStep(xp, weigh_rows(problem, xp), kernel, p, shares, problem.debiased)
 
@@ -239,6 +242,10 @@ class ProductStep:
     shares: Array  # (..., 1, k), the weights of the histograms
     debiased: bool
 
+    def has_underflow(self, logs: Array) -> bool:
+        """Whether a product with log u and log d as large as `logs` may be taken for 0, though a plan needs it."""
+        return self.kernel.smallest_log - float(abs(logs).max()) < NUMBERS.smallest_exponent
+
     def run(self, logs: Array, iterations: int) -> Cycle:
         xp, count, tiny = self.xp, self.p.shape[-2], math.exp(NUMBERS.smallest_exponent)
         at_least = np.maximum if xp is np else torch.clamp_min  # `clip` of numpy takes four times as long
@@ -262,10 +269,15 @@ class ProductStep:
 
 @dataclass(frozen=True)
 class GibbsKernel:
-    """Products with K = exp(-C / epsilon), as one matrix, or for images as one matrix for each axis."""
+    """Products with K = exp(-C / epsilon), as one matrix, or for images as one matrix for each axis.
+
+    Attributes:
+        smallest_log: the logarithm of the smallest entry, which may be 0 in the matrix.
+    """
 
     factors: tuple[Array, ...]
     cells: tuple[int, ...]
+    smallest_log: float
 
     def product(self, v: Array) -> Array:
         """K v, for v (..., m)."""
@@ -285,11 +297,15 @@ class GibbsKernel:
 def build_gibbs_kernel(cost: Cost, epsilon: float) -> GibbsKernel | None:
     """Return None where the matrix is too large to be held."""
     grid = cost.as_grid()
-    if grid is not None:
-        factors = tuple(exponentiate(grid.axis_costs(axis), epsilon) for axis in range(len(grid.cells)))
-        return GibbsKernel(factors, grid.cells)
     n, m = cost.shape
-    return GibbsKernel((exponentiate(cost.dense(), epsilon),), (m,)) if n * m <= NUMBERS.largest_matrix else None
+    if grid is not None:
+        costs, cells = [grid.axis_costs(axis) for axis in range(len(grid.cells))], grid.cells
+    elif n * m <= NUMBERS.largest_matrix:
+        costs, cells = [cost.dense()], (m,)
+    else:
+        return None
+    smallest_log = sum(float(matrix.max()) for matrix in costs) / -epsilon
+    return GibbsKernel(tuple(exponentiate(matrix, epsilon) for matrix in costs), cells, smallest_log)
 
 
 def exponentiate(cost: Tensor, epsilon: float) -> Tensor:

@@ -92,7 +92,6 @@ def test_joint_loss_is_that_of_pot_on_a_loop() -> None:
 @pytest.mark.parametrize("method", ["linear", "barycentric"])
 def test_columns_of_the_target_are_those_of_the_source(method: str) -> None:
     pd = pytest.importorskip("pandas")
-    pd = pytest.importorskip("pandas")
     source, target = (pd.DataFrame(samples, columns=list("abc")) for samples in (SOURCE, TARGET))
     model = TransportAdapter(method)
     expected = clone(model).fit(SOURCE, target=TARGET).transform(NEW)

@@ -235,6 +235,24 @@ def test_two_bins_far_apart_have_the_weighted_median(
     torch.testing.assert_close(a, p[1], rtol=0, atol=1e-5)
 
 
+def test_mass_moves_where_products_with_the_kernel_are_zero() -> None:
+    """A fifth of the second histogram comes over a cost of 890 epsilons, which iterations of products did not see."""
+    costs = [[14.53, 8.58, 305.0, 232.6], [161.94, 145.65, 890.2, 7.58], [42.16, 166.4, 245.75, 369.79],
+             [35.75, 1.17, 331.62, 241.28]]  # fmt: skip
+    p = torch.tensor(
+        [[0.465, 0.005, 0.026, 0.504], [0.015, 0.158, 0.798, 0.029], [0.306, 0.085, 0.2, 0.409]], dtype=torch.float64
+    )
+    cost, shares = torch.tensor(costs, dtype=torch.float64), torch.tensor([0.378, 0.239, 0.383], dtype=torch.float64)
+    log_u = torch.zeros_like(p)
+    for _ in range(3000):
+        log_v = p.log() - (log_u.unsqueeze(-1) - cost).logsumexp(-2)
+        log_kv = (log_v.unsqueeze(-2) - cost).logsumexp(-1)
+        log_a = shares @ log_kv
+        log_u = log_a - log_kv
+    a = barycenter(p, cost, shares, epsilon=1.0)
+    torch.testing.assert_close(a, log_a.exp(), rtol=0, atol=1e-6)
+
+
 def test_the_error_of_debiased_barycenters_is_no_smaller_than_the_true_one() -> None:
     """Gaussians of one width have a Gaussian as barycenter. The plain iteration hardly changes where it is far away."""
     x, shares = torch.linspace(0, 1, 50, dtype=torch.float64), torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
