@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from numbers import Real
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -284,7 +284,8 @@ def _signature(function: Objective) -> tuple[tuple[str, ...], bool]:
     try:
         parameters = list(inspect.signature(named).parameters.values())
     except (TypeError, ValueError) as error:
-        if isinstance(named, BuiltinFunctionType):
+        inner = named.func if isinstance(named, functools.partial) else named
+        if isinstance(inner, BuiltinFunctionType | MethodDescriptorType):  # of torch
             return Statistics._fields[:2], False
         raise ValueError(  # such as TorchScript
             f"objective {function!r} has no signature, expected parameters with names of {list(Statistics._fields)}; "

@@ -176,7 +176,9 @@ class ObjectiveMixin:
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
-        self._batch_loss: Tensor | float = 0.0  # the last one, before a `compute_loss` of a subclass changes it
+        self._batch_losses: list[
+            Tensor
+        ] = []  # of an evaluated batch, before a `compute_loss` of a subclass adds to them
         self._added_loss = 0.0  # the sum over the tokens of an evaluation of what that adds
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
@@ -193,7 +195,9 @@ class ObjectiveMixin:
             self.training_objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
             tokenizer=self.processing_class,
         )  # fmt: skip
-        set_best_metric(self.args, self.eval_dataset, self.transport_cost)
+        set_best_metric(
+            self.args, self.eval_dataset, self.transport_cost, has_own_metrics=self.compute_metrics is not None
+        )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return the trainer's new model, and set a cost for it."""
@@ -245,7 +249,8 @@ class ObjectiveMixin:
             scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
         self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
-        self._batch_loss = loss.detach()
+        if self._is_evaluating:
+            self._batch_losses.append(loss.detach())
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -385,21 +390,24 @@ class ObjectiveMixin:
         """Make the trainer's step; logits are formed only if they are used (`compute_metrics`, `predict`)."""
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
+        # A compute_loss of a subclass may use what the trainer does not, and return another loss.
+        has_own_loss, loss = type(self).compute_loss is not ObjectiveMixin.compute_loss, None
+        tokens_before = 0.0 if self._eval_sums is None else token_count(self._eval_sums)
+        self._batch_losses.clear()
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
             with torch.no_grad():  # a Seq2SeqTrainer then takes the model's own loss
-                self.compute_loss(model, self._prepare_inputs(inputs))
+                loss = self.compute_loss(model, self._prepare_inputs(inputs))
             inputs = {name: value for name, value in inputs.items() if name not in (TOKEN_WEIGHT, "shift_labels")}
-        # A compute_loss of a subclass may use what the trainer does not, and return another loss.
-        has_own_loss = type(self).compute_loss is not ObjectiveMixin.compute_loss
         self._outputs_unused = prediction_loss_only and not has_own_loss
-        tokens_before = 0.0 if self._eval_sums is None else token_count(self._eval_sums)
         try:
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # the trainer's
         finally:
             self._outputs_unused = False
-        if has_own_loss and result[0] is not None and self._eval_sums is not None:
-            tokens = token_count(self._eval_sums) - tokens_before
-            self._added_loss += tokens * float(result[0] - self._batch_loss) if tokens else 0.0
+        loss = result[0] if loss is None else loss
+        if has_own_loss and loss is not None and self._batch_losses and self._eval_sums is not None:
+            tokens = token_count(self._eval_sums) - tokens_before  # of each time that it was called
+            added = loss - torch.stack(self._batch_losses).mean()
+            self._added_loss += tokens * float(added) if tokens else 0.0
         return result
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

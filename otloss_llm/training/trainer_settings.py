@@ -88,7 +88,7 @@ def search_objective(metrics: dict[str, float], *, rows: Any) -> float:
     return default_compute_objective({key: value for key, value in metrics.items() if own_name(key, rows) not in ours})
 
 
-def set_best_metric(args: Any, rows: Any, cost: TokenCost | None) -> None:
+def set_best_metric(args: Any, rows: Any, cost: TokenCost | None, *, has_own_metrics: bool = False) -> None:
     """Set that less is better of our metrics; the trainer guesses it from the name, for "loss" only."""
     best = best_metric(args, rows)
     if best == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
@@ -96,8 +96,9 @@ def set_best_metric(args: Any, rows: Any, cost: TokenCost | None) -> None:
             f"metric_for_best_model is {args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
             'cost, of which less is not better; take "loss" or "nll".'
         )
-    # Also of an evaluation of a set that is not known here, with a prefix of its own.
-    if best in LESS_IS_BETTER or best.endswith(tuple(f"_{name}" for name in LESS_IS_BETTER)):
+    # The user may evaluate sets that are not known here, with prefixes; but "neg_nll" may be a metric of the user's.
+    has_prefix = not has_own_metrics and best.endswith(tuple(f"_{name}" for name in LESS_IS_BETTER))
+    if best in LESS_IS_BETTER or has_prefix:
         args.greater_is_better = False
 
 

@@ -105,6 +105,9 @@ def test_settings_of_the_loss_are_followed() -> None:
     args = arguments(metric_for_best_model="eval_unknown_perplexity", greater_is_better=True)
     set_best_metric(args, None, None)
     assert args.greater_is_better is False, "of a prefix that the user evaluates with"
+    args = arguments(metric_for_best_model="neg_nll", greater_is_better=True)
+    set_best_metric(args, None, None, has_own_metrics=True)
+    assert args.greater_is_better is True, "of a name of the user's own"
     check_best_metric(args, {"later_texts": []}, {"nll"})
     config = SimpleNamespace(aux_loss_coef=0.1)
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
