@@ -313,11 +313,16 @@ def device_of(generator: torch.Generator | None) -> torch.device | str:
     return "cpu" if generator is None else generator.device
 
 
-def check_count(name: str, value: Any, minimum: int = 1) -> None:
-    """Raise TypeError unless `value` is a whole number and no bool, ValueError if it is below the least."""
+def check_count(name: str, value: Any, minimum: int = 1) -> int:
+    """Return a whole number as Python's: numpy's may have few bits. Raise TypeError for another or a bool.
+
+    Raises:
+        ValueError: if it is below the minimum.
+    """
     check_whole(name, value)
     if value < minimum:
         raise ValueError(f"{name} is {value}, expected a whole number of at least {minimum}.")
+    return int(value)
 
 
 def check_whole(name: str, value: Any, expected: str = "a whole number") -> None:

@@ -373,7 +373,7 @@ def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int
             return block is not None
 
     return xgboost.QuantileDMatrix(
-        Blocks(), ref=reference, max_bin=parameters["max_bin"], nthread=parameters["nthread"],
+        Blocks(), ref=reference, max_bin=int(parameters["max_bin"]), nthread=parameters["nthread"],
         enable_categorical=is_categorical,
     )  # fmt: skip
 

@@ -145,7 +145,7 @@ class LinearBase(ModelBase):
 
     def _optimise(self, rows: Rows, random: np.random.RandomState) -> bool:
         self.n_iter_, has_converged = train_lbfgs(
-            self._network, self._objective(rows), rows, max_iter=self.max_iter, tol=self.tol
+            self._network, self._objective(rows), rows, max_iter=int(self.max_iter), tol=float(self.tol)
         )
         return has_converged
 

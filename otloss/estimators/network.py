@@ -81,14 +81,14 @@ class OrdinalNetworkClassifier(ModelBase):
         def train(network: OrdinalNetwork, rows: Rows, held_out: Rows | None, epochs: int, patience: int) -> Any:
             return train_adam(
                 network, self._objective(rows), rows, held_out=held_out, epochs=epochs, patience=patience,
-                learning_rate=self.learning_rate, batch_size=self.batch_size, random=random,
+                learning_rate=float(self.learning_rate), batch_size=int(self.batch_size), random=random,
             )  # fmt: skip
 
         if not self._stops_early(len(rows)):
-            self.n_iter_, has_stopped = train(self._network, rows, None, self.max_iter, PATIENCE)
+            self.n_iter_, has_stopped = train(self._network, rows, None, int(self.max_iter), PATIENCE)
             return bool(has_stopped)
         parts = split_off(rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping")
         kept, validation = (rows[index] for index in parts)
-        self.n_iter_, has_stopped = train(deepcopy(self._network), kept, validation, self.max_iter, PATIENCE)
+        self.n_iter_, has_stopped = train(deepcopy(self._network), kept, validation, int(self.max_iter), PATIENCE)
         train(self._network, rows, None, self.n_iter_, self.n_iter_ + 1)  # all rows, for as many epochs
         return bool(has_stopped)

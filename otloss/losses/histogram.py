@@ -179,7 +179,7 @@ def histogram_labels(
     """
     _check_options(encoding, sigma, outside)
     dtype = _promoted(None, values=values, bins=bins)
-    check_count("count", count)
+    count = check_count("count", count)
     placed = _bins(bins, count, torch.promote_types(dtype, torch.float32))
     labels = _labels(values, placed, encoding=encoding, sigma=sigma, outside=outside)
     return (one_hot(labels, count) if encoding == "one_hot" else labels).to(dtype)

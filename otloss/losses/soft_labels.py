@@ -68,7 +68,7 @@ def soft_labels(
     """
     if check_tensor("target", target).is_floating_point() or target.dtype == torch.bool:
         raise TypeError(f"target has dtype {target.dtype}, expected class positions in an integer dtype.")
-    check_count("num_classes", num_classes, 2)
+    num_classes = check_count("num_classes", num_classes, 2)
     check_choice("kind", kind, tuple(_TABLES))
     if neighbour is not None:
         if kind != "triangular":

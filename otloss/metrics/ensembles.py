@@ -37,7 +37,7 @@ def pit_histogram(
         >>> pit_histogram([0.5, 9.0], [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], bins=4)
         array([0.5, 0. , 0. , 0.5])
     """
-    check_count("bins", bins)
+    bins = check_count("bins", bins)
     members, true = read_ensemble(ensemble, y_true)
     weight = read_shares(sample_weight, len(members))
     low = (members < true[:, None]).sum(1) / (members.shape[1] + 1)

@@ -95,7 +95,7 @@ def barycenter(
         >>> barycenter(ends, LineCost(torch.arange(5.0), power=2), epsilon=0.1, debiased=True).round(decimals=4)
         tensor([0., 0., 1., 0., 0.])
     """
-    check_count("max_iterations", max_iterations)
+    max_iterations = check_count("max_iterations", max_iterations)
     problem = read_problem(p, cost, weights, epsilon, debiased)
     default = DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
     tolerance = default if tolerance is None else check_positive("tolerance", tolerance)

@@ -518,6 +518,17 @@ def test_scores_take_labels_in_every_form_that_fits_take() -> None:
         model.score(X, np.ma.array(halves, mask=RANK == 0))
 
 
+def test_counts_may_be_numpy_integers_of_few_bits() -> None:
+    """Five times 10,000 is below 0 in 16 bits."""
+    expected = OrdinalClassifier().fit(X, RANK)
+    assert OrdinalClassifier(max_iter=np.int16(10_000)).fit(X, RANK).n_iter_ == expected.n_iter_ > 1
+    narrow = OrdinalNetworkClassifier(batch_size=np.uint64(40), learning_rate=np.float16(0.0625), max_iter=np.int8(20))
+    wide = OrdinalNetworkClassifier(batch_size=40, learning_rate=0.0625, max_iter=20)
+    first, second = (model.set_params(random_state=0).fit(X, RANK).predict_proba(X) for model in (narrow, wide))
+    np.testing.assert_array_equal(first, second)
+    boosted("xgboost", booster_params={"max_bin": np.int64(16)}).fit(X, RANK)
+
+
 def test_scores_check_weights_as_fits_do() -> None:
     model = OrdinalClassifier().fit(X, RANK)
     for weight in (-np.ones(90), np.ones(90) * 1j, np.zeros(90)):
