@@ -518,6 +518,7 @@ def test_scores_take_labels_in_every_form_that_fits_take() -> None:
         model.score(X, np.ma.array(halves, mask=RANK == 0))
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_counts_may_be_numpy_integers_of_few_bits() -> None:
     """Five times 10,000 is below 0 in 16 bits."""
     expected = OrdinalClassifier().fit(X, RANK)
