@@ -243,8 +243,16 @@ class ProductStep:
     debiased: bool
 
     def has_underflow(self, logs: Array) -> bool:
-        """Whether a product with log u and log d as large as `logs` may be taken for 0, though a plan needs it."""
-        return self.kernel.smallest_log - float(abs(logs).max()) < NUMBERS.smallest_exponent
+        """Whether entries and clamps that products take for smallest numbers may have a share in a sum of products."""
+        if self.kernel.smallest_log - float(abs(logs).max()) >= NUMBERS.smallest_exponent:
+            return False
+        count, tiny = self.p.shape[-2], math.exp(NUMBERS.smallest_exponent)
+        u, d = self.xp.exp(logs[..., :count, :]), self.xp.exp(logs[..., count:, :])
+        sums = self.kernel.transposed_product(u)
+        v = self.p / sums
+        pairs = [(u, sums[self.p > 0]), (v, self.kernel.product(v)), *([(d, self.kernel.product(d))] * self.debiased)]
+        shares = [tiny * max(float(x.max()), 1.0) * x.shape[-1] / max(float(sum_.min()), tiny) for x, sum_ in pairs]
+        return max(shares) > NUMBERS.negligible_share
 
     def run(self, logs: Array, iterations: int) -> Cycle:
         xp, count, tiny = self.xp, self.p.shape[-2], math.exp(NUMBERS.smallest_exponent)

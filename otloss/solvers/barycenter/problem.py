@@ -45,6 +45,7 @@ class Numbers:
     numpy_kernel: int = 2**18
     largest_matrix: int = 2**24  # entries of exp(-C / epsilon) that are held
     smallest_exponent: float = -690.0  # exp of it is near the least normal number; products with smaller ones are slow.
+    negligible_share: float = 1e-17  # of a sum, below its rounding
     # Newton's method on the dual, for plain barycenters (`ascent`)
     ascent_entries: int = 2**24  # plans of one problem; each entry takes 20 bytes on each thread
     entries_until_check: int = 2**24  # plans times iterations, a few tenths of a second, until its kernel is looked for
