@@ -94,7 +94,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             return self._fit(X, target)
 
     def _fit(self, X: ArrayLike, target: ArrayLike) -> Self:
-        for attribute in [name for name in vars(self) if name.endswith("_")]:  # those of another method tell the map
+        for attribute in [name for name in vars(self) if name.endswith("_")]:  # `transform` asks which ones there are
             delattr(self, attribute)
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}, expected one of {METHODS}.")

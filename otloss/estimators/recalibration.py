@@ -113,8 +113,8 @@ class Temperature(BaseEstimator):
             sklearn.exceptions.NotFittedError: before `fit`.
         """
         check_is_fitted(self, "temperature_")
-        table = _read_forecasts(proba)
-        return _labelled(table if self.temperature_ == 1 else _tempered(_log(table), self.temperature_), proba)
+        table, labels = _read_forecasts(proba), _labels_of(proba)
+        return _labelled(table if self.temperature_ == 1 else _tempered(_log(table), self.temperature_), labels)
 
     def _score(self, data: _CalibrationData, logs: Float[np.ndarray, "n classes"]) -> Callable[[float], float]:
         """Return the pulled score as a function of log T."""
@@ -177,7 +177,7 @@ class OrdinalRecalibration(BaseEstimator):
         check_not_negative("shrinkage", self.shrinkage)
         data = _CalibrationData.read(proba, y, sample_weight)
         self.gaps_ = np.diff(read_values(self.values, data.classes))
-        self.labels_ = _labels_of(proba)
+        self.labels_ = data.labels
         below, above = _both_sides(data.proba)
         both = np.concatenate([below, above])
         self.smallest_ = float(both[both > 0].min(initial=1.0))
@@ -214,7 +214,7 @@ class OrdinalRecalibration(BaseEstimator):
         is_changed = (self.offset_ != 0) | (self.slope_ != 1)
         mapped = np.where(is_changed, expit(self.offset_ + self.slope_ * self._logits(below, above)), below)
         mapped = np.diff(in_order(mapped, self.gaps_), axis=1, prepend=0.0, append=1.0)
-        return _labelled(mapped + _UNCHANGED * (table - mapped) if is_changed.any() else table, proba)
+        return _labelled(mapped + _UNCHANGED * (table - mapped) if is_changed.any() else table, labels)
 
     def _logits(self, below: np.ndarray, above: np.ndarray) -> Float[np.ndarray, "n thresholds"]:
         smallest = max(self.smallest_ / 2, np.finfo(float).tiny)  # Half of the smallest float is 0.
@@ -223,21 +223,22 @@ class OrdinalRecalibration(BaseEstimator):
 
 @dataclass(frozen=True)
 class _CalibrationData:
-    """Checked held-out data: forecasts (n, K), positions (n,), weights (n,) of sum 1, none of them 0."""
+    """Checked held-out data: forecasts (n, K), their labels, positions (n,), weights (n,) above 0 of sum 1."""
 
     proba: Float[np.ndarray, "n classes"]
     y: Int[np.ndarray, " n"]
     weight: Float[np.ndarray, " n"]
+    labels: Labels | None
 
     @classmethod
     def read(cls, proba: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None) -> Self:
-        table = _read_forecasts(proba)
-        index = _positions_of_columns(y, table.shape[1], _labels_of(proba))
+        table, labels = _read_forecasts(proba), _labels_of(proba)
+        index = _positions_of_columns(y, table.shape[1], labels)
         if index.size != len(table):
             raise ValueError(f"y has {index.size} classes and proba {len(table)} rows, expected as many.")
         weight = read_weights(sample_weight, index.size)
         has_weight = weight > 0
-        return cls(table[has_weight], index[has_weight], weight[has_weight] / weight.sum())
+        return cls(table[has_weight], index[has_weight], weight[has_weight] / weight.sum(), labels)
 
     @property
     def classes(self) -> int:
@@ -269,9 +270,8 @@ def _labels_of(proba: ArrayLike) -> Labels | None:
     return columns_of(proba) if isinstance(proba, Distribution) else None
 
 
-def _labelled(table: Float[np.ndarray, "n classes"], proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
-    """Return the table, as a `Distribution` with the labels of `proba` if that is one."""
-    labels = _labels_of(proba)
+def _labelled(table: Float[np.ndarray, "n classes"], labels: Labels | None) -> Float[np.ndarray, "n classes"]:
+    """Return the table, as a `Distribution` if there are labels."""
     return table if labels is None else Distribution(table, labels=labels)
 
 

@@ -239,7 +239,7 @@ def label_counts(rows: Any, vocab: int, *, shifted: bool) -> Int[Tensor, " vocab
             each = zip(*(chunk[name] if is_table else [row[name] for row in chunk] for name in columns), strict=True)
             arrays = [_predicted(*row) if shifted else np.ravel(row[0]) for row in each]
             labels = torch.from_numpy(np.concatenate(arrays)).long()
-        except (KeyError, TypeError, ValueError):  # labels of rows, from which a collator makes those of tokens
+        except (KeyError, TypeError, ValueError):  # of rows: a collator makes labels of tokens
             return None
         counts += torch.bincount(labels[(labels >= 0) & (labels < vocab)], minlength=vocab)
         read += len(labels)

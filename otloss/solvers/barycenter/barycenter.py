@@ -141,16 +141,16 @@ def find_barycenter(
         problem, start, tolerance, max_iterations, patience=NUMBERS.patience, judged_after=judged_after
     )  # fmt: skip
     remaining_iterations = max_iterations - first.iterations
+    plainly = partial(iterate, plain_after=0 if problem.debiased else NUMBERS.plain_after)
     # The methods, and the error above which a problem takes each.
     methods: list[tuple[Callable[..., BarycenterResult], float]]
-    if problem.debiased:  # Smaller errors are the rounding that Newton's method ends with.
+    if problem.debiased:
         goes_on = partial(iterate, patience=remaining_iterations, judged_after=NUMBERS.hard_judged_after)
-        methods = [(take_newton_steps, tolerance), (goes_on, max(tolerance, NUMBERS.near))]
-        plainly, largest_error = partial(iterate, plain_after=0), max(tolerance, NUMBERS.near_plain)
+        # Smaller errors are the rounding that Newton's method ends with.
+        near, near_plain = max(tolerance, NUMBERS.near), max(tolerance, NUMBERS.near_plain)
+        methods = [(take_newton_steps, tolerance), (goes_on, near), (plainly, near_plain)]
     else:
-        methods = [(partial(ascend_once_compiled, with_graph=with_graph), tolerance)]
-        plainly, largest_error = partial(iterate, plain_after=NUMBERS.plain_after), tolerance
-    methods.append((plainly, largest_error))
+        methods = [(partial(ascend_once_compiled, with_graph=with_graph), tolerance), (plainly, tolerance)]
     result = first
     for method, largest_error in methods:
         is_open, remaining_iterations = ~(result.error <= largest_error), max_iterations - result.iterations
@@ -159,8 +159,8 @@ def find_barycenter(
         chosen = problem.choose(is_open)
         if method is plainly and len(chosen.p) * chosen.plan_entries > NUMBERS.iterated_entries:
             continue
-        start = (first if problem.debiased else result).potentials.choose(is_open)
-        other = method(chosen, start, tolerance, remaining_iterations)
+        best = (first if problem.debiased else result).potentials.choose(is_open)
+        other = method(chosen, best, tolerance, remaining_iterations)
         # Where neither error is known, Newton's method has the better guess.
         result = result.choose_better(is_open, other, at_ties=method is take_newton_steps)
     return result.reshape(batch)

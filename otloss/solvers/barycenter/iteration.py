@@ -247,12 +247,18 @@ class ProductStep:
         if self.kernel.smallest_log - float(abs(logs).max()) >= NUMBERS.smallest_exponent:
             return False
         count, tiny = self.p.shape[-2], math.exp(NUMBERS.smallest_exponent)
-        u, d = self.xp.exp(logs[..., :count, :]), self.xp.exp(logs[..., count:, :])
+        u = self.xp.exp(logs[..., :count, :])
         sums = self.kernel.transposed_product(u)
         v = self.p / sums
-        pairs = [(u, sums[self.p > 0]), (v, self.kernel.product(v)), *([(d, self.kernel.product(d))] * self.debiased)]
-        shares = [tiny * max(float(x.max()), 1.0) * x.shape[-1] / max(float(sum_.min()), tiny) for x, sum_ in pairs]
-        return max(shares) > NUMBERS.negligible_share
+        factors_and_sums = [(u, sums[self.p > 0]), (v, self.kernel.product(v))]
+        if self.debiased:
+            d = self.xp.exp(logs[..., count:, :])
+            factors_and_sums.append((d, self.kernel.product(d)))
+        return any(
+            tiny * max(float(factor.max()), 1.0) * factor.shape[-1]
+            > NUMBERS.negligible_share * max(float(total.min()), tiny)
+            for factor, total in factors_and_sums
+        )
 
     def run(self, logs: Array, iterations: int) -> Cycle:
         xp, count, tiny = self.xp, self.p.shape[-2], math.exp(NUMBERS.smallest_exponent)
