@@ -220,11 +220,16 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     wide = float64_or(f.dtype, f.device)
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
+    if problem.is_symmetric:
+        f = g = (f + g) / 2
+        matrix = (matrix + matrix.mT) / 2
     exponents = log_ratio_of(problem, f, g, p, epsilon, matrix)
     width, through_weights = epsilon.unsqueeze(-1), is_differentiated(p, q)
     penalty = problem.marginal_penalty or BOTH_KEPT
     rows, columns = scale_sums(exponents, q), scale_sums(exponents.mT, p)
-    if p.shape[-1] >= q.shape[-1]:
+    if problem.is_symmetric:
+        a, b = _SymmetricEquations(rows, columns, p, q, f, g, width, penalty, through_weights).newton()
+    elif p.shape[-1] >= q.shape[-1]:
         a, b = _Equations(rows, columns, p, q, f, g, width, penalty, through_weights).newton()
     else:
         b, a = _Equations(columns, rows, q, p, g, f, width, penalty.swapped, through_weights).newton()
@@ -352,3 +357,17 @@ class _Equations:
             raise singular_equations_error()
         others = right + ((identity - system) @ solution.unsqueeze(-1)).squeeze(-1)
         return torch.where(has_mass, solution, others)
+
+
+class _SymmetricEquations(_Equations):
+    """The equations where p = q, f = g and C is symmetric: a = b, which leaves no constant between the two.
+
+    The system is regular where a plan falls into parts: a change of b that is constant on each is doubled.
+    """
+
+    def system(self, b: Tensor) -> tuple[Tensor, Tensor]:
+        k, _ = damping_of(self.penalty, self.epsilon)
+        along = self.by_rows.ratio * (self.q * b.exp()).unsqueeze(-2)
+        round_half = along / along.sum(-1, keepdim=True)
+        damped = (k.unsqueeze(-1) if isinstance(k, Tensor) else k) * round_half
+        return torch.eye(b.shape[-1], dtype=b.dtype, device=b.device) + damped, self.rows(b) - b
