@@ -42,6 +42,7 @@ from otloss_llm.training.trainer_cost import check_numbers, check_sample, cost_f
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
     best_metric,
+    check_best_cost,
     check_best_metric,
     check_loss_is_replaceable,
     check_loss_settings,
@@ -176,10 +177,7 @@ class ObjectiveMixin:
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
-        self._batch_losses: list[
-            Tensor
-        ] = []  # of an evaluated batch, before a `compute_loss` of a subclass adds to them
-        self._added_loss = 0.0  # the sum over the tokens of an evaluation of what that adds
+        self._added_loss = 0.0  # what a `compute_loss` of a subclass adds, summed over the tokens of an evaluation
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
 
@@ -195,9 +193,7 @@ class ObjectiveMixin:
             self.training_objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
             tokenizer=self.processing_class,
         )  # fmt: skip
-        set_best_metric(
-            self.args, self.eval_dataset, self.transport_cost, has_own_metrics=self.compute_metrics is not None
-        )
+        check_best_cost(self.args, self.eval_dataset, self.transport_cost)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return the trainer's new model, and set a cost for it."""
@@ -247,10 +243,10 @@ class ObjectiveMixin:
         else:
             assert self._transform is not None
             scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
-        self._add_sums(scored, targets, training)
+        sums = self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
-        if self._is_evaluating:
-            self._batch_losses.append(loss.detach())
+        if self._is_evaluating and self._has_own_loss:  # which may call this for parts of a batch
+            self._added_loss -= token_count(sums) * float(loss)
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -391,24 +387,25 @@ class ObjectiveMixin:
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
         # A compute_loss of a subclass may use what the trainer does not, and return another loss.
-        has_own_loss, loss = type(self).compute_loss is not ObjectiveMixin.compute_loss, None
-        tokens_before = 0.0 if self._eval_sums is None else token_count(self._eval_sums)
-        self._batch_losses.clear()
+        tokens_before, loss = 0.0 if self._eval_sums is None else token_count(self._eval_sums), None
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
             with torch.no_grad():  # a Seq2SeqTrainer then takes the model's own loss
                 loss = self.compute_loss(model, self._prepare_inputs(inputs))
             inputs = {name: value for name, value in inputs.items() if name not in (TOKEN_WEIGHT, "shift_labels")}
-        self._outputs_unused = prediction_loss_only and not has_own_loss
+        self._outputs_unused = prediction_loss_only and not self._has_own_loss
         try:
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # the trainer's
         finally:
             self._outputs_unused = False
         loss = result[0] if loss is None else loss
-        if has_own_loss and loss is not None and self._batch_losses and self._eval_sums is not None:
-            tokens = token_count(self._eval_sums) - tokens_before  # of each time that it was called
-            added = loss - torch.stack(self._batch_losses).mean()
-            self._added_loss += tokens * float(added) if tokens else 0.0
+        tokens = 0.0 if self._eval_sums is None else token_count(self._eval_sums) - tokens_before
+        if self._has_own_loss and loss is not None and tokens:
+            self._added_loss += tokens * float(loss)
         return result
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return type(self).compute_loss is not ObjectiveMixin.compute_loss
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -441,7 +438,8 @@ class ObjectiveMixin:
         self._trains_weighted = TOKEN_WEIGHT in column_names(self.train_dataset)
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]  # the trainer's
 
-    def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> None:
+    def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> Tensor:
+        """Add what is measured of a batch to the sums, and return it."""
         # The distance of numbers is a mean over other positions, which is added to the mean of the other terms.
         others = self._total.without(NumberDistance)
         sums = batch_sums(
@@ -452,6 +450,7 @@ class ObjectiveMixin:
         if training and previous is None:
             self._check_best_metric(measured(sums))
         setattr(self, name, sums if previous is None else previous + sums)
+        return sums
 
     def _check_best_metric(self, names: set[str]) -> None:
         """Raise ValueError before the first step, which the trainer would do after its first evaluation."""
@@ -510,6 +509,7 @@ class ObjectiveMixin:
         means = {f"{metric_key_prefix}_{key}": value for key, value in means.items()}
         output.metrics.pop(f"{metric_key_prefix}_loss", None)  # the trainer's mean over batches
         output.metrics.update(means | output.metrics)  # what compute_metrics of the user measures stays
+        set_best_metric(self.args, metric_key_prefix)
         best, name = best_metric(self.args, self.eval_dataset), self.args.metric_for_best_model
         if self.is_in_train and f"{metric_key_prefix}_{best}" in (name, f"eval_{name}"):
             keys = {key.removeprefix(f"{metric_key_prefix}_") for key in output.metrics}

@@ -88,17 +88,22 @@ def search_objective(metrics: dict[str, float], *, rows: Any) -> float:
     return default_compute_objective({key: value for key, value in metrics.items() if own_name(key, rows) not in ours})
 
 
-def set_best_metric(args: Any, rows: Any, cost: TokenCost | None, *, has_own_metrics: bool = False) -> None:
-    """Set that less is better of our metrics; the trainer guesses it from the name, for "loss" only."""
-    best = best_metric(args, rows)
-    if best == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
+def check_best_cost(args: Any, rows: Any, cost: TokenCost | None) -> None:
+    """Raise ValueError if the best model is chosen by a transport cost of which less is not better."""
+    if best_metric(args, rows) == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
         raise ValueError(
             f"metric_for_best_model is {args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
             'cost, of which less is not better; take "loss" or "nll".'
         )
-    # The user may evaluate sets that are not known here, with prefixes; but "neg_nll" may be a metric of the user's.
-    has_prefix = not has_own_metrics and best.endswith(tuple(f"_{name}" for name in LESS_IS_BETTER))
-    if best in LESS_IS_BETTER or has_prefix:
+
+
+def set_best_metric(args: Any, prefix: str) -> None:
+    """Set that less is better of a metric with this prefix that chooses the best model; the trainer guesses it.
+
+    It does from the name, for "loss" only. An evaluation alone knows its prefix, which may be of a user's own.
+    """
+    best = args.metric_for_best_model
+    if any(f"{prefix}_{name}" in (best, f"eval_{best}") for name in LESS_IS_BETTER):
         args.greater_is_better = False
 
 

@@ -107,7 +107,7 @@ def test_entropic(function: str, name: str, marginal_penalty: Penalty, share: fl
 
 @pytest.mark.parametrize("marginal_penalty", [None, 0.5])
 @pytest.mark.parametrize("name", ["matrix", "one cloud"])
-def test_implicit_gradients_of_divergences_whose_bins_hardly_exchange_mass(name: str, marginal_penalty: Penalty) -> None:
+def test_implicit_gradients_where_bins_hardly_exchange_mass(name: str, marginal_penalty: Penalty) -> None:
     """S(p, p) at 1 % of the range hardly moves mass between bins, but has one potential on both sides."""
     case = entropic_case("divergence", name, 0.01, marginal_penalty, "implicit")
     check(case)

@@ -26,6 +26,7 @@ from otloss_llm.training.torchtitan import ObjectiveLoss
 from otloss_llm.training.trainer_cost import cost_for
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
+    check_best_cost,
     check_best_metric,
     check_loss_settings,
     set_best_metric,
@@ -95,19 +96,19 @@ def test_settings_of_the_loss_are_followed() -> None:
     assert with_terms(MLE(), arguments(), 0.0).reads == ("nll", "cost")
     smoothed = with_terms(MLE(), arguments(label_smoothing_factor=0.2), 0.1)
     assert [term.weight for term in smoothed.terms] == pytest.approx([0.8, 0.2, 0.1])
-    for name in ("nll", "eval_transport_cost"):
-        args = arguments(metric_for_best_model=name)
-        set_best_metric(args, None, NumberCost(torch.arange(3.0)))
-        assert args.greater_is_better is False
-    args = arguments(metric_for_best_model="eval_later_texts_nll", greater_is_better=True)
-    set_best_metric(args, {"later": [], "later_texts": [], "others": []}, None)
-    assert args.greater_is_better is False, "of a data set with a name"
-    args = arguments(metric_for_best_model="eval_unknown_perplexity", greater_is_better=True)
-    set_best_metric(args, None, None)
-    assert args.greater_is_better is False, "of a prefix that the user evaluates with"
-    args = arguments(metric_for_best_model="neg_nll", greater_is_better=True)
-    set_best_metric(args, None, None, has_own_metrics=True)
-    assert args.greater_is_better is True, "of a name of the user's own"
+    for name, prefix, is_less in (
+        ("nll", "eval", True),
+        ("eval_transport_cost", "eval", True),
+        ("eval_later_texts_nll", "eval_later_texts", True),
+        ("other_perplexity", "eval_other", True),
+        ("other_perplexity", "eval", False),
+        ("neg_nll", "eval", False),
+        (None, "eval", False),
+    ):
+        args = arguments(metric_for_best_model=name, greater_is_better=True)
+        set_best_metric(args, prefix)
+        assert args.greater_is_better is not is_less, (name, prefix)
+    args = arguments(metric_for_best_model="eval_later_texts_nll")
     check_best_metric(args, {"later_texts": []}, {"nll"})
     config = SimpleNamespace(aux_loss_coef=0.1)
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
@@ -135,7 +136,7 @@ test_what_excludes_an_objective = raising(
     (lambda: chosen("number_token", EmbeddingCost(HEAD)), ValueError, "needs distances between numbers"),
     (lambda: chosen("mle", NumberCost(torch.arange(7.0)), NumberSettings("log")), ValueError, "set it in that cost"),
     (lambda: chosen("emo+number", "auto"), ValueError, "processing_class=tokenizer"),
-    (lambda: set_best_metric(arguments(metric_for_best_model="transport_cost"), None, RatingCost(torch.arange(7.0))),
+    (lambda: check_best_cost(arguments(metric_for_best_model="transport_cost"), None, RatingCost(torch.arange(7.0))),
      ValueError, "RatingCost has a signed cost, of which less is not better"),
     (lambda: check_best_metric(arguments(metric_for_best_model="eval_a_entropy"), {"a": []}, {"nll", "loss"}),
      ValueError, "is 'eval_a_entropy', which an evaluation of this model .* does not have; take one of loss, nll"),
