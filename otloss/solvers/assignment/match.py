@@ -18,6 +18,7 @@ from otloss._numba.threads import Work, run_on_threads
 from otloss._public import public
 
 _ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.
+_LARGEST_RATIO = 1e10  # of costs that are paid; beyond, prices leave the others too few of sixteen digits
 
 
 @public
@@ -104,12 +105,12 @@ def _assignments(
         flat = costs.to("cpu", costs.dtype if costs.dtype == torch.float64 else torch.float32).numpy()
         failed = max(
             run_on_threads(
-                match_problems, len(places), (flat, places, rows, columns),
+                match_problems, len(places), (flat, places, _LARGEST_RATIO, rows, columns),
                 one_thread=flat.size < _ENTRIES, work=Work("shortest paths of an assignment", flat.size),
             )
         )  # fmt: skip
         if failed >= 0:
-            _raise_of_problem(np.unravel_index(failed, batch), rows[places[failed, 4]])
+            _match_without_prices(flat, places, rows, columns, batch)
     pair = torch.from_numpy(rows), torch.from_numpy(columns)
     return pair if costs.device.type == "cpu" else (pair[0].to(costs.device), pair[1].to(costs.device))
 
@@ -120,6 +121,54 @@ def _kernel() -> Any:
     from otloss.solvers.assignment.match_numba import allocate_results, match_problems
 
     return run_on_threads, Work, match_problems, allocate_results
+
+
+def _match_without_prices(
+    flat: np.ndarray, places: np.ndarray, rows: np.ndarray, columns: np.ndarray, batch: tuple[int, ...]
+) -> None:
+    """Match the problems that the kernel left because of their prices; raise ValueError of one without a matching."""
+    from otloss.solvers.assignment.match_numba import PRICED
+
+    run_on_threads, Work, match_problems, _ = _kernel()
+    for k, (begin, stride, n, m, at) in enumerate(places):
+        if not n or not m or rows[at] >= -1:
+            continue
+        if rows[at] != PRICED:
+            _raise_of_problem(np.unravel_index(k, batch), rows[at])
+        costs = without_gaps(flat[begin + stride * np.arange(n)[:, None] + np.arange(m)]).reshape(-1)
+        pairs, one = slice(at, at + min(n, m)), np.array([[0, m, n, m, 0]])
+        run_on_threads(
+            match_problems, 1, (costs, one, np.inf, rows[pairs], columns[pairs]), one_thread=True,
+            work=Work("shortest paths of an assignment", costs.size),
+        )  # fmt: skip
+
+
+def without_gaps(costs: Float[np.ndarray, "n m"]) -> Float[np.ndarray, "n m"]:
+    """Return costs in float64 with the same cheapest matchings, without the gaps that prices leave between costs.
+
+    The total cost is a sum over gaps, each times the number of pairs above it. If a gap is more than what all smaller
+    ones can add up to, the cheapest matchings have as few pairs above it as possible, and any smaller gap of which
+    this holds serves as well. A gap that a larger one does not exceed that far stays.
+    """
+    is_finite = np.isfinite(costs)
+    values, places = np.unique(costs[is_finite].astype(np.float64) / 4, return_inverse=True)  # no difference overflows
+    gaps, factor = np.diff(values), 2 * (min(costs.shape) + 1)
+    order = np.argsort(gaps, kind="stable")
+    below = np.cumsum(np.append(0.0, gaps[order]))  # what the smaller ones add up to
+    is_large = gaps[order] / factor > below[:-1]
+    total, done = 0.0, 0  # of the smaller gaps as they are now
+    for k in np.flatnonzero(is_large & np.append(is_large[1:], True)).tolist():
+        total += below[k] - below[done]
+        if total > 0:
+            gaps[order[k]] = factor * total
+        total, done = total + gaps[order[k]], k + 1
+    moved = values - values[0]
+    begins = np.flatnonzero(gaps < np.diff(values)) + 1
+    for begin, end in zip(begins, np.append(begins, len(values))[1:], strict=True):
+        moved[begin:end] = moved[begin - 1] + gaps[begin - 1] + (values[begin:end] - values[begin])
+    result = np.full(costs.shape, np.inf)
+    result[is_finite] = moved[places]
+    return result
 
 
 def _raise_of_problem(place: Any, code: int) -> None:

@@ -21,8 +21,11 @@ from otloss.solvers.exact.assignment_numba import PATH_INTEGERS, augment
 from otloss.solvers.exact.simplex_numba import NONE
 from otloss.solvers.exact.tree_numba import VECTOR, min_difference
 
-# What stands in the first place of a problem's rows: a cost is NaN or -inf; there is no complete matching.
-INVALID, INFEASIBLE = -2, -3
+# What stands in the first place of a problem's rows: a cost is NaN or -inf; there is no complete matching; the
+# matching pays costs beside which the others are rounding.
+INVALID, INFEASIBLE, PRICED = -2, -3, -4
+
+FAR_BELOW = 1e-3  # a cost of this share of another is not of its kind
 
 
 @inner()
@@ -79,21 +82,41 @@ def _match(counter: Any, cost: Any, n: int, m: int, g: Any, whole: Any, real: An
     return is_complete
 
 
+@inner()
+def _largest_ratio(cost: Any, column_of: Any, n: int, m: int) -> float:
+    """Return the largest cost that is paid over the largest that is far below it, in size."""
+    top, rest = 0.0, 0.0
+    for i in range(n):
+        top = max(top, abs(cost[i, column_of[i]]))
+    for i in range(n):
+        paid = abs(cost[i, column_of[i]])
+        if paid < FAR_BELOW * top:
+            rest = max(rest, paid)
+    if rest > 0:
+        return float(top / rest)
+    rest = top  # all others are 0: the smallest cost that might be paid
+    for i in range(n):
+        for j in range(m):
+            if cost[i, j] != 0:
+                rest = min(rest, abs(cost[i, j]))
+    return float(top / rest) if rest > 0 else 1.0
+
+
 def allocate_results(pairs: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the arrays for the rows and columns of all pairs; what is not written is NONE."""
     return np.full(pairs, NONE), np.full(pairs, NONE)
 
 
 @compiled(allocates=True)
-def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: Any) -> int:
+def match_problems(counter: Any, costs: Any, places: Any, largest_ratio: float, rows: Any, columns: Any) -> int:
     """Write the pairs of each problem to `rows` and `columns`, in the order of rows.
 
-    Returns the number of a problem that has no matching, or -1.
+    Returns the number of a problem that has no answer, or -1.
 
     costs: the costs of all problems in one array, float32 or float64; +inf forbids a pair. places: (B, 5), for each
     problem where its costs begin, the stride of its rows, the numbers of rows and of columns, and where its pairs go.
-    rows, columns: the arrays of `allocate_results`; a problem without a matching has INVALID or INFEASIBLE in its first
-    place of `rows`.
+    largest_ratio: of two costs that are paid, above which a problem is PRICED. rows, columns: the arrays of
+    `allocate_results`; a problem without an answer has INVALID, INFEASIBLE or PRICED in its first place of `rows`.
     """
     entries, bins = 0, 0
     for k in range(places.shape[0]):
@@ -117,6 +140,9 @@ def match_problems(counter: Any, costs: Any, places: Any, rows: Any, columns: An
             continue
         if not _match(counter, matrix, small, large, g, whole, real):
             rows[at], failed = INFEASIBLE, k
+            continue
+        if _largest_ratio(matrix, whole[PATH_INTEGERS.column_of], small, large) > largest_ratio:
+            rows[at], failed = PRICED, k
             continue
         partner = whole[PATH_INTEGERS.row_of] if is_turned else whole[PATH_INTEGERS.column_of]
         for i in range(n):

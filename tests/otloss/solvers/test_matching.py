@@ -35,6 +35,25 @@ def test_each_is_as_cheap_as_that_of_scipy(n: int, m: int, seed: int, forbidden:
         assert float(cost[i, j].sum()) == float(cost.numpy()[pairs].sum())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("price", [1e9, 1e16, 3e38])
+def test_the_other_pairs_are_the_cheapest_where_prices_must_be_paid(price: float, dtype: torch.dtype) -> None:
+    """One column costs the price in every row, as do some other pairs; the sums compared have 1e3 instead."""
+    generator = torch.Generator().manual_seed(0)
+    cost = torch.randn(200, 5, 7, generator=generator, dtype=dtype)
+    cost[:100] = cost[:100].round()
+    is_dear = torch.rand(cost.shape, generator=generator) < 0.3
+    is_dear[..., 1] = True
+    is_dear[..., ::2] |= torch.rand(200, 1, 1, generator=generator) < 0.5  # too few are left
+    priced, small = cost.masked_fill(is_dear, price), cost.masked_fill(is_dear, 1e3)
+    for problem, (rows, columns) in enumerate(zip(*match(priced), strict=True)):
+        expected = small[problem].numpy()[linear_sum_assignment(small[problem].numpy())].sum()
+        assert float(small[problem][rows, columns].sum()) == pytest.approx(expected, abs=1e-3)
+    for (rows, columns), *batched in zip(match(list(priced.mT)), *match(priced.mT), strict=True):
+        assert torch.equal(rows, batched[0])
+        assert torch.equal(columns, batched[1])
+
+
 def test_ragged_batches_and_lists() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(5, 3), (2, 6), (4, 4), (0, 6), (6, 0)]

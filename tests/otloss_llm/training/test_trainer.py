@@ -340,15 +340,14 @@ def test_what_a_compute_loss_adds_is_in_the_loss_of_evaluations(tmp_path: Path, 
 def test_a_loss_of_parts_of_a_batch_is_the_loss_of_evaluations(tmp_path: Path) -> None:
     class Parts(ObjectiveTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            compute_loss = super().compute_loss
-            self.parts = [compute_loss(model, {k: v[part] for k, v in inputs.items()}) for part in (slice(1), slice(1, None))]
-            loss = self.parts[0] + self.parts[1]
-            return (loss, {"loss": loss}) if return_outputs else loss
+            compute_loss, parts = super().compute_loss, (slice(1), slice(1, None))
+            self.losses = [compute_loss(model, {name: batch[part] for name, batch in inputs.items()}) for part in parts]
+            return (sum(self.losses), {"loss": sum(self.losses)}) if return_outputs else sum(self.losses)
 
-    few = [{"input_ids": row["input_ids"], "labels": [-100] * (len(row["labels"]) - 2 - 4 * k) + row["labels"][-2 - 4 * k :]}
-           for k, row in enumerate(rows(2))]  # fmt: skip
+    batch = rows(2)
+    batch[0]["labels"] = [-100] * 4 + batch[0]["labels"][4:]
     run = trainer(tmp_path, tiny_model("llama"), Parts, objective="mle")
-    assert run.evaluate(few)["eval_loss"] == pytest.approx(float(sum(run.parts)), rel=1e-5)
+    assert run.evaluate(batch)["eval_loss"] == pytest.approx(float(sum(run.losses)), rel=1e-5)
 
 
 def test_a_model_may_be_trained_in_eval_mode(tmp_path: Path) -> None:
