@@ -92,6 +92,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
             round samples half of the rows, leaves are limited by a sum of curvatures of 0.1 (a row has a small one: 1
             would need four rows or many more) and the L2 penalty is 1. For columns of categories LightGBM starts from
             cat_smooth=1, cat_l2=1 and min_data_per_group=1; its own settings are for larger curvatures.
+            `monotone_constraints` hold for the score of each class alone, not for the forecast; `OrdinalDecomposition`
+            of a constrained binary classifier is monotone in every P(y > k).
         class_weight, decode, calibration: as for `OrdinalClassifier`.
         early_stopping: hold rows out, stop when their loss has not fallen for `n_iter_no_change` rounds, and train
             again for the best number of rounds on all rows; "auto": from 50 rows. `fit(eval_set=)` takes other rows.
@@ -136,7 +138,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
     n_jobs: int | None = None
 
     _advice_for_text = (
-        "make it one of categories before fit (of a pandas DataFrame: X.astype({{{column}: 'category'}})), or encode it"
+        "make it one of categories in a pandas DataFrame before fit (X.astype({{{column}: 'category'}})), or encode it"
     )
 
     def fit(

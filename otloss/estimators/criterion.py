@@ -87,11 +87,17 @@ def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
     An index 0, 1, 2, ..., as pandas gives by itself, counts ranks; anything but pandas is returned as it is.
 
     Raises:
-        ValueError: if an index lacks a category.
+        ValueError: if an index lacks a category, or a table whose rows have no names has the columns in another order.
     """
-    if not hasattr(table, "axes"):  # as an index, which has numbers alone
-        return table
     names = order.names.tolist()
+    if not hasattr(table, "axes"):  # as an index, which has numbers alone
+        columns = list(getattr(table, "column_names", getattr(table, "columns", [])))  # of pyarrow, or of polars
+        ranked = [str(label) for label in names]
+        if columns != ranked and set(columns) == set(ranked):
+            raise ValueError(
+                f"{name} has the columns {columns!r}, expected them, as its rows, in rank order: {shown(order.names)}."
+            )
+        return table
     for axis, index in enumerate(table.axes):
         lacking = [label for label in names if label not in index]
         if not lacking:

@@ -8,7 +8,7 @@ Centred rows are dense, so sparse rows are kept as they came, and mean m and dev
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from sklearn.preprocessing import StandardScaler
 
 LARGEST_FEATURE = 1e100  # Its square is still a finite float.
 SMALLEST_FEATURE = 1e-150  # Its square is still a normal float, from which a deviation follows.
+_TEMPORAL = ("date", "time", "duration")  # dtypes of numpy, pandas, polars and pyarrow begin so
 
 
 def numpy_alone() -> Any:
@@ -55,15 +56,26 @@ def reading_features(X: Any, advice: str, *, name: str = "X") -> Iterator[None]:
 
 
 def _check_no_dates(X: Any, name: str) -> None:
-    """Raise TypeError for dates and durations, which as numbers depend on the unit in which pandas holds them."""
-    types = X.dtypes.items() if hasattr(getattr(X, "dtypes", None), "items") else [(None, getattr(X, "dtype", None))]
-    for column, kind in types:
-        if getattr(kind, "kind", "") in ("m", "M"):
+    """Raise TypeError for dates and durations, which as numbers depend on the unit in which a library holds them."""
+    for column, kind in _types_of_columns(X):
+        if str(kind).lower().startswith(_TEMPORAL):
             what, dates = (name, name) if column is None else (f"column {column!r} of {name}", f"{name}[{column!r}]")
             raise TypeError(
-                f"{what} has dtype {kind}, expected numbers; take for example ({dates} - origin) / "
-                "pandas.Timedelta(days=1), with the same origin in training and prediction."
+                f"{what} has dtype {kind}, expected numbers; take days since an origin, the same in training and "
+                f"prediction: in pandas ({dates} - origin) / pandas.Timedelta(days=1)."
             )
+
+
+def _types_of_columns(X: Any) -> Iterable[tuple[Any, Any]]:
+    """Return names and dtypes of the columns of a pandas, polars or pyarrow table; None and the dtype of an array."""
+    types = getattr(X, "dtypes", None)
+    if hasattr(types, "items"):
+        return types.items()
+    if isinstance(types, list):
+        return zip(X.columns, types, strict=True)
+    if hasattr(X, "schema"):
+        return zip(X.schema.names, X.schema.types, strict=True)
+    return [(None, getattr(X, "dtype", None))]
 
 
 def _first_other(X: Any) -> tuple[Any, Any] | None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.optimize import minimize
+from scipy.optimize import Bounds, minimize
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, skip_init, vector_to_parameters
@@ -38,6 +38,7 @@ LOSSES = ("transport", "all_threshold", "immediate_threshold")
 PATIENCE = 20  # epochs of Adam without a fall of the loss by `SMALLEST_FALL`
 SMALLEST_FALL = 1e-6
 _SMALLEST_START = 1e-6  # probability of a class where training starts
+_SMALLEST_GAP = 1e-8  # between thresholds that meet: the rounding of slopes is a share of it
 _ROUNDED_GRADIENT = 1e-6  # of a loss at its minimum: the gain of a step is its square, which rounding hides
 
 
@@ -202,7 +203,8 @@ def train_lbfgs(
     """Train a linear `network` by L-BFGS; return the iterations, and whether it converged.
 
     Autograd goes from the loss to the scores; the products with the features are numpy's, at half the time. The
-    unknowns are the weights times `_units`.
+    unknowns are the weights times `_units`. Without cross-entropy thresholds may meet at the minimum: the unknowns are
+    then their gaps themselves, for the slope in the logarithm of a small gap is small wherever the minimum is.
     """
     gaps = [] if network.log_gaps is None else [network.log_gaps]
     parameters = [*network.layers.parameters(), *gaps]
@@ -211,9 +213,19 @@ def train_lbfgs(
     start = parameters_to_vector(parameters).detach().numpy()
     units = np.ones(len(start))
     units[: outputs * inputs] = np.tile(_units(X, objective, rows), outputs)
+    lowest, may_meet = np.full(len(start), -np.inf), np.zeros(len(start), bool)
+    if gaps and objective.criterion.cross_entropy == 0:
+        may_meet[len(start) - len(gaps[0]) :] = True
+        lowest[may_meet] = _SMALLEST_GAP
+        start[may_meet] = np.maximum(np.exp(start[may_meet]), _SMALLEST_GAP)
+
+    def vector_of(unknowns: np.ndarray) -> np.ndarray:
+        vector = unknowns / units
+        vector[may_meet] = np.log(vector[may_meet])
+        return vector
 
     def value_and_gradient(unknowns: np.ndarray) -> tuple[float, np.ndarray]:
-        vector = unknowns / units
+        vector = vector_of(unknowns)
         vector_to_parameters(torch.from_numpy(vector), parameters)
         W, bias = vector[: outputs * inputs].reshape(outputs, inputs), vector[outputs * inputs :][:outputs]
         scores = torch.from_numpy(X @ W.T + bias).requires_grad_()
@@ -222,6 +234,7 @@ def train_lbfgs(
         by_weight = by_scores.T @ X + objective.alpha * W
         gradient = np.concatenate([by_weight.ravel(), by_scores.sum(0), *by_gaps]) / objective.mass / objective.unit
         penalised = (value.item() + 0.5 * objective.alpha * float((W * W).sum())) / objective.mass
+        gradient[may_meet] /= unknowns[may_meet]
         return penalised / objective.unit, gradient / units
 
     result = minimize(
@@ -229,10 +242,12 @@ def train_lbfgs(
         start * units,
         jac=True,
         method="L-BFGS-B",
+        bounds=Bounds(lowest, np.inf),
         options={"maxiter": max_iter, "maxfun": 5 * max_iter, "gtol": tol, "ftol": 64 * np.finfo(float).eps},
     )
-    vector_to_parameters(torch.tensor(result.x / units, device="cpu"), parameters)
-    largest = float(np.abs(result.jac).max())
+    vector_to_parameters(torch.tensor(vector_of(result.x), device="cpu"), parameters)
+    is_held = (result.x <= lowest) & (result.jac > 0)
+    largest = float(np.abs(np.where(is_held, 0.0, result.jac)).max())
     # Beside success there are the limits, and line searches that end at the rounding of the loss, or far from it.
     has_converged = result.success or largest <= max(tol, _ROUNDED_GRADIENT)
     return max(int(result.nit), 1), bool(has_converged)

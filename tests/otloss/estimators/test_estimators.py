@@ -6,6 +6,7 @@ import re
 import warnings
 from functools import cache
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -554,6 +555,10 @@ def test_tables_whose_index_lacks_a_label_are_named() -> None:
     for settings in ({"cost": costs}, {"cost": costs.set_axis([0, 1, 5])}, {"values": pandas.Series([0, 1, 2], NAMES)}):
         with pytest.raises(ValueError, match=r"has the index .*, expected all of \[0, 1, 2\], and it lacks [02]"):
             OrdinalClassifier(**settings).fit(X, RANK)
+    pyarrow = pytest.importorskip("pyarrow")  # whose rows have no names
+    reversed_columns = pyarrow.table({name: costs[name].to_numpy() for name in NAMES[::-1]})
+    with pytest.raises(ValueError, match=r"cost has the columns .*, expected them, as its rows, in rank order"):
+        OrdinalClassifier(categories=NAMES, cost=reversed_columns).fit(X, np.array(NAMES)[RANK])
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
@@ -654,6 +659,10 @@ def test_dates_are_named_in_training_and_prediction(make: Any) -> None:
         fitted.predict(frame)
     with pytest.raises(TypeError, match="X has dtype datetime64"):
         make().fit(frame.to_numpy() + np.datetime64("2020"), y)
+    polars_like = SimpleNamespace(columns=["n", "day"], dtypes=["Float64", "Datetime(time_unit='us')"])
+    for table in (polars_like, pytest.importorskip("pyarrow").table({"n": y, "day": days})):
+        with pytest.raises(TypeError, match=r"column 'day' of X has dtype .* origin"):
+            make().fit(table, y)
     for dates in (days.to_period("D"), days.date, [*days[:-1].date, pd.NA]):
         cells = pd.DataFrame({"number": [None, *range(19)], "day": pd.Series(dates, dtype=object)}, dtype=object)
         with pytest.raises(TypeError, match=r"column 'day' of X holds .*2020.*, expected numbers; convert it"):
