@@ -68,7 +68,7 @@ def _check_no_dates(X: Any, name: str) -> None:
 
 def _types_of_columns(X: Any) -> Iterable[tuple[Any, Any]]:
     """Return names and dtypes of the columns of a pandas, polars or pyarrow table; None and the dtype of an array."""
-    types = getattr(X, "dtypes", None)
+    types: Any = getattr(X, "dtypes", None)
     if hasattr(types, "items"):
         return types.items()
     if isinstance(types, list):

@@ -192,7 +192,7 @@ def test_thresholds_that_meet_beside_narrow_gaps_are_those_of_mord() -> None:
     features = rng.normal(size=(rows, axes))
     latent = features @ rng.normal(size=axes) + rng.normal(size=rows) * rng.uniform(0.5, 2)
     labels = np.digitize(latent, np.quantile(latent, np.arange(1, classes) / classes))
-    model = CumulativeLinkClassifier(loss="immediate_threshold", cross_entropy=0, standardize=False, tol=1e-9)
+    model = CumulativeLinkClassifier(loss="immediate_threshold", cross_entropy=0, alpha=1, standardize=False, tol=1e-9)
     np.testing.assert_allclose(model.fit(features, labels).coef_, [[0.090082]], atol=3e-6)
     of_mord = [0.002799, 0.002799, 0.023701, 0.023701, 0.027232, 0.027232]
     np.testing.assert_allclose(model.thresholds_, of_mord, atol=3e-6)
