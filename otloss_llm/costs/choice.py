@@ -23,7 +23,7 @@ from otloss.losses.number_line import SCALINGS
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.number_cost import MixedCost, NumberCost
 from otloss_llm.costs.ratings import RatingCost
-from otloss_llm.costs.tokenizer_numbers import NumberTokens
+from otloss_llm.costs.tokenizer_numbers import NumberTokens, check_tokenizer
 from otloss_llm.costs.vocabulary import TokenCost
 
 CONTROLS = ("shuffled", "equal")  # the methods of `NumberCost`
@@ -73,6 +73,7 @@ def _kept_for(tokenizer: Any, key: Hashable, make: Callable[[], Any]) -> Any:
 
 def number_tokens(tokenizer: Any, vocab_size: int) -> NumberTokens:
     """`NumberTokens.of(tokenizer, vocab_size=vocab_size)`, read once; with its errors."""
+    check_tokenizer(tokenizer)
     tokens: NumberTokens = _kept_for(tokenizer, vocab_size, lambda: NumberTokens.of(tokenizer, vocab_size=vocab_size))
     return tokens
 
@@ -96,7 +97,7 @@ def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings, *, see
     Raises:
         TypeError, ValueError: no tokenizer, or one without a number token.
     """
-    _check_tokenizer(tokenizer, "NumberCost(values)")
+    _check_given(tokenizer, "NumberCost(values)")
     tokens = number_tokens(tokenizer, vocab_size)
     key = (vocab_size, numbers.scaling, torch.get_default_dtype())
     cost: NumberCost = _kept_for(tokenizer, key, lambda: NumberCost.from_tokens(tokens, scaling=numbers.scaling))
@@ -111,14 +112,14 @@ def rating_cost(tokenizer: Any, vocab_size: int) -> RatingCost:
     Raises:
         TypeError, ValueError: no tokenizer, or one without a digit.
     """
-    _check_tokenizer(tokenizer, "RatingCost(values)")
+    _check_given(tokenizer, "RatingCost(values)")
     values = number_tokens(tokenizer, vocab_size).values
     is_digit = (values >= 0) & (values <= 9) & (values == values.round())
     values = torch.where(is_digit, values, torch.nan)
     return RatingCost(values.to(torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
 
-def _check_tokenizer(tokenizer: Any, instead: str) -> None:
+def _check_given(tokenizer: Any, instead: str) -> None:
     if tokenizer is None:
         raise ValueError(
             "the values of number tokens are read from a tokenizer, and none was given; give the trainer "

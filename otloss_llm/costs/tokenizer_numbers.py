@@ -92,7 +92,7 @@ def token_texts(tokenizer: Any) -> list[str | None]:
         >>> tokenizer.convert_ids_to_tokens([0, 23, 257]), [token_texts(tokenizer)[i] for i in (0, 23, 257)]
         (['<|endoftext|>', '7', 'Ġ7'], [None, '7', ' 7'])
     """
-    _check_tokenizer(tokenizer)
+    check_tokenizer(tokenizer)
     vocabulary = tokenizer.get_vocab()
     texts: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     ids = sorted(set(vocabulary.values()) - set(_special_ids(tokenizer)))
@@ -272,13 +272,16 @@ class Coverage:
         return "\n".join(lines)
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise TypeError if this is no tokenizer, as the processor of a model of images or speech, which has one."""
     missing = [name for name in (*_ASKED, "all_special_ids") if not hasattr(tokenizer, name)]
     if missing or isinstance(tokenizer, type):
-        raise TypeError(
-            f"tokenizer is {_brief([tokenizer], 1)} of {type(tokenizer).__name__}, expected an instance of a tokenizer "
-            "of transformers: AutoTokenizer.from_pretrained(name), or PreTrainedTokenizerFast(tokenizer_object=...)."
-        )
+        kind, instead = type(tokenizer).__name__, "AutoTokenizer.from_pretrained(name)"
+        if hasattr(tokenizer, "tokenizer"):
+            given, instead = f"a {kind}", "its attribute `tokenizer`"
+        else:
+            given = f"{_brief([tokenizer], 1)} of {kind}"
+        raise TypeError(f"tokenizer is {given}, expected an instance of a tokenizer of transformers: {instead}.")
 
 
 def _special_ids(tokenizer: Any) -> list[int]:

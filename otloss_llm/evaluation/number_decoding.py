@@ -26,7 +26,7 @@ from torch import Tensor
 from otloss._checks import check_count
 from otloss.losses import crps
 from otloss_llm.costs.choice import number_tokens
-from otloss_llm.costs.tokenizer_numbers import read_number
+from otloss_llm.costs.tokenizer_numbers import check_tokenizer, read_number
 from otloss_llm.evaluation.perplexity import check_fit
 from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder
 
@@ -190,6 +190,7 @@ def number_distributions(
         raise ValueError(
             f"prompts is {prompts!r}, expected a list of texts; give at least one, and none that is empty."
         )
+    check_tokenizer(tokenizer)
     rows = find_head(model).weight.shape[0]
     tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
     parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import default_data_collator
@@ -113,6 +114,16 @@ def check_weights_kept(batch: Any) -> None:
         raise ValueError(
             f"the rows have a column {TOKEN_WEIGHT}, and the batch only {sorted(batch)}; use a collator "
             "that keeps and pads it, or remove the column."
+        )
+
+
+def check_counted_once(batches: Any, shards: int) -> None:
+    """Raise ValueError if several processes read a stream, of which accelerate repeats rows to fill the last batch."""
+    stream = getattr(batches, "dataset", None)
+    if shards > 1 and isinstance(stream, IterableDatasetShard) and not stream.drop_last:
+        raise ValueError(
+            f"a stream is evaluated in {shards} processes with dispatch_batches=False, which repeats rows in the last "
+            "batch that would count twice; evaluate a data set with a length (Dataset.from_list(list(stream)))."
         )
 
 

@@ -22,6 +22,7 @@ from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objectiv
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
     Targets,
+    check_counted_once,
     check_labelled,
     check_rows_tokenised,
     check_weights_kept,
@@ -191,7 +192,7 @@ class ObjectiveMixin:
         self._is_examined = False
         self.transport_cost = self._make_cost(
             self.training_objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
-            tokenizer=self.processing_class,
+            tokenizer=getattr(self.processing_class, "tokenizer", self.processing_class),  # a processor has one
         )  # fmt: skip
         check_best_cost(self.args, self.eval_dataset, self.transport_cost)
 
@@ -365,16 +366,20 @@ class ObjectiveMixin:
                 "the next step, which becomes too large, as does its loss; let the stream repeat its rows without end "
                 "(train_dataset.repeat(None) of the library datasets)", len(batches), num_batches,
             )  # fmt: skip
-        if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
-            return batches, None
-        targets = (pop_targets(dict(batch), shift=not self._encoder_decoder) for batch in batches)
+        return batches, self._get_num_items_in_batch(batches, device)  # which Unsloth's version does not ask
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        """The number of predicted tokens in these batches over all processes, or the sum of their weights."""
+        if not batch_samples or any("labels" not in batch and "shift_labels" not in batch for batch in batch_samples):
+            return None
+        targets = (pop_targets(dict(batch), shift=not self._encoder_decoder) for batch in batch_samples)
         counts = torch.stack([self._counts(batch) for batch in targets]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
         if self._ranks_per_batch() > 1:
             counts = counts / self._ranks_per_batch()  # each of them has counted the whole batch
         count, self._numbers_in_step = counts
-        return batches, count
+        return count
 
     def _ranks_per_batch(self) -> int:
         """Return the number of consecutive processes that share a batch by tensor or context parallelism."""
@@ -487,6 +492,7 @@ class ObjectiveMixin:
     ) -> Any:
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums, self._added_loss = None, 0.0
+        check_counted_once(dataloader, self.accelerator.num_processes // self._ranks_per_batch())
         self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
         self._is_evaluating = True
         try:

@@ -4,6 +4,7 @@ import math
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -211,3 +212,10 @@ test_invalid_sizes_and_overrides = raising(
     ({"values": {1: math.inf}}, r"values\[1\] is infinite, expected a finite number"),
     call=lambda settings: NumberTokens.of(wordlevel(), **settings),
 )
+
+
+def test_what_is_no_tokenizer_is_named() -> None:
+    processor = SimpleNamespace(tokenizer=wordlevel())
+    for given, advice in ((processor, "its attribute `tokenizer`"), ("gpt2", "AutoTokenizer.from_pretrained")):
+        with pytest.raises(TypeError, match=f"expected an instance of a tokenizer of transformers: {advice}"):
+            NumberTokens.of(given)

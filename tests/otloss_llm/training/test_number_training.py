@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,16 @@ def test_only_the_ratios_of_weights_count(tmp_path: Path) -> None:
         data = [row | {"token_weight": [scale / len(row["labels"])] * len(row["labels"])} for row in sums()]
         steps.append(one_step(tmp_path, copy.deepcopy(model), train_dataset=data, **settings))
     torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-6)
+
+
+def test_the_tokenizer_of_a_processor_names_the_numbers(tmp_path: Path) -> None:
+    """As that of a model of images."""
+    processor = SimpleNamespace(tokenizer=of_characters())
+    costs = [
+        trainer(tmp_path, tiny_model("llama"), objective="number_token", processing_class=given).transport_cost
+        for given in (processor, processor.tokenizer)
+    ]
+    torch.testing.assert_close(costs[0].values, costs[1].values, equal_nan=True)
 
 
 def test_a_batch_without_a_number(tmp_path: Path) -> None:

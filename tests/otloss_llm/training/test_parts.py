@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch import nn
 
 from otloss_llm import MLE, EmbeddingCost, NumberCost, RatingCost
@@ -14,6 +15,7 @@ from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import (
     Targets,
+    check_counted_once,
     column_names,
     has_weights,
     label_counts,
@@ -142,6 +144,8 @@ test_what_excludes_an_objective = raising(
      ValueError, "is 'eval_a_entropy', which an evaluation of this model .* does not have; take one of loss, nll"),
     (lambda: last_rows(Targets(torch.tensor([[4, 5, 6]])), torch.tensor([[0, 1, 0]]), [{"input_ids": [4, 5, 6]}], 1),
      ValueError, r"sequences that begin at \[0, 2\], and the last 1 rows of the data set at \[0, 3\].*one process"),
+    (lambda: check_counted_once(SimpleNamespace(dataset=IterableDatasetShard([1])), 2), ValueError,
+     "a stream is evaluated in 2 processes with dispatch_batches=False, which repeats rows"),
     (lambda: pop_targets({"input_ids": HEAD}, shift=True), ValueError, r"has \['input_ids'\] but no labels"),
 )  # fmt: skip
 

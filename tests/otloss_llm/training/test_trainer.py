@@ -350,6 +350,22 @@ def test_a_loss_of_parts_of_a_batch_is_the_loss_of_evaluations(tmp_path: Path) -
     assert run.evaluate(batch)["eval_loss"] == pytest.approx(float(sum(run.losses)), rel=1e-5)
 
 
+def test_evaluations_count_weights_of_tokens_as_training_does(tmp_path: Path) -> None:
+    class Own(ObjectiveTrainer):
+        def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            self.counts.append(float(num_items_in_batch))
+            return super().compute_loss(*args, num_items_in_batch=num_items_in_batch, **kwargs)
+
+    weighted = [row | {"token_weight": [0.5] * len(row["labels"])} for row in rows(4)]
+    run = trainer(tmp_path, tiny_model("llama"), Own, train_dataset=weighted, per_device_eval_batch_size=4)
+    run.counts = []
+    run.train()
+    run.evaluate(weighted)
+    assert (
+        run.counts[0] == run.counts[-1] == 0.5 * sum(label != -100 for row in weighted for label in row["labels"][1:])
+    )
+
+
 def test_a_model_may_be_trained_in_eval_mode(tmp_path: Path) -> None:
     found = []
     for stays in (False, True):
