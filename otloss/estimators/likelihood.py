@@ -122,6 +122,8 @@ def likelihood_summary(
             or H is singular.
     """
     assert network.log_gaps is not None
+    if lacking := np.setdiff1d(np.arange(len(labels)), parts[1]).tolist():
+        raise ValueError(f"no row is of the class {labels.tolist()[lacking[0]]!r} of fit; pass the rows and weights of fit.")
     if separates(standardised(parts[0], scaler), parts[1]):
         raise ValueError(
             "the features separate the classes, or some of them, so that the likelihood has no maximum: the "

@@ -221,7 +221,7 @@ def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str) 
     distinct, inverse = np.unique(below, return_inverse=True)
     mass = np.bincount(inverse, weight, minlength=distinct.size)
     middle = mass.cumsum() - mass / 2
-    return np.minimum((middle * bins).astype(int), bins - 1)[inverse]
+    return np.minimum((middle * bins + 1e-9).astype(int), bins - 1)[inverse]
 
 
 def _mean_distance(forecast: Forecast, values: ArrayLike | None, normalize: bool, *, power: int) -> float:

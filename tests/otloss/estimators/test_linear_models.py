@@ -171,6 +171,15 @@ test_where_there_are_no_standard_errors_and_settings_that_cannot_be = raising(
     ({"loss": "all_threshold", "values": range(4)}, X, X, "leave cost and values out"),
     call=lambda given, rows, of: CumulativeLinkClassifier(**given).fit(rows, y).summary(of, y[: len(of)]),
 )
+
+
+def test_rows_that_lack_a_class_are_named() -> None:
+    model = CumulativeLinkClassifier(**LIKELIHOOD).fit(X, y)
+    for lacking in range(4):
+        with pytest.raises(ValueError, match=f"no row is of the class {lacking} of fit; pass the rows and weights"):
+            model.summary(X[y != lacking], y[y != lacking])
+
+
 OF_MORD = {  # LogisticIT and LogisticAT
     "immediate_threshold": ([1.095076, 0.518350, 1.120292], [-0.561032, -0.141570, 0.575886]),
     "all_threshold": ([1.689881, 0.836516, 1.866567], [-1.634543, -0.037178, 1.620684]),
