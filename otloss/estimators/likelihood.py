@@ -123,7 +123,9 @@ def likelihood_summary(
     """
     assert network.log_gaps is not None
     if lacking := np.setdiff1d(np.arange(len(labels)), parts[1]).tolist():
-        raise ValueError(f"no row is of the class {labels.tolist()[lacking[0]]!r} of fit; pass the rows and weights of fit.")
+        raise ValueError(
+            f"no row is of the class {labels.tolist()[lacking[0]]!r} of fit; pass the rows and weights of fit."
+        )
     if separates(standardised(parts[0], scaler), parts[1]):
         raise ValueError(
             "the features separate the classes, or some of them, so that the likelihood has no maximum: the "

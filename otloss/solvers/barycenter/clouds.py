@@ -5,13 +5,15 @@
 At given plans the best points are the means of where their mass goes, x_i <- sum_k w_k T_k(x)_i with the barycentric
 maps T_k, after which V is not larger (M. Cuturi, A. Doucet, Fast Computation of Wasserstein Barycenters, 2014; P.
 Alvarez-Esteban et al., A fixed-point approach to barycenters in Wasserstein space, 2016). The divergence also has the
-map T of x to itself, x_i <- x_i + sum_k w_k T_k(x)_i - T(x)_i. All points have the same mass; or, for emd, the masses
-that are best for their places (`masses`), found before each step: V falls at both.
+map T of x to itself: sum_k w_k T_k(x)_i - T(x)_i is minus the gradient of V over twice the mass, and L-BFGS takes such
+steps, which alone would go on for hundreds where the points are many or epsilon is large. All points have the same
+mass; or, for emd, the masses that are best for their places (`masses`), found before each step: V falls at both.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +43,8 @@ from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.histograms import MASS_TOLERANCE, centre_of
 from otloss.solvers.solve import emd, solve
+
+_PAIRS, _SHORTEST = 40, 1 / 16  # of L-BFGS: changes that it keeps, and the part of a step below which it is given up
 
 
 class CloudBarycenter(NamedTuple):
@@ -180,12 +184,22 @@ class _Clouds:
         return value + (change * (self.masses - self.masses.detach())).sum((-2, -1))
 
     def moved(self, x: Tensor, a: Tensor) -> Tensor:
-        """Return where the points of masses a go next; those without mass stay."""
-        across = solve(a.unsqueeze(-2), self.masses, PointCost(x.unsqueeze(-3), self.clouds), epsilon=self.epsilon)
+        """Return where the points of masses a go next, by `emd`; those without mass stay."""
+        across = solve(a.unsqueeze(-2), self.masses, PointCost(x.unsqueeze(-3), self.clouds))
         moved = (self.weights[..., None, None] * across.barycentric_map(self.clouds)).sum(-3)
-        if self.epsilon is not None:
-            moved = moved + x - solve(a, a, PointCost(x), epsilon=self.epsilon).barycentric_map(x)
         return torch.where(a.unsqueeze(-1) > 0, moved, x)
+
+    def looked_at(self, x: Tensor, a: Tensor) -> _Look:
+        """Return the value and its slope, by the divergence, at points that all have mass."""
+        across = solve(a.unsqueeze(-2), self.masses, PointCost(x.unsqueeze(-3), self.clouds), epsilon=self.epsilon)
+        within = solve(a, a, PointCost(x), epsilon=self.epsilon)
+        to_clouds = (self.weights[..., None, None] * across.barycentric_map(self.clouds)).sum(-3)
+        step = to_clouds - within.barycentric_map(x)
+        value, error = (
+            (self.weights * of_clouds).sum(-1) - sign * of_points / 2
+            for of_clouds, of_points, sign in ((across.value, within.value, 1), (across.gap, within.gap, -1))
+        )
+        return _Look(value, error, step)
 
     def best_masses(self, x: Tensor, active: Tensor, *, guess: Tensor | None = None) -> Masses:
         """Return the masses that are best for the points of the active problems; by default guess from equal masses."""
@@ -194,6 +208,17 @@ class _Clouds:
             across = solve(self.equal_masses(x).unsqueeze(-2), self.masses, cost)
             guess = self.weights.unsqueeze(-1) * across.potentials[1]
         return find_masses(cost.dense(), self.masses, self.weights, active=active, guess=guess)
+
+
+class _Look(NamedTuple):
+    """The value (...) but for a constant, its error (...), and the step (..., s, d) to where the mass of points goes.
+
+    The step is minus the gradient over twice the masses of the points.
+    """
+
+    value: Tensor
+    error: Tensor
+    step: Tensor
 
 
 @dataclass(frozen=True)
@@ -229,7 +254,8 @@ def _search(problem: _Clouds, start: Tensor, optimize: str, tolerance: float, ma
         best = problem.best_masses(start, everywhere)
         converged = best.gap <= tolerance * best.value
         return _Solution(start, best.masses, best.potentials, everywhere.long(), converged)
-    equal = _move(problem, start, tolerance, max_iterations)
+    find = _move if problem.epsilon is None else _descend
+    equal = find(problem, start, tolerance, max_iterations)
     if optimize == "points":
         return equal
     at_start, at_equal = (problem.best_masses(x, everywhere) for x in (start, equal.x))
@@ -256,6 +282,64 @@ def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) ->
         if not bool(active.any()):
             break
     return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
+
+
+def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Solution:
+    """Move points of equal masses by L-BFGS, of which the first step is the one to where their mass goes.
+
+    Steps are shortened where the value rises; after two of those one goes to where the mass goes, as a whole.
+    """
+    a, iterations = problem.equal_masses(x), problem.weights.new_zeros(problem.weights.shape[:-1], dtype=torch.int64)
+    unit = torch.where(problem.median_deviation > 0, problem.median_deviation, 1.0)
+    look, length, pairs = problem.looked_at(x, a), torch.ones_like(unit), deque[_Pair](maxlen=_PAIRS)
+    active = iterations == 0
+    for _ in range(max_iterations):
+        active = active & (look.step.square().sum(-1).sqrt().amax(-1) > tolerance * unit)
+        if not bool(active.any()):
+            break
+        direction = _direction(look.step, pairs)
+        is_plain = (length < _SHORTEST) | ~(_inner(direction, look.step) > 0)
+        direction = torch.where(is_plain[..., None, None], look.step, direction)
+        length = torch.where(is_plain, 1.0, length)
+        moved = x + (length * active)[..., None, None] * direction
+        new = problem.looked_at(moved, a)
+        is_taken = active & (is_plain | (new.value <= look.value + look.error + new.error))
+        pairs.append(_Pair.of(moved - x, look.step - new.step, is_taken))
+        wide = is_taken[..., None, None]
+        x, step = torch.where(wide, moved, x), torch.where(wide, new.step, look.step)
+        look = _Look(torch.where(is_taken, new.value, look.value), torch.where(is_taken, new.error, look.error), step)
+        length = torch.where(is_taken, 1.0, length / 4)
+        iterations = iterations + active
+    return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
+
+
+class _Pair(NamedTuple):
+    """A change of points and of minus the slope (..., s, d), and one over their product; 0 where it tells nothing."""
+
+    change: Tensor
+    response: Tensor
+    inverse: Tensor
+
+    @staticmethod
+    def of(change: Tensor, response: Tensor, is_known: Tensor) -> _Pair:
+        product = _inner(change, response)
+        is_known = is_known & (product > 1e-12 * _inner(change, change).clamp(min=1e-300))
+        return _Pair(change, response, torch.where(is_known, 1 / torch.where(is_known, product, 1.0), 0.0))
+
+
+def _direction(step: Tensor, pairs: Sequence[_Pair]) -> Tensor:
+    """Return the product of the step with the inverse Hessian that pairs tell of, in units of the step."""
+    factors = []
+    for pair in reversed(pairs):
+        factors.append(pair.inverse * _inner(pair.change, step))
+        step = step - factors[-1][..., None, None] * pair.response
+    for pair, factor in zip(pairs, reversed(factors), strict=True):
+        step = step + (factor - pair.inverse * _inner(pair.response, step))[..., None, None] * pair.change
+    return step
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum((-2, -1))
 
 
 def _move_with_masses(
