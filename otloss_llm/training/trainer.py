@@ -139,6 +139,7 @@ class ObjectiveMixin:
     get_cp_size: Any
     get_sp_size: Any
     get_tp_size: Any
+    _searched: Any = None
     _prepare_inputs: Any
     _metrics: Any  # TRL's trainers have it
 
@@ -195,6 +196,19 @@ class ObjectiveMixin:
             tokenizer=getattr(self.processing_class, "tokenizer", self.processing_class),  # a processor has one
         )  # fmt: skip
         check_best_cost(self.args, self.eval_dataset, self.transport_cost)
+
+    @property
+    def objective(self) -> Any:
+        """What a hyperparameter search of the trainer has measured; not the objective."""
+        if self._searched is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute 'objective'; it is training_objective.")
+        return self._searched
+
+    @objective.setter
+    def objective(self, measured: Any) -> None:
+        if callable(measured) or isinstance(measured, str):
+            raise ValueError(f"trainer.objective was set to {measured!r}; the attribute is trainer.training_objective.")
+        self._searched = measured
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return the trainer's new model, and set a cost for it."""
@@ -290,7 +304,7 @@ class ObjectiveMixin:
         return num_items if labelled else 1
 
     def _scoring(self, targets: Targets, num_items: Any, training: bool) -> Scoring:
-        objective = self._objective_of_step(targets, num_items) if training else self._total
+        objective = self._objective_of_step(targets, num_items)
         cost_on = self._cost_on if objective.needs_cost or not training else lambda device: None
         # TRL's trainers, which have these metrics, log entropy and accuracy.
         predictions = isinstance(getattr(self, "_metrics", None), dict)
@@ -435,10 +449,6 @@ class ObjectiveMixin:
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the trainer does, without what an earlier training has left to log."""
-        if callable(objective := vars(self).get("objective")) or isinstance(objective, str):
-            raise ValueError(
-                f"trainer.objective was set to {objective!r}; the attribute is trainer.training_objective."
-            )
         self._train_sums = self._labelled = None
         self._trains_weighted = TOKEN_WEIGHT in column_names(self.train_dataset)
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]  # the trainer's

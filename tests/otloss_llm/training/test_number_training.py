@@ -136,6 +136,31 @@ def test_the_tokenizer_of_a_processor_names_the_numbers(tmp_path: Path) -> None:
     torch.testing.assert_close(costs[0].values, costs[1].values, equal_nan=True)
 
 
+def test_the_loss_of_a_batch_is_the_same_in_an_evaluation(tmp_path: Path) -> None:
+    """Nll plus the distance per number, not per token; and what a subclass makes of it."""
+
+    class Doubled(trainer_cases.ObjectiveTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            return (2 * loss[0], *loss[1:]) if isinstance(loss, tuple) else 2 * loss
+
+    data, found = sums(), []
+    for kind in (trainer_cases.ObjectiveTrainer, Doubled):
+        run = trainer_cases.trainer(
+            tmp_path, tiny_model("llama"), kind, objective="number_token", processing_class=of_characters(),
+            train_dataset=data, per_device_train_batch_size=len(data), per_device_eval_batch_size=len(data),
+            max_steps=1, learning_rate=0.0,
+        )  # fmt: skip
+        run.train()
+        batch = run.data_collator(data)
+        with torch.no_grad():
+            found.append(
+                [logs(run, "loss")[0], run.evaluate(data)["eval_loss"], float(run.compute_loss(run.model, batch))]
+            )
+    assert found[0] == pytest.approx([found[0][0]] * 3, rel=1e-5)
+    assert found[1] == pytest.approx([2 * found[0][0]] * 3, rel=1e-5)
+
+
 def test_a_batch_without_a_number(tmp_path: Path) -> None:
     """The likelihood alone, and logs without a transport cost: 0 would read as perfect numbers."""
     data = sums(("ab?", "b a", "a=b"))

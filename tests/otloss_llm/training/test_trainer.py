@@ -315,9 +315,12 @@ def test_evaluations_may_record_gradients_and_an_old_attribute_is_named(tmp_path
     for key in ("eval_loss", "eval_nll", "eval_transport_cost"):
         assert plain[key] == pytest.approx(recording[key], rel=1e-5)
     run = trainer(tmp_path, model)
-    run.objective = MLE()
     with pytest.raises(ValueError, match=r"trainer.objective was set to MLE\(\); .*training_objective"):
-        run.train()
+        run.objective = MLE()
+    with pytest.raises(AttributeError, match="it is training_objective"):
+        _ = run.objective
+    run.objective = 0.5  # as a search does
+    assert run.objective == 0.5
 
 
 @pytest.mark.parametrize("objective", ["mle", "emo"])
