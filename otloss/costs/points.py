@@ -62,6 +62,12 @@ MAX_AXES_OF_BOXES = 8  # up to which the boxes around clouds are no larger than 
 _GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 
+def check_metric(metric: Metric) -> None:
+    """Raise ValueError for a name that is none of METRICS."""
+    if not callable(metric) and metric not in METRICS:
+        raise ValueError(f"metric is {metric!r}, expected one of {METRICS} or a function of two clouds.")
+
+
 class PointCost(Cost):
     """The cost between the points of two clouds, by their distance or another function of both.
 
@@ -96,8 +102,7 @@ class PointCost(Cost):
         *,
         metric: Metric = "sqeuclidean",
     ) -> None:
-        if not callable(metric) and metric not in METRICS:
-            raise ValueError(f"metric is {metric!r}, expected one of {METRICS} or a function of two clouds.")
+        check_metric(metric)
         check_cloud("x", x)
         self.metric = metric
         if y is None or y is x:

@@ -22,7 +22,7 @@ from otloss._checks import check_broadcast, check_cloud, check_floating, check_l
 from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs import PointCost
-from otloss.costs.points import Metric
+from otloss.costs.points import Metric, check_metric
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
 from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.histograms import check_masses
@@ -208,6 +208,7 @@ def check_options(kind: str, empty: str, metric: Metric, *, divergence: dict[str
     for name, value, allowed in (("kind", kind, KINDS), ("empty", empty, ("error", "zero"))):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}, expected one of {allowed}.")
+    check_metric(metric)
     for owner, options in (("divergence", divergence), ("sliced", sliced)):
         present = [n for n, value in options.items() if value is not None and not (n == "impl" and value == "auto")]
         if present and kind != owner:

@@ -279,8 +279,9 @@ class _Terms(Sum):
 
 def _signature(function: Objective) -> tuple[tuple[str, ...], bool]:
     """The statistics that a function reads, and whether they are passed by name."""
-    module = getattr(function, "_orig_mod", function)  # that torch.compile has wrapped
-    named = module.forward if isinstance(module, nn.Module) else function
+    module: Any = getattr(function, "_orig_mod", function)  # that torch.compile has wrapped
+    is_plain_module = isinstance(module, nn.Module) and type(module).__call__ is nn.Module.__call__
+    named = module.forward if is_plain_module else module
     try:
         parameters = list(inspect.signature(named).parameters.values())
     except (TypeError, ValueError) as error:

@@ -166,6 +166,7 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
 
 
 test_bad_input = raising(
+    ({"epsilon": None, "metric": "cityblock"}, "metric is 'cityblock', expected one of"),
     ({"epsilon": None, "metric": "l1"}, "metric='l1' has no default blur; give epsilon"),
     ({"blur": 0.1}, "both epsilon and blur are given"),
     ({"kind": "emd"}, 'epsilon given for kind="emd"'),

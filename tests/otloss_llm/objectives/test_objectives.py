@@ -193,11 +193,16 @@ def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
         def forward(self, nll: Tensor, entropy: Tensor) -> Tensor:
             return keep(nll, entropy)
 
+    class Callable(nn.Module):
+        def __call__(self, nll: Tensor, entropy: Tensor) -> Tensor:
+            return keep(nll, entropy)
+
     for hidden in (torch.jit.script(entropy_and_nll), functools.partial(torch.jit.script(entropy_and_nll))):
         with pytest.raises(ValueError, match=r"has no signature, expected parameters with names of .*wrap it"):
             _ = Term(hidden).reads
     cases: list[tuple[Objective, tuple[str, ...]]] = [
-        (Module(), ("nll", "entropy")), (torch.compile(Module(), backend="eager"), ("nll", "entropy")),
+        (Module(), ("nll", "entropy")), (Callable(), ("nll", "entropy")),
+        (torch.compile(Module(), backend="eager"), ("nll", "entropy")),
         (lambda n, d: keep(n, d), ("nll", "cost")), (lambda nll, d: keep(nll, d), ("nll", "cost")),
         (keep, ("nll", "cost")), (lambda nll: keep(nll), ("nll",)),
         (lambda cost, nll: keep(cost, nll), ("cost", "nll")),
