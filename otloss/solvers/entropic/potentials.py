@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
@@ -76,6 +77,8 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
         return problem, _without_unknown(result)
     if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
         result = with_lanczos_error(problem, result)
+        if problem.may_be_symmetric:
+            result = _with_equal_potentials(problem, result, (problem.p == problem.q).all(-1))
         warn_of_uncertain(problem, result)
     return problem, result
 
@@ -113,7 +116,7 @@ def _refine(problem: Problem, result: SearchResult, budget: Budget) -> SearchRes
     if not budget.is_accurate:
         return result
     if problem.is_symmetric:
-        return _with_equal_potentials(problem, result)
+        return _with_equal_potentials(problem, result, torch.ones_like(result.error, dtype=torch.bool))
     accurate_result = with_accurate_potentials(problem, result, budget)
     return result if accurate_result is result else with_best_constant(problem, accurate_result)
 
@@ -125,19 +128,23 @@ def _without_unknown(result: SearchResult) -> SearchResult:
     return dataclasses.replace(result, f=f, g=g)
 
 
-def _with_equal_potentials(problem: Problem, result: SearchResult) -> SearchResult:
-    """Return the result of a symmetric problem with the update of (f + g) / 2 at bins without mass.
+def _with_equal_potentials(
+    problem: Problem, result: SearchResult, is_symmetric: Bool[Tensor, "*batch"]
+) -> SearchResult:
+    """Return the result with (f + g) / 2 for f and g of symmetric problems, and its update at bins without mass.
 
-    f and g are equal at the solution. At light bins the search ends while they differ, by errors that are opposite and
-    cancel in their mean; at a bin without mass, whose f and g follow from its neighbours, they do not cancel.
+    f and g are equal at the solution. Where parts of the plan, or light bins, exchange little mass, the search ends
+    while they differ, by errors that are opposite and cancel in their mean; at a bin without mass, whose f and g follow
+    from its neighbours, they do not cancel.
     """
+    mean = (result.f + result.g) / 2
     is_empty = problem.p == 0
-    if not is_empty.any():
-        return result
-    updates = build_updates(problem)
-    updated = updates.f_from(((result.f + result.g) / 2).to(updates.log_p.dtype))
-    f, g = (torch.where(is_empty, updated.to(t.dtype), t) for t in (result.f, result.g))
-    return dataclasses.replace(result, f=f, g=g)
+    if is_empty.any():
+        updates = build_updates(problem)
+        mean = torch.where(is_empty, updates.f_from(mean.to(updates.log_p.dtype)).to(mean), mean)
+    f, g = (torch.where(is_symmetric.unsqueeze(-1), mean, t) for t in (result.f, result.g))
+    error = result.potential_error.masked_fill(is_symmetric, torch.nan)
+    return dataclasses.replace(result, f=f, g=g, potential_error=error)
 
 
 def _rounds_costs(problem: Problem) -> bool:
