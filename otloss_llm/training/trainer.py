@@ -179,7 +179,8 @@ class ObjectiveMixin:
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
-        self._added_loss = 0.0  # what a `compute_loss` of a subclass adds, summed over the tokens of an evaluation
+        # What a `compute_loss` of a subclass adds, summed over the tokens of an evaluation, and their number.
+        self._added_loss = self._own_loss_tokens = 0.0
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
 
@@ -261,7 +262,9 @@ class ObjectiveMixin:
         sums = self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
         if self._is_evaluating and self._has_own_loss:  # which may call this for parts of a batch
-            self._added_loss -= token_count(sums) * float(loss)
+            tokens = token_count(sums)
+            self._own_loss_tokens += tokens
+            self._added_loss -= tokens * float(loss)
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -406,7 +409,7 @@ class ObjectiveMixin:
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
         # A compute_loss of a subclass may use what the trainer does not, and return another loss.
-        tokens_before, loss = 0.0 if self._eval_sums is None else token_count(self._eval_sums), None
+        tokens_before, loss = self._own_loss_tokens, None
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
             with torch.no_grad():  # a Seq2SeqTrainer then takes the model's own loss
                 loss = self.compute_loss(model, self._prepare_inputs(inputs))
@@ -417,8 +420,7 @@ class ObjectiveMixin:
         finally:
             self._outputs_unused = False
         loss = result[0] if loss is None else loss
-        tokens = 0.0 if self._eval_sums is None else token_count(self._eval_sums) - tokens_before
-        if self._has_own_loss and loss is not None and tokens:
+        if loss is not None and (tokens := self._own_loss_tokens - tokens_before):
             self._added_loss += tokens * float(loss)
         return result
 
