@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -117,14 +117,42 @@ def check_weights_kept(batch: Any) -> None:
         )
 
 
-def check_counted_once(batches: Any, shards: int) -> None:
-    """Raise ValueError if several processes read a stream, of which accelerate repeats rows to fill the last batch."""
+class CountedRows:
+    """The rows of a stream, and how many were read in the last pass."""
+
+    def __init__(self, rows: Iterable[Any]) -> None:
+        self.rows, self.count = rows, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.count = 0
+        for row in self.rows:
+            self.count += 1
+            yield row
+
+
+def counting_rows(batches: Any) -> IterableDatasetShard | None:
+    """Return what shares a stream between processes, and repeats rows to fill the last batch; its rows are now counted.
+
+    Raises ValueError where the rows are read in other processes.
+    """
     stream = getattr(batches, "dataset", None)
-    if shards > 1 and isinstance(stream, IterableDatasetShard) and not stream.drop_last:
+    if not isinstance(stream, IterableDatasetShard) or stream.drop_last or stream.num_processes == 1:
+        return None
+    if batches.num_workers:
         raise ValueError(
-            f"a stream is evaluated in {shards} processes with dispatch_batches=False, which repeats rows in the last "
-            "batch that would count twice; evaluate a data set with a length (Dataset.from_list(list(stream)))."
+            f"a stream is evaluated in {stream.num_processes} processes with dataloader_num_workers="
+            f"{batches.num_workers}, which hides the rows that are repeated to fill the last batch; evaluate without "
+            "workers, or a data set with a length."
         )
+    if not isinstance(stream.dataset, CountedRows):
+        stream.dataset = CountedRows(stream.dataset)
+    return stream
+
+
+def rest_of_stream(stream: IterableDatasetShard) -> int:
+    """Return how many rows of the last batch of all processes are not repeated; 0 if the batch is full."""
+    rows = stream.batch_size * (1 if stream.split_batches else stream.num_processes)
+    return int(stream.dataset.count % rows)
 
 
 def check_labelled(labels: float, what: str) -> None:

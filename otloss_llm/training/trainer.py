@@ -22,17 +22,18 @@ from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objectiv
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
     Targets,
-    check_counted_once,
     check_labelled,
     check_rows_tokenised,
     check_weights_kept,
     collate_tokens,
     collate_weights,
     column_names,
+    counting_rows,
     has_weights,
     is_flattened,
     last_rows,
     pop_targets,
+    rest_of_stream,
 )
 from otloss_llm.training.decoder_inputs import with_decoder_inputs
 from otloss_llm.training.first_batch import examine, predicts_tokens
@@ -181,6 +182,7 @@ class ObjectiveMixin:
         self._eval_sums: Tensor | None = None
         # What a `compute_loss` of a subclass adds, summed over the tokens of an evaluation, and their number.
         self._added_loss = self._own_loss_tokens = 0.0
+        self._stream: Any = None  # that several processes evaluate
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
 
@@ -426,7 +428,8 @@ class ObjectiveMixin:
 
     @property
     def _has_own_loss(self) -> bool:
-        return type(self).compute_loss is not ObjectiveMixin.compute_loss
+        """Whether a subclass or the user has put another `compute_loss` in place."""
+        return getattr(self.compute_loss, "__func__", None) is not ObjectiveMixin.compute_loss
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -478,6 +481,8 @@ class ObjectiveMixin:
     def _without_repeated(self, targets: Targets, position_ids: Any) -> Targets:
         """Ignore the labels of examples that are repeated to fill the last batch of several processes."""
         ranks, state = self._ranks_per_batch(), self.accelerator.gradient_state
+        if self._stream is not None and state.end_of_dataloader:  # where accelerate looks too, for `compute_metrics`
+            state.active_dataloader.remainder = rest_of_stream(self._stream)
         if self.accelerator.num_processes == ranks or not state.end_of_dataloader or state.remainder <= 0:
             return targets
         flat = is_flattened(targets.labels, position_ids)
@@ -504,7 +509,7 @@ class ObjectiveMixin:
     ) -> Any:
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums, self._added_loss = None, 0.0
-        check_counted_once(dataloader, self.accelerator.num_processes // self._ranks_per_batch())
+        self._stream = counting_rows(dataloader)
         self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
         self._is_evaluating = True
         try:

@@ -15,13 +15,14 @@ from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import (
     Targets,
-    check_counted_once,
     column_names,
+    counting_rows,
     has_weights,
     label_counts,
     last_rows,
     pad_rows,
     pop_targets,
+    rest_of_stream,
 )
 from otloss_llm.training.sample import cut_batch
 from otloss_llm.training.torchtitan import ObjectiveLoss
@@ -89,6 +90,18 @@ def test_a_small_part_of_a_batch_is_examined() -> None:
         assert len(part["pixel_values"]) == len(part["input_ids"]) == kept
 
 
+@pytest.mark.parametrize(("rows", "rest"), [(7, 1), (6, 0), (2, 2), (0, 0)])
+def test_rows_of_a_stream_that_are_not_repeated(rows: int, rest: int) -> None:
+    stream = IterableDatasetShard(range(rows), batch_size=3, num_processes=2, process_index=1)
+    batches = SimpleNamespace(dataset=stream, num_workers=0)
+    for _ in range(2):
+        assert counting_rows(batches) is stream
+        list(stream)
+        assert rest_of_stream(stream) == rest
+    for alone in (IterableDatasetShard(range(rows)), range(rows)):
+        assert counting_rows(SimpleNamespace(dataset=alone, num_workers=0)) is None
+
+
 def arguments(**settings: Any) -> Any:
     base = {"n_gpu": 1, "label_smoothing_factor": 0.0, "metric_for_best_model": None, "greater_is_better": None}
     return SimpleNamespace(**base | settings)
@@ -144,8 +157,8 @@ test_what_excludes_an_objective = raising(
      ValueError, "is 'eval_a_entropy', which an evaluation of this model .* does not have; take one of loss, nll"),
     (lambda: last_rows(Targets(torch.tensor([[4, 5, 6]])), torch.tensor([[0, 1, 0]]), [{"input_ids": [4, 5, 6]}], 1),
      ValueError, r"sequences that begin at \[0, 2\], and the last 1 rows of the data set at \[0, 3\].*one process"),
-    (lambda: check_counted_once(SimpleNamespace(dataset=IterableDatasetShard([1])), 2), ValueError,
-     "a stream is evaluated in 2 processes with dispatch_batches=False, which repeats rows"),
+    (lambda: counting_rows(SimpleNamespace(dataset=IterableDatasetShard([1], num_processes=2), num_workers=1)),
+     ValueError, "a stream is evaluated in 2 processes with dataloader_num_workers=1, which hides the rows"),
     (lambda: pop_targets({"input_ids": HEAD}, shift=True), ValueError, r"has \['input_ids'\] but no labels"),
 )  # fmt: skip
 

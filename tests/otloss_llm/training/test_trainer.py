@@ -332,12 +332,20 @@ def test_what_a_compute_loss_adds_is_in_the_loss_of_evaluations(tmp_path: Path, 
             return (2 * loss, outputs) if return_outputs else 2 * loss
 
     model, found = tiny_model("llama"), []
-    for kind in (ObjectiveTrainer, Doubled):
-        run = trainer(tmp_path, model, kind, objective=objective)
+    plain, doubled = (trainer(tmp_path, model, kind, objective=objective) for kind in (ObjectiveTrainer, Doubled))
+    for run in (plain, doubled):
         found.append(run.evaluate())
         assert run.predict(rows(5)).metrics["test_loss"] > 0
     assert found[1]["eval_loss"] == pytest.approx(2 * found[0]["eval_loss"], rel=1e-5)
     assert found[1]["eval_nll"] == pytest.approx(found[0]["eval_nll"], rel=1e-5)
+    own = plain.compute_loss
+
+    def doubled_later(*args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = own(*args, return_outputs=True, **kwargs)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+    plain.compute_loss = doubled_later
+    assert plain.evaluate()["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-5)
 
 
 def test_a_loss_of_parts_of_a_batch_is_the_loss_of_evaluations(tmp_path: Path) -> None:
