@@ -532,7 +532,7 @@ class ObjectiveMixin:
         means = {f"{metric_key_prefix}_{key}": value for key, value in means.items()}
         output.metrics.pop(f"{metric_key_prefix}_loss", None)  # the trainer's mean over batches
         output.metrics.update(means | output.metrics)  # what compute_metrics of the user measures stays
-        set_best_metric(self.args, metric_key_prefix)
+        set_best_metric(self.args, metric_key_prefix, self.transport_cost)
         best, name = best_metric(self.args, self.eval_dataset), self.args.metric_for_best_model
         if self.is_in_train and f"{metric_key_prefix}_{best}" in (name, f"eval_{name}"):
             keys = {key.removeprefix(f"{metric_key_prefix}_") for key in output.metrics}

@@ -97,13 +97,14 @@ def check_best_cost(args: Any, rows: Any, cost: TokenCost | None) -> None:
         )
 
 
-def set_best_metric(args: Any, prefix: str) -> None:
+def set_best_metric(args: Any, prefix: str, cost: TokenCost | None) -> None:
     """Set that less is better of a metric with this prefix that chooses the best model; the trainer guesses it.
 
     It does from the name, for "loss" only. An evaluation alone knows its prefix, which may be of a user's own.
     """
     best = args.metric_for_best_model
     if any(f"{prefix}_{name}" in (best, f"eval_{best}") for name in LESS_IS_BETTER):
+        check_best_cost(args, {prefix.removeprefix("eval_"): None}, cost)
         args.greater_is_better = False
 
 

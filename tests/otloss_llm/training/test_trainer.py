@@ -626,7 +626,10 @@ def test_repeated_examples_are_left_out() -> None:
             num_processes=2, process_index=process, gradient_state=SimpleNamespace(**gradient_state)
         )
         run = SimpleNamespace(
-            accelerator=accelerator, args=SimpleNamespace(eval_batch_size=2), _ranks_per_batch=lambda: 1
+            accelerator=accelerator,
+            args=SimpleNamespace(eval_batch_size=2),
+            _ranks_per_batch=lambda: 1,
+            _stream=None,
         )
         kept = ObjectiveMixin._without_repeated(run, Targets(batch), places)  # type: ignore[arg-type]
         return [label for label in kept.labels.flatten().tolist() if label >= 0]
