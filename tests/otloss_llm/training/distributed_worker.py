@@ -6,7 +6,7 @@ Without a launcher it starts two processes itself.
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from otloss_llm import EmbeddingCost, NumberCost, NumberToken, ObjectiveTrainer
 from tests.otloss_llm.forked import fork_ranks
@@ -77,8 +77,18 @@ def run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, A
     }
 
 
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Rows without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
 def flattened_nll(made: Any) -> list[float]:
-    """nll of the evaluation set with one sequence for each batch: of its rows, and of rows packed as by TRL."""
+    """nll of the evaluation set as a stream, and with one sequence for each batch: of rows, and packed as by TRL."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     pieces, packed = iter(made.eval_dataset), []
@@ -86,8 +96,10 @@ def flattened_nll(made: Any) -> list[float]:
         part = [next(pieces) for _ in range(count)]
         whole = {key: [token for row in part for token in row[key]] for key in ("input_ids", "labels")}
         packed.append(whole | {"seq_lengths": [len(row["input_ids"]) for row in part]})
+    made.accelerator.dataloader_config.dispatch_batches = False  # which joins rows of one length only
+    measured = [made.evaluate(Stream(made.eval_dataset))["eval_nll"]]
     made.data_collator = transformers.DataCollatorWithFlattening()
-    measured = [made.evaluate()["eval_nll"]]
+    measured.append(made.evaluate()["eval_nll"])
     made.data_collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     made._signature_columns = ["input_ids", "labels", "seq_lengths"]  # as SFTTrainer has them
     for size in (made.args.per_device_eval_batch_size, 1):
