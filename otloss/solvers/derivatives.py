@@ -27,6 +27,7 @@ is above a bound that is far from what rounding makes of a singular one (`condit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ from otloss.solvers.entropic.implicit.products import (
     with_graph_by_products,
 )
 from otloss.solvers.entropic.objectives import balanced_value, dual_term
-from otloss.solvers.entropic.solution import EntropicSolution
+from otloss.solvers.entropic.solution import EntropicSolution, without_overflow
 from otloss.solvers.exact.solution import ExactSolution
 from otloss.solvers.linear_systems import solve as solve_systems
 from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, is_kept
@@ -219,6 +220,7 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
         return ImplicitSolution(problem, solution.search, solution.tolerance, graph.value, (graph.f, graph.g))
     wide = float64_or(f.dtype, f.device)
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
+    p, q = (_cut_off(weights) if problem.marginal_penalty is not None else weights for weights in (p, q))
     matrix = problem.cost.dense().to(wide)
     if problem.is_symmetric:
         f = g = (f + g) / 2
@@ -236,8 +238,16 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     ratio = exp_or_largest(exponents)
     plan = (p * a.exp()).unsqueeze(-1) * ratio * (q * b.exp()).unsqueeze(-2)
     f, g = f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b
-    value = _dual(problem, f, g, plan)
+    value = _dual(problem, p, q, f, g, plan)
     return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g), plan)
+
+
+def _cut_off(weights: Tensor) -> Tensor:
+    """Return the weights, with gradients as those of the envelope."""
+    weights = weights.view_as(weights)
+    if weights.requires_grad:
+        weights.register_hook(functools.partial(without_overflow, weights.detach()))
+    return weights
 
 
 def ratio_of(problem: Problem, f: Tensor, g: Tensor, p: Tensor, epsilon: Tensor, matrix: Tensor) -> Tensor:
@@ -269,10 +279,9 @@ def scale_sums(exponents: Tensor, weights: Tensor) -> ScaledRatio:
     return ScaledRatio(exp_or_largest(exponents - log_sum.unsqueeze(-1)), log_sum)
 
 
-def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:
+def _dual(problem: Problem, p: Tensor, q: Tensor, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:
     """The dual objective, whose derivatives in the potentials vanish."""
-    p, q, epsilon = (t.to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-    moved, penalty = plan.sum((-2, -1)), problem.marginal_penalty
+    epsilon, moved, penalty = problem.epsilon.to(f.dtype), plan.sum((-2, -1)), problem.marginal_penalty
     if penalty is None:
         return balanced_value(p, q, f, g) - epsilon * (moved - p.sum(-1))
     outside = (dual_term(f, penalty.p) * p).sum(-1) + (dual_term(g, penalty.q) * q).sum(-1)

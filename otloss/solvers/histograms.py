@@ -85,9 +85,18 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
     arithmetic = torch.promote_types(dtype, torch.float32)
     rounding = max(torch.finfo(torch.promote_types(w.dtype, torch.float32)).eps for w in (p, q))
     if not balanced:
-        return HistogramPair(p.to(arithmetic), q.to(arithmetic), dtype, has_empty_side, rounding)
+        return HistogramPair(_widened(p, arithmetic), _widened(q, arithmetic), dtype, has_empty_side, rounding)
     balanced_in = functools.partial(_balanced, p, q, masses)
     return HistogramPair(*balanced_in(arithmetic), dtype, has_empty_side, rounding, balanced_in)
+
+
+def _widened(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weights in the dtype; what float16 cannot hold of a gradient is cut off, which may be at bins of 0."""
+    wide = weights.to(dtype)
+    if weights.dtype == torch.float16 and wide.requires_grad:
+        largest = torch.finfo(torch.float16).max
+        wide.register_hook(lambda gradient: gradient.clamp(-largest, largest))
+    return wide
 
 
 def check_masses(

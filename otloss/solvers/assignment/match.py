@@ -18,7 +18,7 @@ from otloss._numba.threads import Work, run_on_threads
 from otloss._public import public
 
 _ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.
-_LARGEST_RATIO = 1e10  # of costs that are paid; beyond, prices leave the others too few of sixteen digits
+_LARGEST_RATIO = 1e13  # of costs that are paid; beyond, prices leave the others too few of sixteen digits
 
 
 @public
@@ -130,9 +130,9 @@ def _match_without_prices(
     from otloss.solvers.assignment.match_numba import PRICED
 
     run_on_threads, Work, match_problems, _ = _kernel()
-    for k, (begin, stride, n, m, at) in enumerate(places):
-        if not n or not m or rows[at] >= -1:
-            continue
+    some = np.flatnonzero(places[:, 2:4].all(1))
+    for k in some[rows[places[some, 4]] < -1]:
+        begin, stride, n, m, at = places[k]
         if rows[at] != PRICED:
             _raise_of_problem(np.unravel_index(k, batch), rows[at])
         costs = without_gaps(flat[begin + stride * np.arange(n)[:, None] + np.arange(m)]).reshape(-1)

@@ -29,7 +29,7 @@ from otloss.solvers.entropic.objectives import (
 )
 from otloss.solvers.problem import Problem
 
-_LARGEST_EXPONENT = 80.0  # in a derivative; exp(80) is below the largest float32
+LARGEST_DERIVATIVE = 1e16  # at a bin without mass; the norm of many such gradients is below the largest float32
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ class EntropicSolution:
         if penalty is None:
             return f, g
         mass_p, mass_q = (w.detach().to(f.dtype).sum(-1) for w in (problem.p, problem.q))
-        return _weight_gradient(f, mass_q, epsilon, penalty.p), _weight_gradient(g, mass_p, epsilon, penalty.q)
+        by_p = _weight_gradient(problem.p, f, mass_q, epsilon, penalty.p)
+        return by_p, _weight_gradient(problem.q, g, mass_p, epsilon, penalty.q)
 
     @property
     def relative_entropy(self) -> Tensor:
@@ -195,12 +196,17 @@ def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> Ent
         return EntropicSolution(problem, search, tolerance, value)
 
 
-def _weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float | Tensor) -> Tensor:
+def _weight_gradient(
+    weights: Tensor, potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float | Tensor
+) -> Float[Tensor, "*batch bins"]:
     """Return dV/dp from f, or dV/dq from g, where the other side has the mass `mass` (...)."""
-    # At bins without mass this may overflow. It is cut off, so that a mask of zeros times it is zero.
-    potential = potential.clamp(min=-_LARGEST_EXPONENT * rho)
     share = (-potential / rho).exp()
-    return dual_term(potential, rho) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
+    return without_overflow(weights, dual_term(potential, rho) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1)))
+
+
+def without_overflow(weights: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of weights, cut off at bins without mass, so that a mask of zeros times it is zero."""
+    return torch.where(weights == 0, gradient.clamp(-LARGEST_DERIVATIVE, LARGEST_DERIVATIVE), gradient)
 
 
 def _one_where_mass(log_weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:

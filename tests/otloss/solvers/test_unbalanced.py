@@ -400,3 +400,33 @@ def test_potentials_of_costs_below_0_have_their_derivative_in_epsilon() -> None:
         zip(potentials(epsilon + 1e-5), potentials(epsilon - 1e-5), strict=True), strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(actual, (numbers[0] - numbers[1]) / 2e-5, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_behind_a_mask_are_finite(dtype: torch.dtype, grad: str) -> None:
+    """Pixels: an object lies where only a masked detection is, whose derivative is beyond the largest float32."""
+    x = torch.tensor([[100.0, 100.0], [150.0, 120.0], [905.0, 900.0]], dtype=dtype)
+    y = torch.tensor([[102.0, 101.0], [900.0, 900.0]], dtype=dtype)
+    cost, few = (otloss.costs.PointCost(points, y) for points in (x, x[:2]))
+    mask, q = torch.tensor([1.0, 1.0, 0.0], dtype=dtype), torch.ones(2, dtype=dtype)
+    for rho in (60.0**2, 90.0**2):
+        w = torch.tensor([0.9, 0.5, 0.4], dtype=dtype, requires_grad=True)
+        p = w * mask
+        p.retain_grad()
+        epsilon = rho / 10
+        otloss.sinkhorn(p, q, cost, epsilon=epsilon, marginal_penalty=rho, grad=grad).backward()
+        (expected,) = torch.autograd.grad(otloss.sinkhorn(w[:2], q, few, epsilon=epsilon, marginal_penalty=rho), w)
+        torch.testing.assert_close(w.grad, expected, rtol=1e-4, atol=1e-4)
+        assert p.grad is not None
+        assert bool(p.grad.norm().isfinite())
+        assert float(p.grad[2]) < -1e9 or grad == "implicit"  # rounding decides its sign there
+
+
+def test_gradients_that_float16_cannot_hold_are_cut_off() -> None:
+    w = torch.tensor([0.9, 0.5, 0.4], dtype=torch.float16, requires_grad=True)
+    cost = torch.tensor([[0.0, 900.0], [5.0, 850.0], [880.0, 0.5]])
+    mask = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float16)
+    otloss.sinkhorn(w * mask, torch.ones(2), cost, epsilon=0.8, marginal_penalty=8.0).backward()
+    assert w.grad is not None
+    assert w.grad.isfinite().all()

@@ -41,6 +41,7 @@ from otloss.solvers.entropic.equations.updates import damping_of
 from otloss.solvers.entropic.implicit.grid import WithGraph
 from otloss.solvers.entropic.objectives import balanced_value
 from otloss.solvers.entropic.sinkhorn_gpu import is_small
+from otloss.solvers.entropic.solution import without_overflow
 from otloss.solvers.options import BOTH_KEPT, is_kept
 from otloss.solvers.problem import Problem
 
@@ -238,7 +239,7 @@ class _UpdatesWithGraph:
                 outside = outside + (weights * potential).sum(-1)
                 continue
             gain = -rho * (-potential / rho).clamp(max=LARGEST_EXPONENT).expm1()
-            outside = outside + (weights * gain).sum(-1)
+            outside = outside + (weights * without_overflow(weights, gain)).sum(-1)
         if not is_kept(penalty.p):
             kept = p * (-f / penalty.p).clamp(max=LARGEST_EXPONENT).exp()
         return outside - self.epsilon.squeeze(-1) * (kept.sum(-1) - p.sum(-1) * q.sum(-1))
