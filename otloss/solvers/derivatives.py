@@ -27,7 +27,6 @@ is above a bound that is far from what rounding makes of a singular one (`condit
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -245,8 +244,9 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
 def _cut_off(weights: Tensor) -> Tensor:
     """Return the weights, with gradients as those of the envelope."""
     weights = weights.view_as(weights)
+    given = weights.detach()
     if weights.requires_grad:
-        weights.register_hook(functools.partial(without_overflow, weights.detach()))
+        weights.register_hook(lambda gradient: None if gradient is None else without_overflow(given, gradient))
     return weights
 
 

@@ -95,7 +95,7 @@ def _widened(weights: Tensor, dtype: torch.dtype) -> Tensor:
     wide = weights.to(dtype)
     if weights.dtype == torch.float16 and wide.requires_grad:
         largest = torch.finfo(torch.float16).max
-        wide.register_hook(lambda gradient: gradient.clamp(-largest, largest))
+        wide.register_hook(lambda gradient: None if gradient is None else gradient.clamp(-largest, largest))
     return wide
 
 

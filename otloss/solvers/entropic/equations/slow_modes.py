@@ -31,7 +31,8 @@ class LanczosLimits(NamedTuple):
     """When Lanczos' method ends.
 
     Attributes:
-        min_steps, max_steps: products.
+        min_steps, max_steps: products. Two small eigenvalues that are close to each other take more than a hundred.
+        max_numbers: of all vectors, above which there are fewer products.
         resolved: the bound of the error of l over 1 - l. It holds for some eigenvalue, and after the first products for
             the largest. After 14 products, the eigenvalue of one cell that hardly exchanges mass had not shown yet.
         smallest_norm: of a step, below which all eigenvalues are found.
@@ -41,7 +42,8 @@ class LanczosLimits(NamedTuple):
     """
 
     min_steps: int = 24
-    max_steps: int = 60
+    max_steps: int = 200
+    max_numbers: int = 2**25
     resolved: float = 0.1
     smallest_norm: float = 1e-8
     lightest: float = 1e-12
@@ -91,19 +93,21 @@ def _smallest_eigenvalue(updates: Updates, f: Tensor, g: Tensor, received: Tenso
     step, norm = _orthogonal(first, basis, weights)
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
+    limits = LANCZOS_LIMITS
+    max_steps = max(limits.min_steps, min(limits.max_steps, limits.max_numbers // max(weights.numel(), 1)))
     while True:
         basis = torch.cat([basis, torch.where(norm > 0, step / norm.where(norm > 0, 1.0), 0.0).unsqueeze(-2)], -2)
         image = _round_trip(updates, f, g, received, basis[..., -1, :])
         diagonal.append((weights * image * basis[..., -1, :]).sum(-1))
         step, norm = _orthogonal(image, basis, weights)
         steps = len(diagonal)
-        if steps >= LANCZOS_LIMITS.min_steps:
+        if steps >= limits.min_steps:
             tridiagonal = torch.diag_embed(torch.stack(diagonal, -1))
             for offset in (-1, 1):
                 tridiagonal = tridiagonal + torch.diag_embed(torch.stack(beside, -1), offset)
             values, vectors = torch.linalg.eigh(tridiagonal)
             bound, smallest = norm.squeeze(-1) * vectors[..., -1, -1].abs(), 1 - values[..., -1]
-            if bool((bound <= LANCZOS_LIMITS.resolved * smallest).all()) or steps == LANCZOS_LIMITS.max_steps:
+            if bool((bound <= limits.resolved * smallest).all()) or steps == max_steps:
                 return (smallest - bound).clamp(min=0.0)
         beside.append(norm.squeeze(-1))
 
