@@ -166,7 +166,9 @@ class EntropicSolution:
             return f, g
         mass_p, mass_q = (w.detach().to(f.dtype).sum(-1) for w in (problem.p, problem.q))
         by_p = _weight_gradient(problem.p, f, mass_q, epsilon, penalty.p)
-        return by_p, _weight_gradient(problem.q, g, mass_p, epsilon, penalty.q)
+        by_q = _weight_gradient(problem.q, g, mass_p, epsilon, penalty.q)
+        largest = torch.finfo(torch.promote_types(problem.dtype, torch.float32)).max
+        return by_p.clamp(-largest, largest), by_q.clamp(-largest, largest)
 
     @property
     def relative_entropy(self) -> Tensor:
