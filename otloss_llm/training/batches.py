@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
@@ -118,15 +119,16 @@ def check_weights_kept(batch: Any) -> None:
 
 
 class CountedRows:
-    """The rows of a stream, and how many were read in the last pass."""
+    """The rows of a stream, how many were read in the last pass, and the last of them."""
 
-    def __init__(self, rows: Iterable[Any]) -> None:
-        self.rows, self.count = rows, 0
+    def __init__(self, rows: Iterable[Any], kept: int) -> None:
+        self.rows, self.count, self.last = rows, 0, deque[Any](maxlen=kept)
 
     def __iter__(self) -> Iterator[Any]:
         self.count = 0
         for row in self.rows:
             self.count += 1
+            self.last.append(row)
             yield row
 
 
@@ -145,14 +147,18 @@ def counting_rows(batches: Any) -> IterableDatasetShard | None:
             "workers, or a data set with a length."
         )
     if not isinstance(stream.dataset, CountedRows):
-        stream.dataset = CountedRows(stream.dataset)
+        stream.dataset = CountedRows(stream.dataset, _rows_of_all(stream))
     return stream
 
 
 def rest_of_stream(stream: IterableDatasetShard) -> int:
     """Return how many rows of the last batch of all processes are not repeated; 0 if the batch is full."""
-    rows = stream.batch_size * (1 if stream.split_batches else stream.num_processes)
-    return int(stream.dataset.count % rows)
+    return int(stream.dataset.count % _rows_of_all(stream))
+
+
+def _rows_of_all(stream: IterableDatasetShard) -> int:
+    """Return how many rows the batches of all processes have together."""
+    return int(stream.batch_size * (1 if stream.split_batches else stream.num_processes))
 
 
 def check_labelled(labels: float, what: str) -> None:

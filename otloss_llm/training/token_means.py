@@ -119,6 +119,6 @@ def token_means(sums: Float[Tensor, "means 2"]) -> dict[str, float]:
     return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
-def token_count(sums: Float[Tensor, "means 2"]) -> float:
+def token_count(sums: Float[Tensor, "means 2"]) -> Float[Tensor, ""]:
     """Return how many tokens were predicted, or the sum of their weights."""
-    return float(sums[list(MEANS).index("loss"), 1])
+    return sums[list(MEANS).index("loss"), 1]

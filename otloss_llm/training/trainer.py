@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,7 +91,8 @@ class ObjectiveMixin:
 
     A subclass may override `compute_loss` and call `super().compute_loss(..., return_outputs=True)`: the outputs are
     the model's own, with logits, and with hidden states if the model was asked for them (`output_hidden_states=True`
-    in the inputs). With `skip_logits=True` in the inputs they have no logits, which are then not formed.
+    in the inputs). With `skip_logits=True` in the inputs they have no logits, which are then not formed. What it adds
+    to the loss of a batch is in `eval_loss`, as a mean over batches, weighted by their tokens.
 
     `label_smoothing_factor` of the arguments acts on any objective (`LabelSmoothing`). A column `token_weight` of the
     data set, shaped like the labels and shifted with them, weighs the tokens (`token_weight` of `linear_token_loss`): a
@@ -180,8 +183,7 @@ class ObjectiveMixin:
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
-        # What a `compute_loss` of a subclass adds, summed over the tokens of an evaluation, and their number.
-        self._added_loss = self._own_loss_tokens = 0.0
+        self._scored: list[tuple[Tensor, Tensor]] = []  # tokens and loss of each part of an evaluated batch
         self._stream: Any = None  # that several processes evaluate
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
@@ -263,10 +265,8 @@ class ObjectiveMixin:
             scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
         sums = self._add_sums(scored, targets, training)
         loss = self._scaled(scored, num_items)
-        if self._is_evaluating and self._has_own_loss:  # which may call this for parts of a batch
-            tokens = token_count(sums)
-            self._own_loss_tokens += tokens
-            self._added_loss -= tokens * float(loss)
+        if self._is_evaluating:
+            self._scored.append((token_count(sums), loss.detach().double()))
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -410,26 +410,19 @@ class ObjectiveMixin:
         """Make the trainer's step; logits are formed only if they are used (`compute_metrics`, `predict`)."""
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
-        # A compute_loss of a subclass may use what the trainer does not, and return another loss.
-        tokens_before, loss = self._own_loss_tokens, None
+        loss = None
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
             with torch.no_grad():  # a Seq2SeqTrainer then takes the model's own loss
                 loss = self.compute_loss(model, self._prepare_inputs(inputs))
             inputs = {name: value for name, value in inputs.items() if name not in (TOKEN_WEIGHT, "shift_labels")}
-        self._outputs_unused = prediction_loss_only and not self._has_own_loss
+        # A compute_loss of a subclass may use what the trainer does not.
+        has_own_loss = getattr(self.compute_loss, "__func__", None) is not ObjectiveMixin.compute_loss
+        self._outputs_unused = prediction_loss_only and not has_own_loss
         try:
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # the trainer's
         finally:
             self._outputs_unused = False
-        loss = result[0] if loss is None else loss
-        if loss is not None and (tokens := self._own_loss_tokens - tokens_before):
-            self._added_loss += tokens * float(loss)
-        return result
-
-    @property
-    def _has_own_loss(self) -> bool:
-        """Whether a subclass or the user has put another `compute_loss` in place."""
-        return getattr(self.compute_loss, "__func__", None) is not ObjectiveMixin.compute_loss
+        return result if loss is None else (loss.detach().mean(), *result[1:])
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -491,7 +484,8 @@ class ObjectiveMixin:
         if kept >= size:
             return targets
         if flat:
-            return last_rows(targets, position_ids, state.active_dataloader.dataset, kept)
+            rows = state.active_dataloader.dataset if self._stream is None else self._stream.dataset.last
+            return last_rows(targets, position_ids, rows, kept)
         labels = targets.labels.clone()
         labels[kept:] = IGNORE_INDEX
         return targets._replace(labels=labels)
@@ -504,21 +498,43 @@ class ObjectiveMixin:
             logs |= {name: means[name] for name in LOGGED if name in means}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
 
-    def evaluation_loop(
-        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
-    ) -> Any:
-        """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
-        self._eval_sums, self._added_loss = None, 0.0
-        self._stream = counting_rows(dataloader)
-        self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
-        self._is_evaluating = True
+    @contextlib.contextmanager
+    def _summing_added_loss(self) -> Iterator[list[Tensor]]:
+        """Collect what a `compute_loss` or `prediction_step` of the user adds to the objective, times tokens, by batch.
+
+        It may score a batch in parts, and some of them twice.
+        """
+        own, step, added = vars(self).get("prediction_step"), self.prediction_step, list[Tensor]()
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            self._scored.clear()
+            result = step(*args, **kwargs)
+            if self._scored and result[0] is not None:
+                tokens, losses = (torch.stack(numbers) for numbers in zip(*self._scored, strict=True))
+                change = tokens * (result[0].detach().double().mean() - losses)
+                added.append(change.where(tokens > 0, 0.0).sum())
+            return result
+
+        self.prediction_step, self._is_evaluating = measured, True  # type: ignore[method-assign]
         try:
-            with weights_kept(unwrap(self.model)):  # before a checkpoint is written
-                output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
-                    dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
-                )
+            yield added
         finally:
             self._is_evaluating = False
+            del self.prediction_step
+            if own is not None:
+                self.prediction_step = own  # type: ignore[method-assign]
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
+        self._eval_sums, self._stream = None, counting_rows(dataloader)
+        self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
+        with weights_kept(unwrap(self.model)), self._summing_added_loss() as added:  # before a checkpoint is written
+            output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         if self._eval_sums is None:
             return output
         sums = self.accelerator.reduce(self._eval_sums, reduction="sum")
@@ -526,9 +542,9 @@ class ObjectiveMixin:
             output.metrics.pop(f"{metric_key_prefix}_loss", None)  # 0, as no row has a label
             return output
         check_labelled(token_count(sums), "evaluation")
-        added = self.accelerator.reduce(torch.tensor(self._added_loss, device=sums.device).double(), reduction="sum")
+        own = self.accelerator.reduce(sum(added, sums.new_zeros(())), reduction="sum")
         means = self._evaluated(token_means(sums))
-        means["loss"] += float(added) / token_count(sums)
+        means["loss"] += float(own) / float(token_count(sums))
         means = {f"{metric_key_prefix}_{key}": value for key, value in means.items()}
         output.metrics.pop(f"{metric_key_prefix}_loss", None)  # the trainer's mean over batches
         output.metrics.update(means | output.metrics)  # what compute_metrics of the user measures stays

@@ -99,7 +99,7 @@ def flattened_nll(made: Any) -> list[float]:
     made.accelerator.dataloader_config.dispatch_batches = False  # which joins rows of one length only
     measured = [made.evaluate(Stream(made.eval_dataset))["eval_nll"]]
     made.data_collator = transformers.DataCollatorWithFlattening()
-    measured.append(made.evaluate()["eval_nll"])
+    measured += [made.evaluate(data)["eval_nll"] for data in (made.eval_dataset, Stream(made.eval_dataset))]
     made.data_collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     made._signature_columns = ["input_ids", "labels", "seq_lengths"]  # as SFTTrainer has them
     for size in (made.args.per_device_eval_batch_size, 1):

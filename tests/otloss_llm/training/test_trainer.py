@@ -348,6 +348,27 @@ def test_what_a_compute_loss_adds_is_in_the_loss_of_evaluations(tmp_path: Path, 
     assert plain.evaluate()["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-5)
 
 
+def test_a_prediction_step_of_the_user_decides_the_loss_of_evaluations(tmp_path: Path) -> None:
+    class Tripled(ObjectiveTrainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss, *others = super().prediction_step(*args, **kwargs)
+            return 3 * loss, *others
+
+        def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+            return super().evaluation_loop(dataloader, description, True, None, kwargs["metric_key_prefix"])
+
+    model = tiny_model("llama")
+    plain, tripled = (trainer(tmp_path, model, kind, objective="mle") for kind in (ObjectiveTrainer, Tripled))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [run.evaluate() for run in (plain, tripled)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found[1]["eval_loss"] == pytest.approx(3 * found[0]["eval_loss"], rel=1e-5)
+    assert found[1]["eval_nll"] == found[0]["eval_nll"]
+    assert "prediction_step" not in vars(tripled)
+
+
 def test_a_loss_of_parts_of_a_batch_is_the_loss_of_evaluations(tmp_path: Path) -> None:
     class Parts(ObjectiveTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
