@@ -220,7 +220,7 @@ _CALLS = (
     _Call("ntloss", "NTLossDotProduct", "otloss.number_token_loss(logits, labels, values, form=\"mse\")"),
     _Call("EMOLoss", "EMOLoss", "otloss_llm.emo_loss(logits[:, :-1], labels[:, 1:], embedding, directions=0)"),
     _Call("torchmetrics", "ContinuousRankedProbabilityScore continuous_ranked_probability_score", "otloss.losses.crps"),
-    _Call("scoringrules", "crps_ensemble", "otloss.losses.crps"),
+    _Call("scoringrules", "crps_ensemble", "otloss.losses.crps(ensemble, observation)"),
     _Call("scoringrules", "rps_score", "otloss.metrics.ranked_probability_score"),
     _Call("coral-pytorch", "coral_loss CoralLoss", "otloss.losses.threshold_loss(logits, target), of class positions "
           "in place of levels"),

@@ -124,6 +124,12 @@ def _checked(ensemble: Any, observation: Any, weights: Any) -> list[Tensor]:
                 f"weights has the least entry {float(weights.detach().amin())} and the least sum "
                 f"{float(weights.detach().sum(-1).amin())}, expected weights >= 0 of a sum above 0 for each forecast."
             )
+    if observation.dim() > 1 and observation.shape[:-1] == ensemble.shape:
+        raise ValueError(
+            f"ensemble has shape {tuple(ensemble.shape)} and observation {tuple(observation.shape)}, expected the "
+            "ensembles first, crps(ensemble, observation). One ensemble for a table of observations is "
+            "crps(ensemble[None], observation)."
+        )
     shape, leading = observation.shape, ensemble.shape[:-1]
     if leading.numel() > 1 and shape == (*leading, 1):
         raise ValueError(

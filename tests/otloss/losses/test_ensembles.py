@@ -48,6 +48,7 @@ def test_batches_offsets_and_narrow_numbers() -> None:
 X, Y = torch.ones(2, 3), torch.ones(2)
 test_bad_input = raising(
     (lambda: crps(X, Y[:, None]), r"observation has shape \(2, 1\).*squeeze"),
+    (lambda: crps(Y, X), r"ensemble has shape \(2,\) and observation \(2, 3\), expected the ensembles first"),
     (lambda: crps(X, Y, -X), "least entry -1.0"),
     (lambda: crps(X, Y, 0 * X), "least sum 0.0"),
     (lambda: crps(X[:, :1], Y, fair=True), "single member"),
