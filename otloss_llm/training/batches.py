@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.data_loader import IterableDatasetShard
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import default_data_collator
 
@@ -80,8 +80,10 @@ def is_flattened(labels: Tensor, position_ids: Any) -> bool:
     return restarts and int((position_ids == 0).sum()) > 1
 
 
-def last_rows(targets: Targets, position_ids: Tensor, rows: Any, count: int) -> Targets:
-    """Ignore all labels of a flattened batch but its first `count` examples, which are the last of the data set `rows`.
+def repeated_positions(
+    labels: Int[Tensor, "1 length"], position_ids: Tensor, rows: Any, count: int
+) -> Bool[Tensor, " length"]:
+    """Return what follows the first `count` examples of a flattened batch, which are the last of the data set `rows`.
 
     An example has the sequences of its column seq_lengths, which packing writes, or is one sequence. Raises ValueError
     if the batch begins with others.
@@ -96,8 +98,7 @@ def last_rows(targets: Targets, position_ids: Tensor, rows: Any, count: int) -> 
             f"data set at {starts[:8]}, so it is unclear which are repeated to fill it; evaluate in one process, or "
             "without padding_free."
         )
-    positions = torch.arange(targets.labels.shape[1], device=targets.labels.device)
-    return targets._replace(labels=targets.labels.masked_fill(positions >= starts[-1], IGNORE_INDEX))
+    return torch.arange(labels.shape[1], device=labels.device) >= starts[-1]
 
 
 def collate_weights(collator: Callable[[Any], Any], items: Sequence[Any]) -> Any:

@@ -33,8 +33,8 @@ from otloss_llm.training.batches import (
     counting_rows,
     has_weights,
     is_flattened,
-    last_rows,
     pop_targets,
+    repeated_positions,
     rest_of_stream,
 )
 from otloss_llm.training.decoder_inputs import with_decoder_inputs
@@ -285,8 +285,7 @@ class ObjectiveMixin:
             batch["output_router_logits"] = True
         if not self._is_examined:
             self._examine(model, batch, targets, shifted_by_user)
-        inputs = with_decoder_inputs(unwrap(model), batch, targets.labels)
-        return inputs, targets if training else self._without_repeated(targets, inputs.get("position_ids"))
+        return with_decoder_inputs(unwrap(model), batch, targets.labels), targets
 
     def _examine(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted_by_user: bool) -> None:
         """Measure the transform of the logits; check the model with the first batch that predicts tokens."""
@@ -471,24 +470,31 @@ class ObjectiveMixin:
             names |= set() if self.transport_cost is None else {"transport_cost"}  # which an evaluation always scores
             check_best_metric(self.args, self.eval_dataset, names)
 
-    def _without_repeated(self, targets: Targets, position_ids: Any) -> Targets:
+    def _without_repeated(self, batch: Any) -> Any:
         """Ignore the labels of examples that are repeated to fill the last batch of several processes."""
-        ranks, state = self._ranks_per_batch(), self.accelerator.gradient_state
+        ranks, processes, state = (
+            self._ranks_per_batch(),
+            self.accelerator.num_processes,
+            self.accelerator.gradient_state,
+        )
         if self._stream is not None and state.end_of_dataloader:  # where accelerate looks too, for `compute_metrics`
             state.active_dataloader.remainder = rest_of_stream(self._stream)
-        if self.accelerator.num_processes == ranks or not state.end_of_dataloader or state.remainder <= 0:
-            return targets
-        flat = is_flattened(targets.labels, position_ids)
-        size = self.args.eval_batch_size if flat else len(targets.labels)
+        names = [name for name in ("labels", "shift_labels") if name in batch]
+        if processes == ranks or not state.end_of_dataloader or state.remainder <= 0 or not names:
+            return batch
+        labels, position_ids = batch[names[0]], batch.get("position_ids")
+        flat = is_flattened(labels, position_ids)
+        rows_of_all = self.args.eval_batch_size * (1 if self.accelerator.split_batches else processes)
+        size = rows_of_all // processes if flat else len(labels)
         kept = max(0, state.remainder - size * (self.accelerator.process_index // ranks))
         if kept >= size:
-            return targets
+            return batch
         if flat:
             rows = state.active_dataloader.dataset if self._stream is None else self._stream.dataset.last
-            return last_rows(targets, position_ids, rows, kept)
-        labels = targets.labels.clone()
-        labels[kept:] = IGNORE_INDEX
-        return targets._replace(labels=labels)
+            repeated = repeated_positions(labels, position_ids, rows, kept)
+        else:
+            repeated = (torch.arange(size, device=labels.device) >= kept).unsqueeze(-1)
+        return batch | {name: batch[name].masked_fill(repeated, IGNORE_INDEX) for name in names}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what the trainer logs, with the token-weighted means of `token_means` beside `loss`."""
@@ -499,16 +505,16 @@ class ObjectiveMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
 
     @contextlib.contextmanager
-    def _summing_added_loss(self) -> Iterator[list[Tensor]]:
+    def _measuring_steps(self) -> Iterator[list[Tensor]]:
         """Collect what a `compute_loss` or `prediction_step` of the user adds to the objective, times tokens, by batch.
 
-        It may score a batch in parts, and some of them twice.
+        It may score a batch in parts, and some of them twice. It gets batches without the labels of repeated examples.
         """
         own, step, added = vars(self).get("prediction_step"), self.prediction_step, list[Tensor]()
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
+        def measured(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             self._scored.clear()
-            result = step(*args, **kwargs)
+            result = step(model, self._without_repeated(inputs), *args, **kwargs)
             if self._scored and result[0] is not None:
                 tokens, losses = (torch.stack(numbers) for numbers in zip(*self._scored, strict=True))
                 change = tokens * (result[0].detach().double().mean() - losses)
@@ -531,7 +537,7 @@ class ObjectiveMixin:
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums, self._stream = None, counting_rows(dataloader)
         self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
-        with weights_kept(unwrap(self.model)), self._summing_added_loss() as added:  # before a checkpoint is written
+        with weights_kept(unwrap(self.model)), self._measuring_steps() as added:  # before a checkpoint is written
             output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

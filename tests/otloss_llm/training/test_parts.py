@@ -14,14 +14,13 @@ from otloss_llm import MLE, EmbeddingCost, NumberCost, RatingCost
 from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import (
-    Targets,
     column_names,
     counting_rows,
     has_weights,
     label_counts,
-    last_rows,
     pad_rows,
     pop_targets,
+    repeated_positions,
     rest_of_stream,
 )
 from otloss_llm.training.sample import cut_batch
@@ -157,7 +156,7 @@ test_what_excludes_an_objective = raising(
      ValueError, "RatingCost has a signed cost, of which less is not better"),
     (lambda: check_best_metric(arguments(metric_for_best_model="eval_a_entropy"), {"a": []}, {"nll", "loss"}),
      ValueError, "is 'eval_a_entropy', which an evaluation of this model .* does not have; take one of loss, nll"),
-    (lambda: last_rows(Targets(torch.tensor([[4, 5, 6]])), torch.tensor([[0, 1, 0]]), [{"input_ids": [4, 5, 6]}], 1),
+    (lambda: repeated_positions(torch.tensor([[4, 5, 6]]), torch.tensor([[0, 1, 0]]), [{"input_ids": [4, 5, 6]}], 1),
      ValueError, r"sequences that begin at \[0, 2\], and the last 1 rows of the data set at \[0, 3\].*one process"),
     (lambda: counting_rows(SimpleNamespace(dataset=IterableDatasetShard([1], num_processes=2), num_workers=1)),
      ValueError, "a stream is evaluated in 2 processes with dataloader_num_workers=1, which hides the rows"),

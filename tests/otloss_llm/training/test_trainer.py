@@ -28,7 +28,7 @@ from otloss_llm import (
     token_loss,
 )
 from otloss_llm.objectives import parse_objective
-from otloss_llm.training.batches import Targets, pad_rows
+from otloss_llm.training.batches import pad_rows
 from otloss_llm.training.trainer_cost import check_sample, save_sample
 from otloss_llm.training.trainer_settings import search_objective
 from tests.otloss_llm.tiny_models import TINY, VOCAB, build, lora, tiny_model
@@ -644,16 +644,19 @@ def test_repeated_examples_are_left_out() -> None:
         loader = SimpleNamespace(dataset=[row] * 5)
         gradient_state = {"remainder": 1, "end_of_dataloader": True, "active_dataloader": loader} | state
         accelerator = SimpleNamespace(
-            num_processes=2, process_index=process, gradient_state=SimpleNamespace(**gradient_state)
+            num_processes=2,
+            process_index=process,
+            gradient_state=SimpleNamespace(**gradient_state),
+            split_batches=False,
         )
         run = SimpleNamespace(
-            accelerator=accelerator,
-            args=SimpleNamespace(eval_batch_size=2),
-            _ranks_per_batch=lambda: 1,
+            accelerator=accelerator, args=SimpleNamespace(eval_batch_size=2), _ranks_per_batch=lambda: 1,
             _stream=None,
-        )
-        kept = ObjectiveMixin._without_repeated(run, Targets(batch), places)  # type: ignore[arg-type]
-        return [label for label in kept.labels.flatten().tolist() if label >= 0]
+        )  # fmt: skip
+        given = {"labels": batch, "shift_labels": batch.clone()} | ({} if places is None else {"position_ids": places})
+        kept = ObjectiveMixin._without_repeated(run, given)  # type: ignore[arg-type]
+        assert torch.equal(kept["labels"], kept["shift_labels"])
+        return [label for label in kept["labels"].flatten().tolist() if label >= 0]
 
     flat, places = torch.tensor([[4, 5, -100, 6, -100]]), torch.tensor([[0, 1, 2, 0, 1]])
     packed: Row = {"input_ids": [4, 5], "seq_lengths": [1, 1]}
