@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 
 LARGEST_FEATURE = 1e100  # Its square is still a finite float.
 SMALLEST_FEATURE = 1e-150  # Its square is still a normal float, from which a deviation follows.
-_TEMPORAL = ("date", "time", "duration")  # dtypes of numpy, pandas, polars and pyarrow begin so
+_TEMPORAL = ("date", "time", "duration")  # dtypes of polars and pyarrow begin so
 
 
 def numpy_alone() -> Any:
@@ -58,7 +58,7 @@ def reading_features(X: Any, advice: str, *, name: str = "X") -> Iterator[None]:
 def _check_no_dates(X: Any, name: str) -> None:
     """Raise TypeError for dates and durations, which as numbers depend on the unit in which a library holds them."""
     for column, kind in _types_of_columns(X):
-        if str(kind).lower().startswith(_TEMPORAL):
+        if getattr(kind, "kind", "") in ("m", "M") or str(kind).lower().startswith(_TEMPORAL):
             what, dates = (name, name) if column is None else (f"column {column!r} of {name}", f"{name}[{column!r}]")
             raise TypeError(
                 f"{what} has dtype {kind}, expected numbers; take days since an origin, the same in training and "
@@ -73,7 +73,7 @@ def _types_of_columns(X: Any) -> Iterable[tuple[Any, Any]]:
         return types.items()
     if isinstance(types, list):
         return zip(X.columns, types, strict=True)
-    if hasattr(X, "schema"):
+    if hasattr(getattr(X, "schema", None), "types"):
         return zip(X.schema.names, X.schema.types, strict=True)
     return [(None, getattr(X, "dtype", None))]
 

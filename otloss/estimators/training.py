@@ -38,7 +38,7 @@ LOSSES = ("transport", "all_threshold", "immediate_threshold")
 PATIENCE = 20  # epochs of Adam without a fall of the loss by `SMALLEST_FALL`
 SMALLEST_FALL = 1e-6
 _SMALLEST_START = 1e-6  # probability of a class where training starts
-_SMALLEST_GAP = 1e-8  # between thresholds that meet: the rounding of slopes is a share of it
+_SMALLEST_GAP = 1e-8  # between thresholds that meet: the rounding of derivatives is a share of it
 _ROUNDED_GRADIENT = 1e-6  # of a loss at its minimum: the gain of a step is its square, which rounding hides
 
 
@@ -204,7 +204,7 @@ def train_lbfgs(
 
     Autograd goes from the loss to the scores; the products with the features are numpy's, at half the time. The
     unknowns are the weights times `_units`. Without cross-entropy thresholds may meet at the minimum: the unknowns are
-    then their gaps themselves, for the slope in the logarithm of a small gap is small wherever the minimum is.
+    then their gaps themselves, for the derivative in the logarithm of a small gap is small wherever the minimum is.
     """
     gaps = [] if network.log_gaps is None else [network.log_gaps]
     parameters = [*network.layers.parameters(), *gaps]
@@ -246,8 +246,8 @@ def train_lbfgs(
         options={"maxiter": max_iter, "maxfun": 5 * max_iter, "gtol": tol, "ftol": 64 * np.finfo(float).eps},
     )
     vector_to_parameters(torch.tensor(vector_of(result.x), device="cpu"), parameters)
-    is_held = (result.x <= lowest) & (result.jac > 0)
-    largest = float(np.abs(np.where(is_held, 0.0, result.jac)).max())
+    at_bound = (result.x <= lowest) & (result.jac > 0)
+    largest = float(np.abs(np.where(at_bound, 0.0, result.jac)).max())
     # Beside success there are the limits, and line searches that end at the rounding of the loss, or far from it.
     has_converged = result.success or largest <= max(tol, _ROUNDED_GRADIENT)
     return max(int(result.nit), 1), bool(has_converged)

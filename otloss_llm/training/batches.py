@@ -152,7 +152,7 @@ def counting_rows(batches: Any) -> IterableDatasetShard | None:
     return stream
 
 
-def rest_of_stream(stream: IterableDatasetShard) -> int:
+def unrepeated_rows(stream: IterableDatasetShard) -> int:
     """Return how many rows of the last batch of all processes are not repeated; 0 if the batch is full."""
     return int(stream.dataset.count % _rows_of_all(stream))
 

@@ -35,7 +35,7 @@ from otloss_llm.training.batches import (
     is_flattened,
     pop_targets,
     repeated_positions,
-    rest_of_stream,
+    unrepeated_rows,
 )
 from otloss_llm.training.decoder_inputs import with_decoder_inputs
 from otloss_llm.training.first_batch import examine, predicts_tokens
@@ -478,7 +478,7 @@ class ObjectiveMixin:
             self.accelerator.gradient_state,
         )
         if self._stream is not None and state.end_of_dataloader:  # where accelerate looks too, for `compute_metrics`
-            state.active_dataloader.remainder = rest_of_stream(self._stream)
+            state.active_dataloader.remainder = unrepeated_rows(self._stream)
         names = [name for name in ("labels", "shift_labels") if name in batch]
         if processes == ranks or not state.end_of_dataloader or state.remainder <= 0 or not names:
             return batch

@@ -131,16 +131,20 @@ def _match_without_prices(
 
     run_on_threads, Work, match_problems, _ = _kernel()
     some = np.flatnonzero(places[:, 2:4].all(1))
-    for k in some[rows[places[some, 4]] < -1]:
-        begin, stride, n, m, at = places[k]
-        if rows[at] != PRICED:
-            _raise_of_problem(np.unravel_index(k, batch), rows[at])
-        costs = without_gaps(flat[begin + stride * np.arange(n)[:, None] + np.arange(m)]).reshape(-1)
-        pairs, one = slice(at, at + min(n, m)), np.array([[0, m, n, m, 0]])
-        run_on_threads(
-            match_problems, 1, (costs, one, np.inf, rows[pairs], columns[pairs]), one_thread=True,
-            work=Work("shortest paths of an assignment", costs.size),
-        )  # fmt: skip
+    left = some[rows[places[some, 4]] < -1]
+    for k in left:
+        if rows[places[k, 4]] != PRICED:
+            _raise_of_problem(np.unravel_index(k, batch), rows[places[k, 4]])
+    costs = [
+        without_gaps(flat[begin + stride * np.arange(n)[:, None] + np.arange(m)]).reshape(-1)
+        for begin, stride, n, m, _ in places[left]
+    ]
+    ends = np.cumsum([one.size for one in costs])
+    own = np.column_stack([ends - [one.size for one in costs], places[left, 3], places[left, 2:]])
+    run_on_threads(
+        match_problems, len(left), (np.concatenate(costs), own, np.inf, rows, columns), one_thread=ends[-1] < _ENTRIES,
+        work=Work("shortest paths of an assignment", int(ends[-1])),
+    )  # fmt: skip
 
 
 def without_gaps(costs: Float[np.ndarray, "n m"]) -> Float[np.ndarray, "n m"]:

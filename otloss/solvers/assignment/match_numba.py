@@ -84,21 +84,24 @@ def _match(counter: Any, cost: Any, n: int, m: int, g: Any, whole: Any, real: An
 
 @inner()
 def _largest_ratio(cost: Any, column_of: Any, n: int, m: int) -> float:
-    """Return the largest cost that is paid over the largest that is far below it, in size."""
-    top, rest = 0.0, 0.0
+    """Return the largest cost that is paid over the largest that is far below it, in size; 1 if none is.
+
+    Where those are all 0, the smallest other cost is in their place.
+    """
+    top, rest, has_zero = 0.0, 0.0, False
     for i in range(n):
         top = max(top, abs(cost[i, column_of[i]]))
     for i in range(n):
         paid = abs(cost[i, column_of[i]])
+        has_zero |= paid == 0
         if paid < FAR_BELOW * top:
             rest = max(rest, paid)
-    if rest > 0:
-        return float(top / rest)
-    rest = top  # all others are 0: the smallest cost that might be paid
-    for i in range(n):
-        for j in range(m):
-            if cost[i, j] != 0:
-                rest = min(rest, abs(cost[i, j]))
+    if rest == 0 and has_zero:
+        rest = top
+        for i in range(n):
+            for j in range(m):
+                if cost[i, j] != 0:
+                    rest = min(rest, abs(cost[i, j]))
     return float(top / rest) if rest > 0 else 1.0
 
 
@@ -111,12 +114,12 @@ def allocate_results(pairs: int) -> tuple[np.ndarray, np.ndarray]:
 def match_problems(counter: Any, costs: Any, places: Any, largest_ratio: float, rows: Any, columns: Any) -> int:
     """Write the pairs of each problem to `rows` and `columns`, in the order of rows.
 
-    Returns the number of a problem that has no answer, or -1.
+    Returns the number of a problem without a result, or -1.
 
     costs: the costs of all problems in one array, float32 or float64; +inf forbids a pair. places: (B, 5), for each
     problem where its costs begin, the stride of its rows, the numbers of rows and of columns, and where its pairs go.
     largest_ratio: of two costs that are paid, above which a problem is PRICED. rows, columns: the arrays of
-    `allocate_results`; a problem without an answer has INVALID, INFEASIBLE or PRICED in its first place of `rows`.
+    `allocate_results`; a problem without a result has INVALID, INFEASIBLE or PRICED in its first place of `rows`.
     """
     entries, bins = 0, 0
     for k in range(places.shape[0]):

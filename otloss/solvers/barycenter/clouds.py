@@ -44,7 +44,8 @@ from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.histograms import MASS_TOLERANCE, centre_of
 from otloss.solvers.solve import emd, solve
 
-_PAIRS, _SHORTEST = 40, 1 / 16  # of L-BFGS: changes that it keeps, and the part of a step below which it is given up
+# Of L-BFGS: changes that it keeps, the part of a step below which it is given up, and the least curvature it believes.
+_PAIRS, _SHORTEST, _SMALLEST_CURVATURE = 40, 1 / 16, 1e-4
 
 
 class CloudBarycenter(NamedTuple):
@@ -189,17 +190,15 @@ class _Clouds:
         moved = (self.weights[..., None, None] * across.barycentric_map(self.clouds)).sum(-3)
         return torch.where(a.unsqueeze(-1) > 0, moved, x)
 
-    def looked_at(self, x: Tensor, a: Tensor) -> _Look:
-        """Return the value and its slope, by the divergence, at points that all have mass."""
+    def evaluate(self, x: Tensor, a: Tensor) -> _Evaluation:
+        """Return the value and the step along its gradient, by the divergence, at points that all have mass."""
         across = solve(a.unsqueeze(-2), self.masses, PointCost(x.unsqueeze(-3), self.clouds), epsilon=self.epsilon)
         within = solve(a, a, PointCost(x), epsilon=self.epsilon)
         to_clouds = (self.weights[..., None, None] * across.barycentric_map(self.clouds)).sum(-3)
         step = to_clouds - within.barycentric_map(x)
-        value, error = (
-            (self.weights * of_clouds).sum(-1) - sign * of_points / 2
-            for of_clouds, of_points, sign in ((across.value, within.value, 1), (across.gap, within.gap, -1))
-        )
-        return _Look(value, error, step)
+        value = (self.weights * across.value).sum(-1) - within.value / 2
+        error = (self.weights * across.gap).sum(-1) + within.gap / 2
+        return _Evaluation(value, error, step)
 
     def best_masses(self, x: Tensor, active: Tensor, *, guess: Tensor | None = None) -> Masses:
         """Return the masses that are best for the points of the active problems; by default guess from equal masses."""
@@ -210,7 +209,7 @@ class _Clouds:
         return find_masses(cost.dense(), self.masses, self.weights, active=active, guess=guess)
 
 
-class _Look(NamedTuple):
+class _Evaluation(NamedTuple):
     """The value (...) but for a constant, its error (...), and the step (..., s, d) to where the mass of points goes.
 
     The step is minus the gradient over twice the masses of the points.
@@ -287,44 +286,46 @@ def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) ->
 def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Solution:
     """Move points of equal masses by L-BFGS, of which the first step is the one to where their mass goes.
 
-    Steps are shortened where the value rises; after two of those one goes to where the mass goes, as a whole.
+    Steps are shortened where the value rises; after three of those one goes to where the mass goes, as a whole.
     """
     a, iterations = problem.equal_masses(x), problem.weights.new_zeros(problem.weights.shape[:-1], dtype=torch.int64)
     unit = torch.where(problem.median_deviation > 0, problem.median_deviation, 1.0)
-    look, length, pairs = problem.looked_at(x, a), torch.ones_like(unit), deque[_Pair](maxlen=_PAIRS)
-    active = iterations == 0
-    for _ in range(max_iterations):
-        active = active & (look.step.square().sum(-1).sqrt().amax(-1) > tolerance * unit)
-        if not bool(active.any()):
-            break
-        direction = _direction(look.step, pairs)
-        is_plain = (length < _SHORTEST) | ~(_inner(direction, look.step) > 0)
-        direction = torch.where(is_plain[..., None, None], look.step, direction)
+    current, length, pairs = problem.evaluate(x, a), torch.ones_like(unit), deque[_Pair](maxlen=_PAIRS)
+    active = _largest(current.step) > tolerance * unit
+    while bool(active.any()):
+        direction = _direction(current.step, pairs)
+        is_plain = (length < _SHORTEST) | ~(_inner(direction, current.step) > 0)
+        direction = torch.where(is_plain[..., None, None], current.step, direction)
+        # Along a direction that is nearly flat a step would leave the clouds.
+        longest = (unit / _largest(direction).clamp(min=1e-300)).clamp(max=1.0)
         length = torch.where(is_plain, 1.0, length)
-        moved = x + (length * active)[..., None, None] * direction
-        new = problem.looked_at(moved, a)
-        is_taken = active & (is_plain | (new.value <= look.value + look.error + new.error))
-        pairs.append(_Pair.of(moved - x, look.step - new.step, is_taken))
+        moved = x + (torch.where(is_plain, 1.0, length * longest) * active)[..., None, None] * direction
+        new = problem.evaluate(moved, a)
+        is_taken = active & (is_plain | (new.value <= current.value + current.error + new.error))
+        pairs.append(_Pair.from_step(moved - x, current.step - new.step, is_taken))
         wide = is_taken[..., None, None]
-        x, step = torch.where(wide, moved, x), torch.where(wide, new.step, look.step)
-        look = _Look(torch.where(is_taken, new.value, look.value), torch.where(is_taken, new.error, look.error), step)
-        length = torch.where(is_taken, 1.0, length / 4)
-        iterations = iterations + active
-    return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
+        x, step = torch.where(wide, moved, x), torch.where(wide, new.step, current.step)
+        current = _Evaluation(
+            torch.where(is_taken, new.value, current.value), torch.where(is_taken, new.error, current.error), step
+        )
+        length, iterations = torch.where(is_taken, 1.0, length / 4), iterations + active
+        active = active & (_largest(step) > tolerance * unit) & (iterations < max_iterations)
+    stands = _largest(current.step) <= tolerance * unit
+    return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, stands)
 
 
 class _Pair(NamedTuple):
-    """A change of points and of minus the slope (..., s, d), and one over their product; 0 where it tells nothing."""
+    """A change of points, and of the step there (..., s, d), and one over their product; 0 where it tells nothing."""
 
     change: Tensor
     response: Tensor
     inverse: Tensor
 
     @staticmethod
-    def of(change: Tensor, response: Tensor, is_known: Tensor) -> _Pair:
+    def from_step(change: Tensor, response: Tensor, is_taken: Tensor) -> _Pair:
         product = _inner(change, response)
-        is_known = is_known & (product > 1e-12 * _inner(change, change).clamp(min=1e-300))
-        return _Pair(change, response, torch.where(is_known, 1 / torch.where(is_known, product, 1.0), 0.0))
+        is_valid = is_taken & (product > _SMALLEST_CURVATURE * _inner(change, change).clamp(min=1e-300))
+        return _Pair(change, response, torch.where(is_valid, 1 / torch.where(is_valid, product, 1.0), 0.0))
 
 
 def _direction(step: Tensor, pairs: Sequence[_Pair]) -> Tensor:
@@ -340,6 +341,11 @@ def _direction(step: Tensor, pairs: Sequence[_Pair]) -> Tensor:
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum((-2, -1))
+
+
+def _largest(step: Tensor) -> Tensor:
+    """Return the longest way (...) of a point in steps (..., s, d)."""
+    return step.square().sum(-1).sqrt().amax(-1)
 
 
 def _move_with_masses(
@@ -362,8 +368,7 @@ def _move_with_masses(
 def _step(problem: _Clouds, x: Tensor, a: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
     """Return the points after a step of the active problems, and the largest step over the spread of the clouds."""
     moved = torch.where(active[..., None, None], problem.moved(x, a), x)
-    length = (moved - x).square().sum(-1).sqrt().amax(-1)
-    return moved, length / torch.where(problem.median_deviation > 0, problem.median_deviation, 1.0)
+    return moved, _largest(moved - x) / torch.where(problem.median_deviation > 0, problem.median_deviation, 1.0)
 
 
 def _check_optimize(optimize: str, epsilon: float | None) -> None:

@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from otloss._checks import has_float64, needs_torch
@@ -78,7 +77,7 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
     if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
         result = with_lanczos_error(problem, result)
         if problem.may_be_symmetric:
-            result = _with_equal_potentials(problem, result, (problem.p == problem.q).all(-1))
+            result = _with_equal_potentials(problem, result)
         warn_of_uncertain(problem, result)
     return problem, result
 
@@ -116,7 +115,7 @@ def _refine(problem: Problem, result: SearchResult, budget: Budget) -> SearchRes
     if not budget.is_accurate:
         return result
     if problem.is_symmetric:
-        return _with_equal_potentials(problem, result, torch.ones_like(result.error, dtype=torch.bool))
+        return _with_equal_potentials(problem, result)
     accurate_result = with_accurate_potentials(problem, result, budget)
     return result if accurate_result is result else with_best_constant(problem, accurate_result)
 
@@ -128,17 +127,15 @@ def _without_unknown(result: SearchResult) -> SearchResult:
     return dataclasses.replace(result, f=f, g=g)
 
 
-def _with_equal_potentials(
-    problem: Problem, result: SearchResult, is_symmetric: Bool[Tensor, "*batch"]
-) -> SearchResult:
-    """Return the result with (f + g) / 2 for f and g of symmetric problems, and its update at bins without mass.
+def _with_equal_potentials(problem: Problem, result: SearchResult) -> SearchResult:
+    """Return the result with (f + g) / 2 for f and g where p equals q, and its update at bins without mass.
 
     f and g are equal at the solution. Where parts of the plan, or light bins, exchange little mass, the search ends
     while they differ, by errors that are opposite and cancel in their mean; at a bin without mass, whose f and g follow
     from its neighbours, they do not cancel.
     """
+    is_symmetric, is_empty = (problem.p == problem.q).all(-1), problem.p == 0
     mean = (result.f + result.g) / 2
-    is_empty = problem.p == 0
     if is_empty.any():
         updates = build_updates(problem)
         mean = torch.where(is_empty, updates.f_from(mean.to(updates.log_p.dtype)).to(mean), mean)

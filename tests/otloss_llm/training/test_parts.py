@@ -21,7 +21,7 @@ from otloss_llm.training.batches import (
     pad_rows,
     pop_targets,
     repeated_positions,
-    rest_of_stream,
+    unrepeated_rows,
 )
 from otloss_llm.training.sample import cut_batch
 from otloss_llm.training.torchtitan import ObjectiveLoss
@@ -96,7 +96,7 @@ def test_rows_of_a_stream_that_are_not_repeated(rows: int, rest: int) -> None:
     for _ in range(2):
         assert counting_rows(batches) is stream
         list(stream)
-        assert rest_of_stream(stream) == rest
+        assert unrepeated_rows(stream) == rest
     for alone in (IterableDatasetShard(range(rows)), range(rows)):
         assert counting_rows(SimpleNamespace(dataset=alone, num_workers=0)) is None
 
