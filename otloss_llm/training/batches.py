@@ -13,6 +13,7 @@ import torch
 from accelerate.data_loader import IterableDatasetShard
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import default_data_collator
 
 from otloss_llm.losses.positions import IGNORE_INDEX
@@ -119,11 +120,21 @@ def check_weights_kept(batch: Any) -> None:
         )
 
 
-class CountedRows:
-    """The rows of a stream, how many were read in the last pass, and the last of them."""
+class CountedRows(IterableDataset[Any]):
+    """The rows of a stream, how many were read in the last pass, and the last of them.
+
+    Several processes share its rows. Of a stream of several files each process would read some, and have other numbers
+    of batches than the others.
+    """
 
     def __init__(self, rows: Iterable[Any], kept: int) -> None:
         self.rows, self.count, self.last = rows, 0, deque[Any](maxlen=kept)
+
+    def __getattr__(self, name: str) -> Any:
+        """What accelerate asks of a stream, as `set_epoch` and `generator`."""
+        if name == "rows":  # before it is set, as by copies
+            raise AttributeError(name)
+        return getattr(self.rows, name)
 
     def __iter__(self) -> Iterator[Any]:
         self.count = 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -23,6 +24,7 @@ from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
+    CountedRows,
     Targets,
     check_labelled,
     check_rows_tokenised,
@@ -143,6 +145,7 @@ class ObjectiveMixin:
     get_cp_size: Any
     get_sp_size: Any
     get_tp_size: Any
+    get_eval_dataloader: Any
     _searched: Any = None
     _prepare_inputs: Any
     _metrics: Any  # TRL's trainers have it
@@ -365,18 +368,21 @@ class ObjectiveMixin:
             )
         return prepared
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         """The trainer's batches, whose collator has to keep weights of tokens, also of rows that name no columns."""
+        if not is_training and self.args.world_size > 1 and isinstance(dataset, IterableDataset):
+            dataset = CountedRows(dataset, self.args.eval_batch_size * self.args.world_size)
         collator = self.data_collator
         self.data_collator = functools.partial(collate_weights, collator)
         try:
-            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]  # the trainer's
+            return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]  # the trainer's
         finally:
             self.data_collator = collator
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The batches of one optimizer step, and the number of *predicted* tokens in them over all processes."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # the trainer's
+        self._numbers_in_step = None
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # the trainer's
         if 0 < len(batches) < num_batches and not self._warned_unfilled:  # at the end of a stream
             self._warned_unfilled = True
             logger.warning(
@@ -384,7 +390,9 @@ class ObjectiveMixin:
                 "the next step, which becomes too large, as does its loss; let the stream repeat its rows without end "
                 "(train_dataset.repeat(None) of the library datasets)", len(batches), num_batches,
             )  # fmt: skip
-        return batches, self._get_num_items_in_batch(batches, device)  # which Unsloth's version does not ask
+        if self._numbers_in_step is None:  # in Unsloth's version of the trainer
+            count = self._get_num_items_in_batch(batches, device)
+        return batches, count
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         """The number of predicted tokens in these batches over all processes, or the sum of their weights."""
@@ -396,7 +404,9 @@ class ObjectiveMixin:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
         if self._ranks_per_batch() > 1:
             counts = counts / self._ranks_per_batch()  # each of them has counted the whole batch
-        count, self._numbers_in_step = counts
+        count, numbers = counts
+        if not self._is_evaluating:  # which a callback may do within a step
+            self._numbers_in_step = numbers
         return count
 
     def _ranks_per_batch(self) -> int:
@@ -448,6 +458,10 @@ class ObjectiveMixin:
         """Train as the trainer does, without what an earlier training has left to log."""
         self._train_sums = self._labelled = None
         self._trains_weighted = TOKEN_WEIGHT in column_names(self.train_dataset)
+        if self.args.eval_strategy != "no" and self.args.dataloader_num_workers and self.args.world_size > 1:
+            sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+            for rows in sets:
+                counting_rows(self.get_eval_dataloader(rows))  # raises rather now than after the first steps
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]  # the trainer's
 
     def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> Tensor:

@@ -304,12 +304,11 @@ def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int)
         is_taken = active & (is_plain | (new.value <= current.value + current.error + new.error))
         pairs.append(_Pair.from_step(moved - x, current.step - new.step, is_taken))
         wide = is_taken[..., None, None]
-        x, step = torch.where(wide, moved, x), torch.where(wide, new.step, current.step)
-        current = _Evaluation(
-            torch.where(is_taken, new.value, current.value), torch.where(is_taken, new.error, current.error), step
-        )
+        x = torch.where(wide, moved, x)
+        three = zip((is_taken, is_taken, wide), new, current, strict=True)
+        current = _Evaluation(*(torch.where(*each) for each in three))
         length, iterations = torch.where(is_taken, 1.0, length / 4), iterations + active
-        active = active & (_largest(step) > tolerance * unit) & (iterations < max_iterations)
+        active = active & (_largest(current.step) > tolerance * unit) & (iterations < max_iterations)
     stands = _largest(current.step) <= tolerance * unit
     return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, stands)
 
