@@ -199,7 +199,8 @@ _CALLS = (
     _Call("skada", "LinearOTMapping LinearOTMappingAdapter", "otloss.estimators.TransportAdapter()"),
     _Call("GeomLoss", "SamplesLoss", "otloss.cloud_loss(x, y, blur=...) or otloss.nn.CloudLoss"),
     _Call("GeomLoss", "ImagesBarycenter",
-          "otloss.barycenter(p, otloss.costs.GridCost(shape), epsilon=..., debiased=True)"),
+          "otloss.barycenter(images.flatten(1), otloss.costs.GridCost(shape, spacing=1 / n), epsilon=2 * blur**2, "
+          "debiased=True) for sides of n pixels"),
     _Call("OTT", "PointCloud", "otloss.costs.PointCost(x, y)"),
     _Call("OTT", "Geometry", "otloss.costs.DenseCost(matrix)"),
     _Call("OTT", "Grid", "otloss.costs.GridCost(shape, spacing=1 / (n - 1)) for sides of n points"),
@@ -241,7 +242,7 @@ _CALLS = (
           "otloss.nn.CumulativeLinkHead, and torch.nn.functional.nll_loss of what it returns"),
     _Call("dlordinal", "CLM", "otloss.nn.CumulativeLinkHead"),
     _Call("dlordinal", "TriangularLoss BetaLoss BinomialLoss PoissonLoss",
-          "otloss.losses.soft_labels of that kind, with other ends, as targets of otloss.ordinal_loss"),
+          "otloss.losses.soft_labels of that kind, with other numbers, as targets of otloss.ordinal_loss"),
     _Call("dlordinal", "amae", "otloss.metrics.macro_mae"),
     _Call("dlordinal", "mmae", "otloss.metrics.maximum_mae"),
     _Call("dlordinal", "accuracy_off1", "otloss.metrics.off_by_one_accuracy"),
