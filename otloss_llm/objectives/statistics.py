@@ -280,8 +280,10 @@ class _Terms(Sum):
 def _signature(function: Objective) -> tuple[tuple[str, ...], bool]:
     """The statistics that a function reads, and whether they are passed by name."""
     module: Any = getattr(function, "_orig_mod", function)  # that torch.compile has wrapped
-    is_plain_module = isinstance(module, nn.Module) and type(module).__call__ is nn.Module.__call__
-    named = module.forward if is_plain_module else module
+    named = module
+    if isinstance(module, nn.Module):
+        _, *own = inspect.signature(type(module).__call__).parameters.values()
+        named = module if any(p.kind in _MUST for p in own) else module.forward  # else it passes on what it is given
     try:
         parameters = list(inspect.signature(named).parameters.values())
     except (TypeError, ValueError) as error:

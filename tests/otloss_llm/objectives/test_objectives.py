@@ -197,11 +197,16 @@ def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
         def __call__(self, nll: Tensor, entropy: Tensor) -> Tensor:
             return keep(nll, entropy)
 
+    class Passing(Module):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
     for hidden in (torch.jit.script(entropy_and_nll), functools.partial(torch.jit.script(entropy_and_nll))):
         with pytest.raises(ValueError, match=r"has no signature, expected parameters with names of .*wrap it"):
             _ = Term(hidden).reads
     cases: list[tuple[Objective, tuple[str, ...]]] = [
         (Module(), ("nll", "entropy")), (Callable(), ("nll", "entropy")),
+        (Passing(), ("nll", "entropy")),
         (torch.compile(Module(), backend="eager"), ("nll", "entropy")),
         (lambda n, d: keep(n, d), ("nll", "cost")), (lambda nll, d: keep(nll, d), ("nll", "cost")),
         (keep, ("nll", "cost")), (lambda nll: keep(nll), ("nll",)),
