@@ -78,7 +78,7 @@ def _as_int64(numbers: Any) -> Any:
 def is_flattened(labels: Tensor, position_ids: Any) -> bool:
     """Whether a batch is one row of several sequences: whether positions begin again."""
     restarts = isinstance(position_ids, Tensor) and position_ids.shape == labels.shape and len(labels) == 1
-    return restarts and int((position_ids == 0).sum()) > 1
+    return restarts and int((position_ids == position_ids.min()).sum()) > 1
 
 
 def repeated_positions(
@@ -92,7 +92,7 @@ def repeated_positions(
     examples = [rows[i] for i in range(len(rows) - count, len(rows))]
     lengths = (length for row in examples for length in row.get("seq_lengths") or [len(row["input_ids"])])
     starts = [0, *accumulate(lengths)]
-    observed = (position_ids[0] == 0).nonzero()[: len(starts), 0].tolist()
+    observed = (position_ids[0] == position_ids.min()).nonzero()[: len(starts), 0].tolist()
     if observed != starts:
         raise ValueError(
             f"the last evaluation batch has sequences that begin at {observed[:8]}, and the last {count} rows of the "
@@ -153,14 +153,18 @@ def counting_rows(batches: Any) -> IterableDatasetShard | None:
     if not isinstance(stream, IterableDatasetShard) or stream.drop_last or stream.num_processes == 1:
         return None
     if batches.num_workers:
-        raise ValueError(
-            f"a stream is evaluated in {stream.num_processes} processes with dataloader_num_workers="
-            f"{batches.num_workers}, which hides the rows that are repeated to fill the last batch; evaluate without "
-            "workers, or a data set with a length."
-        )
+        raise hidden_rows_error(stream.num_processes, batches.num_workers)
     if not isinstance(stream.dataset, CountedRows):
         stream.dataset = CountedRows(stream.dataset, _rows_of_all(stream))
     return stream
+
+
+def hidden_rows_error(processes: int, workers: int) -> ValueError:
+    """Return what is raised where workers read a stream that several processes share."""
+    return ValueError(
+        f"a stream is evaluated in {processes} processes with dataloader_num_workers={workers}, which hides the rows "
+        "that are repeated to fill the last batch; evaluate without workers, or a data set with a length."
+    )
 
 
 def unrepeated_rows(stream: IterableDatasetShard) -> int:

@@ -34,6 +34,7 @@ from otloss_llm.training.batches import (
     column_names,
     counting_rows,
     has_weights,
+    hidden_rows_error,
     is_flattened,
     pop_targets,
     repeated_positions,
@@ -55,6 +56,7 @@ from otloss_llm.training.trainer_settings import (
     check_no_virtual_tokens,
     check_sequence_parallelism,
     foreign_argument,
+    measured_best_metric,
     search_objective,
     set_best_metric,
     with_terms,
@@ -145,8 +147,6 @@ class ObjectiveMixin:
     get_cp_size: Any
     get_sp_size: Any
     get_tp_size: Any
-    get_eval_dataloader: Any
-    _searched: Any = None
     _prepare_inputs: Any
     _metrics: Any  # TRL's trainers have it
 
@@ -203,7 +203,9 @@ class ObjectiveMixin:
             self.training_objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
             tokenizer=getattr(self.processing_class, "tokenizer", self.processing_class),  # a processor has one
         )  # fmt: skip
-        check_best_cost(self.args, self.eval_dataset, self.transport_cost)
+        check_best_cost(self.args, best_metric(self.args, self.eval_dataset), self.transport_cost)
+
+    _searched: Any = None  # by a hyperparameter search
 
     @property
     def objective(self) -> Any:
@@ -458,10 +460,11 @@ class ObjectiveMixin:
         """Train as the trainer does, without what an earlier training has left to log."""
         self._train_sums = self._labelled = None
         self._trains_weighted = TOKEN_WEIGHT in column_names(self.train_dataset)
-        if self.args.eval_strategy != "no" and self.args.dataloader_num_workers and self.args.world_size > 1:
-            sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-            for rows in sets:
-                counting_rows(self.get_eval_dataloader(rows))  # raises rather now than after the first steps
+        processes, workers = self.args.world_size, self.args.dataloader_num_workers
+        sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        is_shared = processes > 1 and workers and self.accelerator.dispatch_batches is False
+        if is_shared and self.args.eval_strategy != "no" and any(isinstance(rows, IterableDataset) for rows in sets):
+            raise hidden_rows_error(processes, workers)  # rather now than at the first evaluation
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]  # the trainer's
 
     def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> Tensor:
@@ -568,9 +571,9 @@ class ObjectiveMixin:
         means = {f"{metric_key_prefix}_{key}": value for key, value in means.items()}
         output.metrics.pop(f"{metric_key_prefix}_loss", None)  # the trainer's mean over batches
         output.metrics.update(means | output.metrics)  # what compute_metrics of the user measures stays
-        set_best_metric(self.args, metric_key_prefix, self.transport_cost)
-        best, name = best_metric(self.args, self.eval_dataset), self.args.metric_for_best_model
-        if self.is_in_train and f"{metric_key_prefix}_{best}" in (name, f"eval_{name}"):
+        best = measured_best_metric(self.args, metric_key_prefix)
+        set_best_metric(self.args, best, self.transport_cost)
+        if self.is_in_train and best is not None:
             keys = {key.removeprefix(f"{metric_key_prefix}_") for key in output.metrics}
             check_best_metric(self.args, self.eval_dataset, keys)
         return output

@@ -88,23 +88,25 @@ def search_objective(metrics: dict[str, float], *, rows: Any) -> float:
     return default_compute_objective({key: value for key, value in metrics.items() if own_name(key, rows) not in ours})
 
 
-def check_best_cost(args: Any, rows: Any, cost: TokenCost | None) -> None:
+def check_best_cost(args: Any, best: str | None, cost: TokenCost | None) -> None:
     """Raise ValueError if the best model is chosen by a transport cost of which less is not better."""
-    if best_metric(args, rows) == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
+    if best == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
         raise ValueError(
             f"metric_for_best_model is {args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
             'cost, of which less is not better; take "loss" or "nll".'
         )
 
 
-def set_best_metric(args: Any, prefix: str, cost: TokenCost | None) -> None:
-    """Set that less is better of a metric with this prefix that chooses the best model; the trainer guesses it.
-
-    It does from the name, for "loss" only. An evaluation alone knows its prefix, which may be of a user's own.
-    """
+def measured_best_metric(args: Any, prefix: str) -> str | None:
+    """Return which of our metrics chooses the best model, if an evaluation with this prefix has it, without prefix."""
     best = args.metric_for_best_model
-    if any(f"{prefix}_{name}" in (best, f"eval_{best}") for name in LESS_IS_BETTER):
-        check_best_cost(args, {prefix.removeprefix("eval_"): None}, cost)
+    return next((name for name in EVALUATED if f"{prefix}_{name}" in (best, f"eval_{best}")), None)
+
+
+def set_best_metric(args: Any, best: str | None, cost: TokenCost | None) -> None:
+    """Set that less is better of one of our metrics; the trainer guesses it from the name, for "loss" only."""
+    check_best_cost(args, best, cost)
+    if best in LESS_IS_BETTER:
         args.greater_is_better = False
 
 

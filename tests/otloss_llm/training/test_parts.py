@@ -28,9 +28,9 @@ from otloss_llm.training.torchtitan import ObjectiveLoss
 from otloss_llm.training.trainer_cost import cost_for
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
-    check_best_cost,
     check_best_metric,
     check_loss_settings,
+    measured_best_metric,
     set_best_metric,
     with_terms,
 )
@@ -120,7 +120,7 @@ def test_settings_of_the_loss_are_followed() -> None:
         (None, "eval", False),
     ):
         args = arguments(metric_for_best_model=name, greater_is_better=True)
-        set_best_metric(args, prefix, NumberCost(torch.arange(3.0)))
+        set_best_metric(args, measured_best_metric(args, prefix), NumberCost(torch.arange(3.0)))
         assert args.greater_is_better is not is_less, (name, prefix)
     args = arguments(metric_for_best_model="eval_later_texts_nll")
     check_best_metric(args, {"later_texts": []}, {"nll"})
@@ -150,9 +150,7 @@ test_what_excludes_an_objective = raising(
     (lambda: chosen("number_token", EmbeddingCost(HEAD)), ValueError, "needs distances between numbers"),
     (lambda: chosen("mle", NumberCost(torch.arange(7.0)), NumberSettings("log")), ValueError, "set it in that cost"),
     (lambda: chosen("emo+number", "auto"), ValueError, "processing_class=tokenizer"),
-    (lambda: check_best_cost(arguments(metric_for_best_model="transport_cost"), None, RATINGS),
-     ValueError, "RatingCost has a signed cost, of which less is not better"),
-    (lambda: set_best_metric(arguments(metric_for_best_model="a_transport_cost"), "eval_a", RATINGS),
+    (lambda: set_best_metric(arguments(metric_for_best_model="a_transport_cost"), "transport_cost", RATINGS),
      ValueError, "RatingCost has a signed cost, of which less is not better"),
     (lambda: check_best_metric(arguments(metric_for_best_model="eval_a_entropy"), {"a": []}, {"nll", "loss"}),
      ValueError, "is 'eval_a_entropy', which an evaluation of this model .* does not have; take one of loss, nll"),

@@ -661,10 +661,11 @@ def test_repeated_examples_are_left_out() -> None:
     flat, places = torch.tensor([[4, 5, -100, 6, -100]]), torch.tensor([[0, 1, 2, 0, 1]])
     packed: Row = {"input_ids": [4, 5], "seq_lengths": [1, 1]}
     kinds: list[tuple[Tensor, Any, Row]] = [
-        (flat, places, {"input_ids": [4, 5, 6]}), (flat.view(5, 1)[:2], None, {}),
+        (flat, places, {"input_ids": [4, 5, 6]}), (flat, places + 2, {"input_ids": [4, 5, 6]}),
+        (flat.view(5, 1)[:2], None, {}),
         (flat, torch.tensor([[0, 0, 0, 1, 2]]), packed),
     ]  # fmt: skip
-    for (batch, position_ids, row), first in zip(kinds, ([4, 5], [4], [4, 5]), strict=True):
+    for (batch, position_ids, row), first in zip(kinds, ([4, 5], [4, 5], [4], [4, 5]), strict=True):
         assert (labels(0, batch, position_ids, row), labels(1, batch, position_ids, row)) == (first, [])
         for state in ({"remainder": 0}, {"end_of_dataloader": False}, {"remainder": 4}):
             assert labels(1, batch, position_ids, row, **state) == batch[batch >= 0].tolist()
