@@ -284,8 +284,17 @@ def _dual(problem: Problem, p: Tensor, q: Tensor, f: Tensor, g: Tensor, plan: Te
     epsilon, moved, penalty = problem.epsilon.to(f.dtype), plan.sum((-2, -1)), problem.marginal_penalty
     if penalty is None:
         return balanced_value(p, q, f, g) - epsilon * (moved - p.sum(-1))
-    outside = (dual_term(f, penalty.p) * p).sum(-1) + (dual_term(g, penalty.q) * q).sum(-1)
+    outside = _dual_of_side(p, f, penalty.p) + _dual_of_side(q, g, penalty.q)
     return outside - epsilon * (moved - p.sum(-1) * q.sum(-1))
+
+
+def _dual_of_side(weights: Tensor, potential: Tensor, rho: float | Tensor) -> Float[Tensor, "*batch"]:
+    """Return a side's part of the dual, in which bins without mass have none: their exponential may overflow."""
+    if not is_kept(rho):
+        largest = LARGEST_EXPONENT * math.log(torch.finfo(potential.dtype).max)
+        lowest = -largest * rho
+        potential = torch.maximum(potential, lowest) if isinstance(lowest, Tensor) else potential.clamp(min=lowest)
+    return (weights * dual_term(potential, rho)).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -410,7 +410,7 @@ def test_gradients_behind_a_mask_are_finite(dtype: torch.dtype, grad: str) -> No
     y = torch.tensor([[102.0, 101.0], [900.0, 900.0]], dtype=dtype)
     cost, few = (otloss.costs.PointCost(points, y) for points in (x, x[:2]))
     mask, q = torch.tensor([1.0, 1.0, 0.0], dtype=dtype), torch.ones(2, dtype=dtype)
-    for rho in (60.0**2, 90.0**2):
+    for rho in (20.0**2, 60.0**2, 90.0**2):
         w = torch.tensor([0.9, 0.5, 0.4], dtype=dtype, requires_grad=True)
         p = w * mask
         p.retain_grad()
