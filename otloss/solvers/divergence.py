@@ -92,8 +92,7 @@ def sinkhorn_divergence(
 
 def _debiased(problem: Problem, among_p: Cost, among_q: Cost, settings: Settings) -> Float[Tensor, "*batch"]:
     """Return S(p, q) - S(p, p) / 2 - S(q, q) / 2, and what the masses add in unbalanced problems."""
-    may_be_symmetric = _may_be_symmetric(problem, settings)
-    between = solve_problem(dataclasses.replace(problem, may_be_symmetric=may_be_symmetric), settings)
+    between = solve_problem(problem, settings)
     value, terms = between.value, [between]
     penalty = problem.marginal_penalty or BOTH_KEPT
     for weights, among, rho in ((problem.p, among_p, penalty.p), (problem.q, among_q, penalty.q)):
@@ -107,20 +106,6 @@ def _debiased(problem: Problem, among_p: Cost, among_q: Cost, settings: Settings
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
     return _without_error_below_zero(problem, value, terms)
-
-
-def _may_be_symmetric(problem: Problem, settings: Settings) -> bool:
-    """Return whether p equals q in a problem whose transpose has the same cost and penalties.
-
-    Where its plan falls into parts that exchange next to nothing, the potentials of a side alone are uncertain, and the
-    gradient would not be 0. Their mean is not.
-    """
-    p, q, penalty = problem.p, problem.q, problem.marginal_penalty
-    if settings.grad != "envelope" or needs_torch(p, q) or p.shape != q.shape:
-        return False
-    if penalty is not None and penalty.swapped != penalty:
-        return False
-    return bool((p == q).all(-1).any()) and problem.cost.is_symmetric()
 
 
 def _with_itself(problem: Problem, weights: Tensor, cost: Cost, penalty: MarginalPenalty | None) -> Problem:

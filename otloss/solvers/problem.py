@@ -60,7 +60,6 @@ class Problem:
             are relative to. None for all of the mass, and inside of transforms, where it cannot be read.
         weight_rounding: the rounding unit of the weights as they were given.
         is_symmetric: whether p equals q and the cost its transpose, which saves iterations.
-        may_be_symmetric: whether cost and penalties equal those of the transpose, so that f = g where p equals q.
         impl: the implementation that was asked for.
         dtype: of the output; the arithmetic is in the dtype of p, q and the cost.
     """
@@ -79,7 +78,6 @@ class Problem:
     share_moved: Float[Tensor, "*batch"] | None = None
     weight_rounding: float = 0.0
     is_symmetric: bool = False
-    may_be_symmetric: bool = False
     impl: str = "auto"
 
     @property

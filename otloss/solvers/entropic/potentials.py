@@ -76,7 +76,7 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
         return problem, _without_unknown(result)
     if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
         result = with_lanczos_error(problem, result)
-        if problem.may_be_symmetric:
+        if _may_be_symmetric(problem):
             result = _with_equal_potentials(problem, result)
         warn_of_uncertain(problem, result)
     return problem, result
@@ -125,6 +125,22 @@ def _without_unknown(result: SearchResult) -> SearchResult:
     unknown = ~result.error.isfinite().unsqueeze(-1)
     f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
     return dataclasses.replace(result, f=f, g=g)
+
+
+def _may_be_symmetric(problem: Problem) -> bool:
+    """Return whether p equals q in a problem whose transpose has the same cost and penalties, so that f = g there.
+
+    Where its plan falls into parts that exchange next to nothing, the potentials of a side alone are uncertain. Their
+    mean is not.
+    """
+    p, q, penalty, (n, m) = problem.p, problem.q, problem.marginal_penalty, problem.cost.shape
+    if n != m or n * m > MATRIX_LIMITS.largest_matrix or needs_torch(p, q, *problem.cost.tensors()):
+        return False
+    if penalty is not None:
+        sides = (torch.as_tensor(rho, dtype=torch.float64, device="cpu") for rho in (penalty.p, penalty.q))
+        if not torch.equal(*sides):
+            return False
+    return bool((p == q).all(-1).any()) and problem.cost.is_symmetric()
 
 
 def _with_equal_potentials(problem: Problem, result: SearchResult) -> SearchResult:

@@ -83,6 +83,18 @@ def test_divergence_is_zero_at_equality_and_positive_else(marginal_penalty: floa
         assert (apart > 1e-4).all()
 
 
+def test_equal_weights_have_equal_potentials() -> None:
+    """Two bins at C / epsilon 50, where the plan has two parts: the closed form, on both sides."""
+    p = torch.tensor([[0.3, 0.7], [0.5, 0.5]], dtype=torch.float64).requires_grad_()
+    q = torch.tensor([[0.3, 0.7], [0.4, 0.6]], dtype=torch.float64).requires_grad_()
+    cost = 1 - torch.eye(2, dtype=torch.float64)
+    sinkhorn(p, q, cost, epsilon=0.02)[0].backward()
+    expected = -0.01 * torch.tensor([0.3, 0.7], dtype=torch.float64).log()
+    for weights in (p, q):
+        assert weights.grad is not None
+        torch.testing.assert_close(weights.grad[0], expected - expected.mean(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("marginal_penalty", [None, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_gradient_of_a_divergence_is_zero_at_equality_where_parts_exchange_nothing(
@@ -98,6 +110,9 @@ def test_the_gradient_of_a_divergence_is_zero_at_equality_where_parts_exchange_n
         at_equality = value[equal]
         gradients = torch.autograd.grad(at_equality.sum(), [p, q])
         assert max(float(each.abs().max()) for each in (at_equality.detach(), *gradients)) < 1e-6
+    rho = torch.full((2,), 2.0, dtype=dtype)
+    value = sinkhorn_divergence(p, p.detach(), cost, epsilon=0.0165, marginal_penalty=(rho, rho.clone()))
+    assert float(torch.autograd.grad(value.sum(), p)[0].abs().max()) < 1e-6
 
 
 def test_divergence_tends_to_transport_and_to_a_kernel_norm() -> None:
