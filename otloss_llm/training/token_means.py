@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -122,3 +123,34 @@ def token_means(sums: Float[Tensor, "means 2"]) -> dict[str, float]:
 def token_count(sums: Float[Tensor, "means 2"]) -> Float[Tensor, ""]:
     """Return how many tokens were predicted, or the sum of their weights."""
     return sums[list(MEANS).index("loss"), 1]
+
+
+@dataclass
+class Evaluation:
+    """What an evaluation has measured so far.
+
+    Attributes:
+        stream: what several processes share, of which `counting_rows` counts the rows.
+        is_weighted: whether the rows name weights of tokens.
+        sums: of `token_means`.
+        parts: tokens and loss of each part of the batch; a `compute_loss` of the user's may score more than one.
+        added: what the user's own `compute_loss` or `prediction_step` adds to the objective, summed over tokens.
+    """
+
+    stream: Any
+    is_weighted: bool
+    sums: Tensor | None = None
+    parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    added: Tensor | float = 0.0
+
+    def add(self, sums: Tensor, loss: Tensor) -> None:
+        """Add a part of a batch."""
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.parts.append((token_count(sums), loss.detach().double()))
+
+    def end_batch(self, loss: Tensor | None) -> None:
+        """Compare the loss that a step returned with those of the parts."""
+        if self.parts and loss is not None:
+            tokens, losses = (torch.stack(numbers) for numbers in zip(*self.parts, strict=True))
+            change = tokens * (loss.detach().double().mean() - losses)
+            self.added = self.added + change.where(tokens > 0, 0.0).sum()

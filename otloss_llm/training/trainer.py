@@ -44,7 +44,15 @@ from otloss_llm.training.decoder_inputs import with_decoder_inputs
 from otloss_llm.training.first_batch import examine, predicts_tokens
 from otloss_llm.training.fused import measure_transform, unwrap
 from otloss_llm.training.scoring import Scored, Scoring
-from otloss_llm.training.token_means import LOGGED, ScoredBatch, batch_sums, measured, token_count, token_means
+from otloss_llm.training.token_means import (
+    LOGGED,
+    Evaluation,
+    ScoredBatch,
+    batch_sums,
+    measured,
+    token_count,
+    token_means,
+)
 from otloss_llm.training.trainer_cost import check_numbers, check_sample, cost_for, log_labels, save_sample
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
@@ -182,12 +190,10 @@ class ObjectiveMixin:
         self._outputs_unused = self._warned_unlabelled = self._warned_unfilled = False
         self._labelled: bool | None = None  # whether a step of the training had a label; None before the first
         # Whether rows name weights, that a loader of the user's own may lose; see also `_get_dataloader`.
-        self._trains_weighted = self._evaluates_weighted = self._is_evaluating = False
+        self._trains_weighted = False
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
-        self._eval_sums: Tensor | None = None
-        self._scored: list[tuple[Tensor, Tensor]] = []  # tokens and loss of each part of an evaluated batch
-        self._stream: Any = None  # that several processes evaluate
+        self._evaluation: Evaluation | None = None  # that is going on; another one may begin within it
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
 
@@ -253,7 +259,7 @@ class ObjectiveMixin:
     ) -> Any:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
         # A training may keep the model in eval mode, without dropout.
-        inputs, training = dict(inputs), torch.is_grad_enabled() and not self._is_evaluating
+        inputs, training = dict(inputs), torch.is_grad_enabled() and self._evaluation is None
         # "skip_logits" is set by the trainer for Liger's cross-entropy
         keep_output = return_outputs and not self._outputs_unused
         form_logits = not inputs.pop("skip_logits", False) and keep_output
@@ -268,10 +274,11 @@ class ObjectiveMixin:
         else:
             assert self._transform is not None
             scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
-        sums = self._add_sums(scored, targets, training)
-        loss = self._scaled(scored, num_items)
-        if self._is_evaluating:
-            self._scored.append((token_count(sums), loss.detach().double()))
+        sums, loss = self._sums(scored, targets), self._scaled(scored, num_items)
+        if training:
+            self._add_to_logs(sums)
+        elif self._evaluation is not None:
+            self._evaluation.add(sums, loss)
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -282,7 +289,7 @@ class ObjectiveMixin:
         self, model: nn.Module, batch: dict[str, Any], training: bool
     ) -> tuple[dict[str, Any], Targets]:
         """Return what the model gets of a batch, and what is scored; examines the model that has not been yet."""
-        if self._trains_weighted if training else self._evaluates_weighted:
+        if self._trains_weighted if training else self._evaluation is not None and self._evaluation.is_weighted:
             check_weights_kept(batch)
         shifted_by_user = "shift_labels" in batch
         targets = pop_targets(batch, shift=not self._encoder_decoder)
@@ -407,7 +414,7 @@ class ObjectiveMixin:
         if self._ranks_per_batch() > 1:
             counts = counts / self._ranks_per_batch()  # each of them has counted the whole batch
         count, numbers = counts
-        if not self._is_evaluating:  # which a callback may do within a step
+        if self._evaluation is None:  # which a callback may begin within a step
             self._numbers_in_step = numbers
         return count
 
@@ -467,19 +474,19 @@ class ObjectiveMixin:
             raise hidden_rows_error(processes, workers)  # rather now than at the first evaluation
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]  # the trainer's
 
-    def _add_sums(self, scored: Scored, targets: Targets, training: bool) -> Tensor:
-        """Add what is measured of a batch to the sums, and return it."""
+    def _sums(self, scored: Scored, targets: Targets) -> Tensor:
+        """Return the sums over a batch of which logs and metrics are made."""
         # The distance of numbers is a mean over other positions, which is added to the mean of the other terms.
         others = self._total.without(NumberDistance)
-        sums = batch_sums(
+        return batch_sums(
             ScoredBatch(scored.result, targets, others, self.transport_cost, scored.auxiliary, scored.predictions)
         )
-        name = "_train_sums" if training else "_eval_sums"
-        previous = getattr(self, name)
-        if training and previous is None:
+
+    def _add_to_logs(self, sums: Tensor) -> None:
+        if self._train_sums is None:
             self._check_best_metric(measured(sums))
-        setattr(self, name, sums if previous is None else previous + sums)
-        return sums
+            self._train_sums = torch.zeros_like(sums)
+        self._train_sums = self._train_sums + sums
 
     def _check_best_metric(self, names: set[str]) -> None:
         """Raise ValueError before the first step, which the trainer would do after its first evaluation."""
@@ -494,8 +501,9 @@ class ObjectiveMixin:
             self.accelerator.num_processes,
             self.accelerator.gradient_state,
         )
-        if self._stream is not None and state.end_of_dataloader:  # where accelerate looks too, for `compute_metrics`
-            state.active_dataloader.remainder = unrepeated_rows(self._stream)
+        stream = None if self._evaluation is None else self._evaluation.stream
+        if stream is not None and state.end_of_dataloader:  # where accelerate looks too, for `compute_metrics`
+            state.active_dataloader.remainder = unrepeated_rows(stream)
         names = [name for name in ("labels", "shift_labels") if name in batch]
         if processes == ranks or not state.end_of_dataloader or state.remainder <= 0 or not names:
             return batch
@@ -507,7 +515,7 @@ class ObjectiveMixin:
         if kept >= size:
             return batch
         if flat:
-            rows = state.active_dataloader.dataset if self._stream is None else self._stream.dataset.last
+            rows = state.active_dataloader.dataset if stream is None else stream.dataset.last
             repeated = repeated_positions(labels, position_ids, rows, kept)
         else:
             repeated = (torch.arange(size, device=labels.device) >= kept).unsqueeze(-1)
@@ -522,50 +530,46 @@ class ObjectiveMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
 
     @contextlib.contextmanager
-    def _measuring_steps(self) -> Iterator[list[Tensor]]:
-        """Collect what a `compute_loss` or `prediction_step` of the user adds to the objective, times tokens, by batch.
-
-        It may score a batch in parts, and some of them twice. It gets batches without the labels of repeated examples.
-        """
-        own, step, added = vars(self).get("prediction_step"), self.prediction_step, list[Tensor]()
-
-        def measured(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self._scored.clear()
-            result = step(model, self._without_repeated(inputs), *args, **kwargs)
-            if self._scored and result[0] is not None:
-                tokens, losses = (torch.stack(numbers) for numbers in zip(*self._scored, strict=True))
-                change = tokens * (result[0].detach().double().mean() - losses)
-                added.append(change.where(tokens > 0, 0.0).sum())
-            return result
-
-        self.prediction_step, self._is_evaluating = measured, True  # type: ignore[method-assign]
+    def _evaluating(self, dataloader: Any) -> Iterator[Evaluation]:
+        outer, own = self._evaluation, vars(self).get("prediction_step")
+        is_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
+        self._evaluation = Evaluation(counting_rows(dataloader), is_weighted)
+        if outer is None:  # in place of a `prediction_step` of the user's too, which may change the loss
+            self.prediction_step = functools.partial(self._measured_step, self.prediction_step)  # type: ignore[method-assign]
         try:
-            yield added
+            yield self._evaluation
         finally:
-            self._is_evaluating = False
-            del self.prediction_step
-            if own is not None:
-                self.prediction_step = own  # type: ignore[method-assign]
+            self._evaluation = outer
+            if outer is None:
+                del self.prediction_step
+                if own is not None:
+                    self.prediction_step = own  # type: ignore[method-assign]
+
+    def _measured_step(self, step: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a step with a batch without the labels of repeated examples, and note its loss."""
+        assert self._evaluation is not None
+        self._evaluation.parts.clear()
+        result = step(model, self._without_repeated(inputs), *args, **kwargs)
+        self._evaluation.end_batch(result[0])
+        return result
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
         """Evaluate as the trainer does, with token-weighted loss, nll, perplexity and transport cost."""
-        self._eval_sums, self._stream = None, counting_rows(dataloader)
-        self._evaluates_weighted = TOKEN_WEIGHT in column_names(getattr(dataloader, "dataset", None))
-        with weights_kept(unwrap(self.model)), self._measuring_steps() as added:  # before a checkpoint is written
+        with weights_kept(unwrap(self.model)), self._evaluating(dataloader) as evaluation:  # before a checkpoint
             output = super().evaluation_loop(  # type: ignore[misc]  # the trainer's
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        if self._eval_sums is None:
+        if evaluation.sums is None:
             return output
-        sums = self.accelerator.reduce(self._eval_sums, reduction="sum")
+        sums = self.accelerator.reduce(evaluation.sums, reduction="sum")
         if description == "Prediction" and not token_count(sums):
             output.metrics.pop(f"{metric_key_prefix}_loss", None)  # 0, as no row has a label
             return output
-        check_labelled(token_count(sums), "evaluation")
-        own = self.accelerator.reduce(sum(added, sums.new_zeros(())), reduction="sum")
+        check_labelled(float(token_count(sums)), "evaluation")
+        own = self.accelerator.reduce(sums.new_zeros(()) + evaluation.added, reduction="sum")
         means = self._evaluated(token_means(sums))
         means["loss"] += float(own) / float(token_count(sums))
         means = {f"{metric_key_prefix}_{key}": value for key, value in means.items()}

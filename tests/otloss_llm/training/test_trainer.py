@@ -348,6 +348,22 @@ def test_what_a_compute_loss_adds_is_in_the_loss_of_evaluations(tmp_path: Path, 
     assert plain.evaluate()["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-5)
 
 
+def test_an_evaluation_may_begin_within_another(tmp_path: Path) -> None:
+    model, other, inner = tiny_model("llama"), rows(8, seed=5), []
+
+    def metrics(_: Any) -> dict[str, float]:
+        if not inner:
+            inner.append({})  # which ends the recursion
+            inner[0] = run.evaluate(other, metric_key_prefix="inner")
+        return {}
+
+    run = trainer(tmp_path, model, objective="mle", compute_metrics=metrics)
+    outer, alone = run.evaluate(), trainer(tmp_path, model, objective="mle")
+    for key in ("loss", "nll"):
+        assert outer[f"eval_{key}"] == pytest.approx(alone.evaluate()[f"eval_{key}"], rel=1e-6)
+        assert inner[0][f"inner_{key}"] == pytest.approx(alone.evaluate(other)[f"eval_{key}"], rel=1e-6)
+
+
 def test_a_prediction_step_of_the_user_decides_the_loss_of_evaluations(tmp_path: Path) -> None:
     class Tripled(ObjectiveTrainer):
         def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -651,7 +667,7 @@ def test_repeated_examples_are_left_out() -> None:
         )
         run = SimpleNamespace(
             accelerator=accelerator, args=SimpleNamespace(eval_batch_size=2), _ranks_per_batch=lambda: 1,
-            _stream=None,
+            _evaluation=None,
         )  # fmt: skip
         given = {"labels": batch, "shift_labels": batch.clone()} | ({} if places is None else {"position_ids": places})
         kept = ObjectiveMixin._without_repeated(run, given)  # type: ignore[arg-type]
