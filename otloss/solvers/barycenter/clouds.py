@@ -161,6 +161,14 @@ class _Clouds:
         extent = torch.where(shares > 0, distances, 0.0).amax((-2, -1))
         return torch.where(half > 0, half, extent)
 
+    @cached_property
+    def diameter(self) -> Tensor:
+        """Return the diagonal (...) of the box around the points with mass."""
+        points, has_mass = self.clouds.flatten(-3, -2), (self.masses * self.weights.unsqueeze(-1)).flatten(-2) > 0
+        has_mass = has_mass.unsqueeze(-1)
+        highest, lowest = points.masked_fill(~has_mass, -torch.inf), points.masked_fill(~has_mass, torch.inf)
+        return (highest.amax(-2) - lowest.amin(-2)).square().sum(-1).sqrt()
+
     def equal_masses(self, x: Tensor) -> Tensor:
         """Return masses (..., s) of the points, all the same."""
         mass = self.masses[..., 0, :].detach().sum(-1, keepdim=True)
@@ -297,7 +305,7 @@ def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int)
         is_plain = (length < _SHORTEST) | ~(_inner(direction, current.step) > 0)
         direction = torch.where(is_plain[..., None, None], current.step, direction)
         # Along a direction that is nearly flat a step would leave the clouds.
-        longest = (unit / _largest(direction).clamp(min=1e-300)).clamp(max=1.0)
+        longest = (problem.diameter / _largest(direction).clamp(min=1e-300)).clamp(max=1.0)
         length = torch.where(is_plain, 1.0, length)
         moved = x + (torch.where(is_plain, 1.0, length * longest) * active)[..., None, None] * direction
         new = problem.evaluate(moved, a)
