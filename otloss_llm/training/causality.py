@@ -2,8 +2,8 @@
 
 An encoder such as BERT or a permutation model such as XLNet can be loaded as a causal language model; it reads the
 tokens that it has to predict, and reaches perplexity 1. No field of a config identifies them reliably, so the model is
-run with another last token in each row, and with another one where the first labelled position looks: a prefix model
-sees it only if it is in the prefix.
+run with another last token in each row, and with others from where the first labelled position looks: a prefix model
+sees them only if they are in the prefix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_causal(sample: Sample) -> None:
     originals = [logits[compared.to(logits.device)] for _, compared in changes]
     del logits  # large where a batch cannot be cut
     for (places, compared), original in zip(changes, originals, strict=True):
-        new_tokens = _with_another(sample.inputs[name], sample.labels, places)
+        new_tokens = _with_others(sample.inputs[name], sample.labels, places)
         logits = sample.logits(sample.inputs | {name: new_tokens})
         difference = logits[compared.to(logits.device)].float() - original.float()
         del logits
@@ -46,7 +46,7 @@ def check_causal(sample: Sample) -> None:
 
 
 def _changes(sample: Sample) -> list[tuple[Tensor, Tensor]]:
-    """Return twice a place in each row where a token is changed, and which of the 32 positions before it are tokens."""
+    """Return twice a place in each row where tokens change, and which of the 32 positions before it are tokens."""
     labels, is_token = sample.labels, token_mask(sample.inputs, sample.labels)
     places = torch.arange(labels.shape[1], device=labels.device)
     labelled = labels != IGNORE_INDEX
@@ -57,15 +57,23 @@ def _changes(sample: Sample) -> list[tuple[Tensor, Tensor]]:
     return list(zip((first, last), masks, strict=True))
 
 
-def _with_another(tokens: Tensor, labels: Tensor, places: Tensor) -> Tensor:
-    """Return the tokens with another one at a place of each row: a label, as other tokens may stand for an image."""
-    new_tokens = tokens.clone()
+def _with_others(tokens: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+    """Return the tokens with others from a place of each row on: labels, as other tokens may stand for an image.
+
+    Where attention is nearly uniform, as before training, one token of many moves the others by less than the rounding
+    of 16 bits.
+    """
+    new_tokens, positions = tokens.clone(), torch.arange(labels.shape[1], device=labels.device)
+    is_text = torch.cat([torch.zeros_like(labels[:, :1], dtype=torch.bool), labels[:, :-1] != IGNORE_INDEX], 1)
     for row, place in enumerate(places.tolist()):
-        token = tokens[row, place]
+        is_new = ((positions > place) & is_text[row] | (positions == place)).to(tokens.device)
         if tokens.is_floating_point():
-            new_tokens[row, place] = -token
+            new_tokens[row, is_new] = -tokens[row, is_new]
             continue
         candidates = torch.cat([labels[row], labels.flatten()]).to(tokens.device)
-        candidates = candidates[(candidates != IGNORE_INDEX) & (candidates != token)]
-        new_tokens[row, place] = candidates[0] if len(candidates) else (token + 1) % 3
+        candidates = candidates[candidates != IGNORE_INDEX]
+        for at in is_new.nonzero().flatten().tolist():
+            token = tokens[row, at]
+            others = candidates[candidates != token]
+            new_tokens[row, at] = others[0] if len(others) else (token + 1) % 3
     return new_tokens
