@@ -423,13 +423,18 @@ class ObjectiveMixin:
         return int(self.get_tp_size() * self.get_cp_size())
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
-        """Make the trainer's step; logits are formed only if they are used (`compute_metrics`, `predict`)."""
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None,
+        **generation: Any,
+    ) -> Any:  # fmt: skip
+        """Make the trainer's step; logits are formed only if they are used (`compute_metrics`, `predict`).
+
+        `generation` are the settings that a `Seq2SeqTrainer` takes.
+        """
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
         loss = None
-        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        if generates and "labels" in inputs:
             with torch.no_grad():  # a Seq2SeqTrainer then takes the model's own loss
                 loss = self.compute_loss(model, self._prepare_inputs(inputs))
             inputs = {name: value for name, value in inputs.items() if name not in (TOKEN_WEIGHT, "shift_labels")}
@@ -437,7 +442,7 @@ class ObjectiveMixin:
         has_own_loss = getattr(self.compute_loss, "__func__", None) is not ObjectiveMixin.compute_loss
         self._outputs_unused = prediction_loss_only and not has_own_loss
         try:
-            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # the trainer's
+            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generation)  # type: ignore[misc]  # the trainer's
         finally:
             self._outputs_unused = False
         return result if loss is None else (loss.detach().mean(), *result[1:])

@@ -598,6 +598,8 @@ def test_accumulated_batches_of_a_decoder_are_those_of_its_logits(tmp_path: Path
     )  # fmt: skip
     run = Both(trained, args, pad_rows, data, data, objective=objective, cost=cost)
     scores = run.evaluate()
+    assert run.predict([{"input_ids": row["input_ids"]} for row in data]).predictions.shape[0] == len(data)
+    assert run.prediction_step(run.model, pad_rows(data), False, num_beams=2)[0] is not None
     run.train()
     valid = batch["labels"] != -100
     for key, values in (("nll", expected.nll), ("transport_cost", expected.cost)):
