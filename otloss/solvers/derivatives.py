@@ -242,7 +242,7 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
 
 
 def _cut_off(weights: Tensor) -> Tensor:
-    """Return the weights, with gradients as those of the envelope."""
+    """Return the weights, with gradients that are cut off at bins without mass."""
     weights = weights.view_as(weights)
     given = weights.detach()
     if weights.requires_grad:

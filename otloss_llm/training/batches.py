@@ -84,14 +84,16 @@ def is_flattened(labels: Tensor, position_ids: Any) -> bool:
 def repeated_positions(
     labels: Int[Tensor, "1 length"], position_ids: Tensor, rows: Any, count: int
 ) -> Bool[Tensor, " length"]:
-    """Return what follows the first `count` examples of a flattened batch, which are the last of the data set `rows`.
+    """Return which positions follow the first `count` examples of a flattened batch, the last of the data set `rows`.
 
     An example has the sequences of its column seq_lengths, which packing writes, or is one sequence. Raises ValueError
     if the batch begins with others.
     """
-    examples = [rows[i] for i in range(len(rows) - count, len(rows))]
-    lengths = (length for row in examples for length in row.get("seq_lengths") or [len(row["input_ids"])])
-    starts = [0, *accumulate(lengths)]
+    starts = [0]
+    for i in range(len(rows) - count, len(rows)):
+        lengths = rows[i].get("seq_lengths")
+        lengths = [len(rows[i]["input_ids"])] if lengths is None else map(int, lengths)
+        starts += [starts[-1] + end for end in accumulate(lengths)]
     observed = (position_ids[0] == position_ids.min()).nonzero()[: len(starts), 0].tolist()
     if observed != starts:
         raise ValueError(

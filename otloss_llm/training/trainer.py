@@ -377,14 +377,19 @@ class ObjectiveMixin:
             )
         return prepared
 
-    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:  # fmt: skip
         """The trainer's batches, whose collator has to keep weights of tokens, also of rows that name no columns."""
         if not is_training and self.args.world_size > 1 and isinstance(dataset, IterableDataset):
             dataset = CountedRows(dataset, self.args.eval_batch_size * self.args.world_size)
         collator = self.data_collator
         self.data_collator = functools.partial(collate_weights, collator)
         try:
-            return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]  # the trainer's
+            return super()._get_dataloader(  # type: ignore[misc]  # the trainer's
+                dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+            )
         finally:
             self.data_collator = collator
 
@@ -501,11 +506,8 @@ class ObjectiveMixin:
 
     def _without_repeated(self, batch: Any) -> Any:
         """Ignore the labels of examples that are repeated to fill the last batch of several processes."""
-        ranks, processes, state = (
-            self._ranks_per_batch(),
-            self.accelerator.num_processes,
-            self.accelerator.gradient_state,
-        )
+        ranks, processes = self._ranks_per_batch(), self.accelerator.num_processes
+        state = self.accelerator.gradient_state
         stream = None if self._evaluation is None else self._evaluation.stream
         if stream is not None and state.end_of_dataloader:  # where accelerate looks too, for `compute_metrics`
             state.active_dataloader.remainder = unrepeated_rows(stream)
@@ -514,8 +516,8 @@ class ObjectiveMixin:
             return batch
         labels, position_ids = batch[names[0]], batch.get("position_ids")
         flat = is_flattened(labels, position_ids)
-        rows_of_all = self.args.eval_batch_size * (1 if self.accelerator.split_batches else processes)
-        size = rows_of_all // processes if flat else len(labels)
+        shares = processes if self.accelerator.split_batches else 1
+        size = self.args.eval_batch_size // shares if flat else len(labels)
         kept = max(0, state.remainder - size * (self.accelerator.process_index // ranks))
         if kept >= size:
             return batch

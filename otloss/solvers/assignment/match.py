@@ -139,8 +139,9 @@ def _match_without_prices(
         without_gaps(flat[begin + stride * np.arange(n)[:, None] + np.arange(m)]).reshape(-1)
         for begin, stride, n, m, _ in places[left]
     ]
-    ends = np.cumsum([one.size for one in costs])
-    own = np.column_stack([ends - [one.size for one in costs], places[left, 3], places[left, 2:]])
+    sizes = np.array([one.size for one in costs])
+    ends = sizes.cumsum()
+    own = np.column_stack([ends - sizes, places[left, 3], places[left, 2:]])
     run_on_threads(
         match_problems, len(left), (np.concatenate(costs), own, np.inf, rows, columns), one_thread=ends[-1] < _ENTRIES,
         work=Work("shortest paths of an assignment", int(ends[-1])),

@@ -305,16 +305,17 @@ def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int)
         is_plain = (length < _SHORTEST) | ~(_inner(direction, current.step) > 0)
         direction = torch.where(is_plain[..., None, None], current.step, direction)
         # Along a direction that is nearly flat a step would leave the clouds.
-        longest = (problem.diameter / _largest(direction).clamp(min=1e-300)).clamp(max=1.0)
+        longest = torch.maximum(problem.diameter, _largest(current.step)) / _largest(direction).clamp(min=1e-300)
         length = torch.where(is_plain, 1.0, length)
-        moved = x + (torch.where(is_plain, 1.0, length * longest) * active)[..., None, None] * direction
+        moved = x + (torch.where(is_plain, 1.0, length * longest.clamp(max=1.0)) * active)[..., None, None] * direction
         new = problem.evaluate(moved, a)
         is_taken = active & (is_plain | (new.value <= current.value + current.error + new.error))
         pairs.append(_Pair.from_step(moved - x, current.step - new.step, is_taken))
         wide = is_taken[..., None, None]
         x = torch.where(wide, moved, x)
-        three = zip((is_taken, is_taken, wide), new, current, strict=True)
-        current = _Evaluation(*(torch.where(*each) for each in three))
+        current = _Evaluation(
+            *(torch.where(c, a, b) for c, a, b in zip((is_taken, is_taken, wide), new, current, strict=True))
+        )
         length, iterations = torch.where(is_taken, 1.0, length / 4), iterations + active
         active = active & (_largest(current.step) > tolerance * unit) & (iterations < max_iterations)
     stands = _largest(current.step) <= tolerance * unit

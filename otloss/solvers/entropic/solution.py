@@ -29,7 +29,7 @@ from otloss.solvers.entropic.objectives import (
 )
 from otloss.solvers.problem import Problem
 
-LARGEST_DERIVATIVE = 1e16  # at a bin without mass; the norm of many such gradients is below the largest float32
+_LARGEST_DERIVATIVE = 1e16  # at a bin without mass; the norm of many such gradients is below the largest float32
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _weight_gradient(
 
 def without_overflow(weights: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of weights, cut off at bins without mass, so that a mask of zeros times it is zero."""
-    return torch.where(weights == 0, gradient.clamp(-LARGEST_DERIVATIVE, LARGEST_DERIVATIVE), gradient)
+    return torch.where(weights == 0, gradient.clamp(-_LARGEST_DERIVATIVE, _LARGEST_DERIVATIVE), gradient)
 
 
 def _one_where_mass(log_weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:

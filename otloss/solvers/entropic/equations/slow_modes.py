@@ -2,8 +2,9 @@
 
 Let S be the plan with rows scaled to one, and S' its transpose with rows scaled to one. `dual` divides the largest
 relative error of the columns by the smallest eigenvalue of H, which is 1 - l for the largest eigenvalue l of S' S where
-constants are left out. S' S is self-adjoint in the inner product of the weights q, and Lanczos' method finds l in some
-tens of products. Averages S v come from soft minima, since S (1 + v) = 1 + S v is positive for small v:
+constants are left out. S' S is self-adjoint in the inner product of the weights q, and Lanczos' method finds l in tens
+of products, or up to 200 where small eigenvalues are close. Averages S v come from soft minima, since
+S (1 + v) = 1 + S v is positive for small v:
 
     (f_i - softmin(g + epsilon log(1 + v))_i) / epsilon = log(1 + (S v)_i)
 
