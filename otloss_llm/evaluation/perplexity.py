@@ -23,6 +23,7 @@ from otloss_llm.losses.token_loss import token_loss
 from otloss_llm.models.heads import check_decoder_only, evaluation_mode
 from otloss_llm.objectives import MLE
 
+_LENGTH_OF_CHECK = 32
 _LOGITS_AT_ONCE = 2**21  # 8 MiB in float32
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def perplexity(
     above 0. The model runs in eval mode, and its mode is restored.
 
     Raises ValueError if the temperature is not positive, there is no row, a row is longer than the model's context,
-    or an id lies outside its vocabulary.
+    an id lies outside its vocabulary, or the model sees the tokens that it has to predict, as an encoder does.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1))
@@ -84,6 +85,7 @@ def perplexity(
     nll = transport = 0.0
     scored = 0  # positions that the cost is about
     with evaluation_mode(model):
+        _check_causal(model, ids[:2, :_LENGTH_OF_CHECK].long())
         for batch in ids.split(batch_size):
             batch = batch.long()
             token_nll, token_cost = _score(model, batch, cost=cost, temperature=temperature)
@@ -129,7 +131,6 @@ def _score(
     model: Any, ids: Tensor, *, cost: TokenCost | None, temperature: float
 ) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
     """Return nll and transport cost of each token but the first."""
-    check_decoder_only(model, "perplexity")
     logits = model(input_ids=ids.to(model.device), use_cache=False).logits
     labels = ids[:, 1:].to(logits.device)
     # A few rows at a time, so that temporaries of the size of the logits stay in cache.
@@ -140,6 +141,19 @@ def _score(
     ]
     nll = torch.cat([part.nll for part in parts])
     return nll, None if cost is None else torch.cat([part.cost for part in parts if part.cost is not None])
+
+
+def _check_causal(model: Any, ids: Int[Tensor, "rows length"]) -> None:
+    """Raise ValueError if other tokens after the first change what the model predicts for the second."""
+    check_decoder_only(model, "perplexity")
+    others = torch.cat([ids[:, :1], ids.min() + ids.max() - ids[:, 1:]], 1)
+    first, other = (model(input_ids=rows.to(model.device), use_cache=False).logits[:, 0] for rows in (ids, others))
+    tolerance = 1e-3 if torch.finfo(first.dtype).bits >= 32 else 2.0**-6  # by which two passes differ
+    if float((first.float() - other.float()).abs().max()) > tolerance * float(first.abs().max()):
+        raise ValueError(
+            f"the model ({type(model).__name__}) sees the tokens to its right, so it has no perplexity; use a decoder, "
+            "or one trained with is_decoder=true."
+        )
 
 
 def check_fit(model: Any, length: int, low: int, high: int) -> None:

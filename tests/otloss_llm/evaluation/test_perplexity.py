@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.evaluation import perplexity
@@ -26,6 +27,14 @@ def model(request):
 @pytest.fixture
 def doubled(model):
     return in_float64(model)
+
+
+def test_an_encoder_has_no_perplexity():
+    """It sees the tokens that it has to predict."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    encoder = transformers.RobertaForCausalLM(transformers.RobertaConfig(vocab_size=50, **sizes))
+    with pytest.raises(ValueError, match=r"RobertaForCausalLM\) sees the tokens to its right, so it has no perplexity"):
+        perplexity(encoder, torch.arange(3, 43).view(2, 20))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
