@@ -31,6 +31,7 @@ def doubled(model):
 
 def test_an_encoder_has_no_perplexity():
     """It sees the tokens that it has to predict."""
+    torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     encoder = transformers.RobertaForCausalLM(transformers.RobertaConfig(vocab_size=50, **sizes))
     with pytest.raises(ValueError, match=r"RobertaForCausalLM\) sees the tokens to its right, so it has no perplexity"):
