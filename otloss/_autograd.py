@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ def without_gradient(value: Tensor, message: str, *inputs: Tensor) -> Tensor:
     """Return `value`, which depends on `inputs`: a backward pass through it raises RuntimeError(message)."""
     tied: Tensor = _NoDerivative.apply(value.detach(), message, *inputs)
     return tied
+
+
+def change_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """Let `change` replace the gradient of a tensor that is no leaf of a user's; torch may ask for none."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: None if gradient is None else change(gradient))
 
 
 def check_no_tangent(advice: str, *inputs: Tensor) -> None:

@@ -213,11 +213,10 @@ def train_lbfgs(
     start = parameters_to_vector(parameters).detach().numpy()
     units = np.ones(len(start))
     units[: outputs * inputs] = np.tile(_units(X, objective, rows), outputs)
-    lowest, may_meet = np.full(len(start), -np.inf), np.zeros(len(start), bool)
-    if gaps and objective.criterion.cross_entropy == 0:
-        may_meet[len(start) - len(gaps[0]) :] = True
-        lowest[may_meet] = _SMALLEST_GAP
-        start[may_meet] = np.maximum(np.exp(start[may_meet]), _SMALLEST_GAP)
+    count = len(gaps[0]) if gaps and objective.criterion.cross_entropy == 0 else 0
+    may_meet, lowest = slice(len(start) - count, None), np.full(len(start), -np.inf)
+    lowest[may_meet] = _SMALLEST_GAP
+    start[may_meet] = np.maximum(np.exp(start[may_meet]), _SMALLEST_GAP)
 
     def vector_of(unknowns: np.ndarray) -> np.ndarray:
         vector = unknowns / units

@@ -37,7 +37,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_tangent, check_no_transform, once_only
+from otloss._autograd import change_gradient, check_no_tangent, check_no_transform, once_only
 from otloss._checks import float64_or, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
@@ -245,8 +245,7 @@ def _cut_off(weights: Tensor) -> Tensor:
     """Return the weights, with gradients that are cut off at bins without mass."""
     weights = weights.view_as(weights)
     given = weights.detach()
-    if weights.requires_grad:
-        weights.register_hook(lambda gradient: None if gradient is None else without_overflow(given, gradient))
+    change_gradient(weights, lambda gradient: without_overflow(given, gradient))
     return weights
 
 

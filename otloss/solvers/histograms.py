@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import change_gradient
 from otloss._checks import check_broadcast, check_finite, check_floating, float64_or, needs_torch
 from otloss.costs import Cost, as_cost, cost_between
 from otloss.costs.dense import posed_cost
@@ -93,9 +94,9 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
 def _widened(weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weights in the dtype; what float16 cannot hold of a gradient is cut off, which may be at bins of 0."""
     wide = weights.to(dtype)
-    if weights.dtype == torch.float16 and wide.requires_grad:
+    if weights.dtype == torch.float16:
         largest = torch.finfo(torch.float16).max
-        wide.register_hook(lambda gradient: None if gradient is None else gradient.clamp(-largest, largest))
+        change_gradient(wide, lambda gradient: gradient.clamp(-largest, largest))
     return wide
 
 

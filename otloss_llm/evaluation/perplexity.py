@@ -20,7 +20,7 @@ from otloss._checks import check_count, check_number
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import cost_positions
 from otloss_llm.losses.token_loss import token_loss
-from otloss_llm.models.heads import check_decoder_only, evaluation_mode
+from otloss_llm.models.heads import check_decoder_only, evaluation_mode, passes_differ
 from otloss_llm.objectives import MLE
 
 _LENGTH_OF_CHECK = 32
@@ -148,8 +148,7 @@ def _check_causal(model: Any, ids: Int[Tensor, "rows length"]) -> None:
     check_decoder_only(model, "perplexity")
     others = torch.cat([ids[:, :1], ids.min() + ids.max() - ids[:, 1:]], 1)
     first, other = (model(input_ids=rows.to(model.device), use_cache=False).logits[:, 0] for rows in (ids, others))
-    tolerance = 1e-3 if torch.finfo(first.dtype).bits >= 32 else 2.0**-6  # by which two passes differ
-    if float((first.float() - other.float()).abs().max()) > tolerance * float(first.abs().max()):
+    if passes_differ(first, other):
         raise ValueError(
             f"the model ({type(model).__name__}) sees the tokens to its right, so it has no perplexity; use a decoder, "
             "or one trained with is_decoder=true."

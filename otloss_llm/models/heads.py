@@ -305,6 +305,12 @@ def label_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return labels[:, 1:], model(**inputs, use_cache=False).logits[:, :-1]
 
 
+def passes_differ(first: Tensor, second: Tensor) -> bool:
+    """Return whether the logits of two passes at the same positions differ by more than rounding; there may be none."""
+    tolerance = 1e-3 if torch.finfo(first.dtype).bits >= 32 else 2.0**-6
+    return len(first) > 0 and bool((first.float() - second.float()).abs().amax() > tolerance * first.abs().amax())
+
+
 def check_decoder_only(model: nn.Module, what: str) -> None:
     """Raise ValueError if the model is an encoder-decoder."""
     if is_encoder_decoder(model):

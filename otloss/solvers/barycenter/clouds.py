@@ -161,6 +161,11 @@ class _Clouds:
         extent = torch.where(shares > 0, distances, 0.0).amax((-2, -1))
         return torch.where(half > 0, half, extent)
 
+    @property
+    def unit(self) -> Tensor:
+        """Return what steps (...) are compared with: the median deviation, or 1 where all points are one."""
+        return torch.where(self.median_deviation > 0, self.median_deviation, 1.0)
+
     @cached_property
     def diameter(self) -> Tensor:
         """Return the diagonal (...) of the box around the points with mass."""
@@ -297,7 +302,7 @@ def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int)
     Steps are shortened where the value rises; after three of those one goes to where the mass goes, as a whole.
     """
     a, iterations = problem.equal_masses(x), problem.weights.new_zeros(problem.weights.shape[:-1], dtype=torch.int64)
-    unit = torch.where(problem.median_deviation > 0, problem.median_deviation, 1.0)
+    unit = problem.unit
     current, length, pairs = problem.evaluate(x, a), torch.ones_like(unit), deque[_Pair](maxlen=_PAIRS)
     active = _largest(current.step) > tolerance * unit
     while bool(active.any()):
@@ -376,7 +381,7 @@ def _move_with_masses(
 def _step(problem: _Clouds, x: Tensor, a: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
     """Return the points after a step of the active problems, and the largest step over the spread of the clouds."""
     moved = torch.where(active[..., None, None], problem.moved(x, a), x)
-    return moved, _largest(moved - x) / torch.where(problem.median_deviation > 0, problem.median_deviation, 1.0)
+    return moved, _largest(moved - x) / problem.unit
 
 
 def _check_optimize(optimize: str, epsilon: float | None) -> None:

@@ -76,7 +76,7 @@ def find_potentials(problem: Problem, settings: Settings, *, is_accurate: bool =
         return problem, _without_unknown(result)
     if settings.grad == "envelope" and has_weight_graph:  # "implicit" raises instead
         result = with_lanczos_error(problem, result)
-        if _may_be_symmetric(problem):
+        if not problem.is_symmetric and _may_be_symmetric(problem):
             result = _with_equal_potentials(problem, result)
         warn_of_uncertain(problem, result)
     return problem, result
