@@ -244,8 +244,8 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
 def _cut_off(weights: Tensor) -> Tensor:
     """Return the weights, with gradients that are cut off at bins without mass."""
     weights = weights.view_as(weights)
-    given = weights.detach()
-    change_gradient(weights, lambda gradient: without_overflow(given, gradient))
+    detached = weights.detach()
+    change_gradient(weights, lambda gradient: without_overflow(detached, gradient))
     return weights
 
 

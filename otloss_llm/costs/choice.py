@@ -97,7 +97,7 @@ def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings, *, see
     Raises:
         TypeError, ValueError: no tokenizer, or one without a number token.
     """
-    _check_given(tokenizer, "NumberCost(values)")
+    _require_tokenizer(tokenizer, "NumberCost(values)")
     tokens = number_tokens(tokenizer, vocab_size)
     key = (vocab_size, numbers.scaling, torch.get_default_dtype())
     cost: NumberCost = _kept_for(tokenizer, key, lambda: NumberCost.from_tokens(tokens, scaling=numbers.scaling))
@@ -112,14 +112,14 @@ def rating_cost(tokenizer: Any, vocab_size: int) -> RatingCost:
     Raises:
         TypeError, ValueError: no tokenizer, or one without a digit.
     """
-    _check_given(tokenizer, "RatingCost(values)")
+    _require_tokenizer(tokenizer, "RatingCost(values)")
     values = number_tokens(tokenizer, vocab_size).values
     is_digit = (values >= 0) & (values <= 9) & (values == values.round())
     values = torch.where(is_digit, values, torch.nan)
     return RatingCost(values.to(torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
 
-def _check_given(tokenizer: Any, instead: str) -> None:
+def _require_tokenizer(tokenizer: Any, instead: str) -> None:
     if tokenizer is None:
         raise ValueError(
             "the values of number tokens are read from a tokenizer, and none was given; give the trainer "

@@ -130,21 +130,21 @@ def _match_without_prices(
     from otloss.solvers.assignment.match_numba import PRICED
 
     run_on_threads, Work, match_problems, _ = _kernel()
-    some = np.flatnonzero(places[:, 2:4].all(1))
-    left = some[rows[places[some, 4]] < -1]
-    for k in left:
+    nonempty = np.flatnonzero(places[:, 2:4].all(1))
+    unsolved = nonempty[rows[places[nonempty, 4]] < -1]
+    for k in unsolved:
         if rows[places[k, 4]] != PRICED:
             _raise_of_problem(np.unravel_index(k, batch), rows[places[k, 4]])
     costs = [
         without_gaps(flat[begin + stride * np.arange(n)[:, None] + np.arange(m)]).reshape(-1)
-        for begin, stride, n, m, _ in places[left]
+        for begin, stride, n, m, _ in places[unsolved]
     ]
     sizes = np.array([one.size for one in costs])
     ends = sizes.cumsum()
-    own = np.column_stack([ends - sizes, places[left, 3], places[left, 2:]])
+    own = np.column_stack([ends - sizes, places[unsolved, 3], places[unsolved, 2:]])
     run_on_threads(
-        match_problems, len(left), (np.concatenate(costs), own, np.inf, rows, columns), one_thread=ends[-1] < _ENTRIES,
-        work=Work("shortest paths of an assignment", int(ends[-1])),
+        match_problems, len(unsolved), (np.concatenate(costs), own, np.inf, rows, columns),
+        one_thread=ends[-1] < _ENTRIES, work=Work("shortest paths of an assignment", int(ends[-1])),
     )  # fmt: skip
 
 

@@ -88,21 +88,21 @@ def _largest_ratio(cost: Any, column_of: Any, n: int, m: int) -> float:
 
     Where those are all 0, the smallest other cost is in their place.
     """
-    top, rest, has_zero = 0.0, 0.0, False
+    top, second, has_zero = 0.0, 0.0, False
     for i in range(n):
         top = max(top, abs(cost[i, column_of[i]]))
     for i in range(n):
         paid = abs(cost[i, column_of[i]])
         has_zero |= paid == 0
         if paid < FAR_BELOW * top:
-            rest = max(rest, paid)
-    if rest == 0 and has_zero:
-        rest = top
+            second = max(second, paid)
+    if second == 0 and has_zero:
+        second = top
         for i in range(n):
             for j in range(m):
                 if cost[i, j] != 0:
-                    rest = min(rest, abs(cost[i, j]))
-    return float(top / rest) if rest > 0 else 1.0
+                    second = min(second, abs(cost[i, j]))
+    return float(top / second) if second > 0 else 1.0
 
 
 def allocate_results(pairs: int) -> tuple[np.ndarray, np.ndarray]:

@@ -314,14 +314,14 @@ def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int)
         length = torch.where(is_plain, 1.0, length)
         moved = x + (torch.where(is_plain, 1.0, length * longest.clamp(max=1.0)) * active)[..., None, None] * direction
         new = problem.evaluate(moved, a)
-        is_taken = active & (is_plain | (new.value <= current.value + current.error + new.error))
-        pairs.append(_Pair.from_step(moved - x, current.step - new.step, is_taken))
-        wide = is_taken[..., None, None]
+        is_accepted = active & (is_plain | (new.value <= current.value + current.error + new.error))
+        pairs.append(_Pair.from_step(moved - x, current.step - new.step, is_accepted))
+        wide = is_accepted[..., None, None]
         x = torch.where(wide, moved, x)
         current = _Evaluation(
-            *(torch.where(c, a, b) for c, a, b in zip((is_taken, is_taken, wide), new, current, strict=True))
+            *(torch.where(c, a, b) for c, a, b in zip((is_accepted, is_accepted, wide), new, current, strict=True))
         )
-        length, iterations = torch.where(is_taken, 1.0, length / 4), iterations + active
+        length, iterations = torch.where(is_accepted, 1.0, length / 4), iterations + active
         active = active & (_largest(current.step) > tolerance * unit) & (iterations < max_iterations)
     stands = _largest(current.step) <= tolerance * unit
     return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, stands)
@@ -335,9 +335,9 @@ class _Pair(NamedTuple):
     inverse: Tensor
 
     @staticmethod
-    def from_step(change: Tensor, response: Tensor, is_taken: Tensor) -> _Pair:
+    def from_step(change: Tensor, response: Tensor, is_accepted: Tensor) -> _Pair:
         product = _inner(change, response)
-        is_valid = is_taken & (product > _SMALLEST_CURVATURE * _inner(change, change).clamp(min=1e-300))
+        is_valid = is_accepted & (product > _SMALLEST_CURVATURE * _inner(change, change).clamp(min=1e-300))
         return _Pair(change, response, torch.where(is_valid, 1 / torch.where(is_valid, product, 1.0), 0.0))
 
 
