@@ -502,7 +502,7 @@ class ObjectiveMixin:
         """Raise ValueError before the first step, which the trainer would do after its first evaluation."""
         if self.args.eval_strategy != "no" and self.compute_metrics is None:
             names |= set() if self.transport_cost is None else {"transport_cost"}  # which an evaluation always scores
-            check_best_metric(self.args, self.eval_dataset, names)
+            check_best_metric(self.args, best_metric(self.args, self.eval_dataset), names)
 
     def _without_repeated(self, batch: Any) -> Any:
         """Ignore the labels of examples that are repeated to fill the last batch of several processes."""
@@ -586,7 +586,7 @@ class ObjectiveMixin:
         set_best_metric(self.args, best, self.transport_cost)
         if self.is_in_train and best is not None:
             keys = {key.removeprefix(f"{metric_key_prefix}_") for key in output.metrics}
-            check_best_metric(self.args, self.eval_dataset, keys)
+            check_best_metric(self.args, best, keys)
         return output
 
     def hyperparameter_search(

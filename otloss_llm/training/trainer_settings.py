@@ -110,9 +110,8 @@ def set_best_metric(args: Any, best: str | None, cost: TokenCost | None) -> None
         args.greater_is_better = False
 
 
-def check_best_metric(args: Any, rows: Any, names: Collection[str]) -> None:
+def check_best_metric(args: Any, best: str | None, names: Collection[str]) -> None:
     """Raise ValueError if the best model is chosen by a metric of ours that an evaluation does not have."""
-    best = best_metric(args, rows)
     if best in EVALUATED and best not in names:
         raise ValueError(
             f"metric_for_best_model is {args.metric_for_best_model!r}, which an evaluation of this model with this "

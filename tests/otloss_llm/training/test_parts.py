@@ -28,6 +28,7 @@ from otloss_llm.training.torchtitan import ObjectiveLoss
 from otloss_llm.training.trainer_cost import cost_for
 from otloss_llm.training.trainer_settings import (
     auxiliary_weight,
+    best_metric,
     check_best_metric,
     check_loss_settings,
     measured_best_metric,
@@ -123,7 +124,7 @@ def test_settings_of_the_loss_are_followed() -> None:
         set_best_metric(args, measured_best_metric(args, prefix), NumberCost(torch.arange(3.0)))
         assert args.greater_is_better is not is_less, (name, prefix)
     args = arguments(metric_for_best_model="eval_later_texts_nll")
-    check_best_metric(args, {"later_texts": []}, {"nll"})
+    check_best_metric(args, best_metric(args, {"later_texts": []}), {"nll"})
     config = SimpleNamespace(aux_loss_coef=0.1)
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
     assert auxiliary_weight(SimpleNamespace(args=None), model) == 0.1  # type: ignore[arg-type]
@@ -152,7 +153,7 @@ test_what_excludes_an_objective = raising(
     (lambda: chosen("emo+number", "auto"), ValueError, "processing_class=tokenizer"),
     (lambda: set_best_metric(arguments(metric_for_best_model="a_transport_cost"), "transport_cost", RATINGS),
      ValueError, "RatingCost has a signed cost, of which less is not better"),
-    (lambda: check_best_metric(arguments(metric_for_best_model="eval_a_entropy"), {"a": []}, {"nll", "loss"}),
+    (lambda: check_best_metric(arguments(metric_for_best_model="eval_a_entropy"), "entropy", {"nll", "loss"}),
      ValueError, "is 'eval_a_entropy', which an evaluation of this model .* does not have; take one of loss, nll"),
     (lambda: repeated_positions(torch.tensor([[4, 5, 6]]), torch.tensor([[0, 1, 0]]), [{"input_ids": [4, 5, 6]}], 1),
      ValueError, r"sequences that begin at \[0, 2\], and the last 1 rows of the data set at \[0, 3\].*one process"),
