@@ -278,10 +278,10 @@ def check_tokenizer(tokenizer: Any) -> None:
     if missing or isinstance(tokenizer, type):
         kind, instead = type(tokenizer).__name__, "AutoTokenizer.from_pretrained(name)"
         if hasattr(tokenizer, "tokenizer"):
-            given, instead = f"a {kind}", "its attribute `tokenizer`"
+            description, instead = f"a {kind}", "its attribute `tokenizer`"
         else:
-            given = f"{_brief([tokenizer], 1)} of {kind}"
-        raise TypeError(f"tokenizer is {given}, expected an instance of a tokenizer of transformers: {instead}.")
+            description = f"{_brief([tokenizer], 1)} of {kind}"
+        raise TypeError(f"tokenizer is {description}, expected an instance of a tokenizer of transformers: {instead}.")
 
 
 def _special_ids(tokenizer: Any) -> list[int]:

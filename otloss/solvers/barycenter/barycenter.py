@@ -136,16 +136,16 @@ def find_barycenter(
     start = problem.first_potentials()
     if not (problem.suits_ascent or problem.suits_newton):
         return iterate(problem, start, tolerance, max_iterations).reshape(batch)
-    judged_after = NUMBERS.debiased_judged_after if problem.debiased else NUMBERS.window
+    checked_after = NUMBERS.debiased_checked_after if problem.debiased else NUMBERS.window
     first = iterate(
-        problem, start, tolerance, max_iterations, patience=NUMBERS.patience, judged_after=judged_after
+        problem, start, tolerance, max_iterations, patience=NUMBERS.patience, checked_after=checked_after
     )  # fmt: skip
     remaining_iterations = max_iterations - first.iterations
     plainly = partial(iterate, plain_after=0 if problem.debiased else NUMBERS.plain_after)
     # The methods, and the error above which a problem takes each.
     methods: list[tuple[Callable[..., BarycenterResult], float]]
     if problem.debiased:
-        goes_on = partial(iterate, patience=remaining_iterations, judged_after=NUMBERS.hard_judged_after)
+        goes_on = partial(iterate, patience=remaining_iterations, checked_after=NUMBERS.hard_checked_after)
         # Smaller errors are the rounding that Newton's method ends with.
         near, near_plain = max(tolerance, NUMBERS.near), max(tolerance, NUMBERS.near_plain)
         methods = [(take_newton_steps, tolerance), (goes_on, near), (plainly, near_plain)]

@@ -206,11 +206,11 @@ class _Clouds:
     def evaluate(self, x: Tensor, a: Tensor) -> _Evaluation:
         """Return the value and the step along its gradient, by the divergence, at points that all have mass."""
         across = solve(a.unsqueeze(-2), self.masses, PointCost(x.unsqueeze(-3), self.clouds), epsilon=self.epsilon)
-        within = solve(a, a, PointCost(x), epsilon=self.epsilon)
+        self_term = solve(a, a, PointCost(x), epsilon=self.epsilon)
         to_clouds = (self.weights[..., None, None] * across.barycentric_map(self.clouds)).sum(-3)
-        step = to_clouds - within.barycentric_map(x)
-        value = (self.weights * across.value).sum(-1) - within.value / 2
-        error = (self.weights * across.gap).sum(-1) + within.gap / 2
+        step = to_clouds - self_term.barycentric_map(x)
+        value = (self.weights * across.value).sum(-1) - self_term.value / 2
+        error = (self.weights * across.gap).sum(-1) + self_term.gap / 2
         return _Evaluation(value, error, step)
 
     def best_masses(self, x: Tensor, active: Tensor, *, guess: Tensor | None = None) -> Masses:

@@ -37,7 +37,7 @@ def find_error(details: HistogramDetails, equations: Equations, tolerance: float
     # An empty bin whose gradient is below the constant gains mass: each iteration multiplies it by about
     # exp(-gradient), until it is about -gradient.
     regrown = xp.minimum(-excess, shares * xp.exp((-NUMBERS.patience * excess).clip(0.0, -NUMBERS.smallest_exponent)))
-    is_empty = (shares <= NUMBERS.no_mass) & (shares > NUMBERS.judged_mass)
+    is_empty = (shares <= NUMBERS.no_mass) & (shares > NUMBERS.compared_mass)
     regrown = xp.amax(xp.where(is_empty, regrown, 0.0), -1)
     best = xp.full_like(equations.lack, UNKNOWN)
     best_tau = xp.full_like(shares[..., :1], NUMBERS.taus[0])

@@ -48,13 +48,13 @@ def iterate(
     max_iterations: int,
     *,
     patience: float = math.inf,
-    judged_after: int = 0,
+    checked_after: int = 0,
     plain_after: float = math.inf,
 ) -> BarycenterResult:
     """Iterate until the error of all problems is small, or one of them needs more than `patience` further iterations.
 
-    The latter is judged after `judged_after` cycles. Iterations after `plain_after` are not extrapolated. The error of
-    the result is by the equations where these are small.
+    The latter is checked after `checked_after` cycles. Iterations after `plain_after` are not extrapolated. The error
+    of the result is by the equations where these are small.
     """
     step = choose_step(problem)
     xp, count = step.xp, problem.p.shape[-2]
@@ -75,10 +75,10 @@ def iterate(
         begin = extrapolation if iterations < plain_after else logs
         errors.append(error)
         is_open = ~(errors.current <= tolerance)
-        is_judged = len(errors.all) > judged_after
+        is_checked = len(errors.all) > checked_after
         if not is_open.any() and isinstance(step, ProductStep) and step.has_underflow(logs):
             step, begin, length = LogStep.build(problem, xp), logs, 2  # to see whether mass moves where products are 0
-        elif not is_open.any() or (is_judged and errors.is_slow(is_open, tolerance, patience)):
+        elif not is_open.any() or (is_checked and errors.is_slow(is_open, tolerance, patience)):
             break
     log_d, error = logs[..., -1, :] if problem.debiased else start.log_d, errors.current
     last = Potentials(logs[..., :count, :], log_d, log_a)

@@ -34,10 +34,10 @@ class Numbers:
     largest_contraction: float = 0.999  # the factor of one iteration or cycle; an error is measured no better
     window: int = 3  # cycles over which ratios are measured at least
     patience: int = 500  # Newton's method follows where more iterations are left than what one of its runs costs.
-    # Extrapolations make the errors of debiased barycenters irregular, so that their fall is judged after more cycles,
+    # Extrapolations make the errors of debiased barycenters irregular, so that their fall is checked after more cycles,
     # and after still more where Newton's method has failed.
-    debiased_judged_after: int = 20
-    hard_judged_after: int = 150
+    debiased_checked_after: int = 20
+    hard_checked_after: int = 150
     tiny: float = float(np.finfo(np.float32).tiny)  # in place of 0 in quotients and logarithms, in float32 too
     # Arrays of numpy take a third to half of the time of tensors up to these entries of the histograms and of one
     # factor of exp(-C / epsilon); matrices of 784 x 784 take nearly twice the time.
@@ -90,7 +90,7 @@ class Numbers:
     directions: int = 4  # in which the derivatives at these tau are compared
     gradient_change: float = 0.01  # Larger ones warn.
     no_mass: float = 1e-12  # the share of the mass below which a bin counts as empty
-    judged_mass: float = 1e-30  # Potentials of bins with less are cut off; the gradient there tells nothing.
+    compared_mass: float = 1e-30  # Potentials of bins with less are cut off; the gradient there tells nothing.
 
 
 NUMBERS = Numbers()
