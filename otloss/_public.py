@@ -26,7 +26,7 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function.
 
     A call that its signature does not take raises a TypeError that says what to write, as does a `generator` that is
-    none, also where nothing is drawn. Arrays of numpy, also in a list, are taken as tensors of the same dtype. Negated
+    none, also where nothing is drawn. Arrays of numpy, also in a list, are copied to tensors of the same dtype. Negated
     views of torch are written out: numpy cannot read them. Where a call takes long, the log says so. `torch.compile`
     cannot trace the solvers: a program around the function is split there.
     """
@@ -69,8 +69,9 @@ def _as_tensor(name: str, value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     check_not_masked(value)
-    native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
+    # A copy: arrays do not tell of later changes, as tensors do, and graphs and results read their inputs again.
+    native = value.astype(value.dtype.newbyteorder("="), order="C")
     try:
-        return torch.from_numpy(native if native.flags.writeable else native.copy())
+        return torch.from_numpy(native)
     except TypeError:  # no dtype of torch: the checks of the function name it
         return value

@@ -94,15 +94,14 @@ class Transport:
         value = solution.value
         for step in self._ways_back:
             value = step.value(value)
-        self.value: Float[Tensor, "*batch"] = self._cast(value)
+        self._value = value
+        self.value: Float[Tensor, "*batch"] = self._own(value)
 
     @cached_property
     def potentials(self) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]:
         """(f, g), (..., n) and (..., m)."""
-        f, g = self._solution.potentials
-        for step in self._ways_back:
-            f, g = step.potentials(f, g)
-        return self._guarded_cast(f), self._guarded_cast(g)
+        f, g = self._potentials
+        return self._guarded(self._own(f)), self._guarded(self._own(g))
 
     @property
     def marginal_error(self) -> Float[Tensor, "*batch"]:
@@ -110,25 +109,25 @@ class Transport:
         error = self._solution.marginal_error
         for step in self._ways_back:
             error = step.marginal_error(error)
-        return self._cast(error)
+        return self._own(error)
 
     @property
     def converged(self) -> Bool[Tensor, "*batch"]:
         """(...), whether the marginal error is within the tolerance."""
-        return self._solution.converged
+        return self._solution.converged.clone()
 
     @property
     def iterations(self) -> Int[Tensor, "*batch"]:
         """(...), of Sinkhorn, or pivots of the simplex."""
-        return self._solution.iterations
+        return self._solution.iterations.clone()
 
     @property
     def potential_error(self) -> Float[Tensor, "*batch"]:
         """(...), in the unit of the cost."""
         error = self._cast(self._solution.potential_error)
         f, g = (
-            potential.detach().abs().masked_fill(weights.detach() == 0, 0.0).amax(-1)
-            for potential, weights in zip(self.potentials, (self._problem.p, self._problem.q), strict=True)
+            self._cast(potential.detach()).abs().masked_fill(weights.detach() == 0, 0.0).amax(-1)
+            for potential, weights in zip(self._potentials, (self._problem.p, self._problem.q), strict=True)
         )
         return error + torch.finfo(error.dtype).eps * torch.maximum(f, g).to(error)  # with the rounding of the output
 
@@ -136,8 +135,8 @@ class Transport:
     def linear_cost(self) -> Float[Tensor, "*batch"]:
         """(...), `<C, P>`: what the plan itself costs, without the entropy."""
         if self._problem.is_exact:
-            return self.value
-        return self._guarded_cast(self._bound(self._solution.linear_cost))
+            return self._own(self._value)
+        return self._guarded(self._own(self._bound(self._solution.linear_cost)))
 
     @property
     def dual_value(self) -> Float[Tensor, "*batch"]:
@@ -168,7 +167,7 @@ class Transport:
 
     def plan(self) -> Float[Tensor, "*batch n m"]:
         """Return the plan P as a dense tensor."""
-        return self._guarded_cast(self._dense_plan())
+        return self._guarded(self._cast(self._dense_plan()))
 
     def apply(self, v: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch n k"]:
         """Return P v, for example (divided by p) the mean position that each bin of p moves to."""
@@ -176,7 +175,7 @@ class Transport:
         moved = self._streamed_product(v, is_transposed=False)
         if moved is None:
             moved = torch.cat([product(plan, self._factor(v, plan)) for _, plan in self._plan_blocks()], dim=-2)
-        return self._guarded_cast(moved, v)
+        return self._guarded(self._cast(moved), v)
 
     def apply_transpose(self, u: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch m k"]:
         """Return P^T u."""
@@ -185,7 +184,7 @@ class Transport:
         if moved is None:
             parts = [product(plan.mT, self._factor(u, plan)[..., rows, :]) for rows, plan in self._plan_blocks()]
             moved = torch.stack(parts).sum(0)
-        return self._guarded_cast(moved, u)
+        return self._guarded(self._cast(moved), u)
 
     def barycentric_map(self, y: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n d"]:
         """Return where each bin of p moves on average: P y over the mass of its row in P, which may differ from p.
@@ -199,7 +198,7 @@ class Transport:
         if self._keeps_plan:
             # Per mass of the rows, whose weights may be so small that entries of the plan underflow.
             moved = self._solution.streamed_product(columns, is_transposed=False, per_mass=True)
-        moved = self.apply(columns) if moved is None else self._guarded_cast(moved, columns)
+        moved = self.apply(columns) if moved is None else self._guarded(self._cast(moved), columns)
         mass = moved[..., -1:]
         return torch.where(mass > 0, moved[..., :-1] / torch.where(mass > 0, mass, 1.0), torch.nan)
 
@@ -211,6 +210,13 @@ class Transport:
             f"Transport(problems={tuple(self.converged.shape)}, bins={shape}, converged={done}/{count}, "
             f"worst marginal_error={error:.2g}, dtype={self.value.dtype}, device='{self.value.device}')"
         )
+
+    @cached_property
+    def _potentials(self) -> tuple[Tensor, Tensor]:
+        f, g = self._solution.potentials
+        for step in self._ways_back:
+            f, g = step.potentials(f, g)
+        return f, g
 
     def _dense_plan(self) -> Tensor:
         plan = torch.cat([block for _, block in self._solution.plan_blocks()], dim=-2)
@@ -235,7 +241,7 @@ class Transport:
     @cached_property
     def _rounding(self) -> Float[Tensor, "*batch"]:
         self._unchanged.check("a bound")
-        return rounding_of_value(self._problem, self.value)
+        return rounding_of_value(self._problem, self._cast(self._value))
 
     def _bound(self, bound: Tensor) -> Tensor:
         for step in self._ways_back:
@@ -258,9 +264,11 @@ class Transport:
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._problem.p.device, self._problem.dtype)
 
-    def _guarded_cast(self, tensor: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the tensor in the dtype of the user; a backward pass through it raises where it has no derivative."""
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Return a copy in the dtype of the user, who may change it: other parts are computed from the original."""
+        return tensor.to(self._problem.p.device, self._problem.dtype, copy=True)
+
+    def _guarded(self, tensor: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the tensor; a backward pass through it raises where it has no derivative."""
         message = self._solution.only_value_has_gradients
-        if message is None:
-            return self._cast(tensor)
-        return without_gradient(self._cast(tensor), message, *self._problem.inputs, *inputs)
+        return tensor if message is None else without_gradient(tensor, message, *self._problem.inputs, *inputs)

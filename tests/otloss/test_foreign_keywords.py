@@ -189,6 +189,22 @@ def test_our_order_of_a_cloud_loss_is_never_taken_for_another_one() -> None:
     torch.testing.assert_close(otloss.cloud_loss(x, y, a, b), torch.stack([otloss.cloud_loss(x, one) for one in y]))
 
 
+def test_arrays_of_numpy_may_be_changed_after_a_call() -> None:
+    """A reader may fill one buffer again and again: graphs and results keep the numbers of their call."""
+    x = X.clone().requires_grad_()
+    buffer, other = Y.numpy().copy(), [Y.numpy().copy()]
+    loss = otloss.cloud_loss(x, buffer) + otloss.cloud_loss([x], other).sum()
+    p, cost = np.full(len(X), 1 / len(X)), np.square(X.numpy()[:, None] - X.numpy()).sum(-1)
+    answer, expected = (otloss.solve(p, p, c, epsilon=0.1) for c in (cost, cost.copy()))
+    for array in (buffer, *other, p, cost):
+        array[...] = 7.0
+    (actual,) = torch.autograd.grad(loss, x)
+    (gradient,) = torch.autograd.grad(otloss.cloud_loss(x, Y), x)
+    torch.testing.assert_close(actual, 2 * gradient)
+    torch.testing.assert_close(answer.plan(), expected.plan())
+    assert answer.certificate == expected.certificate
+
+
 def test_arrays_of_numpy_are_tensors_of_their_dtype() -> None:
     calls: list[tuple[Callable[..., Any], Any]] = [
         (otloss.emd, (P, Q, C)), (lambda *given: otloss.solve(*given).plan(), (P, None, C)), (W1, (P, P.flip(0), GRID)),

@@ -241,6 +241,29 @@ def test_answers_after_a_change_in_place_raise() -> None:
             late.plan() if ask == "plan" else getattr(answer, ask)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"epsilon": 0.1}, {"epsilon": 0.1, "marginal_penalty": 0.5}, {"mass": 0.7}])
+def test_a_part_that_is_changed_in_place_changes_no_other(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """As in `loss = answer.value; loss += penalty`, or where potentials are centred for a plot."""
+    problem = [t.to(dtype) for t in transport_problem((3,))]
+    parts = ("value", "potentials", "linear_cost", "marginal_error", "converged", "iterations", "potential_error")
+    parts += ("gap", "dual_value") if "marginal_penalty" in options else ("gap", "dual_value", "certificate")
+
+    def read(answer: otloss.Transport) -> dict[str, Tensor]:
+        values = {name: getattr(answer, name) for name in parts} | {"plan": answer.plan()}
+        return {name: torch.cat([*t], -1) if isinstance(t, tuple) else t.clone() for name, t in values.items()}
+
+    expected = read(otloss.solve(*problem, **options))
+    for name in parts:
+        answer = otloss.solve(*problem, **options)
+        part = getattr(answer, name)
+        for tensor in part if isinstance(part, tuple) else [part]:
+            tensor.zero_()
+        actual = read(answer)
+        for other in expected.keys() - ({name} & {"value", "potentials", "linear_cost"}):  # which are the user's own
+            torch.testing.assert_close(actual[other], expected[other], rtol=0, atol=0, msg=f"{name} changed {other}")
+
+
 @pytest.mark.parametrize("epsilon", [None, 0.1])
 def test_copies_of_answers_know_what_was_changed(epsilon: float | None) -> None:
     p, q, matrix = transport_problem((3,))
