@@ -179,6 +179,8 @@ class Trees:
         start: the scores (m,) that it started from.
         categorical: as in the settings.
         rounds: that predict.
+        best_round: after which the loss of the last part watched was least, counted from 1; None without early
+            stopping. LightGBM takes rounds that split nothing out again, so that fewer may predict.
         history: of all rounds trained, also of those after the best one.
         settled: whether early stopping, if any, came before the last round allowed.
     """
@@ -188,6 +190,7 @@ class Trees:
     start: np.ndarray
     categorical: tuple[int, ...]
     rounds: int
+    best_round: int | None
     history: History
     has_stopped: bool
 
@@ -234,18 +237,19 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
     rows = rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
     if rows.is_constant():  # an error of LightGBM
-        return Trees(library, None, start, settings.categorical, 0, {}, has_stopped=True)
+        return Trees(library, None, start, settings.categorical, 0, None, {}, has_stopped=True)
     if not watched:
         settings = replace(settings, patience=None)
     watched_parts = {f"validation_{number}": part for number, part in enumerate(watched)}
     train = _train_lightgbm if library == "lightgbm" else _train_xgboost
-    booster, rounds, history = train(settings, rows, watched_parts, start)
-    has_stopped = True
+    booster, sizes, history = train(settings, rows, watched_parts, start)
+    best, has_stopped = None, True
     if settings.patience is not None:
         losses = _last_losses(history)
         best = int(np.argmin(losses)) + 1
-        rounds, has_stopped = min(rounds, best), len(losses) - best >= settings.patience
-    return Trees(library, booster, start, settings.categorical, rounds, history, has_stopped)
+        has_stopped = len(losses) - best >= settings.patience
+    rounds = sizes[-1 if best is None else best - 1]
+    return Trees(library, booster, start, settings.categorical, rounds, best, history, has_stopped)
 
 
 def _last_losses(history: History) -> list[float]:
@@ -357,7 +361,8 @@ def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int
     import xgboost
 
     types = _xgboost_types(part.table.features.shape[1], categorical)
-    if parameters["tree_method"] != "hist":
+    # By the bins of the training rows a category that they lack would be one of the others.
+    if parameters["tree_method"] != "hist" or (categorical and reference is not None):
         return xgboost.DMatrix(part.features(), label=part.target, weight=part.weight, **types)
     is_categorical = types.pop("enable_categorical", False)
 
@@ -380,8 +385,8 @@ def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int
 
 def _train_xgboost(
     settings: TreeSettings, rows: Part, watched: dict[str, Part], start: np.ndarray
-) -> tuple[Any, int, History]:
-    """Return the booster, without the rounds after the best one, the number of its rounds, and all losses watched."""
+) -> tuple[Any, Sequence[int], History]:
+    """Return the booster, without the rounds after the best one, its rounds after each one, and all losses watched."""
     import xgboost
 
     parts: dict[int, Part] = {}  # A DMatrix copies its labels and weights for each call, which takes 0.1 ms a round.
@@ -424,7 +429,7 @@ def _train_xgboost(
     )
     if settings.patience is not None:
         booster = booster[: booster.best_iteration + 1]
-    return booster, booster.num_boosted_rounds(), _plain(history)
+    return booster, range(1, booster.num_boosted_rounds() + 1), _plain(history)
 
 
 def _plain(history: dict[str, Any]) -> History:
@@ -496,19 +501,28 @@ def _gradients_by_blocks(rows: Part, start: np.ndarray, objective: Any) -> Calla
 
 @dataclass(frozen=True, eq=False)  # LightGBM hashes it
 class _StopByLast:
-    """Callback of LightGBM that stops by the last part watched; its own also stops by the others."""
+    """Callback of LightGBM that stops by the last part watched; its own also stops by the others.
+
+    Attributes:
+        sizes: rounds of the booster after each round: LightGBM takes those that split nothing out again.
+        patience: None where training does not stop early.
+    """
 
     history: dict[str, Any]
-    patience: int
+    sizes: list[int]
+    patience: int | None
     order: int = 30  # after the losses of a round are recorded
 
     def __call__(self, env: Any) -> None:
         from lightgbm import EarlyStopException
 
+        self.sizes.append(env.model.current_iteration())
+        if self.patience is None:
+            return
         losses = _last_losses(self.history)
         best = int(np.argmin(losses))
         if len(losses) - 1 - best >= self.patience or env.iteration == env.end_iteration - 1:
-            raise EarlyStopException(best, env.evaluation_result_list)
+            raise EarlyStopException(self.sizes[best] - 1, env.evaluation_result_list)
 
 
 @contextmanager
@@ -532,8 +546,8 @@ def _failed_checks_are_named() -> Iterator[None]:
 
 def _train_lightgbm(
     settings: TreeSettings, rows: Part, watched: dict[str, Part], start: np.ndarray
-) -> tuple[Any, int, History]:
-    """Return the booster, the number of its rounds, some perhaps after the best one, and all losses watched."""
+) -> tuple[Any, Sequence[int], History]:
+    """Return the booster, its rounds after each one, some perhaps after the best one, and all losses watched."""
     import lightgbm
 
     parameters = _lightgbm_parameters(settings)
@@ -566,9 +580,7 @@ def _train_lightgbm(
     objective = lightgbm_objective(settings.positions, **settings.loss)
     metric = lightgbm_metric(settings.positions, **settings.loss)
     history: dict[str, Any] = {}
-    callbacks: list[Callable[[Any], None]] = [lightgbm.record_evaluation(history)]
-    if settings.patience is not None:
-        callbacks.append(_StopByLast(history, settings.patience))
+    sizes: list[int] = []
     with _failed_checks_are_named():
         booster = lightgbm.train(
             parameters | {"objective": _gradients_by_blocks(rows, start, objective)},
@@ -577,6 +589,6 @@ def _train_lightgbm(
             valid_sets=[data(part, training) for part in watched.values()],
             valid_names=list(watched),
             feval=lambda scores, data: metric(scores + start, data),
-            callbacks=callbacks,
+            callbacks=[lightgbm.record_evaluation(history), _StopByLast(history, sizes, settings.patience)],
         )
-    return booster, booster.current_iteration(), _plain(history)  # It ends by itself if nothing can be split.
+    return booster, sizes, _plain(history)

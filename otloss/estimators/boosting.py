@@ -106,9 +106,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
     Attributes:
         classes_: (m,) the labels seen in training, sorted; the columns of `predict_proba`.
         categories_: (K,) all labels in rank order; the columns of `predict_distribution`.
-        n_estimators_: rounds that predict.
-        best_iteration_: rounds until the loss held out was least, counted from 1 as LightGBM does; None without early
-            stopping.
+        n_estimators_: rounds that predict; LightGBM's without those that found nothing to split.
+        best_iteration_: rounds until the loss held out was least, counted from 1 as LightGBM does, in `evals_result_`;
+            None without early stopping.
         evals_result_: for "validation_0", "validation_1", ... (the parts of `eval_set`, or the rows held out) a dict
             from the name of the loss to its mean after each round, distances in the unit of training.
         booster_: the `xgboost.Booster` or `lightgbm.Booster`; None where no feature varies. It takes arrays with codes
@@ -287,12 +287,11 @@ class OrdinalBoostingClassifier(OrdinalBase):
         warn_of_tiny_columns(X, SMALLEST_NUMBERS[self.booster], stacklevel=4)
         if trees.booster is not None and not trees.gains(X.shape[1]).any():
             warnings.warn(_CONSTANT, stacklevel=4)
-        if not trees.has_stopped:
-            warnings.warn(self._unsettled(trees.rounds), ConvergenceWarning, stacklevel=4)
-        if stops and trees.booster is not None:
-            self.best_iteration_ = trees.rounds
+        self.best_iteration_ = trees.best_round
+        if trees.best_round is not None and not trees.has_stopped:
+            warnings.warn(self._unsettled(trees.best_round), ConvergenceWarning, stacklevel=4)
         if training is not rows:
-            trees = train_trees(self.booster, replace(settings, rounds=max(trees.rounds, 1)), rows)
+            trees = train_trees(self.booster, replace(settings, rounds=trees.best_round or 1), rows)
         self._trees, self.n_estimators_ = trees, trees.rounds
 
     def _unsettled(self, best: int) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from trl.trainer.utils import create_model_from_path
 from otloss_llm.cli.rows import HUB_NAME, check_tokens, naming_rows
 from otloss_llm.cli.settings import Request, RunConfig
 from otloss_llm.costs.named import load_cost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
-from otloss_llm.models.heads import is_encoder_decoder
+from otloss_llm.models.heads import count_embeddings, is_encoder_decoder
 from otloss_llm.training.batches import TOKEN_WEIGHT, label_counts
 from otloss_llm.training.trainer import ObjectiveMixin
 
@@ -28,7 +31,19 @@ LONG_ROWS = "raise it where the context allows, or cut text into blocks with --p
 
 
 class CommandTrainer(ObjectiveMixin, SFTTrainer):
-    """`SFTTrainer` with an objective; rows longer than `max_length` are dropped with a count, and not cut."""
+    """`SFTTrainer` with an objective; rows longer than `max_length` are dropped with a count, and not cut.
+
+    Args:
+        load_cost: returns the transport cost for a model and its tokenizer, to which TRL may have added the tokens of
+            a chat template; None for the cost of the objective.
+    """
+
+    def __init__(self, *args: Any, load_cost: Callable[[Any, Any], TokenCost] | None = None, **kwargs: Any) -> None:
+        self._load_cost = load_cost
+        super().__init__(*args, **kwargs)
+
+    def _choose_cost(self, model: Any) -> TokenCost | str | None:
+        return "auto" if self._load_cost is None else self._load_cost(model, self.processing_class)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *others: Any) -> Any:
         """Drop rows that are too long, and let TRL prepare the rest. Packing that splits rows loses none."""
@@ -110,30 +125,32 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
     args = _fitted(request.args, first, model, tokenizer)
     if request.model.use_peft:
         _check_layers(model, request.model)
-    vocabulary = model.get_input_embeddings().num_embeddings
     for rows in (train, evaluation):
         if rows is not None and "input_ids" in next(iter(rows)):
-            check_tokens(rows, vocabulary)
-    cost: Any = "auto"
+            check_tokens(rows, count_embeddings(model))
+    load = None
     if options.cost_embedding is not None:
-        cost = load_cost(
-            options.cost_embedding, model, seed=args.seed, kind=options.cost_kind, tokenizer=tokenizer,
-            numbers=options.numbers,
-        )  # fmt: skip
+        load = partial(_load_cost, options, args.seed)
     try:
         with naming_rows(train, evaluation, args=args):
             trainer = CommandTrainer(
                 model=model, args=args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-                peft_config=get_peft_config(request.model), objective=options.parsed, cost=cost, impl=options.impl,
-                numbers=options.numbers if cost == "auto" else None, chunk_size=options.chunk_size, **settings,
+                peft_config=get_peft_config(request.model), objective=options.parsed, load_cost=load, impl=options.impl,
+                numbers=options.numbers if load is None else None, chunk_size=options.chunk_size, **settings,
             )  # fmt: skip
     except (RuntimeError, AttributeError, LookupError, TypeError, TemplateError) as error:
         # A template that raises, or a report to a package that is not installed.
         raise ValueError(f"the trainer cannot be built: {error}") from error
-    counts = label_counts(trainer.train_dataset, vocabulary, shifted=True)
+    counts = label_counts(trainer.train_dataset, count_embeddings(trainer.model), shifted=True)
     if counts is not None and not counts.sum():  # None for a stream
         raise ValueError("no token of the rows is trained on: all are empty, or masked; check the columns.")
     return trainer
+
+
+def _load_cost(options: Any, seed: int, model: Any, tokenizer: Any) -> TokenCost:
+    return load_cost(
+        options.cost_embedding, model, seed=seed, kind=options.cost_kind, tokenizer=tokenizer, numbers=options.numbers
+    )
 
 
 def _check_layers(model: Any, settings: Any) -> None:

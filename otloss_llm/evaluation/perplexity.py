@@ -20,7 +20,7 @@ from otloss._checks import check_count, check_number
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import cost_positions
 from otloss_llm.losses.token_loss import token_loss
-from otloss_llm.models.heads import check_decoder_only, evaluation_mode, passes_differ
+from otloss_llm.models.heads import check_decoder_only, count_embeddings, evaluation_mode, passes_differ
 from otloss_llm.objectives import MLE
 
 _LENGTH_OF_CHECK = 32
@@ -119,7 +119,7 @@ def check_temperature(temperature: float) -> None:
 
 def check_vocabulary(model: Any, low: int, high: int) -> None:
     """Raise ValueError unless ids from `low` to `high` lie in the model's vocabulary."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = count_embeddings(model)
     if low < 0 or high >= vocabulary:
         raise ValueError(
             f"token ids run from {low} to {high}, outside the model's vocabulary of {vocabulary}; "

@@ -291,6 +291,13 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
+def count_embeddings(model: Any) -> int:
+    """Return the rows of the input embedding; PEFT's layers around one have a weight alone."""
+    layer = model.get_input_embeddings()
+    rows: int | None = getattr(layer, "num_embeddings", None)  # where ZeRO's stage 3 has emptied the weight too
+    return len(layer.weight) if rows is None else rows
+
+
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Return whether the labels of the model are its decoder's, which are not shifted."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

@@ -185,7 +185,7 @@ class ObjectiveMixin:
         check_sequence_parallelism(self.get_sp_size())
         check_kernel(impl, chunk_size)
         _ = self._total  # raises for settings that are not valid
-        self._make_cost = functools.partial(cost_for, cost=cost, numbers=numbers, seed=self.args.seed)
+        self._cost, self._make_cost = cost, functools.partial(cost_for, numbers=numbers, seed=self.args.seed)
         self._begin(self.model)
         self._outputs_unused = self._warned_unlabelled = self._warned_unfilled = False
         self._labelled: bool | None = None  # whether a step of the training had a label; None before the first
@@ -206,10 +206,15 @@ class ObjectiveMixin:
         self._transform: LogitTransform | None = None  # until the first batch
         self._is_examined = False
         self.transport_cost = self._make_cost(
-            self.training_objective, rows=lambda: self._broadcast(head.weight), vocab_size=head.weight.shape[0],
+            self.training_objective, self._choose_cost(root), rows=lambda: self._broadcast(head.weight),
+            vocab_size=head.weight.shape[0],
             tokenizer=getattr(self.processing_class, "tokenizer", self.processing_class),  # a processor has one
         )  # fmt: skip
         check_best_cost(self.args, best_metric(self.args, self.eval_dataset), self.transport_cost)
+
+    def _choose_cost(self, model: nn.Module) -> TokenCost | str | None:
+        """Return the cost of the constructor; subclasses may make one of the model, which has its final vocabulary."""
+        return self._cost
 
     _searched: Any = None  # by a hyperparameter search
 

@@ -79,6 +79,44 @@ def test_rounds_that_end_before_early_stopping_are_warned_of(library: str) -> No
     assert (alone.best_iteration_, alone.evals_result_) == (None, {})
 
 
+def test_rounds_of_lightgbm_that_split_nothing() -> None:
+    """LightGBM takes them out of the booster, and the losses of each round count them."""
+    random = np.random.default_rng(3)
+
+    def noisy_rows(rows: int) -> tuple[np.ndarray, np.ndarray]:
+        X = random.normal(size=(rows, 4))
+        return X, np.digitize(X[:, 0] + random.normal(size=rows), [-0.5, 0.5, 1.5])
+
+    (X, y), (V, v) = noisy_rows(120), noisy_rows(100)
+    settings = {"early_stopping": True, "n_iter_no_change": 30, "learning_rate": 0.2}
+    parameters = {"min_gain_to_split": 3.0, "subsample": 0.3}
+    model = boosted("lightgbm", n_estimators=200, booster_params=parameters, **settings)
+    model.fit(X, y, eval_set=[(V, v)])
+    losses = model.evals_result_["validation_0"]["rps"]
+    assert model.n_estimators_ < model.best_iteration_ == np.argmin(losses) + 1
+    below = model.predict_distribution(V).cumsum(1)[:, :-1] - (v[:, None] <= np.arange(3))
+    np.testing.assert_allclose((below**2).sum(1).mean(), min(losses), rtol=1e-5)
+
+
+@LIBRARIES
+def test_the_loss_of_rows_in_a_category_that_training_rows_lack(library: str) -> None:
+    """By the bins of the training rows XGBoost would take it for another category."""
+    pandas = pytest.importorskip("pandas")
+    names = list("abcdefgh")
+    random = np.random.default_rng(0)
+
+    def table(rows: int, kinds: list[str]) -> tuple[Any, np.ndarray]:
+        kind = random.choice(kinds, rows)
+        y = np.array([names.index(each) % 3 for each in kind])
+        return pandas.DataFrame({"kind": pandas.Categorical(kind, names), "x": random.normal(size=rows)}), y
+
+    (X, y), (V, v) = table(200, list("abcf")), table(150, names)
+    model = boosted(library, n_estimators=9, learning_rate=0.3).fit(X, y, eval_set=[(V, v)])
+    below = model.predict_distribution(V).cumsum(1)[:, :-1] - (v[:, None] <= np.arange(2))
+    expected = model.evals_result_["validation_0"]["rps"][-1]
+    np.testing.assert_allclose((below**2).sum(1).mean(), expected, rtol=1e-5)
+
+
 @LIBRARIES
 def test_the_last_part_of_eval_set_stops_training_on_all_rows(library: str) -> None:
     X, y = ordered_rows(150)

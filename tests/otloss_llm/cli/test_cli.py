@@ -102,6 +102,20 @@ def weights_of(folder: Path) -> bytes:
 # ---- a command ------------------------------------------------------------------------------------------------------
 
 
+def test_a_template_that_brings_tokens(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """TRL then adds rows to the model, which the cost of an embedding has too."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.llama)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = TEMPLATE.replace("A:", "<|turn|>")
+    tokenizer.save_pretrained(tmp_path / "chat")
+    messages = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
+    rows, out = write(tmp_path / "chat.jsonl", 8 * [{"messages": messages}]), tmp_path / "out"
+    changes = {"chat_template_path": tmp_path / "chat", "cost_embedding": "raw", "max_steps": 1}
+    ended = cli(*asked("train", tiny.llama, rows, output_dir=out, **changes))
+    assert ended.code == 0, ended.err
+    assert "<|turn|>" in transformers.AutoTokenizer.from_pretrained(out).get_vocab()
+
+
 def test_help_version_and_missing_options(cli: Cli, model: Path) -> None:
     for command in ("train", "evaluate"):
         ended = cli(command, "--help")

@@ -38,6 +38,20 @@ def test_an_encoder_has_no_perplexity():
         perplexity(encoder, torch.arange(3, 43).view(2, 20))
 
 
+@pytest.mark.parametrize("changes", [{"trainable_token_indices": [5, 17]}, {"target_modules": ["embed_tokens"]}])
+def test_adapters_on_the_input_embedding(changes):
+    """PEFT's layers around the embedding do not tell how many tokens it has."""
+    peft = pytest.importorskip("peft")
+    settings = {"target_modules": ["q_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"} | changes
+    model = peft.get_peft_model(tiny_model("llama", tie_word_embeddings=False), peft.LoraConfig(r=2, **settings)).eval()
+    ids = torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids).loss
+    assert perplexity(model, ids).nll == pytest.approx(float(expected), rel=1e-5)
+    with pytest.raises(ValueError, match=f"from 0 to {VOCABULARY}, outside the model's vocabulary of {VOCABULARY}"):
+        perplexity(model, torch.tensor([[0, VOCABULARY]]))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_perplexity_weighs_tokens_and_ignores_the_batching(model, doubled, temperature):
     generator = torch.Generator().manual_seed(2)
