@@ -144,12 +144,13 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         """Check everything, train, and calibrate; `training` goes to `_train`."""
         for array in (X, y):
             check_not_masked(array)
-        categories = categories_of(y) if self.categories is None else self.categories
+        own_categories = categories_of(y)  # of an ordered Categorical, which holds labels for certain
+        categories = own_categories if self.categories is None else self.categories
         X, y = self._checked(X, y)
         self._check_settings()
         self._order = label_order(y, categories)
         names_labels = self.values is not None or self.cost is not None or isinstance(self.class_weight, dict)
-        if self._order.gaps_in_doubt or (self._order.doubt and names_labels):
+        if own_categories is None and (self._order.gaps_in_doubt or (self._order.doubt and names_labels)):
             warnings.warn(f"{self._order.doubt}.", EncodedLabelsWarning, stacklevel=3)
         self._criterion = make_criterion(self._order, self)
         self.classes_, self.categories_ = self._order.classes, self._order.categories

@@ -247,9 +247,14 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
     if settings.patience is not None:
         losses = _last_losses(history)
         best = int(np.argmin(losses)) + 1
-        has_stopped = len(losses) - best >= settings.patience
+        has_stopped = _is_patience_over(losses, settings.patience)
     rounds = sizes[-1 if best is None else best - 1]
     return Trees(library, booster, start, settings.categorical, rounds, best, history, has_stopped)
+
+
+def _is_patience_over(losses: list[float], patience: int | None) -> bool:
+    """Return whether the loss has not fallen for `patience` rounds."""
+    return patience is not None and len(losses) - 1 - int(np.argmin(losses)) >= patience
 
 
 def _last_losses(history: History) -> list[float]:
@@ -356,13 +361,13 @@ def _xgboost_types(columns: int, categorical: tuple[int, ...]) -> dict[str, Any]
     return {"feature_types": types, "enable_categorical": True}
 
 
-def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int, ...], reference: Any) -> Any:
-    """Return a DMatrix: with histograms one of bins, a byte a number, which is filled block by block."""
+def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int, ...], *, is_watched: bool) -> Any:
+    """Return a DMatrix: to train by histograms one of bins, a byte a number, which is filled block by block."""
     import xgboost
 
     types = _xgboost_types(part.table.features.shape[1], categorical)
-    # By the bins of the training rows a category that they lack would be one of the others.
-    if parameters["tree_method"] != "hist" or (categorical and reference is not None):
+    # By the bins of the training rows a category or a number that they lack may be another one.
+    if parameters["tree_method"] != "hist" or is_watched:
         return xgboost.DMatrix(part.features(), label=part.target, weight=part.weight, **types)
     is_categorical = types.pop("enable_categorical", False)
 
@@ -378,7 +383,7 @@ def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int
             return block is not None
 
     return xgboost.QuantileDMatrix(
-        Blocks(), ref=reference, max_bin=int(parameters["max_bin"]), nthread=parameters["nthread"],
+        Blocks(), max_bin=int(parameters["max_bin"]), nthread=parameters["nthread"],
         enable_categorical=is_categorical,
     )  # fmt: skip
 
@@ -391,8 +396,8 @@ def _train_xgboost(
 
     parts: dict[int, Part] = {}  # A DMatrix copies its labels and weights for each call, which takes 0.1 ms a round.
 
-    def data(part: Part, reference: Any = None) -> Any:
-        matrix = _xgboost_data(part, parameters, settings.categorical, reference)
+    def data(part: Part, *, is_watched: bool) -> Any:
+        matrix = _xgboost_data(part, parameters, settings.categorical, is_watched=is_watched)
         parts[id(matrix)] = part
         return matrix
 
@@ -414,22 +419,33 @@ def _train_xgboost(
         "seed": settings.seed,
         **settings.extra,
     }
-    training = data(rows)
-    history: dict[str, Any] = {}
+    training = data(rows, is_watched=False)
+    evals = [(data(part, is_watched=True), name) for name, part in watched.items()]
+    names = {id(matrix): name for matrix, name in evals}
+    history: History = {name: {} for name in watched}
+
+    def measure(scores: np.ndarray, matrix: Any) -> tuple[str, float]:
+        loss, value = metric(scores, parts[id(matrix)])
+        history[names[id(matrix)]].setdefault(loss, []).append(value)  # XGBoost keeps six decimals
+        return loss, value
+
+    class StopByLast(xgboost.callback.TrainingCallback):
+        def after_iteration(self, *_: Any) -> bool:
+            return _is_patience_over(_last_losses(history), settings.patience)
+
     booster = xgboost.train(
         parameters,
         training,
         num_boost_round=settings.rounds,
         obj=lambda scores, matrix: objective(scores, parts[id(matrix)]),
-        evals=[(data(part, training), name) for name, part in watched.items()],
-        custom_metric=lambda scores, matrix: metric(scores, parts[id(matrix)]),
-        early_stopping_rounds=settings.patience,
-        evals_result=history,
+        evals=evals,
+        custom_metric=measure,
+        callbacks=[] if settings.patience is None else [StopByLast()],
         verbose_eval=False,
     )
     if settings.patience is not None:
-        booster = booster[: booster.best_iteration + 1]
-    return booster, range(1, booster.num_boosted_rounds() + 1), _plain(history)
+        booster = booster[: int(np.argmin(_last_losses(history))) + 1]
+    return booster, range(1, booster.num_boosted_rounds() + 1), history
 
 
 def _plain(history: dict[str, Any]) -> History:
@@ -520,9 +536,8 @@ class _StopByLast:
         if self.patience is None:
             return
         losses = _last_losses(self.history)
-        best = int(np.argmin(losses))
-        if len(losses) - 1 - best >= self.patience or env.iteration == env.end_iteration - 1:
-            raise EarlyStopException(self.sizes[best] - 1, env.evaluation_result_list)
+        if _is_patience_over(losses, self.patience) or env.iteration == env.end_iteration - 1:
+            raise EarlyStopException(self.sizes[int(np.argmin(losses))] - 1, env.evaluation_result_list)
 
 
 @contextmanager

@@ -79,8 +79,10 @@ class OrdinalDecomposition(OrdinalBase):
 
     def get_metadata_routing(self) -> MetadataRouter:
         """Return how weights reach `estimator`: as it requests them, where scikit-learn's routing is on."""
-        to_estimator = MethodMapping().add(caller="fit", callee="fit")
         router = MetadataRouter(owner=self).add_self_request(self)
+        if self.estimator is None:  # the default one gets the weights that this classifier gets
+            return router
+        to_estimator = MethodMapping().add(caller="fit", callee="fit")
         return router.add(estimator=self._binary(), method_mapping=to_estimator)
 
     def __sklearn_tags__(self) -> Any:
@@ -90,8 +92,7 @@ class OrdinalDecomposition(OrdinalBase):
 
     def _binary(self) -> Any:
         if self.estimator is None:
-            default = LogisticRegression()
-            return default.set_fit_request(sample_weight=True) if get_config()["enable_metadata_routing"] else default
+            return LogisticRegression()
         if isinstance(self.estimator, type) or not hasattr(self.estimator, "fit"):
             raise TypeError(
                 f"estimator is {self.estimator!r}, expected a classifier object, such as LogisticRegression()."
@@ -129,7 +130,7 @@ class OrdinalDecomposition(OrdinalBase):
 
     def _routed(self, weights: np.ndarray) -> dict[str, Any]:
         """Return the keywords that hand weights to the fit of `estimator`."""
-        if get_config()["enable_metadata_routing"]:
+        if self.estimator is not None and get_config()["enable_metadata_routing"]:
             if not get_routing_for_object(self._binary()).consumes("fit", ["sample_weight"]):
                 raise ValueError(
                     f"sample_weight is given, and {type(self._binary()).__name__} does not request it by this name; "

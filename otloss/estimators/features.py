@@ -126,7 +126,8 @@ def fitted_scaler(X: Any, weights: np.ndarray, *, with_std: bool) -> StandardSca
     check_size("X", X.data if issparse(X) else X)
     weights = np.ldexp(weights, -np.frexp(weights.max())[1])  # exact, and their products do not overflow
     scaler = StandardScaler(with_mean=not issparse(X), with_std=with_std).set_output(transform="default")
-    scaler.fit(X, sample_weight=weights)  # "default": arrays, whatever scikit-learn's global transform_output is
+    with np.errstate(invalid="ignore"):  # the weighted variance of a constant column may be rounding below 0
+        scaler.fit(X, sample_weight=weights)  # "default": arrays, whatever scikit-learn's global transform_output is
     if issparse(X):  # scikit-learn divides sparse features by deviations only.
         scaler.mean_ = X.T @ weights / weights.sum()
         scaler.set_params(with_mean=True)

@@ -25,7 +25,7 @@ from otloss.costs import PointCost
 from otloss.costs.points import Metric, check_metric
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
 from otloss.solvers.divergence import sinkhorn_divergence
-from otloss.solvers.histograms import check_masses
+from otloss.solvers.histograms import centre_gradient_over, check_masses
 from otloss.solvers.options import Penalty, Settings, SmallEpsilonError
 from otloss.solvers.solve import emd
 
@@ -118,13 +118,13 @@ def cloud_loss(
     )  # fmt: skip
     _check_lists(x, y)
     _check_order(x, y, a, b)
-    one = _Cloud.make("x", x, ("a", a), ("mask_x", mask_x), empty)
-    other = _Cloud.make("y", y, ("b", b), ("mask_y", mask_y), empty)
+    balanced = Settings(marginal_penalty=marginal_penalty).marginal_penalty is None
+    one = _Cloud.make("x", x, ("a", a), ("mask_x", mask_x), empty, balanced=balanced)
+    other = _Cloud.make("y", y, ("b", b), ("mask_y", mask_y), empty, balanced=balanced)
     one, other = _both_or_neither(one, other)
     if a is not None or b is not None:
         masked = [f"mask_{k}" for k, w, mask in (("x", a, mask_x), ("y", b, mask_y)) if w is not None is not mask]
         hint = f" Weights where {' or '.join(masked)} is False do not count." if masked else ""
-        balanced = Settings(marginal_penalty=marginal_penalty).marginal_penalty is None
         check_masses(one.weights, other.weights, ("a", "b"), balanced=balanced, hint=hint)
 
     def distances(cloud_x: _Cloud, cloud_y: _Cloud, epsilon: Any, marginal_penalty: Any) -> Tensor:
@@ -250,7 +250,10 @@ class _Cloud:
         return _Cloud(points, weights, pairs[pairs])
 
     @staticmethod
-    def make(name: str, points: Any, named_weights: tuple[str, Any], named_mask: tuple[str, Any], empty: str) -> _Cloud:
+    def make(
+        name: str, points: Any, named_weights: tuple[str, Any], named_mask: tuple[str, Any], empty: str, *,
+        balanced: bool,
+    ) -> _Cloud:  # fmt: skip
         (name_w, weights), (name_m, mask) = named_weights, named_mask
         if isinstance(points, list | tuple):
             if mask is not None:
@@ -261,6 +264,7 @@ class _Cloud:
             points = torch.cat([points, points.new_zeros(*points.shape[:-2], 1, points.shape[-1])], -2)
             mask = torch.zeros(points.shape[:-1], dtype=torch.bool, device=points.device)
             weights = None if weights is None else points.new_zeros(points.shape[:-1])
+        is_padded = mask is not None
         if mask is None:
             mask = torch.ones(points.shape[-2:-1], dtype=torch.bool, device=points.device)
         else:
@@ -278,6 +282,8 @@ class _Cloud:
         else:
             check_last_axis(name_w, check_floating(name_w, weights), points.shape[-2])
             weights = torch.where(mask, weights, 0.0)
+            if balanced and is_padded and weights.requires_grad:  # solvers centre it over all places
+                weights = centre_gradient_over(mask, weights)
         return _Cloud(points, weights, filled)
 
 

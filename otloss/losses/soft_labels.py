@@ -75,9 +75,10 @@ def soft_labels(
             raise ValueError(f"neighbour={neighbour} is given with kind={kind!r}; it belongs to kind='triangular'.")
         if not 0 <= check_number("neighbour", neighbour) <= _LARGEST_SHARE:
             raise ValueError(f"neighbour is {neighbour}, expected a mass from 0 to 2/9.")
+    target = target.long()  # torch compares no unsigned integers of 16 bits or more
     check_positions("target", target, num_classes, None)
     table = _TABLES[kind](num_classes, 0.05 if neighbour is None else float(neighbour))
-    return torch.tensor(table / table.sum(1, keepdims=True), dtype=dtype, device=target.device)[target.long()]
+    return torch.tensor(table / table.sum(1, keepdims=True), dtype=dtype, device=target.device)[target]
 
 
 def _triangular(classes: int, neighbour: float) -> Any:

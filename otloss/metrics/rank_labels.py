@@ -145,7 +145,7 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
         got = f"{values!r}, a {type(values).__name__}" if array.ndim == 0 else f"of shape {array.shape}"
         raise ValueError(f"{name} is {got}; expected a list or array of labels with one axis, whose order counts.")
     # numpy turns the numbers of a list into strings where it holds one string.
-    items = list(values) if array.dtype.kind in "OT" or isinstance(values, list | tuple) else None  # type: ignore[arg-type]
+    items = list(values) if isinstance(values, list | tuple) else array.tolist() if array.dtype.kind in "OT" else None
     if items is not None:
         _check_present(name, np.array([v is None or _unequal(v) for v in items], dtype=bool))
         if len({isinstance(v, str) for v in items}) > 1:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._autograd import change_gradient
@@ -232,6 +232,15 @@ def centre_gradient(weights: Float[Tensor, "*batch bins"], *, has_light_bins: bo
         return weights
     centred: Tensor = _CentreGradient.apply(weights, has_light_bins)
     return centred
+
+
+def centre_gradient_over(
+    is_point: Bool[Tensor, "*batch bins"], weights: Float[Tensor, "*batch bins"]
+) -> Float[Tensor, "*batch bins"]:
+    """Return `weights` unchanged; its gradient loses its mean over the points of padded clouds, and is 0 elsewhere."""
+    change = torch.where(is_point, weights - weights.detach(), 0.0)  # 0, with the derivatives
+    mean = change.sum(-1, keepdim=True) / is_point.sum(-1, keepdim=True).clamp(min=1)
+    return weights.detach() + torch.where(is_point, change - mean, 0.0)
 
 
 class _CentreGradient(torch.autograd.Function):

@@ -41,7 +41,7 @@ from otloss.solvers.barycenter.masses import Masses, find_masses
 from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.divergence import sinkhorn_divergence
-from otloss.solvers.histograms import MASS_TOLERANCE, centre_of
+from otloss.solvers.histograms import MASS_TOLERANCE, centre_gradient_over, centre_of
 from otloss.solvers.solve import emd, solve
 
 # Of L-BFGS: changes that it keeps, the part of a step below which it is given up, and the least curvature it believes.
@@ -470,9 +470,11 @@ def _padded(clouds: Sequence[Tensor], masses: Tensor | Sequence[Tensor] | None) 
     if isinstance(masses, Tensor) or [tuple(w.shape) for w in masses] != [shape[:1] for shape in shapes]:
         raise ValueError("masses do not fit the list of clouds, expected a list with one (n_k,) for each cloud.")
     # Places without mass repeat a point, so that costs are no larger.
-    longest = max(len(cloud) for cloud in each)
+    sizes = torch.tensor([len(cloud) for cloud in each], device=each[0].device)
+    longest = int(sizes.max())
     points = torch.stack([torch.cat([t, t[:1].detach().expand(longest - len(t), -1)]) for t in each])
-    return points, pad_sequence(masses, batch_first=True)
+    is_point = torch.arange(longest, device=sizes.device) < sizes.unsqueeze(-1)
+    return points, centre_gradient_over(is_point, pad_sequence(masses, batch_first=True))
 
 
 def _first_points(problem: _Clouds, start: int | Tensor, generator: torch.Generator | None) -> Tensor:

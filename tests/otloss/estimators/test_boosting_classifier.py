@@ -118,6 +118,17 @@ def test_the_loss_of_rows_in_a_category_that_training_rows_lack(library: str) ->
 
 
 @LIBRARIES
+def test_small_losses_keep_their_digits(library: str) -> None:
+    """XGBoost itself keeps six decimals."""
+    (X, y), (V, v) = ordered_rows(150), ordered_rows(90, seed=1)
+    limits = {"min_child_weight": 0.0, "reg_lambda": 0.0}
+    model = boosted(library, n_estimators=9, transport=1e-5, booster_params=limits).fit(X, y, eval_set=[(V, v)])
+    below = model.predict_distribution(V).cumsum(1)[:, :-1] - (v[:, None] <= np.arange(2))
+    expected = 1e-5 * (below**2).sum(1).mean()
+    np.testing.assert_allclose(model.evals_result_["validation_0"]["rps"][-1], expected, rtol=1e-5)
+
+
+@LIBRARIES
 def test_the_last_part_of_eval_set_stops_training_on_all_rows(library: str) -> None:
     X, y = ordered_rows(150)
     labels = np.array(NAMES)[y]

@@ -97,7 +97,12 @@ def test_a_pipeline_gets_weights_by_metadata_routing() -> None:
             search = GridSearchCV(model, {"decode": ["median"]}, cv=2)  # which splits the weights
             search.fit(X, y, sample_weight=weight)
             np.testing.assert_array_equal(search.predict_proba(X), expected)
-        OrdinalDecomposition().fit(X, y, sample_weight=weight)
+        default = OrdinalDecomposition().set_score_request(sample_weight=True)
+        weighed, plain = (default.fit(X, y, sample_weight=w).predict_proba(X) for w in (weight, None))
+        for request, expected in ((True, weighed), (False, plain)):
+            search = GridSearchCV(clone(default).set_fit_request(sample_weight=request), {"decode": ["median"]}, cv=2)
+            actual = search.fit(X, y, sample_weight=weight).predict_proba(X)
+            np.testing.assert_array_equal(actual, expected)
         scaler = StandardScaler().set_fit_request(sample_weight=False)
         OrdinalDecomposition(make_pipeline(scaler, requesting)).fit(X, y, sample_weight=weight)
         for other in (tree, clone(tree).set_fit_request(sample_weight="w")):

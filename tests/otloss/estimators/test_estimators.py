@@ -287,6 +287,27 @@ def test_folds_without_a_class_are_read_as_the_whole_is() -> None:
     np.testing.assert_allclose(*folds, atol=1e-12)
 
 
+def test_integers_of_an_ordered_categorical_are_labels() -> None:
+    """scikit-learn passes no Categoricals, so that rows without the highest grade leave no doubt."""
+    pandas = pytest.importorskip("pandas")
+    X, rank = ordered_rows(150)
+    y = pandas.Categorical(rank, categories=range(4), ordered=True)
+    model = OrdinalClassifier(values=[0, 1, 2.5, 4]).fit(X, y)  # warnings are errors
+    np.testing.assert_array_equal(model.categories_, range(4))
+    with pytest.warns(EncodedLabelsWarning):
+        OrdinalClassifier(categories=range(4)).fit(X, rank)
+
+
+@pytest.mark.filterwarnings("ignore:OrdinalClassifier did not converge")
+def test_weights_beside_a_constant_column() -> None:
+    """The variance by weight that scikit-learn computes of it may be rounding below 0."""
+    for seed in range(30):
+        random = np.random.default_rng(seed)
+        X = np.column_stack([np.full(40, 0.1), random.normal(size=40)])
+        model = OrdinalClassifier(max_iter=3).fit(X, np.arange(40) % 3, random.gamma(1, size=40))
+        assert np.isfinite(model.coef_).all()
+
+
 class OtherTarget(TransformerMixin, BaseEstimator):
     """Adds the forecast of another label to the features."""
 

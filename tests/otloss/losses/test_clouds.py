@@ -128,6 +128,23 @@ def test_ragged_batches_are_loops_and_gradients_are_right(options: dict[str, Any
     assert (gradient[mask] != 0).any()
 
 
+@pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(str(v) for v in o.values() if isinstance(v, str)))
+def test_gradients_of_weights_do_not_depend_on_the_sizes_of_other_clouds(options: dict[str, Any]) -> None:
+    sizes = (4, 1, 6)
+    x, y = ([draw(n, 2, seed=10 * s + n) for n in sizes] for s in range(2))
+    a = [weights(n, seed=n).requires_grad_() for n in sizes]
+    alone = [torch.autograd.grad(cloud_loss(*case, **options), case[2])[0] for case in zip(x, y, a, strict=True)]
+    actual = torch.autograd.grad(cloud_loss(x, y, a, **options).sum(), a)
+    torch.testing.assert_close(list(actual), alone)
+    mask = torch.arange(6) < torch.tensor(sizes).unsqueeze(-1)
+    padded, padded_a = torch.zeros(3, 6, 2, dtype=torch.float64), torch.rand(3, 6, dtype=torch.float64)
+    padded[mask], padded_a[mask] = torch.cat(x), torch.cat(a).detach()
+    values = cloud_loss(padded, y, padded_a.requires_grad_(), mask_x=mask, **options)
+    (gradient,) = torch.autograd.grad(values.sum(), padded_a)
+    torch.testing.assert_close(gradient[mask], torch.cat(alone))
+    assert (gradient[~mask] == 0).all()
+
+
 @pytest.mark.parametrize("penalty", [None, 1.0, (1.0, None), (None, 1.0)])
 def test_weights_of_a_batch_with_an_empty_cloud_have_gradients(penalty: Any) -> None:
     """As the other pairs alone; a first mass in an empty cloud would have an infinite derivative."""

@@ -53,6 +53,7 @@ def test_moments_of_the_beta_distribution_and_labels_without_neighbours() -> Non
     np.testing.assert_allclose(table(6, "beta")[1], np.diff(beta.cdf(np.arange(7) / 6)), atol=1e-12)
     grades = torch.randint(3, (6, 4))
     torch.testing.assert_close(soft_labels(grades, 3, neighbour=0.0), torch.nn.functional.one_hot(grades, 3).float())
+    torch.testing.assert_close(soft_labels(grades.to(torch.uint16), 3), soft_labels(grades, 3))
 
 
 def test_distributions_of_a_thousand_classes() -> None:

@@ -342,6 +342,14 @@ def test_the_accuracy_of_perfect_decisions_is_1() -> None:
         assert metrics.off_by_one_accuracy(np.arange(n) % 3, np.arange(n) % 3) == 1
 
 
+def test_text_of_pyarrow_is_labels() -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    labels = ["low", "mid", "high", "high"]
+    predicted = ["low", "low", "high", "mid"]
+    for array in (pyarrow.array(labels), pyarrow.chunked_array([labels[:1], labels[1:]])):
+        assert metrics.ordinal_mae(array, predicted, labels=["low", "mid", "high"]) == 0.5
+
+
 def test_labels_of_an_ordered_categorical_have_its_order() -> None:
     """`unique` has them as they appear."""
     pandas = pytest.importorskip("pandas")

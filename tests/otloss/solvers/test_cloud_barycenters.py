@@ -134,6 +134,18 @@ def test_several_starts_are_one_call_and_lists_of_half_precision_have_equal_mass
     assert bool(cloud_barycenter([clouds[0].bfloat16(), clouds[1, :3].bfloat16()], start=clouds[0]).converged)
 
 
+@pytest.mark.parametrize("options", [{}, {"epsilon": 0.5}, {"optimize": "masses"}])
+def test_gradients_of_masses_are_centred_over_the_points_of_each_cloud(options: dict[str, object]) -> None:
+    """And not over the places that fill a list up."""
+    generator = torch.Generator().manual_seed(3)
+    clouds = [torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (5, 3)]
+    masses = [torch.rand(n, generator=generator, dtype=torch.float64) + 0.1 for n in (5, 3)]
+    masses = [(m / m.sum()).requires_grad_() for m in masses]
+    value = cloud_barycenter(clouds, masses, start=clouds[0][:4], **options).value
+    for gradient in torch.autograd.grad(value, masses):
+        assert abs(float(gradient.sum())) < 1e-9 * float(gradient.abs().max())
+
+
 def test_inputs_that_make_no_problem_are_named() -> None:
     clouds = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(7))
     for given, masses, message in (
