@@ -38,8 +38,8 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
             check_call(function.__qualname__, own, args, settings)
         if "generator" in settings:
             check_generator(settings["generator"])
-        args = tuple([_as_tensor(name, value) for name, value in zip(own, args, strict=False)])
-        settings = {name: _as_tensor(name, value) for name, value in settings.items()}
+        args = tuple([as_tensor(name, value) for name, value in zip(own, args, strict=False)])
+        settings = {name: as_tensor(name, value) for name, value in settings.items()}
         if not begin(function.__name__):  # called by another one
             return function(*args, **settings)
         try:
@@ -60,12 +60,13 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def _as_tensor(name: str, value: Any) -> Any:
+def as_tensor(name: str, value: Any) -> Any:
+    """Return a tensor in place of an array of numpy, and in a list of them; other values as they are."""
     if isinstance(value, Tensor):
         check_layout(name, value)
         return value.resolve_neg() if value.is_neg() else value
     if isinstance(value, (list, tuple)) and any(isinstance(one, np.ndarray) for one in value):
-        return [_as_tensor(f"{name}[{place}]", one) for place, one in enumerate(value)]
+        return [as_tensor(f"{name}[{place}]", one) for place, one in enumerate(value)]
     if not isinstance(value, np.ndarray):
         return value
     check_not_masked(value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from otloss._checks import check_reduction
 from otloss._foreign import check_keywords
+from otloss._public import as_tensor
 from otloss.costs import Cost, as_cost
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -100,7 +101,8 @@ class Module(TensorHolder):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
-        settings = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+        own = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+        settings = {name: as_tensor(name, value) for name, value in own.items()}
         if "reduction" in settings:
             check_reduction(settings["reduction"])
         self._names = tuple(settings)

@@ -29,15 +29,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import change_gradient, check_no_tangent, check_no_transform, once_only
+from otloss._autograd import cached_with_graph, change_gradient, check_no_tangent, check_no_transform, once_only
 from otloss._checks import float64_or, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
@@ -179,6 +178,7 @@ class ImplicitSolution(EntropicSolution):
 
     with_graph: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]
     plan_of_equations: Float[Tensor, "*batch n m"] | None = None
+    _grad_enabled: bool = field(default_factory=torch.is_grad_enabled, repr=False)  # for `cached_with_graph`
 
     only_value_has_gradients: ClassVar[str | None] = None
 
@@ -186,7 +186,7 @@ class ImplicitSolution(EntropicSolution):
     def potentials(self) -> tuple[Tensor, Tensor]:
         return self.with_graph
 
-    @cached_property
+    @cached_with_graph
     def dense_plan(self) -> Float[Tensor, "*batch n m"]:
         """P."""
         if self.plan_of_equations is not None:
@@ -196,7 +196,7 @@ class ImplicitSolution(EntropicSolution):
         ratio = ratio_of(problem, f, g, p, epsilon, matrix)
         return p.unsqueeze(-1) * ratio * q.unsqueeze(-2)
 
-    @cached_property
+    @cached_with_graph
     def linear_cost(self) -> Tensor:
         if self.plan_of_equations is None and suits_products(self.problem):
             return linear_cost_with_graph(self.problem, *self.with_graph)

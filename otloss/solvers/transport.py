@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._autograd import Unchanged, without_gradient
+from otloss._autograd import Unchanged, cached_with_graph, without_gradient
 from otloss._checks import check_finite, check_floating
 from otloss.costs.products import product
 from otloss.solvers.problem import Problem
@@ -87,6 +87,7 @@ class Transport:
 
     def __init__(self, problem: Problem, solution: Solution, ways_back: Sequence[WayBack]) -> None:
         self._problem, self._solution = problem, solution
+        self._grad_enabled = torch.is_grad_enabled()  # for `cached_with_graph`
         self._unchanged = Unchanged(problem.p, problem.q, *problem.cost.tensors())
         self._ways_back: list[WayBack] = []  # the way back of the last reduction first
         for way_back in reversed(ways_back):
@@ -97,7 +98,7 @@ class Transport:
         self._value = value
         self.value: Float[Tensor, "*batch"] = self._own(value)
 
-    @cached_property
+    @cached_with_graph
     def potentials(self) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]:
         """(f, g), (..., n) and (..., m)."""
         f, g = self._potentials
@@ -131,7 +132,7 @@ class Transport:
         )
         return error + torch.finfo(error.dtype).eps * torch.maximum(f, g).to(error)  # with the rounding of the output
 
-    @cached_property
+    @cached_with_graph
     def linear_cost(self) -> Float[Tensor, "*batch"]:
         """(...), `<C, P>`: what the plan itself costs, without the entropy."""
         if self._problem.is_exact:
@@ -211,7 +212,7 @@ class Transport:
             f"worst marginal_error={error:.2g}, dtype={self.value.dtype}, device='{self.value.device}')"
         )
 
-    @cached_property
+    @cached_with_graph
     def _potentials(self) -> tuple[Tensor, Tensor]:
         f, g = self._solution.potentials
         for step in self._ways_back:

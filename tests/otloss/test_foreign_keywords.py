@@ -132,6 +132,11 @@ def test_what_foreign_names_name_gives_their_numbers() -> None:
     scope |= {"images": images, "shape": (4, 4), "n": 4}
     name = "convolutional_barycenter2d"
     theirs[name] = ot.bregman.convolutional_barycenter2d(images.numpy(), 0.3, stopThr=1e-12).reshape(-1)
+    factors = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    covariances, means = factors @ factors.mT + torch.eye(3), factors[:, 0]
+    scope |= dict(zip(("Cs", "Ct", "ms", "mt"), (*covariances, *means), strict=True))
+    name = "bures_wasserstein_distance"
+    theirs[name] = ot.gaussian.bures_wasserstein_distance(*(t.numpy() for t in (*means, *covariances)))
     for name, value in theirs.items():
         ours = re.match(r"otloss\..*\)(\.linear_cost)?", _call_of(name).replace("debiased=...", "debiased=False"))
         assert ours is not None

@@ -126,7 +126,7 @@ def cloud_barycenter(
     problem = _posed(clouds, masses, weights, epsilon, start)
     x = _first_points(problem, start, generator)
     with torch.no_grad():
-        solution = _search(problem.detached(), x.detach(), optimize, tolerance, max_iterations)
+        solution = _search(problem.detached(), x.detach().clone(), optimize, tolerance, max_iterations)
     if not bool(solution.converged.all()):
         message = _explain(solution, optimize, max_iterations)
         warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())

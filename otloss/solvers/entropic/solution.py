@@ -84,7 +84,8 @@ class EntropicSolution:
     @cached_property
     def linear_cost(self) -> Tensor:
         self._unchanged.check("linear_cost")
-        return linear_cost(self.problem, *self.potentials)
+        with torch.no_grad():
+            return linear_cost(self.problem, *self.potentials)
 
     @cached_property
     def dual_value(self) -> Tensor:

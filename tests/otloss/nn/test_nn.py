@@ -181,6 +181,15 @@ def test_names_in_files_stay_and_every_module_is_public() -> None:
     assert {case.make.__name__ for case in CASES.values()} | {"CornHead", "CumulativeLinkHead"} == set(modules.__all__)
 
 
+def test_arrays_of_numpy_are_buffers_of_their_own() -> None:
+    x = np.array([0.0, 1.0, 4.0])
+    for module in (nn.OrdinalLoss(x=x), nn.Wasserstein1d(x), nn.Emd(abs(x[:, None] - x))):
+        (expected,) = module.state_dict().values()
+        expected = expected.clone()
+        x += 1
+        torch.testing.assert_close(*module.state_dict().values(), expected, rtol=0, atol=0)
+
+
 def test_parameters_are_trained_and_other_calls() -> None:
     for options in ({"x": torch.nn.Parameter(X.sort().values)}, {"cost": torch.nn.Parameter(MATRIX.clone())}):
         ordinal = modules.OrdinalLoss(**options)  # type: ignore[arg-type]

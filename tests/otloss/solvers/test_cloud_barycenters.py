@@ -146,6 +146,13 @@ def test_gradients_of_masses_are_centred_over_the_points_of_each_cloud(options: 
         assert abs(float(gradient.sum())) < 1e-9 * float(gradient.abs().max())
 
 
+def test_points_of_a_barycenter_may_be_changed() -> None:
+    start = torch.randn(3, 2, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    expected = start.clone()
+    cloud_barycenter(torch.stack([start, start + 1]), start=start, optimize="masses").points.zero_()
+    torch.testing.assert_close(start, expected, rtol=0, atol=0)
+
+
 def test_inputs_that_make_no_problem_are_named() -> None:
     clouds = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(7))
     for given, masses, message in (

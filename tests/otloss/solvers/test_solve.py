@@ -6,6 +6,7 @@ import pickle
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,35 @@ def test_answers_after_a_change_in_place_raise() -> None:
     for answer, ask in [(exact, "potentials"), *((late, a) for a in ("gap", "dual_value", "certificate", "plan"))]:
         with pytest.raises(RuntimeError, match="changed in place"):
             late.plan() if ask == "plan" else getattr(answer, ask)
+
+
+@pytest.mark.parametrize("log", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["matrix", "mass", "grid"])
+def test_a_part_that_was_logged_keeps_its_gradient(kind: str, dtype: torch.dtype, log: Any) -> None:
+    """Parts are computed once, at their first reading, which may be under `no_grad`."""
+    cost: Any = GridCost((24, 24), spacing=1 / 23).to(dtype) if kind == "grid" else draw(6, 6, seed=2).to(dtype)
+    p, q = (w.to(dtype) / w.to(dtype).sum() for w in draw(2, cost.shape[-1]) + 0.1)
+    p, options = p.requires_grad_(), {"epsilon": 0.1, "mass": 0.6 if kind == "mass" else None}
+    v = draw(len(p), 2).to(dtype)
+    parts: dict[str, Callable[[otloss.Transport], Tensor]] = {
+        "linear_cost": lambda t: t.linear_cost, "potentials": lambda t: t.potentials[0], "plan": lambda t: t.plan(),
+        "apply": lambda t: t.apply(v), "barycentric_map": lambda t: t.barycentric_map(v),
+    }  # fmt: skip
+    for name, part in parts.items():
+        plain, logged = (otloss.solve(p, q, cost, grad="implicit", **options) for _ in range(2))
+        with log():
+            logged.potential_error, logged.linear_cost, logged.plan(), part(logged)
+        expected, actual = (torch.autograd.grad(part(t).square().sum(), p)[0] for t in (plain, logged))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, msg=name)
+        with torch.no_grad():
+            made = otloss.solve(p, q, cost, grad="implicit", **options)
+        assert not part(made).requires_grad
+        envelope = otloss.solve(p, q, cost, **options)
+        with log():
+            part(envelope)
+        with pytest.raises(RuntimeError, match="gives the derivative of `value` alone"):
+            part(envelope).sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
