@@ -17,6 +17,7 @@ from trl import ScriptArguments
 from otloss_llm.cli.rows import checked_split, load_splits, naming_rows
 from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
+from otloss_llm.costs.tokenizer_numbers import tokenizer_of
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 CONFIDENCE_BINS = 15
@@ -128,7 +129,7 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
 
     Returns the samples, as long as what follows in the data or shorter, and what follows in the data.
     """
-    model, tokenizer, texts, references = trainer.model, trainer.processing_class, [], []
+    model, tokenizer, texts, references = trainer.model, tokenizer_of(trainer.processing_class), [], []
     tokenizer.padding_side = "left"
     torch.manual_seed(trainer.args.seed)
     ids = {"eos_token_id": model.generation_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

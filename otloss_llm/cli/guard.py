@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import TrainerCallback
 
+from otloss_llm.costs.tokenizer_numbers import tokenizer_of
+
 SETTINGS_FILE = "run.json"
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -132,7 +134,7 @@ def _as_json(settings: dict[str, Any]) -> str:
 
 def tokenizer_fingerprint(processor: Any) -> str:
     """Return a short hash of what makes tokens of rows: the tokenizer, its special tokens and the chat template."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     content |= {"padding": None, "truncation": None}  # the last call set them

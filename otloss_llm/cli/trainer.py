@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
@@ -13,13 +14,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import AutoProcessor
+from transformers import AutoProcessor, AutoTokenizer
 from trl import SFTTrainer, get_peft_config, get_quantization_config, is_conversational
 from trl.trainer.utils import create_model_from_path
 
 from otloss_llm.cli.rows import HUB_NAME, check_tokens, naming_rows
 from otloss_llm.cli.settings import Request, RunConfig
 from otloss_llm.costs.named import load_cost
+from otloss_llm.costs.tokenizer_numbers import tokenizer_of
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
 from otloss_llm.models.heads import count_embeddings, is_encoder_decoder
@@ -88,7 +90,8 @@ def load_model(request: Request) -> tuple[Any, Any]:
     if not (Path(path).is_dir() or HUB_NAME.fullmatch(name)):
         raise FileNotFoundError(f"there is no model folder {name!r} in {Path.cwd()}; check the path.")
     try:
-        model = create_model_from_path(path, _class_of_adapters(path), **settings)
+        has_adapter = (Path(path) / "adapter_config.json").is_file()
+        model = _load_adapter(path, settings) if has_adapter else create_model_from_path(path, **settings)
         return model, AutoProcessor.from_pretrained(
             path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
         )
@@ -96,18 +99,27 @@ def load_model(request: Request) -> tuple[Any, Any]:
         raise ValueError(f"the model {name!r} cannot be loaded: {error}") from error
 
 
-def _class_of_adapters(path: str) -> Any:
-    """Return PEFT's class that loads the folder of an adapter, None for other folders.
+def _load_adapter(path: str, settings: dict[str, Any]) -> Any:
+    """Return the adapter in a folder, on a model of the class that it was trained on.
 
-    The classes of transformers load adapters too, but with new magnitudes where they are DoRA's.
+    The automatic classes of PEFT and transformers may take another one, in which its layers have other names.
     """
-    if not (Path(path) / "adapter_config.json").is_file():
-        return None
     try:
-        from peft import AutoPeftModelForCausalLM
+        from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise ImportError(f"{path!r} is the folder of an adapter, which needs peft: pip install peft") from error
-    return AutoPeftModelForCausalLM
+    config = PeftConfig.from_pretrained(path)
+    base = create_model_from_path(config.base_model_name_or_path, **settings | {"revision": config.revision})
+    if (Path(path) / "tokenizer_config.json").is_file():
+        tokens = len(AutoTokenizer.from_pretrained(path, trust_remote_code=settings["trust_remote_code"]))
+        if tokens > count_embeddings(base):  # those of a chat template
+            base.resize_token_embeddings(tokens)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
+        try:
+            return PeftModel.from_pretrained(base, path)
+        except UserWarning as error:  # the other weights of the adapter would be new ones
+            raise ValueError(f"the adapter does not fit {type(base).__name__}. {error}") from error
 
 
 def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, evaluation: Any, **settings: Any) -> Any:
@@ -177,7 +189,7 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
     """
     if not model.can_generate():
         raise ValueError(f"{type(model).__name__} is not a causal language model; take a model that writes text.")
-    check_vocabulary(model, 0, max(getattr(tokenizer, "tokenizer", tokenizer).get_vocab().values()))
+    check_vocabulary(model, 0, max(tokenizer_of(tokenizer).get_vocab().values()))
     if TOKEN_WEIGHT in row:
         raise ValueError(
             f"the rows have a column {TOKEN_WEIGHT}, which TRL's collator drops; remove it (dataset.remove_columns), "

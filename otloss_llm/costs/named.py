@@ -11,6 +11,7 @@ from torch import Tensor
 
 from otloss_llm.costs.choice import NumberSettings, choose_cost
 from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.costs.tokenizer_numbers import tokenizer_of
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.models.heads import find_head
 
@@ -35,14 +36,15 @@ def load_cost(
             (folder or name) whose head is taken without its leading directions.
         model: the model that will be trained; the cost is over its vocabulary.
         seed: of the random and shuffled controls, of embeddings and of values.
-        kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`. The tokenizer is compared with the
-            tokenizer of a model whose head is taken.
+        kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`. The tokenizer, or the one of a processor,
+            is compared with the tokenizer of a model whose head is taken.
 
     Raises:
         ValueError: the embedding has another vocabulary (or other tokens) or is not a (V, d) array of finite numbers,
             or the tokenizer has no number tokens.
         FileNotFoundError: there is no such file.
     """
+    tokenizer = tokenizer_of(tokenizer)
     return choose_cost(
         kind, embedding=lambda: _load_embedding(source, model, seed, tokenizer), tokenizer=tokenizer,
         vocab_size=find_head(model).weight.shape[0], numbers=numbers, seed=seed,

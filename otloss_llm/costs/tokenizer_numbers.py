@@ -272,6 +272,11 @@ class Coverage:
         return "\n".join(lines)
 
 
+def tokenizer_of(processor: Any) -> Any:
+    """Return the tokenizer of a processor, as of text and images; a tokenizer as it is."""
+    return getattr(processor, "tokenizer", processor)
+
+
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise TypeError if this is no tokenizer, as the processor of a model of images or speech, which has one."""
     missing = [name for name in (*_ASKED, "all_special_ids") if not hasattr(tokenizer, name)]

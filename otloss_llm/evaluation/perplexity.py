@@ -20,7 +20,13 @@ from otloss._checks import check_count, check_number
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import cost_positions
 from otloss_llm.losses.token_loss import token_loss
-from otloss_llm.models.heads import check_decoder_only, count_embeddings, evaluation_mode, passes_differ
+from otloss_llm.models.heads import (
+    check_decoder_only,
+    check_no_virtual_tokens,
+    count_embeddings,
+    evaluation_mode,
+    passes_differ,
+)
 from otloss_llm.objectives import MLE
 
 _LENGTH_OF_CHECK = 32
@@ -146,6 +152,7 @@ def _score(
 def _check_causal(model: Any, ids: Int[Tensor, "rows length"]) -> None:
     """Raise ValueError if other tokens after the first change what the model predicts for the second."""
     check_decoder_only(model, "perplexity")
+    check_no_virtual_tokens(model)
     others = torch.cat([ids[:, :1], ids.min() + ids.max() - ids[:, 1:]], 1)
     first, other = (model(input_ids=rows.to(model.device), use_cache=False).logits[:, 0] for rows in (ids, others))
     if passes_differ(first, other):

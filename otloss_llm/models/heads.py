@@ -325,3 +325,14 @@ def check_decoder_only(model: nn.Module, what: str) -> None:
             f"{what} need a causal language model, got the encoder-decoder {type(model).__name__}; it takes questions "
             "with answers."
         )
+
+
+def check_no_virtual_tokens(model: Any) -> None:
+    """Raise ValueError for PEFT's prompt tuning and its relatives; prefix tuning adds no hidden states."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False) and config.peft_type != "PREFIX_TUNING":
+        raise ValueError(
+            f"the model is adapted by PEFT's {type(config).__name__.removesuffix('Config')}, which puts virtual tokens "
+            "before the text, so hidden states and labels differ in length. Use LoRA, or another method that adapts "
+            "weights."
+        )

@@ -17,9 +17,10 @@ from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
 from otloss_llm.costs.choice import NumberSettings
+from otloss_llm.costs.tokenizer_numbers import tokenizer_of
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, cost_positions
-from otloss_llm.models.heads import find_head, is_encoder_decoder, weights_kept
+from otloss_llm.models.heads import check_no_virtual_tokens, find_head, is_encoder_decoder, weights_kept
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
 from otloss_llm.training.batches import (
@@ -61,7 +62,6 @@ from otloss_llm.training.trainer_settings import (
     check_best_metric,
     check_loss_is_replaceable,
     check_loss_settings,
-    check_no_virtual_tokens,
     check_sequence_parallelism,
     foreign_argument,
     measured_best_metric,
@@ -178,6 +178,8 @@ class ObjectiveMixin:
         except TypeError as error:  # which names no function
             raise TypeError(f"{type(self).__name__} {error}; {foreign_argument(kwargs)}") from error
         super().__init__(*args, **kwargs)
+        if self.args.label_names is None:
+            self.label_names = ["labels"]  # by its arguments a model may have others, that are not needed
         # Not `objective`, where a hyperparameter search of the trainer writes what it minimises.
         self.training_objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
@@ -208,7 +210,7 @@ class ObjectiveMixin:
         self.transport_cost = self._make_cost(
             self.training_objective, self._choose_cost(root), rows=lambda: self._broadcast(head.weight),
             vocab_size=head.weight.shape[0],
-            tokenizer=getattr(self.processing_class, "tokenizer", self.processing_class),  # a processor has one
+            tokenizer=tokenizer_of(self.processing_class),
         )  # fmt: skip
         check_best_cost(self.args, best_metric(self.args, self.eval_dataset), self.transport_cost)
 

@@ -127,8 +127,7 @@ def auxiliary_weight(trainer: Any, model: nn.Module) -> float:
     """
     root: Any = unwrap(model)
     root = root.get_base_model() if hasattr(root, "get_base_model") else root
-    # up to TRL 1.10 the setting is in the arguments only
-    for owner in (trainer, getattr(trainer, "args", None), root, root.config.get_text_config()):
+    for owner in (trainer, root, root.config.get_text_config()):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             weight = getattr(owner, name, None)
             if weight is not None:
@@ -160,14 +159,3 @@ def check_loss_is_replaceable(cls: type, mixin: type, trainer: type) -> None:
                 f"{mixin.__name__} goes with Trainer, Seq2SeqTrainer and SFTTrainer, which take the model's loss. "
                 f"A compute_loss of yours belongs into {cls.__name__} itself, where it can call super()."
             )
-
-
-def check_no_virtual_tokens(model: Any) -> None:
-    """Raise ValueError for PEFT's prompt tuning and its relatives; prefix tuning adds no hidden states."""
-    config: Any = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False) and config.peft_type != "PREFIX_TUNING":
-        raise ValueError(
-            f"the model is adapted by PEFT's {type(config).__name__.removesuffix('Config')}, which puts virtual tokens "
-            "before the text, so hidden states and labels differ in length; an objective does not work with it. Use "
-            "LoRA, or another method that adapts weights."
-        )

@@ -556,6 +556,36 @@ def test_all_parts_of_an_adapter_are_loaded(cli: Cli, tiny: Tiny, sums: Path, tm
     assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
 
 
+def test_an_adapter_is_loaded_on_the_class_that_it_was_trained_on(
+    model: Path, sums: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT's automatic class takes none for Llava, and for Qwen3.5 another one, of other names of layers."""
+    from otloss_llm.cli import trainer
+    from otloss_llm.cli.settings import parse
+
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(trainer, "AutoProcessor", transformers.AutoTokenizer)  # Llava's own needs packages for images
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text = {"model_type": "llama", "vocab_size": 300, **sizes}
+    vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=299)
+    base, run = tmp_path / "base", tmp_path / "run"
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(base)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    loaded_base = transformers.LlavaForConditionalGeneration.from_pretrained(base)
+    expected = peft.get_peft_model(loaded_base, settings)
+    expected.save_pretrained(run)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(run)
+    request = parse("evaluate", asked("evaluate", run, sums)[1:])
+    loaded, _ = trainer.load_model(request)
+    torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    weights = safetensors.torch.load_file(run / "adapter_model.safetensors")
+    renamed = {name.replace("language_model", "text"): weight for name, weight in weights.items()}
+    safetensors.torch.save_file(renamed, run / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"cannot be loaded: the adapter does not fit Llava.*missing adapter keys"):
+        trainer.load_model(request)
+
+
 def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(
     cli: Cli, tiny: Tiny, sums: Path, tmp_path: Path
 ) -> None:

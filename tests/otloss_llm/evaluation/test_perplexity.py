@@ -52,6 +52,13 @@ def test_adapters_on_the_input_embedding(changes):
         perplexity(model, torch.tensor([[0, VOCABULARY]]))
 
 
+def test_virtual_tokens_are_named():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="PEFT's PromptTuning, which puts virtual tokens before the text"):
+        perplexity(peft.get_peft_model(tiny_model("llama"), config), torch.arange(3, 43).view(2, 20))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_perplexity_weighs_tokens_and_ignores_the_batching(model, doubled, temperature):
     generator = torch.Generator().manual_seed(2)
