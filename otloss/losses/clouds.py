@@ -282,7 +282,7 @@ class _Cloud:
         else:
             check_last_axis(name_w, check_floating(name_w, weights), points.shape[-2])
             weights = torch.where(mask, weights, 0.0)
-            if balanced and is_padded and weights.requires_grad:  # solvers centre it over all places
+            if balanced and is_padded:  # solvers centre its gradient over all places
                 weights = centre_gradient_over(mask, weights)
         return _Cloud(points, weights, filled)
 

@@ -131,7 +131,7 @@ def _checked_side(name: str, rho: Any) -> float | Tensor:
         raise ValueError(
             f"{name} holds {float(rho.detach()[bad][0])}, expected finite numbers above 0; None keeps a side exactly."
         )
-    return rho.detach().unsqueeze(-1)
+    return rho.detach().clone().unsqueeze(-1)  # derivatives and bounds read it after the call
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ def _checked_epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
 def _checked_mass(mass: Any, p: Tensor, q: Tensor) -> Tensor:
     wide = float64_or(p.dtype, p.device)
     if isinstance(mass, Tensor):
-        moved = check_floating("mass", mass).to(p.device, wide)
+        moved = check_floating("mass", mass).to(p.device, wide, copy=True)  # which bounds read after the call
     else:
         moved = torch.tensor(float(check_number("mass", mass)), dtype=wide, device=p.device)
     lesser_mass = torch.minimum(p.detach().to(wide).sum(-1), q.detach().to(wide).sum(-1))

@@ -294,6 +294,21 @@ def test_a_part_that_is_changed_in_place_changes_no_other(options: dict[str, Any
             torch.testing.assert_close(actual[other], expected[other], rtol=0, atol=0, msg=f"{name} changed {other}")
 
 
+@pytest.mark.parametrize("as_pair", [False, True])
+def test_a_penalty_may_be_changed_after_the_call(as_pair: bool) -> None:
+    """As where it falls from step to step, and losses of several steps are summed."""
+    p, q, matrix = transport_problem((3,))
+    penalty, p = torch.full((), 0.5, dtype=torch.float64), p.requires_grad_()
+    options = {"epsilon": 0.1, "marginal_penalty": (penalty, None) if as_pair else penalty}
+    expected_answer, answer = (otloss.solve(p, q, matrix, **options) for _ in range(2))
+    (expected,) = torch.autograd.grad(expected_answer.value.sum(), p)
+    gap = expected_answer.gap
+    penalty *= 0.1
+    (actual,) = torch.autograd.grad(answer.value.sum(), p)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(answer.gap, gap, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("epsilon", [None, 0.1])
 def test_copies_of_answers_know_what_was_changed(epsilon: float | None) -> None:
     p, q, matrix = transport_problem((3,))
