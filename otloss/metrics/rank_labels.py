@@ -147,10 +147,11 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     # numpy turns the numbers of a list into strings where it holds one string.
     items = list(values) if isinstance(values, list | tuple) else array.tolist() if array.dtype.kind in "OT" else None
     if items is not None:
+        items = text_of_members(items)
         _check_present(name, np.array([v is None or _unequal(v) for v in items], dtype=bool))
         if len({isinstance(v, str) for v in items}) > 1:
             raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
-        if array.dtype.kind in "OT":
+        if array.dtype.kind in "OTU":
             array = np.array(items)
     if array.dtype.kind not in KINDS or array.ndim != 1:
         first = items[0] if items else array[0]
@@ -161,6 +162,16 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     if array.dtype.kind == "f":
         _check_present(name, array != array)
     return array
+
+
+def text_of_members(labels: Any) -> Any:
+    """Return a list in which members of a class (str, Enum) are their text; others as they are.
+
+    Of such members numpy makes the first letters of the name of their class.
+    """
+    if not isinstance(labels, list | tuple):
+        return labels
+    return [str.__str__(label) if isinstance(label, str) else label for label in labels]
 
 
 def categories_of(target: Any) -> Any:

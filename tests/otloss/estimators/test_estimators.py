@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 import warnings
+from enum import Enum
 from functools import cache
 from itertools import chain
 from types import SimpleNamespace
@@ -306,6 +307,29 @@ def test_weights_beside_a_constant_column() -> None:
         X = np.column_stack([np.full(40, 0.1), random.normal(size=40)])
         model = OrdinalClassifier(max_iter=3).fit(X, np.arange(40) % 3, random.gamma(1, size=40))
         assert np.isfinite(model.coef_).all()
+
+
+class Grade(str, Enum):
+    LOW, MEDIUM, HIGH = "low", "medium", "high"
+
+
+@pytest.mark.parametrize(
+    "make", [list, lambda members: np.array([*members, None], dtype=object)[:-1]], ids=["list", "array"]
+)
+def test_members_of_a_class_of_text_are_labels(make: Any) -> None:
+    """numpy takes the first letters of the name of their class."""
+    X, rank = ordered_rows(90)
+    y, text = make([list(Grade)[k] for k in rank]), [list(Grade)[k].value for k in rank]
+    names = [grade.value for grade in Grade]
+    model = OrdinalClassifier(categories=list(Grade), class_weight={Grade.LOW: 2.0}).fit(X, y)
+    same = OrdinalClassifier(categories=names, class_weight={"low": 2.0}).fit(X, text)
+    np.testing.assert_array_equal(model.predict(X), same.predict(X))
+    assert model.score(X, y) == same.score(X, text)
+    assert (
+        metrics.ordinal_mae(y, y[::-1], labels=list(Grade)) == metrics.ordinal_mae(text, text[::-1], labels=names) > 0
+    )
+    pytest.importorskip("xgboost")
+    OrdinalBoostingClassifier(n_estimators=2, categories=names, early_stopping=False).fit(X, text, eval_set=[(X, y)])
 
 
 class OtherTarget(TransformerMixin, BaseEstimator):
