@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,18 +14,13 @@ from otloss._checks import TRANSFORMS, called, has_tangent, raise_inside_vmap, r
 _T = TypeVar("_T")
 
 
-class _KnowsGradMode(Protocol):
-    @property
-    def _grad_enabled(self) -> bool: ...
-
-
 def cached_with_graph(function: Callable[[Any], _T]) -> cached_property[_T]:
     """Return a `cached_property` that has the graph of its object, also where it is read first under `no_grad`.
 
     The object has an attribute `_grad_enabled`: whether autograd recorded where it was made.
     """
 
-    def compute(instance: _KnowsGradMode) -> _T:
+    def compute(instance: Any) -> _T:
         with torch.inference_mode(False), torch.set_grad_enabled(instance._grad_enabled):
             return function(instance)
 
