@@ -104,7 +104,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             source = validate_data(self, X, dtype=np.float64, order="C")
         _check_columns(X, target)
         with reading_features(target, _ADVICE, name="target"):
-            other = check_array(target, dtype=np.float64, order="C", input_name="target")
+            other = check_array(target, dtype=np.float64, order="C", copy=True, input_name="target")
         if other.shape[1] != source.shape[1]:
             raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
         if self.method == "linear":

@@ -25,7 +25,7 @@ from otloss.estimators.label_order import EncodedLabelsWarning, LabelOrder, labe
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
 from otloss.metrics.arrays import read_weights
 from otloss.metrics.distribution import Distribution
-from otloss.metrics.rank_labels import categories_of, plain_labels, shown, text_of_members
+from otloss.metrics.rank_labels import categories_of, plain_items, plain_labels, shown
 
 CALIBRATIONS = {"temperature": Temperature, "ordinal": OrdinalRecalibration}
 ENOUGH_TO_HOLD_OUT = 50  # With at least so many rows early_stopping="auto" keeps some for validation.
@@ -68,7 +68,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         predicted = self.predict(X)
         check_not_masked(y)
         with numpy_alone():
-            labels = plain_labels("y", column_or_1d(text_of_members(y)))
+            labels = plain_labels("y", column_or_1d(plain_items(y)))
             check_consistent_length(predicted, labels)
         if (labels.dtype.kind in "biuf") != (predicted.dtype.kind in "biuf"):
             raise ValueError(f"y holds labels such as {labels[0].item()!r}, expected some of {shown(self.classes_)}.")
@@ -146,7 +146,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
             check_not_masked(array)
         own_categories = categories_of(y)  # of an ordered Categorical, which holds labels for certain
         categories = own_categories if self.categories is None else self.categories
-        X, y = self._checked(X, text_of_members(y))
+        X, y = self._checked(X, plain_items(y))
         self._check_settings()
         self._order = label_order(y, categories)
         names_labels = self.values is not None or self.cost is not None or isinstance(self.class_weight, dict)
@@ -263,7 +263,7 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
         factors = np.ones(len(order.names))
         names = order.names.tolist()
         unknown = []
-        for label, factor in zip(text_of_members([*class_weight]), class_weight.values(), strict=True):
+        for label, factor in zip(plain_items([*class_weight]), class_weight.values(), strict=True):
             factor = check_real(f"class_weight[{label!r}]", factor, minimum=0.0)
             if label in names:
                 factors[names.index(label)] = factor

@@ -31,7 +31,7 @@ from otloss.estimators.boosters import (
 )
 from otloss.estimators.criterion import check_real
 from otloss.estimators.features import warn_of_tiny_columns
-from otloss.metrics.rank_labels import text_of_members
+from otloss.metrics.rank_labels import plain_items
 
 _C = TypeVar("_C")
 _CONSTANT = (
@@ -305,7 +305,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
     def _evaluation_part(self, name: str, X: Any, y: Any, sample_weight: Any = None) -> Part:
         """Return a part of `eval_set` as the rows that training takes."""
         try:
-            X, y = self._features(X), column_or_1d(text_of_members(y))
+            X, y = self._features(X), column_or_1d(plain_items(y))
             check_consistent_length(X, y)
             X, positions, weights = self._weighted_rows(X, y, sample_weight)
             return Part(Table(X), np.arange(len(X)), positions, weights)

@@ -146,7 +146,7 @@ class OrdinalDecomposition(OrdinalBase):
         return {"sample_weight": weights}
 
     def _logits(self, X: Any) -> np.ndarray:
-        above = np.column_stack([binary.predict_proba(X)[:, 1] for binary in self.estimators_])
+        above = np.column_stack([_probability_above(binary, X) for binary in self.estimators_])
         above = -np.sort(-above, axis=1)
         padded = np.pad(above, ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
         return np.log(np.maximum(-np.diff(padded), np.finfo(float).tiny))
@@ -166,3 +166,11 @@ def _check_probabilities(fitted: Any) -> None:
             f"estimator is a {type(fitted).__name__} without predict_proba, expected a classifier with "
             "probabilities; wrap it in sklearn.calibration.CalibratedClassifierCV."
         )
+
+
+def _probability_above(fitted: Any, X: Any) -> np.ndarray:
+    """Return the probability (n,) of the class 1 by a classifier of 0 and 1, which may have them in another order."""
+    probability = np.asarray(fitted.predict_proba(X))[:, list(getattr(fitted, "classes_", (0, 1))).index(1)]
+    if not np.isfinite(probability).all():
+        raise ValueError(f"predict_proba of {type(fitted).__name__} returns NaN or infinity, expected probabilities.")
+    return probability

@@ -40,7 +40,7 @@ class Distribution(np.ndarray):
 
     def __new__(cls, table: ArrayLike, *, labels: ArrayLike) -> Distribution:
         new = np.asarray(table).view(cls)
-        new.labels = plain_labels("labels", labels)
+        new.labels = plain_labels("labels", labels).copy()  # of an estimator they are its attribute
         own, names = categories_of(labels), new.labels.tolist()
         order = names if own is None else [label for label in own if label in names]
         if order != names:

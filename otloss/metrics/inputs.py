@@ -109,6 +109,7 @@ def read_forecast(
             f"proba has {table.shape[1]} columns, expected {column_labels.size}: one for each of "
             f"{shown(column_labels)}. Where a model was fitted without some class, pass columns=model.classes_."
         )
+    _check_own_names(proba, column_labels)
     places = positions("columns", column_labels, order.labels)
     if np.unique(places).size != places.size:
         raise ValueError(f"columns is {shown(column_labels)}, expected each label once.")
@@ -129,6 +130,20 @@ def read_forecast(
     in_rank_order = np.zeros((table.shape[0], order.labels.size))
     in_rank_order[:, place_among_counting[places]] = table
     return Forecast(place_among_counting[observed], in_rank_order, order, weight)
+
+
+def _check_own_names(proba: ArrayLike, column_labels: Labels) -> None:
+    """Raise ValueError if the table itself names its columns by the classes, in another order."""
+    if isinstance(proba, Distribution):
+        own = [] if proba.labels is None else proba.labels.tolist()
+    else:
+        names = getattr(proba, "columns", [])
+        own = [] if type(names).__name__ == "RangeIndex" else list(names)  # numbers that nobody gave
+    if own != column_labels.tolist() and set(own) == set(column_labels.tolist()):
+        raise ValueError(
+            f"the columns are taken to be {shown(column_labels)}, and proba names them {own!r}; pass columns={own!r}, "
+            "or the probabilities as an array."
+        )
 
 
 def columns_of(proba: Distribution) -> Labels:

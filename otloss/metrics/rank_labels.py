@@ -147,11 +147,11 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     # numpy turns the numbers of a list into strings where it holds one string.
     items = list(values) if isinstance(values, list | tuple) else array.tolist() if array.dtype.kind in "OT" else None
     if items is not None:
-        items = text_of_members(items)
+        items = plain_items(items)
         _check_present(name, np.array([v is None or _unequal(v) for v in items], dtype=bool))
         if len({isinstance(v, str) for v in items}) > 1:
             raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
-        if array.dtype.kind in "OTU":
+        if array.dtype.kind in "OTU":  # of a list of tensors too
             array = np.array(items)
     if array.dtype.kind not in KINDS or array.ndim != 1:
         first = items[0] if items else array[0]
@@ -164,14 +164,20 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     return array
 
 
-def text_of_members(labels: Any) -> Any:
-    """Return a list in which members of a class (str, Enum) are their text; others as they are.
+def plain_items(labels: Any) -> Any:
+    """Return a list of labels of Python and numpy, others as they are.
 
-    Of such members numpy makes the first letters of the name of their class.
+    Of members of a class (str, Enum) numpy makes the first letters of the name of their class, and tensors without axes
+    are not numbers to it.
     """
-    if not isinstance(labels, list | tuple):
-        return labels
-    return [str.__str__(label) if isinstance(label, str) else label for label in labels]
+    return [_plain_item(label) for label in labels] if isinstance(labels, list | tuple) else labels
+
+
+def _plain_item(label: Any) -> Any:
+    if isinstance(label, str):
+        return str.__str__(label)
+    is_scalar = hasattr(label, "__array__") and not isinstance(label, np.generic) and np.ndim(label) == 0
+    return as_array(label)[()] if is_scalar else label
 
 
 def categories_of(target: Any) -> Any:

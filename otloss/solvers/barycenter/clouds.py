@@ -132,7 +132,9 @@ def cloud_barycenter(
         warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
     dtype = problem.dtype
     value = finite_in(dtype, problem.value_of_best(solution), 2)
-    return CloudBarycenter(solution.x.to(dtype), solution.a.to(dtype), value, solution.iterations, solution.converged)
+    return CloudBarycenter(
+        solution.x.to(dtype), solution.a.to(dtype).contiguous(), value, solution.iterations, solution.converged
+    )
 
 
 @dataclass(frozen=True)

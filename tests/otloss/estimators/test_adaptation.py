@@ -1,5 +1,7 @@
 """Maps between domains against POT's, in and out of sample, and the joint-distribution loss against a loop."""
 
+from typing import Any
+
 import numpy as np
 import ot
 import pytest
@@ -184,3 +186,14 @@ def test_the_map_is_that_of_the_last_fit_that_succeeded() -> None:
         for other in [*settings, {"method": "barycentric", "epsilon": 0.01}]:
             adapter.set_params(**{"epsilon": None} | other)
             np.testing.assert_array_equal(adapter.transform(source), moved)
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "barycentric"}, {"method": "barycentric", "epsilon": 0.5}])
+def test_the_samples_of_the_fit_may_be_changed_after_it(settings: dict[str, Any]) -> None:
+    random = np.random.default_rng(0)
+    source, target, X = (random.normal(size=(20, 2)) for _ in range(3))
+    adapter = TransportAdapter(**settings).fit(source, target=target)
+    expected = adapter.transform(X)
+    source += 1
+    target += 1
+    np.testing.assert_array_equal(adapter.transform(X), expected)

@@ -3,6 +3,8 @@
 scikit-learn's checks run in test_estimators.py.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy.sparse import coo_array, csr_array
@@ -108,6 +110,29 @@ def test_a_pipeline_gets_weights_by_metadata_routing() -> None:
         for other in (tree, clone(tree).set_fit_request(sample_weight="w")):
             with pytest.raises(ValueError, match=r"Pipeline does not request it by this name; .*=False"):
                 OrdinalDecomposition(make_pipeline(SimpleImputer(), other)).fit(X, y, sample_weight=weight)
+
+
+class Reversed(LogisticRegression):
+    """With classes in falling order, and probabilities in a data frame."""
+
+    broken = False
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+        super().fit(X, y, sample_weight)
+        self.classes_ = self.classes_[::-1]
+        return self
+
+    def predict_proba(self, X: Any) -> Any:
+        table = LogisticRegression.predict_proba(self, X)[:, ::-1]
+        return pytest.importorskip("pandas").DataFrame(np.nan * table if self.broken else table)
+
+
+def test_classes_of_the_inner_classifier_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, expected = (OrdinalDecomposition(inner).fit(X, y) for inner in (Reversed(), LogisticRegression()))
+    np.testing.assert_allclose(model.predict_proba(X), expected.predict_proba(X))
+    monkeypatch.setattr(Reversed, "broken", True)
+    with pytest.raises(ValueError, match="predict_proba of Reversed returns NaN or infinity"):
+        model.predict(X)
 
 
 test_errors_name_the_estimator = raising(

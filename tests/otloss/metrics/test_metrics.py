@@ -350,6 +350,36 @@ def test_text_of_pyarrow_is_labels() -> None:
         assert metrics.ordinal_mae(array, predicted, labels=["low", "mid", "high"]) == 0.5
 
 
+def test_labels_in_a_list_of_tensors() -> None:
+    """As predictions that a loop appends."""
+    predicted = [torch.tensor(k) for k in (0, 2, 2, 1)]
+    array = np.empty(4, dtype=object)
+    array[:] = predicted
+    for each in (predicted, tuple(predicted), array):
+        assert metrics.ordinal_mae([0, 1, 2, 2], each, labels=list(torch.arange(3))) == 0.5
+
+
+@pytest.mark.parametrize("columns", [["low", "mid", "top"], "rank"])
+def test_columns_that_contradict_the_names_of_the_table_raise(columns: Any) -> None:
+    names, own = ["low", "mid", "top"], ["mid", "low", "top"]
+    table = np.array([[0.1, 0.8, 0.1], [0.7, 0.2, 0.1]])
+    y = ["low", "mid"]
+    frame = pd.DataFrame(table, columns=own)
+    expected = metrics.ranked_probability_score(y, table, labels=names, columns=own)
+    assert metrics.ranked_probability_score(y, frame, labels=names, columns=own) == expected
+    for proba in (frame, metrics.Distribution(table, labels=own)):
+        with pytest.raises(ValueError, match=r"names them \['mid', 'low', 'top'\]; pass columns=\['mid', 'low'"):
+            metrics.ranked_probability_score(y, proba, labels=names, columns=columns)
+    unnamed = pd.DataFrame(table)
+    assert metrics.ranked_probability_score([0, 1], unnamed, labels=[0, 1, 2], columns=[1, 0, 2]) == expected
+
+
+def test_labels_of_a_distribution_are_its_own() -> None:
+    labels = np.array([1, 2])
+    metrics.Distribution([[0.5, 0.5]], labels=labels).labels[:] = 0
+    assert labels.tolist() == [1, 2]
+
+
 def test_labels_of_an_ordered_categorical_have_its_order() -> None:
     """`unique` has them as they appear."""
     pandas = pytest.importorskip("pandas")

@@ -151,6 +151,9 @@ def test_points_of_a_barycenter_may_be_changed() -> None:
     expected = start.clone()
     cloud_barycenter(torch.stack([start, start + 1]), start=start, optimize="masses").points.zero_()
     torch.testing.assert_close(start, expected, rtol=0, atol=0)
+    masses = cloud_barycenter(torch.stack([start, start + 1]), start=start).masses
+    masses[0] = 0.5  # of a tensor of its own, without repeated entries
+    torch.testing.assert_close(masses[1:], torch.full((2,), 1 / 3, dtype=torch.float64))
 
 
 def test_inputs_that_make_no_problem_are_named() -> None:
