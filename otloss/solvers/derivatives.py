@@ -191,6 +191,7 @@ class ImplicitSolution(EntropicSolution):
         """P."""
         if self.plan_of_equations is not None:
             return self.plan_of_equations
+        self._unchanged.check("the plan")
         (f, g), problem = self.with_graph, self.problem
         p, q, epsilon, matrix = (t.to(f) for t in (problem.p, problem.q, problem.epsilon, problem.cost.dense()))
         ratio = ratio_of(problem, f, g, p, epsilon, matrix)
@@ -198,6 +199,7 @@ class ImplicitSolution(EntropicSolution):
 
     @cached_with_graph
     def linear_cost(self) -> Tensor:
+        self._unchanged.check("linear_cost")
         if self.plan_of_equations is None and suits_products(self.problem):
             return linear_cost_with_graph(self.problem, *self.with_graph)
         return (self.dense_plan * self.problem.cost.dense().to(self.dense_plan)).sum((-2, -1))

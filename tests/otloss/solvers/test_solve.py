@@ -309,6 +309,16 @@ def test_a_penalty_may_be_changed_after_the_call(as_pair: bool) -> None:
     torch.testing.assert_close(answer.gap, gap, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+def test_a_linear_cost_after_a_step_raises(grad: str) -> None:
+    x, y = normal(4, 2).requires_grad_(), normal(5, 2, seed=1)
+    answer = otloss.solve(None, None, PointCost(x, y), epsilon=0.3, grad=grad)
+    answer.value.backward()
+    torch.optim.SGD([x], lr=0.1).step()
+    with pytest.raises(RuntimeError, match="linear_cost was asked for after a tensor .* was changed in place"):
+        answer.linear_cost  # noqa: B018
+
+
 @pytest.mark.parametrize("epsilon", [None, 0.1])
 def test_copies_of_answers_know_what_was_changed(epsilon: float | None) -> None:
     p, q, matrix = transport_problem((3,))
