@@ -315,7 +315,7 @@ def test_a_linear_cost_after_a_step_raises(grad: str) -> None:
     answer = otloss.solve(None, None, PointCost(x, y), epsilon=0.3, grad=grad)
     answer.value.backward()
     torch.optim.SGD([x], lr=0.1).step()
-    with pytest.raises(RuntimeError, match="linear_cost was asked for after a tensor .* was changed in place"):
+    with pytest.raises(RuntimeError, match=r"linear_cost was asked for after a tensor .* was changed in place"):
         answer.linear_cost  # noqa: B018
 
 
