@@ -238,7 +238,8 @@ def centre_gradient_over(
     is_point: Bool[Tensor, "*batch bins"], weights: Float[Tensor, "*batch bins"]
 ) -> Float[Tensor, "*batch bins"]:
     """Return `weights` unchanged; its gradient loses its mean over the points of padded clouds, and is 0 elsewhere."""
-    change = torch.where(is_point, weights - weights.detach(), 0.0)  # 0, with the derivatives
+    is_number = is_point & weights.detach().isfinite()  # others are named later
+    change = torch.where(is_number, weights - weights.detach(), 0.0)  # 0, with the derivatives
     mean = change.sum(-1, keepdim=True) / is_point.sum(-1, keepdim=True).clamp(min=1)
     return weights.detach() + torch.where(is_point, change - mean, 0.0)
 

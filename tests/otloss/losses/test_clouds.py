@@ -152,6 +152,13 @@ def test_gradients_of_weights_do_not_depend_on_the_sizes_of_other_clouds(options
         torch.testing.assert_close(change, (gradient * tangent).sum(-1))
 
 
+def test_an_infinite_weight_of_a_padded_cloud_is_named() -> None:
+    a = [torch.tensor([0.5, 0.5]), torch.tensor([0.5, torch.inf, 0.5]).requires_grad_()]
+    clouds = [torch.rand(2, 2), torch.rand(3, 2)]
+    with pytest.raises(ValueError, match=r"a holds 1 .*infin.*\(1, 1\)"):
+        cloud_loss(clouds, clouds, a)
+
+
 @pytest.mark.parametrize("penalty", [None, 1.0, (1.0, None), (None, 1.0)])
 def test_weights_of_a_batch_with_an_empty_cloud_have_gradients(penalty: Any) -> None:
     """As the other pairs alone; a first mass in an empty cloud would have an infinite derivative."""
