@@ -140,7 +140,15 @@ def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " 
 def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     """Return labels as an array of numbers or strings with one axis, none of them missing."""
     values = _as_column(values)
-    array = as_array(values)
+    try:
+        array = as_array(values)
+    except ValueError as error:
+        if "inhomogeneous" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} is a {type(values).__name__} whose entries differ in length, expected labels with one axis; join "
+            "batches with numpy.concatenate."
+        ) from error
     if array.ndim != 1:
         got = f"{values!r}, a {type(values).__name__}" if array.ndim == 0 else f"of shape {array.shape}"
         raise ValueError(f"{name} is {got}; expected a list or array of labels with one axis, whose order counts.")

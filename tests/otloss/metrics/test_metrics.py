@@ -357,6 +357,8 @@ def test_labels_in_a_list_of_tensors() -> None:
     array[:] = predicted
     for each in (predicted, tuple(predicted), array):
         assert metrics.ordinal_mae([0, 1, 2, 2], each, labels=list(torch.arange(3))) == 0.5
+    with pytest.raises(ValueError, match=r"y_pred is a list whose entries differ in length.*numpy\.concatenate"):
+        metrics.ordinal_mae([0, 1, 2], [torch.tensor([0, 1]), torch.tensor([2])])
 
 
 @pytest.mark.parametrize("columns", [["low", "mid", "top"], "rank"])
