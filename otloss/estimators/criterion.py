@@ -19,6 +19,7 @@ import numpy as np
 from otloss._checks import check_number
 from otloss._ordered_classes import check_terms, class_costs, class_values
 from otloss.estimators.label_order import LabelOrder
+from otloss.metrics.arrays import column_names
 from otloss.metrics.rank_labels import shown
 
 _FIX = "Name all classes with categories=; without it, every integer between whole labels is one."
@@ -91,7 +92,7 @@ def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
     """
     names = order.names.tolist()
     if not hasattr(table, "axes"):  # as an index, which has numbers alone
-        columns = list(getattr(table, "column_names", getattr(table, "columns", [])))  # of pyarrow, or of polars
+        columns = column_names(table)
         ranked = [str(label) for label in names]
         if columns != ranked and set(columns) == set(ranked):
             raise ValueError(

@@ -73,6 +73,11 @@ def read_values(values: ArrayLike | None, classes: int) -> Float[np.ndarray, " c
     return class_values("values", None if values is None else as_array(values), classes)
 
 
+def column_names(table: Any) -> list[Any]:
+    """Return the names of the columns of a pandas, polars or pyarrow table; none of an array."""
+    return list(getattr(table, "column_names", getattr(table, "columns", [])))  # pyarrow's `columns` are the data
+
+
 def as_array(values: Any) -> np.ndarray:
     """`np.asarray`, also of tensors that are on another device, carry a graph, or are bfloat16."""
     if isinstance(values, torch.Tensor):

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from otloss.metrics.arrays import read_probabilities, read_shares
+from otloss.metrics.arrays import column_names, read_probabilities, read_shares
 from otloss.metrics.distribution import Distribution
 from otloss.metrics.rank_labels import (
     Labels,
@@ -137,8 +137,8 @@ def _check_own_names(proba: ArrayLike, column_labels: Labels) -> None:
     if isinstance(proba, Distribution):
         own = [] if proba.labels is None else proba.labels.tolist()
     else:
-        names = getattr(proba, "columns", [])
-        own = [] if type(names).__name__ == "RangeIndex" else list(names)  # numbers that nobody gave
+        is_unnamed = type(getattr(proba, "columns", None)).__name__ == "RangeIndex"  # of numbers that nobody gave
+        own = [] if is_unnamed else column_names(proba)
     if own != column_labels.tolist() and set(own) == set(column_labels.tolist()):
         raise ValueError(
             f"the columns are taken to be {shown(column_labels)}, and proba names them {own!r}; pass columns={own!r}, "

@@ -348,6 +348,10 @@ def test_text_of_pyarrow_is_labels() -> None:
     predicted = ["low", "low", "high", "mid"]
     for array in (pyarrow.array(labels), pyarrow.chunked_array([labels[:1], labels[1:]])):
         assert metrics.ordinal_mae(array, predicted, labels=["low", "mid", "high"]) == 0.5
+    names, table = ["low", "mid"], np.array([[0.9, 0.1], [0.2, 0.8]])
+    forecast = pyarrow.table(dict(zip(names, table.T, strict=True)))
+    score = metrics.ranked_probability_score(names, forecast, labels=names, columns=names)
+    assert score == metrics.ranked_probability_score(names, table, labels=names, columns=names)
 
 
 def test_labels_in_a_list_of_tensors() -> None:
