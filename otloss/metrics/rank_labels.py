@@ -8,6 +8,7 @@ of it that occur, with their positions; the estimators, by `implied_order`, all 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import EnumType
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " 
 
 def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     """Return labels as an array of numbers or strings with one axis, none of them missing."""
-    values = _as_column(values)
+    values = plain_items(_as_column(values))
     try:
         array = as_array(values)
     except ValueError as error:
@@ -153,13 +154,12 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
         got = f"{values!r}, a {type(values).__name__}" if array.ndim == 0 else f"of shape {array.shape}"
         raise ValueError(f"{name} is {got}; expected a list or array of labels with one axis, whose order counts.")
     # numpy turns the numbers of a list into strings where it holds one string.
-    items = list(values) if isinstance(values, list | tuple) else array.tolist() if array.dtype.kind in "OT" else None
+    items = values if isinstance(values, list) else plain_items(array.tolist()) if array.dtype.kind in "OT" else None
     if items is not None:
-        items = plain_items(items)
         _check_present(name, np.array([v is None or _unequal(v) for v in items], dtype=bool))
         if len({isinstance(v, str) for v in items}) > 1:
             raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
-        if array.dtype.kind in "OTU":  # of a list of tensors too
+        if array.dtype.kind in "OT":
             array = np.array(items)
     if array.dtype.kind not in KINDS or array.ndim != 1:
         first = items[0] if items else array[0]
@@ -173,12 +173,12 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
 
 
 def plain_items(labels: Any) -> Any:
-    """Return a list of labels of Python and numpy, others as they are.
+    """Return a list, or a class of Enum, as a list of labels of Python and numpy; others as they are.
 
     Of members of a class (str, Enum) numpy makes the first letters of the name of their class, and tensors without axes
     are not numbers to it.
     """
-    return [_plain_item(label) for label in labels] if isinstance(labels, list | tuple) else labels
+    return [_plain_item(label) for label in labels] if isinstance(labels, list | tuple | EnumType) else labels
 
 
 def _plain_item(label: Any) -> Any:

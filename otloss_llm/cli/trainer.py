@@ -108,8 +108,15 @@ def _load_adapter(path: str, settings: dict[str, Any]) -> Any:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise ImportError(f"{path!r} is the folder of an adapter, which needs peft: pip install peft") from error
-    config = PeftConfig.from_pretrained(path)
-    base = create_model_from_path(config.base_model_name_or_path, **settings | {"revision": config.revision})
+    try:
+        config = PeftConfig.from_pretrained(path)
+    except KeyError as error:
+        raise ValueError(f"PEFT knows no adapter of the type {error}; install a newer one.") from error
+    name = config.base_model_name_or_path
+    try:
+        base = create_model_from_path(name, **settings | {"revision": config.revision})
+    except OSError as error:
+        raise ValueError(f"its base model {name!r} is not there, in {Path.cwd()} or on the hub: {error}") from error
     if (Path(path) / "tokenizer_config.json").is_file():
         tokens = len(AutoTokenizer.from_pretrained(path, trust_remote_code=settings["trust_remote_code"]))
         if tokens > count_embeddings(base):  # those of a chat template

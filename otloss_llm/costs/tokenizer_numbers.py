@@ -273,8 +273,8 @@ class Coverage:
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """Return the tokenizer of a processor, as of text and images; a tokenizer as it is."""
-    return getattr(processor, "tokenizer", processor)
+    """Return the tokenizer of a processor, as of text and images; a tokenizer as it is, which may have an engine."""
+    return processor if hasattr(processor, "get_vocab") else getattr(processor, "tokenizer", processor)
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -291,12 +291,15 @@ class _Unfinished(NamedTuple):
 
 
 def _prompt_ids(tokenizer: Any, prompts: Sequence[str], *, encoder_decoder: bool) -> list[list[int]]:
-    """Return the ids that a model reads before it answers: with BOS, where texts begin with it, and without EOS."""
+    """Return the ids that a model reads before it answers: with BOS, where texts begin with it, and without EOS.
+
+    A prompt that was written by a chat template may begin with BOS already.
+    """
     settings = {"add_special_tokens": encoder_decoder, "truncation": False, "padding": False, "verbose": False}
     rows = tokenizer(list(prompts), **settings)["input_ids"]
     bos = tokenizer.bos_token_id
     begins = not encoder_decoder and bos is not None and bos in tokenizer("")["input_ids"]
-    return [[bos, *ids] for ids in rows] if begins else rows
+    return [[bos, *ids] if begins and ids[:1] != [bos] else ids for ids in rows]
 
 
 def _numbers_after(

@@ -325,7 +325,7 @@ def test_members_of_a_class_of_text_are_labels(make: Any) -> None:
     X, rank = ordered_rows(90)
     y, text = make([list(Grade)[k] for k in rank]), [list(Grade)[k].value for k in rank]
     names = [grade.value for grade in Grade]
-    model = OrdinalClassifier(categories=list(Grade), class_weight={Grade.LOW: 2.0}).fit(X, y)
+    model = OrdinalClassifier(categories=Grade, class_weight={Grade.LOW: 2.0}).fit(X, y)
     same = OrdinalClassifier(categories=names, class_weight={"low": 2.0}).fit(X, text)
     np.testing.assert_array_equal(model.predict(X), same.predict(X))
     assert model.score(X, y) == same.score(X, text)

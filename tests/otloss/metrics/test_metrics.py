@@ -359,7 +359,8 @@ def test_labels_in_a_list_of_tensors() -> None:
     predicted = [torch.tensor(k) for k in (0, 2, 2, 1)]
     array = np.empty(4, dtype=object)
     array[:] = predicted
-    for each in (predicted, tuple(predicted), array):
+    half = [torch.tensor(float(k), requires_grad=True, dtype=torch.bfloat16) for k in (0, 2, 2, 1)]
+    for each in (predicted, tuple(predicted), array, half):
         assert metrics.ordinal_mae([0, 1, 2, 2], each, labels=list(torch.arange(3))) == 0.5
     with pytest.raises(ValueError, match=r"y_pred is a list whose entries differ in length.*numpy\.concatenate"):
         metrics.ordinal_mae([0, 1, 2], [torch.tensor([0, 1]), torch.tensor([2])])

@@ -584,6 +584,14 @@ def test_an_adapter_is_loaded_on_the_class_that_it_was_trained_on(
     safetensors.torch.save_file(renamed, run / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"cannot be loaded: the adapter does not fit Llava.*missing adapter keys"):
         trainer.load_model(request)
+    for name, value, message in (
+        ("base_model_name_or_path", "/nowhere/base", "its base model '/nowhere/base' is not there"),
+        ("peft_type", "NEWER", "PEFT knows no adapter of the type 'NEWER'"),
+    ):
+        config_file = run / "adapter_config.json"
+        config_file.write_text(json.dumps(read(config_file) | {name: value}), encoding="utf-8")
+        with pytest.raises(ValueError, match=f"cannot be loaded: {message}"):
+            trainer.load_model(request)
 
 
 def test_an_adapter_is_on_all_linear_layers_and_is_loaded_with_its_model(

@@ -16,7 +16,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
 
-from otloss_llm.costs.tokenizer_numbers import NumberTokens, read_number, token_texts  # noqa: E402
+from otloss_llm.costs.tokenizer_numbers import NumberTokens, read_number, token_texts, tokenizer_of  # noqa: E402
 from otloss_llm.data import train_bpe_tokenizer  # noqa: E402
 from tests.errors import raising  # noqa: E402
 
@@ -219,3 +219,11 @@ def test_what_is_no_tokenizer_is_named() -> None:
     for given, advice in ((processor, "its attribute `tokenizer`"), ("gpt2", "AutoTokenizer.from_pretrained")):
         with pytest.raises(TypeError, match=f"expected an instance of a tokenizer of transformers: {advice}"):
             NumberTokens.of(given)
+
+
+def test_the_tokenizer_of_a_processor() -> None:
+    """A tokenizer may hold an engine under the same name."""
+    tokenizer = wordlevel()
+    assert tokenizer_of(SimpleNamespace(tokenizer=tokenizer)) is tokenizer
+    tokenizer.tokenizer = object()
+    assert tokenizer_of(tokenizer) is tokenizer

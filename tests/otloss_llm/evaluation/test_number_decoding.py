@@ -11,6 +11,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from otloss_llm import EmbeddingCost, NumberCost
 from otloss_llm.costs.tokenizer_numbers import read_number, token_texts
@@ -95,6 +96,20 @@ def test_a_blank_behind_a_number_ends_it() -> None:
     expected = {7.0: p[1][1], 4.0: p[1][3], 2.0: p[1][4], 5.0: p[1][2] * p[2][0], 57.0: p[1][2] * p[2][1],
                 55.0: p[1][2] * p[2][2], 54.0: p[1][2] * p[2][3], 52.0: p[1][2] * p[2][4]}  # fmt: skip
     assert actual == pytest.approx({value: float(share) for value, share in expected.items()}, rel=1e-6)
+
+
+def test_a_prompt_of_a_chat_template_has_one_bos() -> None:
+    """The text that a template writes begins with it, and tokenizers put one before each text."""
+    words = Tokenizer(WordLevel({"<s>": 0, "a": 1, "7": 2, "5": 3}, unk_token="a"))
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a", bos_token="<s>")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 4, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    p = log_p(model, [0, 1]).exp()
+    for prompt in ("a", "<s>a"):
+        (answer,) = number_distributions(model, tokenizer, [prompt], longest=1)
+        assert answer.mass == pytest.approx(float(p[2] + p[3]), rel=1e-6)
 
 
 def test_one_token_is_the_softmax_over_number_tokens(model: Any, tokenizer: Any) -> None:
