@@ -170,7 +170,9 @@ def _check_probabilities(fitted: Any) -> None:
 
 def _probability_above(fitted: Any, X: Any) -> np.ndarray:
     """Return the probability (n,) of the class 1 by a classifier of 0 and 1, which may have them in another order."""
-    probability = np.asarray(fitted.predict_proba(X))[:, list(getattr(fitted, "classes_", (0, 1))).index(1)]
+    classes = getattr(fitted, "classes_", None)
+    column = 0 if classes is not None and classes[0] in (1, "1") else 1
+    probability = np.asarray(fitted.predict_proba(X))[:, column]
     if not np.isfinite(probability).all():
         raise ValueError(f"predict_proba of {type(fitted).__name__} returns NaN or infinity, expected probabilities.")
     return probability

@@ -134,12 +134,16 @@ def read_forecast(
 
 def _check_own_names(proba: ArrayLike, column_labels: Labels) -> None:
     """Raise ValueError if the table itself names its columns by the classes, in another order."""
+    own = column_names(proba)
     if isinstance(proba, Distribution):
         own = [] if proba.labels is None else proba.labels.tolist()
-    else:
-        is_unnamed = type(getattr(proba, "columns", None)).__name__ == "RangeIndex"  # of numbers that nobody gave
-        own = [] if is_unnamed else column_names(proba)
-    if own != column_labels.tolist() and set(own) == set(column_labels.tolist()):
+    elif own == list(range(len(own))):
+        own = []  # numbers that nobody gave
+    texts, expected = (
+        [str(name) for name in own],
+        [str(label) for label in column_labels.tolist()],
+    )  # as polars has them
+    if texts != expected and set(texts) == set(expected):
         raise ValueError(
             f"the columns are taken to be {shown(column_labels)}, and proba names them {own!r}; pass columns={own!r}, "
             "or the probabilities as an array."

@@ -379,6 +379,9 @@ def test_columns_that_contradict_the_names_of_the_table_raise(columns: Any) -> N
             metrics.ranked_probability_score(y, proba, labels=names, columns=columns)
     unnamed = pd.DataFrame(table)
     assert metrics.ranked_probability_score([0, 1], unnamed, labels=[0, 1, 2], columns=[1, 0, 2]) == expected
+    for turned in (unnamed.iloc[:, ::-1], pd.DataFrame(table, columns=["1", "0", "2"])):  # of polars names are text
+        with pytest.raises(ValueError, match=r"the columns are taken to be \[0, 1, 2\], and proba names them"):
+            metrics.ranked_probability_score([0, 1], turned, labels=[0, 1, 2], columns="rank")
 
 
 def test_labels_of_a_distribution_are_its_own() -> None:
