@@ -79,16 +79,18 @@ def crps(
     members = x.shape[-1]
     if share is None:
         below = torch.arange(1, members, dtype=arithmetic, device=x.device) / members  # F in each gap
-    else:
-        below = share.cumsum(-1)[..., :-1]
+        above = 1 - below
+    else:  # each side by its own weights: a member may have all but a rounding of the weight
+        below, above = share.cumsum(-1)[..., :-1], share.flip(-1).cumsum(-1).flip(-1)[..., 1:]
     left, right = torch.minimum(x, y).diff(dim=-1), torch.maximum(x, y).diff(dim=-1)  # sides of y
-    value = (left * below.square() + right * (1 - below).square()).sum(-1)
+    value = (left * below.square() + right * above.square()).sum(-1)
     value = value + (y[..., 0] - x[..., -1]).clamp(min=0) + (x[..., 0] - y[..., 0]).clamp(min=0)
     if fair:
-        squares = x.new_tensor(1 / members) if share is None else share.square().sum(-1)
-        _check_fair(squares.detach())
-        spread = (x.diff(dim=-1) * below * (1 - below)).sum(-1)
-        value = value - spread * squares / (1 - squares)
+        share = x.new_full((members,), 1 / members) if share is None else share
+        differing = _probability_of_two(share)
+        _check_fair(differing.detach())
+        spread = (x.diff(dim=-1) * below * above).sum(-1)
+        value = value - spread * share.square().sum(-1) / differing
     return value.to(dtype)
 
 
@@ -140,8 +142,15 @@ def _checked(ensemble: Any, observation: Any, weights: Any) -> list[Tensor]:
     return list(tensors.values())
 
 
-def _check_fair(squares: Tensor) -> None:
-    if squares.numel() and not squares.amax() < 1:
+def _probability_of_two(share: Tensor) -> Tensor:
+    """Return 1 - sum w^2, the probability that two draws are two members, without the difference."""
+    largest = share.detach().argmax(-1, keepdim=True)
+    others = share.scatter(-1, largest, 0.0)
+    return share.gather(-1, largest).squeeze(-1) * others.sum(-1) + (others * (1 - others)).sum(-1)
+
+
+def _check_fair(differing: Tensor) -> None:
+    if differing.numel() and not differing.amin() > 0:
         raise ValueError(
             "fair is True, but an ensemble has a single member with weight, whose spread is not known; expected at "
             "least two. Use fair=False."

@@ -72,7 +72,7 @@ def naming_data(name: str) -> Iterator[None]:
 
 
 def _load(script: ScriptArguments) -> Any:
-    from datasets import load_dataset
+    from datasets import load_dataset, load_dataset_builder
 
     name = script.dataset_name
     if name is None:
@@ -81,9 +81,11 @@ def _load(script: ScriptArguments) -> Any:
     if not path.exists() and (path.suffix in FORMATS or not HUB_NAME.fullmatch(name)):
         raise FileNotFoundError(f"there is no file or folder {name!r} in {Path.cwd()}; check the path.")
     if not path.is_file():
-        by_document = {"sample_by": "document"} if path.is_dir() and any(path.rglob("*.txt")) else {}
         source = str(path) if path.is_dir() else name
         with naming_data(repr(name)):
+            has_text = path.is_dir() and any(path.rglob("*.txt"))  # which may stand beside data of another kind
+            is_text = has_text and hasattr(load_dataset_builder(source, script.dataset_config).config, "sample_by")
+            by_document = {"sample_by": "document"} if is_text else {}
             return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **by_document)
     kind = FORMATS.get(path.suffix)
     if kind is None:
@@ -118,7 +120,12 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
         rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations")
         first = next(iter(rows))
     check_rows(rows.take(1), text_field=text_field)
-    column = _columns(first, text_field)[-1]
+    names = _columns(first, text_field)
+    # TRL would read these too, and take the prompt of text for one with a completion, or put no token at its end.
+    unread = [name for name in ("prompt", "completion", text_field) if name in first and name not in names]
+    if unread:
+        rows = rows.remove_columns(unread)
+    column = names[-1]
     if not any(map(_has_content, (row[column] for row in decoded(rows.take(CHECKED))))):
         raise ValueError(
             f"{column} is empty in every row of the split {name!r}, so only the token that ends a row would be "

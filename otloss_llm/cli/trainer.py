@@ -202,6 +202,9 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
             f"the rows have a column {TOKEN_WEIGHT}, which TRL's collator drops; remove it (dataset.remove_columns), "
             "or train in Python with ObjectiveTrainer, which uses it."
         )
+    template = args.chat_template_path
+    if template is not None and not Path(template).exists() and not HUB_NAME.fullmatch(template.removesuffix(".jinja")):
+        raise FileNotFoundError(f"--chat_template_path is {template!r}, of which there is no file in {Path.cwd()}.")
     if is_conversational(row) and not (tokenizer.chat_template or args.chat_template_path):
         raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")
     longest, context = args.max_length, context_length(model)

@@ -291,15 +291,21 @@ class _Unfinished(NamedTuple):
 
 
 def _prompt_ids(tokenizer: Any, prompts: Sequence[str], *, encoder_decoder: bool) -> list[list[int]]:
-    """Return the ids that a model reads before it answers: with BOS, where texts begin with it, and without EOS.
+    """Return the ids that a model reads before it answers: with what texts begin with, as BOS, and without EOS.
 
-    A prompt that was written by a chat template may begin with BOS already.
+    A prompt that was written by a chat template may begin with it already.
     """
-    settings = {"add_special_tokens": encoder_decoder, "truncation": False, "padding": False, "verbose": False}
-    rows = tokenizer(list(prompts), **settings)["input_ids"]
-    bos = tokenizer.bos_token_id
-    begins = not encoder_decoder and bos is not None and bos in tokenizer("")["input_ids"]
-    return [[bos, *ids] if begins and ids[:1] != [bos] else ids for ids in rows]
+    settings = {"truncation": False, "padding": False, "verbose": False}
+    rows = tokenizer(list(prompts), add_special_tokens=encoder_decoder, **settings)["input_ids"]
+    prefix = [] if encoder_decoder else _prefix(tokenizer)
+    return [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in rows]
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    """Return the ids that the tokenizer puts before each text."""
+    whole, text = (tokenizer("7", add_special_tokens=special)["input_ids"] for special in (True, False))
+    starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
+    return whole[: starts[-1]] if starts else []
 
 
 def _numbers_after(

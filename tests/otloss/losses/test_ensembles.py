@@ -1,5 +1,7 @@
 """The score of ensembles against the double sum, an integral by quadrature, cdf_distance and finite differences."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -59,3 +61,15 @@ test_bad_input = raising(
 def test_only_the_ratios_of_weights_count_whatever_their_sum(size: float) -> None:
     x, y = torch.arange(5.0), torch.tensor(1.5)
     torch.testing.assert_close(crps(x, y, torch.full((5,), size)), crps(x, y))
+
+
+@pytest.mark.parametrize("rest", [1e-3, 1e-7, 3e-8, 1e-9])
+def test_fair_scores_of_an_ensemble_of_which_one_member_has_nearly_all_weight(rest: float) -> None:
+    """As importance weights have it; 1 - sum w^2 of float32 is rounding there."""
+    x, weights, y = (0.0, 10.0, 3.0), (1.0, rest, rest / 2), 0.0
+    share = [Fraction(w) / sum(map(Fraction, weights)) for w in weights]
+    near = sum(w * abs(Fraction(v) - Fraction(y)) for v, w in zip(x, share, strict=True))
+    pairs = [(i, j) for i in range(3) for j in range(3)]
+    spread = sum(share[i] * share[j] * abs(Fraction(x[i]) - Fraction(x[j])) for i, j in pairs) / 2
+    expected = float(near - spread / (1 - sum(w * w for w in share)))
+    assert float(crps(torch.tensor(x), torch.tensor(y), torch.tensor(weights), fair=True)) == pytest.approx(expected)

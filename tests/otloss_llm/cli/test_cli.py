@@ -197,6 +197,22 @@ def test_rows_are_those_of_trl(kind: str, model: Path, sums: Path, tmp_path: Pat
         assert text == f" 0{tokenizer.eos_token}"
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_beside_the_ones_that_are_trained_on(model: Path, tmp_path: Path, streaming: bool) -> None:
+    """TRL puts the token that ends a row into text beside a completion, and wants a completion beside each prompt."""
+    from otloss_llm.cli.rows import checked_split, load_splits
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "LICENSE.txt").write_text("of the data", encoding="utf-8")
+    for unread, names in (("text", ("prompt", "completion")), ("prompt", ("text",))):
+        write(folder / "train.jsonl", [dict.fromkeys((*names, unread), f"{n} and") for n in range(4)])
+        script = trl.ScriptArguments(dataset_name=str(folder), dataset_streaming=streaming)
+        splits = load_splits(script, trl.DatasetMixtureConfig(), seed=0)
+        rows = [*checked_split(splits, "train", "", text_field="text")]
+        assert rows == [dict.fromkeys(names, f"{n} and") for n in range(4)]
+
+
 def test_conversations_are_trained_on_by_their_answers(cli: Cli, model: Path, tmp_path: Path) -> None:
     said = [{"messages": [{"role": "user", "content": f"{n} " * 3}, {"role": "assistant", "content": f"{n}"}]}
             for n in range(9)]  # fmt: skip
@@ -769,6 +785,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "empty.jsonl"}, "empty.jsonl.*no rows"),
     ({"dataset_name": "blank.jsonl"}, "text is empty in every row of the split 'train'"),
     ({"dataset_name": "blank.txt"}, "text is empty in every row"),
+    ({"chat_template_path": "./no/template.jinja"}, "--chat_template_path is './no/template.jinja', of which there"),
     ({"dataset_name": "unsaid.jsonl"}, "completion is empty in every row"),
     ({"dataset_name": "latin.jsonl"}, "row 1 is not UTF-8 .*; save the file as UTF-8"),
     ({"dataset_name": "latin.txt"}, "latin.txt' cannot be read: 'utf-8' .*; save the file as UTF-8"),

@@ -11,6 +11,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from otloss_llm import EmbeddingCost, NumberCost
@@ -98,16 +99,21 @@ def test_a_blank_behind_a_number_ends_it() -> None:
     assert actual == pytest.approx({value: float(share) for value, share in expected.items()}, rel=1e-6)
 
 
-def test_a_prompt_of_a_chat_template_has_one_bos() -> None:
-    """The text that a template writes begins with it, and tokenizers put one before each text."""
-    words = Tokenizer(WordLevel({"<s>": 0, "a": 1, "7": 2, "5": 3}, unk_token="a"))
-    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a", bos_token="<s>")
+@pytest.mark.parametrize(
+    ("single", "prefix"), [("<s> $A", [0]), ("<s> <e> $A <e>", [0, 4]), ("$A <e>", []), ("$A", [])]
+)
+def test_a_prompt_begins_as_texts_do(single: str, prefix: list[int]) -> None:
+    """Once, also where a chat template has written that beginning."""
+    words = Tokenizer(WordLevel({"<s>": 0, "a": 1, "7": 2, "5": 3, "<e>": 4}, unk_token="a"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single=single, special_tokens=[("<s>", 0), ("<e>", 4)])
+    special = {"unk_token": "a", "bos_token": "<e>" if single == "$A <e>" else "<s>", "eos_token": "<e>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 4, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
-    p = log_p(model, [0, 1]).exp()
-    for prompt in ("a", "<s>a"):
+    sizes: dict[str, Any] = {"vocab_size": 5, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=4)).eval()
+    p = log_p(model, [*prefix, 1]).exp()
+    for prompt in ("a", " ".join([*tokenizer.convert_ids_to_tokens(prefix), "a"])):
         (answer,) = number_distributions(model, tokenizer, [prompt], longest=1)
         assert answer.mass == pytest.approx(float(p[2] + p[3]), rel=1e-6)
 
