@@ -117,7 +117,7 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
             "rename them (dataset.rename_column), for example question to prompt and answer to completion."
         )
     if "conversations" in first:
-        rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations")
+        rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations").map(_with_roles_of_templates)
         first = next(iter(rows))
     check_rows(rows.take(1), text_field=text_field)
     names = _columns(first, text_field)
@@ -204,6 +204,13 @@ def decoded(rows: Any) -> Iterator[dict[str, Any]]:
         if row is None:
             return
         yield row
+
+
+def _with_roles_of_templates(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a conversation in ShareGPT's form with the roles that chat templates know."""
+    roles = {"human": "user", "gpt": "assistant"}
+    messages = [turn | {"role": roles.get(turn.get("role"), turn.get("role"))} for turn in row["messages"]]
+    return row | {"messages": messages}
 
 
 def _columns(row: dict[str, Any], text_field: str) -> tuple[str, ...]:

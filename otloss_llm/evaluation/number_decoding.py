@@ -166,7 +166,8 @@ def number_distributions(
         prompts: as the model was trained on them, with a line break or blank at their end where there was one. The
             encoder of an encoder-decoder reads them.
         longest: tokens of a number at most. With 1 a number is one token, whatever follows: one pass of the model.
-        beam: beginnings of numbers that are kept for each prompt after each token, the most probable ones.
+        beam: beginnings of numbers that are kept for each prompt after each token, the most probable ones. Where
+            another token follows, beginnings below 1e-4 of the best one are dropped too.
         batch_size: sequences that the model is given at a time.
 
     Raises:
@@ -314,7 +315,7 @@ def _numbers_after(
     """Return the log probability of each number in the beam."""
     ended: dict[float, float] = {}
     unfinished = [_Unfinished((), "", 0.0)]
-    for _ in range(longest):
+    for step in range(longest):
         children: list[_Unfinished] = []
         for first in range(0, len(unfinished), batch_size):
             chunk = unfinished[first : first + batch_size]
@@ -330,6 +331,9 @@ def _numbers_after(
                     text = number.text + (parts.texts[token] if number.text else parts.texts[token].lstrip())
                     children.append(_Unfinished((*number.ids, token), text, number.log_p + log_p))
         children.sort(key=lambda child: -child.log_p)
+        if step == longest - 1:  # no further pass is saved by dropping numbers
+            unfinished = [child for child in children if child.value is not None][:beam]
+            break
         unfinished = [child for child in children[:beam] if child.log_p > children[0].log_p + _NEGLIGIBLE]
         if not unfinished or (ended and unfinished[0].log_p < max(ended.values()) + _NEGLIGIBLE):
             return ended

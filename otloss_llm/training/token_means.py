@@ -54,7 +54,7 @@ class ScoredBatch:
         """The objective at each position, 0 where there is no label."""
         nll = self.result.nll
         value = self.objective.value(self.result.statistics().map(lambda vector: vector[self.valid]))
-        return torch.zeros_like(nll).masked_scatter(self.valid, value)
+        return torch.zeros_like(nll).masked_scatter(self.valid, value.to(nll.dtype))
 
     @property
     def cost_positions(self) -> Tensor:

@@ -68,7 +68,7 @@ def pair(
     check_no_transform()
     for name, x in (("x0", x0), ("x1", x1)):
         check_finite(name, check_floating(name, x))
-    if x0.dim() == 0 or x0.shape[1:] != x1.shape[1:] or 0 in (*x0.shape, *x1.shape):
+    if 0 in (x0.dim(), x1.dim()) or x0.shape[1:] != x1.shape[1:] or 0 in (*x0.shape, *x1.shape):
         raise ValueError(
             f"x0 has shape {tuple(x0.shape)} and x1 {tuple(x1.shape)}, expected (n, ...) and (m, ...) with n, m >= 1 "
             "and the same axes after the first."
@@ -76,6 +76,10 @@ def pair(
     n, m = len(x0), len(x1)
     width = 0.0 if epsilon is None else check_positive("epsilon", epsilon)
     cost = _squared_distances(x0.detach().reshape(n, -1), x1.detach().reshape(m, -1))
+    # The same pairs, of costs whose range is smaller: penalties follow it, and exact pairs are found in less time.
+    cost = cost - cost.amin(-1, keepdim=True)
+    if epsilon is not None or n == m:
+        cost = cost - cost.amin(0)
     if condition is not None:
         cost = cost.double() + _penalty(condition, cost, width)
     if epsilon is not None:
@@ -86,7 +90,7 @@ def pair(
             f"x0 has {n} samples and x1 {m}, expected at least as many of x1: an exact partner is used once. Exchange "
             "the two, or give an epsilon."
         )
-    columns = match(cost - cost.amin(0) if n == m else cost)[1]  # the same pairs, found in less time
+    columns = match(cost)[1]
     assert isinstance(columns, Tensor)
     return columns
 

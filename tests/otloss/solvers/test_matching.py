@@ -133,6 +133,16 @@ def test_drawn_pairs_agree_in_their_condition_at_any_epsilon(epsilon: float) -> 
     assert torch.equal(labels, labels.flip(0)[drawn])
 
 
+def test_drawn_pairs_of_images_with_unequal_counts_of_labels() -> None:
+    """Distances in many dimensions are nearly equal: the penalty follows their range, and not their size."""
+    x0, x1 = normal(64, 3072, seed=2), normal(64, 3072, seed=3).clamp(-1, 1)
+    labels = torch.arange(64) % 4, (torch.arange(64) % 5).clamp(max=3)
+    drawn = otloss.pair(x0, x1, epsilon=0.01, condition=labels)
+    counts = [torch.bincount(label, minlength=4) for label in labels]
+    agreeing = (labels[0] == labels[1][drawn]).sum()
+    assert abs(int(agreeing) - int(torch.minimum(*counts).sum())) <= 8  # of 64 draws
+
+
 def test_draws_follow_the_entropic_plan() -> None:
     x0, x1 = normal(5, 3, seed=4), normal(4, 3, seed=5)
     cost = (x0[:, None] - x1).square().sum(-1)
@@ -147,6 +157,7 @@ x = normal(4, 2, seed=6)
 test_bad_pairs_and_sets = raising(
     (lambda: set_loss(normal(2, 3)), "expected n >= m"),
     (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
+    (lambda: otloss.pair(x[:, 0], x[0, 0]), r"x1 \(\), expected \(n, ...\)"),
     (lambda: otloss.pair(1e30 * x.float(), x.float()), "distances to the power 2 overflow torch.float32"),
     (lambda: otloss.pair(x, x, condition=(torch.arange(3), torch.arange(4))), r"condition\[0\] has shape \(3,\)"),
 )

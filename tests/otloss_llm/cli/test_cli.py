@@ -218,13 +218,21 @@ def test_conversations_are_trained_on_by_their_answers(cli: Cli, model: Path, tm
             for n in range(9)]  # fmt: skip
     turns = [{"conversations": [{"from": "user", "value": f"{n} " * 3}, {"from": "assistant", "value": f"{n}"}]}
              for n in range(9)]  # fmt: skip
+    roles = {"user": "human", "assistant": "gpt"}
+    shared = [
+        {"conversations": [turn | {"from": roles[turn["from"]]} for turn in row["conversations"]]} for row in turns
+    ]
+    beside = [{"prompt": f"{n}", **row} for n, row in enumerate(said)]  # as UltraChat has it
     first = {}
-    kinds = (("answers", said, {}), ("turns", turns, {}), ("all", said, {"assistant_only_loss": False}))
+    kinds = (
+        ("answers", said, {}), ("turns", turns, {}), ("shared", shared, {}), ("beside", beside, {}),
+        ("all", said, {"assistant_only_loss": False}),
+    )  # fmt: skip
     for name, rows, changes in kinds:
         data = write(tmp_path / f"{name}.jsonl", rows)
         cli(*asked("train", model, data, output_dir=tmp_path / name, max_steps=1, objective="mle", **changes))
         first[name] = read(tmp_path / name / "trainer_state.json")["log_history"][0]["loss"]
-    assert first["turns"] == first["answers"]
+    assert first["turns"] == first["shared"] == first["beside"] == first["answers"]
     assert abs(first["all"] - first["answers"]) > 1e-3
 
 

@@ -305,6 +305,14 @@ def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None
         assert logs(run, "transport_cost")[0] == pytest.approx(expected["transport_cost"], rel=1e-5)
 
 
+def test_an_objective_with_values_in_float64(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = trainer(tmp_path, model, objective=lambda nll: 2 * nll.double(), cost=None)
+    plain = trainer(tmp_path, model, objective="mle").evaluate()
+    assert run.evaluate()["eval_loss"] == pytest.approx(2 * plain["eval_loss"], rel=1e-6)
+    run.train()
+
+
 def test_evaluations_may_record_gradients_and_an_old_attribute_is_named(tmp_path: Path) -> None:
     class Recording(ObjectiveTrainer):
         def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
