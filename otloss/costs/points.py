@@ -42,6 +42,7 @@ from otloss.costs.cost import (
     Cost,
     above_rounding,
     arithmetic_dtype,
+    is_symmetric_matrix,
     makes_graph,
     scaled_plan_rows,
     softmin_of,
@@ -59,6 +60,7 @@ Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 MAX_AXES_OF_BOXES = 8  # up to which the boxes around clouds are no larger than the balls, or hardly
 # The relative error of the sums that gradients through a grid are made of.
+_SYMMETRY_SAMPLE = 128  # points among which the costs of a function are compared, or up to twice as many
 _GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 
@@ -370,7 +372,7 @@ class PointCost(Cost):
         return self if type(self) is PointCost and not callable(self.metric) else None
 
     def is_symmetric(self) -> bool:
-        return self.x is self.y
+        return self.x is self.y and (not callable(self.metric) or _is_symmetric_among(self.x, self.metric))
 
     def costs_within(self) -> tuple[Cost, Cost] | None:
         return self.between(self.x, self.x, self.metric), self.between(self.y, self.y, self.metric)
@@ -635,3 +637,9 @@ def _square_product(cost: PointCost, v: Tensor) -> Tensor:
 def _cosine_product(cost: PointCost, v: Tensor) -> Tensor:
     moment = product(v.unsqueeze(-2), cost.y).squeeze(-2)  # (..., d)
     return v.sum(-1, keepdim=True) - product(cost.x, moment.unsqueeze(-1)).squeeze(-1)
+
+
+def _is_symmetric_among(points: Float[Tensor, "*batch n d"], metric: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Return whether a function of two clouds gives some of the points the same costs in both directions."""
+    some = points.detach()[..., :: max(1, points.shape[-2] // _SYMMETRY_SAMPLE), :]
+    return is_symmetric_matrix(metric(some, some).detach(), 1e-5)

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import otloss
 from otloss import emd, lower_bound
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost, as_cost, graph_cost
 from otloss.costs.cost import FROM_ROWS
 from otloss.costs.dense import SignedCost
 from tests.errors import raising
+from tests.otloss.draws import normal
 from tests.otloss.oracles import as_double, check_questions, cosine_matrix
 from tests.otloss.strategies import square_problems
 
@@ -248,3 +250,25 @@ test_bad_graphs = raising(
     (lambda: graph_cost(torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])), r"holds nan at \(1, 0\)"),
     (lambda: graph_cost(torch.tensor([[0.0, 1.0], [0.0, 0.0]])), "no path leads from node 1 to node 0"),
 )
+
+
+def uphill(x: Tensor, y: Tensor) -> Tensor:
+    """Costs of a way up are twice those of the way down."""
+    change = x.unsqueeze(-2) - y.unsqueeze(-3)
+    return (2 * change.clamp(min=0) + (-change).clamp(min=0)).sum(-1)
+
+
+def test_a_directed_function_of_two_clouds() -> None:
+    x, p = normal(6, 2).double(), torch.full((6,), 1 / 6, dtype=torch.float64)
+    cost = PointCost(x, metric=uphill)
+    assert not cost.is_symmetric()
+    actual, expected = (otloss.solve(p, p, c, epsilon=0.3) for c in (cost, uphill(x, x)))
+    torch.testing.assert_close(actual.plan(), expected.plan(), rtol=1e-6, atol=1e-8)
+    for call in (
+        lambda: otloss.sinkhorn_divergence(p, p, cost, epsilon=0.3),
+        lambda: otloss.cloud_loss(x, x + 1, metric=uphill, epsilon=0.3),
+    ):
+        with pytest.raises(ValueError, match="the metric gives other costs of x to y than of y to x"):
+            call()
+    with pytest.raises(ValueError, match="differ"):
+        otloss.barycenter(p.expand(2, 6), cost, epsilon=0.3, debiased=True)
