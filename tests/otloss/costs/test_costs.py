@@ -272,3 +272,14 @@ def test_a_directed_function_of_two_clouds() -> None:
             call()
     with pytest.raises(ValueError, match="differ"):
         otloss.barycenter(p.expand(2, 6), cost, epsilon=0.3, debiased=True)
+
+
+def test_rounding_of_a_function_is_no_direction() -> None:
+    x = (100 + normal(40, 2)).float()
+
+    def by_products(x: Tensor, y: Tensor) -> Tensor:
+        lengths = x.square().sum(-1, keepdim=True) + y.square().sum(-1).unsqueeze(-2)
+        return (lengths - 2 * x @ y.mT).clamp(min=0)
+
+    assert PointCost(x, metric=by_products).is_symmetric()
+    assert otloss.cloud_loss(x, x + 1, metric=by_products, epsilon=0.3) == pytest.approx(2.0, rel=0.05)
