@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 MAX_AXES_OF_BOXES = 8  # up to which the boxes around clouds are no larger than the balls, or hardly
-# The relative error of the sums that gradients through a grid are made of.
 _SYMMETRY_SAMPLE = 128  # points among which the costs of a function are compared, or up to twice as many
+# The relative error of the sums that gradients through a grid are made of.
 _GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 

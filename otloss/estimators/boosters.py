@@ -182,7 +182,7 @@ class Trees:
         best_round: after which the loss of the last part watched was least, counted from 1; None without early
             stopping. LightGBM takes rounds that split nothing out again, so that fewer may predict.
         history: of all rounds trained, also of those after the best one.
-        settled: whether early stopping, if any, came before the last round allowed.
+        has_stopped: whether early stopping, if any, came before the last round allowed.
     """
 
     library: str
@@ -245,22 +245,25 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
     booster, sizes, history = train(settings, rows, watched_parts, start)
     best, has_stopped = None, True
     if settings.patience is not None:
-        losses = _last_losses(history)
-        best = int(np.argmin(losses)) + 1
-        has_stopped = _is_patience_over(losses, settings.patience)
+        best, has_stopped = _best_round(history), _is_patience_over(history, settings.patience)
     rounds = sizes[-1 if best is None else best - 1]
     return Trees(library, booster, start, settings.categorical, rounds, best, history, has_stopped)
-
-
-def _is_patience_over(losses: list[float], patience: int | None) -> bool:
-    """Return whether the loss has not fallen for `patience` rounds."""
-    return patience is not None and len(losses) - 1 - int(np.argmin(losses)) >= patience
 
 
 def _last_losses(history: History) -> list[float]:
     """Return the losses by which training stops: of the part watched that was named last."""
     (losses,) = history[list(history)[-1]].values()
     return losses
+
+
+def _best_round(history: History) -> int:
+    """Return the round after which that loss was least, counted from 1."""
+    return int(np.argmin(_last_losses(history))) + 1
+
+
+def _is_patience_over(history: History, patience: int) -> bool:
+    """Return whether that loss has not fallen for `patience` rounds."""
+    return len(_last_losses(history)) - _best_round(history) >= patience
 
 
 def checked_parameters(library: str, parameters: Any, columns: int | None = None) -> dict[str, Any]:
@@ -431,7 +434,7 @@ def _train_xgboost(
 
     class StopByLast(xgboost.callback.TrainingCallback):
         def after_iteration(self, *_: Any) -> bool:
-            return _is_patience_over(_last_losses(history), settings.patience)
+            return settings.patience is not None and _is_patience_over(history, settings.patience)
 
     booster = xgboost.train(
         parameters,
@@ -440,11 +443,11 @@ def _train_xgboost(
         obj=lambda scores, matrix: objective(scores, parts[id(matrix)]),
         evals=evals,
         custom_metric=measure,
-        callbacks=[] if settings.patience is None else [StopByLast()],
+        callbacks=[StopByLast()],
         verbose_eval=False,
     )
     if settings.patience is not None:
-        booster = booster[: int(np.argmin(_last_losses(history))) + 1]
+        booster = booster[: _best_round(history)]
     return booster, range(1, booster.num_boosted_rounds() + 1), history
 
 
@@ -535,9 +538,9 @@ class _StopByLast:
         self.sizes.append(env.model.current_iteration())
         if self.patience is None:
             return
-        losses = _last_losses(self.history)
-        if _is_patience_over(losses, self.patience) or env.iteration == env.end_iteration - 1:
-            raise EarlyStopException(self.sizes[int(np.argmin(losses))] - 1, env.evaluation_result_list)
+        if _is_patience_over(self.history, self.patience) or env.iteration == env.end_iteration - 1:
+            best = self.sizes[_best_round(self.history) - 1]
+            raise EarlyStopException(best - 1, env.evaluation_result_list)
 
 
 @contextmanager

@@ -139,10 +139,8 @@ def _check_own_names(proba: ArrayLike, column_labels: Labels) -> None:
         own = [] if proba.labels is None else proba.labels.tolist()
     elif own == list(range(len(own))):
         own = []  # numbers that nobody gave
-    texts, expected = (
-        [str(name) for name in own],
-        [str(label) for label in column_labels.tolist()],
-    )  # as polars has them
+    texts = [str(name) for name in own]  # as polars has all names
+    expected = [str(label) for label in column_labels.tolist()]
     if texts != expected and set(texts) == set(expected):
         raise ValueError(
             f"the columns are taken to be {shown(column_labels)}, and proba names them {own!r}; pass columns={own!r}, "

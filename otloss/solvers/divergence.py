@@ -11,7 +11,7 @@ from torch import Tensor
 from otloss._checks import float64_or, needs_torch
 from otloss._per_example import per_example
 from otloss._public import public
-from otloss.costs import Cost, PointCost, as_cost, costs_within
+from otloss.costs import Cost, as_cost, costs_within
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.options import BOTH_KEPT, MarginalPenalty, Penalty, Settings, is_kept
 from otloss.solvers.problem import Problem, tolerance_of
@@ -133,7 +133,7 @@ def _among(cost: Cost, cost_p: Cost | Tensor | None, cost_q: Cost | Tensor | Non
         if (cost_p is None) != (cost_q is None):
             raise ValueError("only one of cost_p and cost_q is given, expected both or none.")
         among_both = costs_within(cost)
-        if any(isinstance(among, PointCost) and not among.is_symmetric() for among in among_both):
+        if not all(among is cost or among.is_symmetric() for among in among_both):  # of a function of two clouds
             raise ValueError(
                 "the metric gives other costs of x to y than of y to x, and a divergence needs the same ones; pass "
                 "their mean, lambda x, y: (metric(x, y) + metric(y, x).mT) / 2, or take sinkhorn."

@@ -36,16 +36,16 @@ class CommandTrainer(ObjectiveMixin, SFTTrainer):
     """`SFTTrainer` with an objective; rows longer than `max_length` are dropped with a count, and not cut.
 
     Args:
-        load_cost: returns the transport cost for a model and its tokenizer, to which TRL may have added the tokens of
-            a chat template; None for the cost of the objective.
+        load_cost: returns the transport cost for a model and its `tokenizer=`, to which TRL may have added the tokens
+            of a chat template; None for the cost of the objective.
     """
 
-    def __init__(self, *args: Any, load_cost: Callable[[Any, Any], TokenCost] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, load_cost: Callable[..., TokenCost] | None = None, **kwargs: Any) -> None:
         self._load_cost = load_cost
         super().__init__(*args, **kwargs)
 
     def _choose_cost(self, model: Any) -> TokenCost | str | None:
-        return "auto" if self._load_cost is None else self._load_cost(model, self.processing_class)
+        return "auto" if self._load_cost is None else self._load_cost(model, tokenizer=self.processing_class)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *others: Any) -> Any:
         """Drop rows that are too long, and let TRL prepare the rest. Packing that splits rows loses none."""
@@ -149,7 +149,9 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
             check_tokens(rows, count_embeddings(model))
     load = None
     if options.cost_embedding is not None:
-        load = partial(_load_cost, options, args.seed)
+        load = partial(
+            load_cost, options.cost_embedding, seed=args.seed, kind=options.cost_kind, numbers=options.numbers
+        )
     try:
         with naming_rows(train, evaluation, args=args):
             trainer = CommandTrainer(
@@ -164,12 +166,6 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
     if counts is not None and not counts.sum():  # None for a stream
         raise ValueError("no token of the rows is trained on: all are empty, or masked; check the columns.")
     return trainer
-
-
-def _load_cost(options: Any, seed: int, model: Any, tokenizer: Any) -> TokenCost:
-    return load_cost(
-        options.cost_embedding, model, seed=seed, kind=options.cost_kind, tokenizer=tokenizer, numbers=options.numbers
-    )
 
 
 def _check_layers(model: Any, settings: Any) -> None:
@@ -205,7 +201,7 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
     template = args.chat_template_path
     if template is not None and not Path(template).exists() and not HUB_NAME.fullmatch(template.removesuffix(".jinja")):
         raise FileNotFoundError(f"--chat_template_path is {template!r}, of which there is no file in {Path.cwd()}.")
-    if is_conversational(row) and not (tokenizer.chat_template or args.chat_template_path):
+    if is_conversational(row) and not (tokenizer.chat_template or template):
         raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")
     longest, context = args.max_length, context_length(model)
     if longest is not None and context is not None and context < longest:

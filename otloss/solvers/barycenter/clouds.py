@@ -320,9 +320,8 @@ def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int)
         pairs.append(_Pair.from_step(moved - x, current.step - new.step, is_accepted))
         wide = is_accepted[..., None, None]
         x = torch.where(wide, moved, x)
-        current = _Evaluation(
-            *(torch.where(c, a, b) for c, a, b in zip((is_accepted, is_accepted, wide), new, current, strict=True))
-        )
+        choices = zip((is_accepted, is_accepted, wide), new, current, strict=True)
+        current = _Evaluation(*(torch.where(*choice) for choice in choices))
         length, iterations = torch.where(is_accepted, 1.0, length / 4), iterations + active
         active = active & (_largest(current.step) > tolerance * unit) & (iterations < max_iterations)
     stands = _largest(current.step) <= tolerance * unit
