@@ -33,7 +33,7 @@ from otloss._public import public
 from otloss.costs import PointCost
 from otloss.costs.products import product
 from otloss.solvers.convergence import ConvergenceWarning
-from otloss.solvers.histograms import weights_or_uniform
+from otloss.solvers.histograms import check_masses, weights_or_uniform
 from otloss.solvers.options import Settings
 from otloss.solvers.problem import pose
 from otloss.solvers.solve import solve, solve_problem
@@ -121,7 +121,8 @@ def register(
         A `Registration`, without a graph.
 
     Raises:
-        TypeError, ValueError: as `solve`; ValueError also if x or y is not (n, d), or a count is too small.
+        TypeError, ValueError: as `solve`; ValueError also if x or y is not (n, d), if a cloud has no mass, or a count
+            is too small.
 
     Source:
         H. Chui, A. Rangarajan, Point matching for non-rigid registration, 2003, for the falling epsilon.
@@ -141,7 +142,7 @@ def register(
     # Far points have the weight exp(-distance / marginal_penalty), which underflows in float32.
     cost = PointCost(x.to(wide), y.to(wide))
     x, y = cost.x, cost.y
-    a, b = (w.to(wide) for w in weights_or_uniform(a, b, cost))
+    a, b = (w.to(wide) for w in _checked_weights(a, b, cost, balanced=marginal_penalty is None))
     check_no_transform()
     check_no_tangent("its result has no graph; pass detached tensors.", x, y, a, b)
     centre_x, centre_y = (a @ x) / a.sum(), (b @ y) / b.sum()
@@ -234,3 +235,14 @@ def _check(x: Tensor, y: Tensor, steps: int, restarts: int) -> None:
             raise ValueError(f"{name} has shape {tuple(cloud.shape)}, expected (n, d): one cloud at a time.")
     check_count("steps", steps)
     check_count("restarts", restarts, 0)
+
+
+def _checked_weights(a: Tensor | None, b: Tensor | None, cost: PointCost, *, balanced: bool) -> tuple[Tensor, Tensor]:
+    a, b = weights_or_uniform(a, b, cost)
+    masses = check_masses(a, b, ("a", "b"), balanced=balanced)
+    for name, weights, mass, size in zip(("a", "b"), (a, b), masses, cost.shape, strict=True):
+        if weights.shape != (size,):
+            raise ValueError(f"{name} has shape {tuple(weights.shape)}, expected ({size},), a weight for each point.")
+        if not mass:
+            raise ValueError(f"{name} has no mass, expected some: without it a cloud has no centre.")
+    return a, b

@@ -259,6 +259,11 @@ def test_parts_without_a_partner_drop_out(angle: float, restarts: int) -> None:
 
 test_bad_registration = raising(
     ({"y": torch.zeros(4, 2)}, "x has 3 coordinates"),
+    ({"a": torch.zeros(4), "b": torch.zeros(5)}, "a has no mass"),
+    ({"b": torch.tensor([1.0, 1.0, torch.nan, 1.0, 1.0])}, "b holds 1 NaN"),
+    ({"a": torch.tensor([2.0, -1.0, 0.0, 0.0])}, "a holds -1.0 in bin 1"),
+    ({"a": torch.full((2, 4), 0.25)}, r"a has shape \(2, 4\), expected \(4,\)"),
+    ({"a": torch.ones(4)}, "a and b hold different masses"),
     call=lambda change: register(**({"x": torch.rand(4, 3), "y": torch.rand(5, 3), "epsilon": 0.1} | change)),
 )
 
