@@ -131,9 +131,11 @@ def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " 
     unknown = order[ranks] != vector
     if unknown.any():
         first = int(np.flatnonzero(unknown)[0])
+        is_continuous = vector.dtype.kind == "f" and not is_whole(vector[first])
+        remedy = "bring continuous predictions to the nearest class first, or " if is_continuous else ""
         raise ValueError(
             f"{name}[{first}] is {vector[first].item()!r}, expected one of the labels {shown(order)}; "
-            "pass labels=, all classes in rank order."
+            f"{remedy}pass labels=, all classes in rank order."
         )
     return ranks
 

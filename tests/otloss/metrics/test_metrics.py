@@ -224,6 +224,7 @@ test_bad_input = raising(
     (lambda: metrics.ordinal_mae([0, 1], ["0", "1"]), TypeError, "y_true holds numbers and y_pred holds strings"),
     (lambda: metrics.ordinal_mae([0, 5], [0, 1], labels=[1, 0]), r"y_true\[1\] is 5, .*\[1, 0\]"),
     (lambda: metrics.ordinal_mae([0, 1, 2], [0.5, 1, 2]), "hold 0.5, which is no whole number"),
+    (lambda: metrics.ordinal_mae([0, 1], [0.5, 1], labels=[0, 1]), "is 0.5, .*; bring continuous predictions to the"),
     (lambda: metrics.ordinal_mae(LOW, MID), r"\['a', 'b'\] and \['b', 'a'\].*labels="),
     (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), r"sample_weight\[0\] is -1"),
     (lambda: metrics.ordinal_emd([0], half), "2 columns but y_true holds 1 classes.*Pass labels="),
