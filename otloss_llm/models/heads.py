@@ -149,11 +149,10 @@ def find_head(model: nn.Module) -> LanguageModelHead:
 def _linear(module: Any, model_name: str) -> nn.Module:
     """Return the layer that makes the logits, inside PEFT's wrappers."""
     copies: Any = getattr(module, "modules_to_save", None)
-    if copies is not None:  # PEFT trains a full copy of the head; the active copy makes the logits
-        if getattr(module, "disable_adapters", False):
-            return _linear(module.original_module, model_name)
-        active = module.active_adapter
-        return _linear(copies[active[0] if isinstance(active, list) else active], model_name)
+    if copies is not None:  # PEFT trains a full copy of the head; the active adapter's copy, if any, makes the logits
+        active = [module.active_adapter] if isinstance(module.active_adapter, str) else module.active_adapter
+        is_copied = bool(active) and active[0] in copies and not module.disable_adapters
+        return _linear(copies[active[0]] if is_copied else module.original_module, model_name)
     layer: nn.Module = getattr(module, "token_adapter", module)  # PEFT trains some rows of the head
     if hasattr(layer, "get_merged_weights"):
         return layer

@@ -110,6 +110,19 @@ def test_lora_that_trains_the_head() -> None:
     assert find_head(model).weight.requires_grad
 
 
+@pytest.mark.parametrize("trained", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": {"lm_head": [3]}}])
+def test_of_several_adapters_the_active_one_makes_the_logits(trained: dict[str, Any]) -> None:
+    options = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    model, batch = lora(tiny_model("llama"), **options, **trained).eval(), tiny_batch()
+    model.add_adapter("other", pytest.importorskip("peft").LoraConfig(**options))
+    for adapter in ("default", "other", "default"):
+        model.set_adapter(adapter)
+        torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], model(**batch).loss)
+    model.set_adapter("other")
+    model.delete_adapter("default")
+    torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], model(**batch).loss)
+
+
 def test_lora_on_the_head_raises() -> None:
     model = lora(tiny_model("llama"), task_type="CAUSAL_LM", target_modules=["lm_head"])
     with pytest.raises(
