@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from otloss._checks import TRANSFORMS, requires_gradient, transform_kinds
+from otloss._checks import TRANSFORMS, check_not_batched, requires_gradient, transform_kinds
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -42,6 +42,8 @@ def per_example(
         def call(*args: _P.args, **settings: _P.kwargs) -> _R:
             if torch._C._are_functorch_transforms_active():
                 arguments = signature.bind(*args, **settings).arguments
+                for part in (t for value in arguments.values() if hasattr(value, "tensors") for t in value.tensors()):
+                    check_not_batched(part)  # of a cost
                 tensors = _tensors(arguments, axes)
                 if _is_below(arguments, tensors, is_traced):
                     return _call_below(function, arguments, tensors, axes)

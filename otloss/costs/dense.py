@@ -203,6 +203,9 @@ class SignedCost(DenseCost):
 
 def posed_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
     """Return the cost of `as_cost`, or a `SignedCost` for a matrix with negative entries or +inf."""
+    if isinstance(cost, Cost):
+        matrix = cost.stored_matrix()
+        return cost if matrix is None or has_plain_entries(matrix) else SignedCost(matrix)
     if not isinstance(cost, Tensor) or not cost.numel() or cost.dim() < 2:
         return as_cost(cost)
     if not has_plain_entries(cost):
@@ -221,6 +224,8 @@ def has_plain_entries(cost: Any) -> bool:
 def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
     """Return `cost` itself if it is a cost object, else wrap the matrix.
 
+    The matrix of an object is checked again: a step of training may have changed it, and kernels read it as it is.
+
     Raises:
         TypeError: if it is neither a cost object nor a floating tensor.
         ValueError: as for `DenseCost`.
@@ -230,7 +235,8 @@ def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
         DenseCost(shape=(2, 3), dtype=torch.float32, device='cpu')
     """
     if isinstance(cost, Cost):
-        return cost
+        matrix = cost.stored_matrix()
+        return cost if matrix is None or has_plain_entries(matrix) else DenseCost(matrix)  # raises
     if not isinstance(cost, Tensor):
         raise TypeError(
             f"cost is a {type(cost).__name__}, expected a cost object such as PointCost(x, y), or a torch.Tensor "

@@ -104,7 +104,8 @@ class Distribution(np.ndarray):
     def round(self, decimals: Any = 0, out: Any = None) -> Any:
         """Return rounded probabilities with the same labels."""
         new = _table_or_plain(np.asarray(self).round(decimals, out))
-        new.labels = self.labels
+        if isinstance(new, Distribution):  # a vector, such as `table.dot(values)`, is a plain array
+            new.labels = self.labels
         return new
 
     def __copy__(self) -> Distribution:

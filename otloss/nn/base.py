@@ -55,6 +55,7 @@ class CostModule(TensorHolder):
         super().__init__()
         self._frame = copy.copy(cost)
         self._tensors: dict[str, str] = {}  # attribute of the cost to its name in this module
+        self._parts: list[str] = []  # attributes that are costs themselves
         names: dict[int, str] = {}  # one tensor under two attributes stays one
         for attribute, value in vars(cost).items():
             if isinstance(value, Tensor):
@@ -64,6 +65,7 @@ class CostModule(TensorHolder):
                     self._hold(attribute, value)
                 self._tensors[attribute] = names[id(value)]
             elif isinstance(value, Cost):
+                self._parts.append(attribute)
                 self._hold(attribute, value)
             else:
                 continue
@@ -71,8 +73,8 @@ class CostModule(TensorHolder):
 
     def forward(self) -> Cost:
         cost = copy.copy(self._frame)
-        for attribute, part in self.named_children():
-            setattr(cost, attribute, part())
+        for attribute in self._parts:
+            setattr(cost, attribute, getattr(self, attribute)())
         for attribute, name in self._tensors.items():
             setattr(cost, attribute, getattr(self, name))
         return cost

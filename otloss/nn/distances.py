@@ -185,6 +185,9 @@ class Sinkhorn(_TransportLoss):
 class SinkhornDivergence(Loss):
     """`otloss.sinkhorn_divergence` with costs.
 
+    A matrix that is trained has to stay symmetric with zeros on its diagonal, by
+    `torch.nn.utils.parametrize.register_parametrization(loss.cost, "matrix", ...)`; or train points.
+
     Example:
         >>> import torch
         >>> from otloss.costs import PointCost

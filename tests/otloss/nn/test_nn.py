@@ -6,6 +6,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization
 
 import otloss
 from otloss import nn
@@ -212,6 +214,64 @@ test_bad_settings = raising(
     (lambda: modules.Emd(cost=MATRIX)(P, Q, MATRIX), TypeError, r"Emd.forward\(\) takes 3 positional arguments"),
     (lambda: modules.Emd(MATRIX, masss=0.5), TypeError, "did you mean mass="),  # type: ignore[call-arg]
 )
+
+
+CHANGED = {
+    "exact": lambda cost: modules.Emd(cost=cost, reduction="none"),
+    "entropic": lambda cost: modules.Sinkhorn(cost=cost, epsilon=0.1, reduction="none"),
+    "ordinal": lambda cost: modules.OrdinalLoss(cost=cost, reduction="none"),
+    "divergence": lambda cost: modules.SinkhornDivergence(cost=cost, epsilon=0.1, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("entry", [torch.nan, torch.inf, -torch.inf, -0.25])
+@pytest.mark.parametrize("name", CHANGED)
+def test_costs_that_training_has_changed_are_checked_as_those_of_the_function(
+    name: str, entry: float, dtype: torch.dtype
+) -> None:
+    """Kernels read the entries of a matrix as they are."""
+    matrix = ((MATRIX + MATRIX.mT) * (1 - torch.eye(5))).to(dtype)
+    loss = CHANGED[name](torch.nn.Parameter(matrix.clone()))
+    with torch.no_grad():
+        loss.cost.matrix[0, 1] = loss.cost.matrix[1, 0] = matrix[0, 1] = matrix[1, 0] = entry
+    inputs = (Z, torch.tensor([0, 1, 3])) if name == "ordinal" else (P.to(dtype), Q.to(dtype))
+    if name in ("exact", "entropic") and entry in (torch.inf, -0.25):
+        of_matrix = (otloss.emd if name == "exact" else partial(otloss.sinkhorn, epsilon=0.1))(*inputs, matrix)
+        torch.testing.assert_close(loss(*inputs).detach(), of_matrix)
+    else:
+        with pytest.raises(ValueError, match="cost matrix holds"):
+            loss(*inputs)
+
+
+def test_parts_of_costs_have_parametrizations() -> None:
+    class Symmetric(torch.nn.Module):
+        def forward(self, matrix: Tensor) -> Tensor:
+            return matrix.triu(1) + matrix.triu(1).mT
+
+    loss = modules.SinkhornDivergence(cost=torch.nn.Parameter(Symmetric()(MATRIX)), epsilon=0.1)
+    register_parametrization(loss.cost, "matrix", Symmetric())
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    values = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        values.append(loss(P, Q))
+        values[-1].backward()
+        optimizer.step()
+    assert values[0] > values[1] > values[2]
+
+
+@pytest.mark.parametrize("cost", [torch.nn.Parameter(MATRIX), PointCost(torch.nn.Parameter(CLOUD), OTHER)])
+def test_costs_of_several_models_are_not_mapped(cost: Any) -> None:
+    models = [modules.Sinkhorn(cost=copy.deepcopy(cost), epsilon=0.1) for _ in range(2)]
+    parameters, buffers = torch.func.stack_module_state(models)
+
+    def of_one(own: dict[str, Tensor], fixed: dict[str, Tensor], p: Tensor) -> Tensor:
+        return torch.func.functional_call(models[0], (own, fixed), (p, Q[0]))
+
+    for p, axis in ((P[:2], 0), (P[0], None)):
+        with pytest.raises(NotImplementedError, match=r"does not work inside torch.vmap.* pass the batch itself"):
+            torch.vmap(of_one, in_dims=(0, 0, axis))(parameters, buffers, p)
 
 
 @every_case
