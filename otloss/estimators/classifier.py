@@ -67,8 +67,9 @@ class OrdinalClassifier(LinearBase):
             and numbers with fractions are classes where each has two rows or more on average, with a warning.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
             the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
-            index. Training divides values by their mean gap, a cost by its largest entry over K - 1; without
-            `categories` by the mean gap of the labels seen, so that 10, 20, 30 train as 0, 1, 2 do.
+            index, or by rank where that is 0, 1, 2, ... as pandas gives it. Training divides values by their mean gap,
+            a cost by its largest entry over K - 1; without `categories` by the mean gap of the labels seen, so that
+            10, 20, 30 train as 0, 1, 2 do.
         power: 2, the ranked probability score, or 1, W_1; unused with a cost.
         cost: (K, K) costs >= 0 over the categories, **cost[true, predicted]**, in place of values and power.
         transport: weight of L; 0 leaves cross-entropy alone.

@@ -19,8 +19,7 @@ import numpy as np
 from otloss._checks import check_number
 from otloss._ordered_classes import check_terms, class_costs, class_values
 from otloss.estimators.label_order import LabelOrder
-from otloss.metrics.arrays import column_names
-from otloss.metrics.rank_labels import shown
+from otloss.metrics.rank_labels import in_rank_order
 
 _FIX = "Name all classes with categories=; without it, every integer between whole labels is one."
 
@@ -66,10 +65,10 @@ def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
         raise ValueError("values and cost are both given, expected one: a cost matrix holds all distances already.")
     check_terms(settings.power, settings.transport, settings.cross_entropy)
     number = len(order.categories)
-    values = class_values("values", _in_rank_order("values", settings.values, order), number, fix=_FIX)
+    values = class_values("values", in_rank_order("values", settings.values, order.names, fix=_FIX), number, fix=_FIX)
     cost, span = None, values[-1] - values[0]
     if settings.cost is not None:
-        every_cost = class_costs("cost", _in_rank_order("cost", settings.cost, order), number, fix=_FIX)
+        every_cost = class_costs("cost", in_rank_order("cost", settings.cost, order.names, fix=_FIX), number, fix=_FIX)
         cost, span = np.ascontiguousarray(every_cost[np.ix_(order.ranks, order.ranks)]), every_cost.max()
     unit = float(span) / max((number if order.is_explicit else len(order.classes)) - 1, 1)
     return Criterion(
@@ -80,35 +79,6 @@ def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
         float(settings.cross_entropy),
         unit=unit or 1.0,
     )
-
-
-def _in_rank_order(name: str, table: Any, order: LabelOrder) -> Any:
-    """Return a pandas Series or DataFrame with the rows and columns in rank order.
-
-    An index 0, 1, 2, ..., as pandas gives by itself, counts ranks; anything but pandas is returned as it is.
-
-    Raises:
-        ValueError: if an index lacks a category, or a table whose rows have no names has the columns in another order.
-    """
-    names = order.names.tolist()
-    if not hasattr(table, "axes"):  # as an index, which has numbers alone
-        columns = column_names(table)
-        ranked = [str(label) for label in names]
-        if columns != ranked and set(columns) == set(ranked):
-            raise ValueError(
-                f"{name} has the columns {columns!r}, expected them, as its rows, in rank order: {shown(order.names)}."
-            )
-        return table
-    for axis, index in enumerate(table.axes):
-        lacking = [label for label in names if label not in index]
-        if not lacking:
-            table = table.reindex(names, axis=axis)
-        elif list(index) != list(range(len(index))):
-            raise ValueError(
-                f"{name} has the index {list(index)!r}, expected all of {shown(order.names)}, and it lacks "
-                f"{lacking[0]!r}. {_FIX} An array goes by rank."
-            )
-    return table.to_numpy()
 
 
 def check_real(name: str, value: Any, *, minimum: float, above: bool = False, maximum: float = np.inf) -> float:

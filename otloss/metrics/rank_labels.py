@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 from numpy.typing import ArrayLike
 
-from otloss.metrics.arrays import as_array, read_values
+from otloss.metrics.arrays import as_array, column_names, read_values
 
 _MAX_CLASSES = 10_000  # A longer range of integers is unlikely to be a range of ranks.
 KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings"}
@@ -42,7 +42,12 @@ class RankOrder:
 
     def values(self, values: ArrayLike | None) -> Float[np.ndarray, " classes"]:
         """Return the values (m,) of the classes that count, of the values (K,) of all; their ranks by default."""
-        return self.ranks if values is None else read_values(values, self.count)[self.ranks.astype(np.int64)]
+        if values is None:
+            return self.ranks
+        labels = self.labels
+        if self.count > labels.size and hasattr(values, "axes"):  # whole numbers, some of which do not occur
+            labels = np.arange(labels[0], labels[0] + self.count)
+        return read_values(in_rank_order("values", values, labels), self.count)[self.ranks.astype(np.int64)]
 
 
 def in_order_of_labels(labels: Labels) -> RankOrder:
@@ -112,6 +117,44 @@ def implied_order(labels: Labels) -> tuple[Labels, str]:
     if order.count > _MAX_CLASSES:
         return labels, f"the labels go from {labels[0]} to {labels[-1]}, and every integer between would be a class"
     return np.arange(int(labels[0]), int(labels[-1]) + 1), ""
+
+
+def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> Any:
+    """Return a pandas Series or DataFrame with the rows and columns in the order of `labels`, lowest rank first.
+
+    An index 0, 1, 2, ..., as pandas gives by itself, counts ranks, whatever the classes are named; anything but pandas
+    is returned as it is. `fix` ends the message for an index that lacks a class.
+
+    Raises:
+        ValueError: if an index lacks a class, if one that pandas may have given by itself has the names of the classes
+            in another order, or a table whose rows have no names has the columns in another order.
+    """
+    names = labels.tolist()
+    if not hasattr(table, "axes"):  # as an index, which has numbers alone
+        columns = column_names(table)
+        ranked = [str(label) for label in names]
+        if columns != ranked and set(columns) == set(ranked):
+            raise ValueError(
+                f"{name} has the columns {columns!r}, expected them, as its rows, in rank order: {shown(labels)}."
+            )
+        return table
+    for axis, index in enumerate(table.axes):
+        given, counted = list(index), list(range(len(index)))
+        if given == counted and (names == counted or names != counted[: len(names)]):
+            if names != counted and set(names) == set(counted):
+                raise ValueError(
+                    f"{name} has the index {counted}, which may count ranks or name the classes {shown(labels)}. "
+                    f"Pass an array, which goes by rank, or {name}.reindex({names!r}) for a table that goes by class."
+                )
+            continue
+        lacking = [label for label in names if label not in index]
+        if lacking:
+            raise ValueError(
+                f"{name} has the index {given!r}, expected all of {shown(labels)}, and it lacks {lacking[0]!r}. {fix} "
+                "An array goes by rank."
+            )
+        table = table.reindex(names, axis=axis)
+    return table.to_numpy()
 
 
 def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:

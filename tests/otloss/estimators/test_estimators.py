@@ -185,6 +185,26 @@ def test_values_may_be_an_index_or_a_tensor() -> None:
         np.testing.assert_array_equal(OrdinalClassifier(values=form).fit(X, RANK).predict_proba(X), expected)
 
 
+def test_the_index_that_pandas_gives_counts_ranks_in_each_fold() -> None:
+    pandas = pytest.importorskip("pandas")
+    values, cost = np.array([0.0, 1, 5]), np.array([[0.0, 1, 2], [3, 0, 1], [20, 10, 0]])
+    tables = {"values": (values, pandas.Series(values)), "cost": (cost, pandas.DataFrame(cost))}
+    for name, (array, table) in tables.items():
+        for labels in ([1, 2, 3], [10, 20, 30], ["a", "b", "c"], [0, 1, 2]):
+            y, options = np.array(labels)[RANK], {} if labels[0] in (0, 1) else {"categories": labels}
+            ours, expected = (OrdinalClassifier(**{name: v}, **options).fit(X, y) for v in (table, array))
+            np.testing.assert_array_equal(ours.predict_proba(X), expected.predict_proba(X))
+        with pytest.raises(ValueError, match=rf"{name} has shape .* expected .*categories="):
+            OrdinalClassifier(**{name: table}).fit(X[RANK < 2], RANK[RANK < 2] + 1)
+        with pytest.raises(
+            ValueError, match=rf"{name} has the index \[0, 1, 2\], which may count ranks or name the cla"
+        ):
+            OrdinalClassifier(**{name: table}, categories=[2, 1, 0]).fit(X, RANK)
+    by_class = OrdinalClassifier(values=pandas.Series([5.0, 1, 0]).reindex([2, 1, 0]), categories=[2, 1, 0])
+    expected = OrdinalClassifier(values=[0, 1, 5], categories=[2, 1, 0]).fit(X, RANK).predict_proba(X)
+    np.testing.assert_array_equal(by_class.fit(X, RANK).predict_proba(X), expected)
+
+
 def test_labels_of_pandas_bring_their_order_and_tables_go_by_their_index() -> None:
     pandas = pytest.importorskip("pandas")
     wanted = [*NAMES, "very high"]

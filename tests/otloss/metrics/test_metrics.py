@@ -405,3 +405,22 @@ def test_labels_of_an_ordered_categorical_have_its_order() -> None:
     assert metrics.Distribution(np.eye(3), labels=y.cat.categories).labels.tolist() == order
     with pytest.raises(ValueError, match="their Categorical has the order"):
         metrics.Distribution(np.eye(3), labels=y.unique())
+
+
+def test_values_in_a_series_go_by_its_index() -> None:
+    y_true, y_pred, order = ["a", "c", "b", "b"], ["c", "c", "a", "b"], ["c", "a", "b"]
+    expected = metrics.ordinal_mae(y_true, y_pred, labels=order, values=[0.0, 3.0, 10.0])
+    for values in (pd.Series({"b": 10.0, "c": 0.0, "a": 3.0}), pd.Series([0.0, 3.0, 10.0])):
+        assert metrics.ordinal_mae(y_true, y_pred, labels=order, values=values) == expected
+    whole = pd.Series([0.0, 1.0, 5.0, 9.0], index=[3, 4, 5, 6])
+    assert metrics.ordinal_mae([3, 6], [5, 6], values=whole.iloc[[2, 0, 3, 1]]) == 2.5
+    with pytest.raises(ValueError, match=r"values has the index .*, expected all of .*lacks 'a'. .*array goes by rank"):
+        metrics.ordinal_mae(y_true, y_pred, labels=order, values=pd.Series({"b": 1.0, "c": 2.0, "z": 0.0}))
+
+
+def test_what_is_no_table_of_probabilities_any_more_is_rounded() -> None:
+    table = metrics.Distribution([[0.25, 0.75], [0.5, 0.5]], labels=["no", "yes"])
+    assert table.round(1).labels.tolist() == ["no", "yes"]
+    np.testing.assert_array_equal(table.dot([1.0, 3.0]).round(1), [2.5, 2.0])
+    np.testing.assert_array_equal(np.round(table.flatten(), 1), [0.2, 0.8, 0.5, 0.5])
+    np.testing.assert_array_equal(pd.Series(table.dot([1.0, 3.0])).round(), [2.0, 2.0])
