@@ -4,8 +4,9 @@ The most probable text is the best answer if only the exact one counts. If an an
 one, the median of the distribution is better, and its mean if it costs the square; both need no other training.
 
 A number is the longest sequence of tokens that reads as one, directly after the prompt: P("42") = P(4) P(2 | 4) (1 -
-P(a digit or a point | 42)). A beam over its tokens keeps the most probable beginnings, so numbers of one token are
-complete where `beam` is at least their count. With F the distribution function of the result and y the right number:
+P(a digit or a point | 42)). A beam over its tokens keeps the most probable beginnings; with `longest=1` all numbers of
+one token are found where `beam` is at least their count. With F the distribution function of the result and y the right
+number:
 
     CRPS = sum_i p_i |v_i - y| - 1/2 sum_ij p_i p_j |v_i - v_j|      the error, if the distribution is one number
     PIT  = uniform between F(y-) and F(y)                            uniform over [0, 1] if the model is calibrated
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._checks import check_count
@@ -33,7 +34,7 @@ from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decod
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SIGN = "+-\N{MINUS SIGN}"
+_SIGN = "+\N{MINUS SIGN}-"  # in a regular expression "-" stands at the end of the set
 _START = re.compile(rf"[{_SIGN}]?[0-9]*\.?[0-9]*")
 _DIGITS, _WITH_POINT = re.compile(r"[0-9]+"), re.compile(r"[0-9]*\.[0-9]*")
 _NEGLIGIBLE = math.log(1e-4)  # beginnings that are this much less probable than the best are dropped
@@ -257,6 +258,7 @@ class _Parts(NamedTuple):
     start: Int[Tensor, " begin"]
     digits: Int[Tensor, " whole"]
     any: Int[Tensor, " continue"]
+    has_digit: Bool[Tensor, " vocab"]
     texts: list[str]
 
     def after(self, text: str) -> Int[Tensor, " tokens"]:
@@ -275,7 +277,8 @@ def _parts(texts: list[str]) -> _Parts:
     begin, inside, further = (
         torch.tensor(ids, dtype=torch.long, device="cpu") for ids in (start, digits, digits + point)
     )
-    return _Parts(begin, inside, further, texts)
+    has_digit = [_DIGITS.search(text) is not None for text in texts]
+    return _Parts(begin, inside, further, torch.tensor(has_digit, device="cpu"), texts)
 
 
 class _Unfinished(NamedTuple):
@@ -325,6 +328,9 @@ def _numbers_after(
                 log_next = log_q[allowed]
                 if number.value is not None:
                     _add(ended, number.value, number.log_p + math.log1p(-min(float(log_next.exp().sum()), 1.0 - 1e-15)))
+                elif step == longest - 1:  # blanks and signs become no number any more
+                    completes = parts.has_digit[allowed]
+                    allowed, log_next = allowed[completes], log_next[completes]
                 top = log_next.topk(min(beam, len(allowed)))
                 for log_p, place in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                     token = int(allowed[place])

@@ -131,20 +131,25 @@ def test_one_token_is_the_softmax_over_number_tokens(model: Any, tokenizer: Any)
 
 
 def test_many_improbable_numbers_of_one_token_are_not_dropped() -> None:
-    """Each of them has less than 1e-4 of the probability of the best one, and together they have a tenth."""
-    count = 2000
-    words = Tokenizer(WordLevel({"a": 0, **{str(k): k + 1 for k in range(count)}}, unk_token="a"))
+    """Each of them has less than 1e-4 of the probability of the best one, and together they have a tenth.
+
+    Signs, blanks and letters are more probable, and are no number.
+    """
+    count, others = 2000, ["-", "+", " ", "b", "c"]
+    vocabulary = ["a", *(str(k) for k in range(count)), *others]
+    words = Tokenizer(WordLevel({text: i for i, text in enumerate(vocabulary)}, unk_token="a"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
-    sizes: dict[str, Any] = {"vocab_size": count + 1, "n_positions": 4, "n_embd": 2, "n_layer": 1, "n_head": 1}
+    sizes: dict[str, Any] = {"vocab_size": len(vocabulary), "n_positions": 4, "n_embd": 2, "n_layer": 1, "n_head": 1}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
-    share = torch.full((count + 1,), 0.1 / (count - 1), dtype=torch.float64)
-    share[0], share[6] = 1e-9, 0.9
+    share = torch.full((len(vocabulary),), 0.1 / (count - 1), dtype=torch.float64)
+    share[0], share[6], share[-len(others) :] = 1e-9, 0.9, 1 / len(others)
     with torch.no_grad():
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.copy_(torch.tensor([1.0, 0.0]))
         model.transformer.wte.weight[:, 0] = share.log().float()
     (answer,) = number_distributions(model, tokenizer, ["a"], longest=1, beam=count)
     assert len(answer.values) == count
+    assert answer.mass == pytest.approx(0.5, rel=1e-5)
     assert answer.decode("mean") == pytest.approx(0.9 * 5 + 0.1 / (count - 1) * (sum(range(count)) - 5), rel=1e-5)
 
 
