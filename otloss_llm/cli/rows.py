@@ -24,6 +24,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 SAMPLED = 64  # rows that identify a stream
 CHECKED = 100_000  # rows among which an invalid one is looked for
 BESIDE_TOKENS = ("labels", "attention_mask", "completion_mask", "assistant_masks")
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's, and those of chat templates
 AS_UTF8 = "save the file as UTF-8, for example with: iconv -f latin1 -t utf-8"
 
 
@@ -117,12 +118,15 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
             "rename them (dataset.rename_column), for example question to prompt and answer to completion."
         )
     if "conversations" in first:
-        rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations").map(_with_roles_of_templates)
+        rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations")
+        first = next(iter(rows))
+    if any(turn["role"] in _ROLES for turn in first.get("messages") or () if _is_message(turn)):
+        rows = rows.map(_with_roles_of_templates)
         first = next(iter(rows))
     check_rows(rows.take(1), text_field=text_field)
     names = _columns(first, text_field)
     # TRL would read these too, and take the prompt of text for one with a completion, or put no token at its end.
-    unread = [name for name in ("prompt", "completion", text_field) if name in first and name not in names]
+    unread = [name for name in ("prompt", "completion", "messages", text_field) if name in first and name not in names]
     if unread:
         rows = rows.remove_columns(unread)
     column = names[-1]
@@ -207,15 +211,15 @@ def decoded(rows: Any) -> Iterator[dict[str, Any]]:
 
 
 def _with_roles_of_templates(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a conversation in ShareGPT's form with the roles that chat templates know."""
-    roles = {"human": "user", "gpt": "assistant"}
-    messages = [turn | {"role": roles.get(turn.get("role"), turn.get("role"))} for turn in row["messages"]]
-    return row | {"messages": messages}
+    """Return a conversation in ShareGPT's form with the roles that chat templates know; what is none as it is."""
+    if not _is_messages(row["messages"]):
+        return row
+    return row | {"messages": [turn | {"role": _ROLES.get(turn["role"], turn["role"])} for turn in row["messages"]]}
 
 
 def _columns(row: dict[str, Any], text_field: str) -> tuple[str, ...]:
     """Return the columns of a row that make its tokens; the last one is trained on."""
-    kinds = (("input_ids",), ("messages",), ("prompt", "completion"), (text_field,))
+    kinds = (("input_ids",), ("prompt", "completion"), ("messages",), (text_field,))  # in the order of TRL
     return next((names for names in kinds if row.keys() >= set(names)), ())
 
 
@@ -273,7 +277,11 @@ def _is_text(value: Any, name: str) -> bool:
 
 def _is_messages(value: Any) -> bool:
     parts = value if isinstance(value, list) else []
-    return bool(parts) and all(isinstance(part, dict) and isinstance(part.get("role"), str) for part in parts)
+    return bool(parts) and all(map(_is_message, parts))
+
+
+def _is_message(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("role"), str)
 
 
 def digest(rows: Any) -> str:

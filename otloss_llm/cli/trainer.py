@@ -199,7 +199,8 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
             "or train in Python with ObjectiveTrainer, which uses it."
         )
     template = args.chat_template_path
-    if template is not None and not Path(template).exists() and not HUB_NAME.fullmatch(template.removesuffix(".jinja")):
+    is_name = template is not None and HUB_NAME.fullmatch(template) and Path(template).suffix not in (".jinja", ".j2")
+    if template is not None and not is_name and not Path(template).exists():
         raise FileNotFoundError(f"--chat_template_path is {template!r}, of which there is no file in {Path.cwd()}.")
     if is_conversational(row) and not (tokenizer.chat_template or template):
         raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")

@@ -205,7 +205,8 @@ def test_columns_beside_the_ones_that_are_trained_on(model: Path, tmp_path: Path
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "LICENSE.txt").write_text("of the data", encoding="utf-8")
-    for unread, names in (("text", ("prompt", "completion")), ("prompt", ("text",))):
+    pair = ("prompt", "completion")
+    for unread, names in (("text", pair), ("prompt", ("text",)), ("messages", pair)):
         write(folder / "train.jsonl", [dict.fromkeys((*names, unread), f"{n} and") for n in range(4)])
         script = trl.ScriptArguments(dataset_name=str(folder), dataset_streaming=streaming)
         splits = load_splits(script, trl.DatasetMixtureConfig(), seed=0)
@@ -222,17 +223,18 @@ def test_conversations_are_trained_on_by_their_answers(cli: Cli, model: Path, tm
     shared = [
         {"conversations": [turn | {"from": roles[turn["from"]]} for turn in row["conversations"]]} for row in turns
     ]
+    named = [{"messages": [turn | {"role": roles[turn["role"]]} for turn in row["messages"]]} for row in said]
     beside = [{"prompt": f"{n}", **row} for n, row in enumerate(said)]  # as UltraChat has it
     first = {}
     kinds = (
-        ("answers", said, {}), ("turns", turns, {}), ("shared", shared, {}), ("beside", beside, {}),
-        ("all", said, {"assistant_only_loss": False}),
+        ("answers", said, {}), ("turns", turns, {}), ("shared", shared, {}), ("named", named, {}),
+        ("beside", beside, {}), ("all", said, {"assistant_only_loss": False}),
     )  # fmt: skip
     for name, rows, changes in kinds:
         data = write(tmp_path / f"{name}.jsonl", rows)
         cli(*asked("train", model, data, output_dir=tmp_path / name, max_steps=1, objective="mle", **changes))
         first[name] = read(tmp_path / name / "trainer_state.json")["log_history"][0]["loss"]
-    assert first["turns"] == first["shared"] == first["beside"] == first["answers"]
+    assert first["turns"] == first["shared"] == first["named"] == first["beside"] == first["answers"]
     assert abs(first["all"] - first["answers"]) > 1e-3
 
 
@@ -794,6 +796,9 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "blank.jsonl"}, "text is empty in every row of the split 'train'"),
     ({"dataset_name": "blank.txt"}, "text is empty in every row"),
     ({"chat_template_path": "./no/template.jinja"}, "--chat_template_path is './no/template.jinja', of which there"),
+    ({"chat_template_path": "no/template.jinja"}, "--chat_template_path is 'no/template.jinja', of which there"),
+    ({"dataset_name": "silence.jsonl"}, "messages of row 1 is None, expected a list of messages"),
+    ({"dataset_name": "said.jsonl"}, "messages of row 0 is 'hello', expected a list of messages"),
     ({"dataset_name": "unsaid.jsonl"}, "completion is empty in every row"),
     ({"dataset_name": "latin.jsonl"}, "row 1 is not UTF-8 .*; save the file as UTF-8"),
     ({"dataset_name": "latin.txt"}, "latin.txt' cannot be read: 'utf-8' .*; save the file as UTF-8"),
@@ -856,6 +861,9 @@ def test_invalid_options_print_one_line_before_training(
     write(tmp_path / "number.jsonl", [{"text": 5}])
     write(tmp_path / "blank.jsonl", [{"text": ""}])
     write(tmp_path / "unsaid.jsonl", [{"prompt": "1 + 1", "completion": ""}])
+    write(tmp_path / "said.jsonl", [{"conversations": "hello"}])
+    turns = [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]
+    write(tmp_path / "silence.jsonl", [{"conversations": turns}, {"conversations": None}])
     for name, content in {"blank.txt": " \n", "empty.parquet": "", "script/script.py": ""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content, encoding="utf-8")
