@@ -14,9 +14,10 @@ number:
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ from otloss.losses import crps
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import check_tokenizer, read_number
 from otloss_llm.evaluation.perplexity import check_fit
+from otloss_llm.models.decoder_inputs import decoder_inputs
 from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder
 
 if TYPE_CHECKING:
@@ -197,11 +199,14 @@ def number_distributions(
     tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
     parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
     has_encoder = is_encoder_decoder(model)
+    around = _around(tokenizer, "text_target" if has_encoder else "text")
     results = []
     with evaluation_mode(model):
-        for prompt, ids in zip(texts, _prompt_ids(tokenizer, texts, encoder_decoder=has_encoder), strict=True):
-            check_fit(model, len(ids) + longest - 1, min(ids), max(ids))
-            ended = _numbers_after(model, ids, parts, longest=longest, beam=beam, batch_size=batch_size)
+        for prompt, ids in zip(texts, _prompt_ids(tokenizer, texts, None if has_encoder else around[0]), strict=True):
+            read = max(len(ids), len(around[0]) + longest) if has_encoder else len(ids) + longest - 1
+            check_fit(model, read, min(ids), max(ids))
+            next_logits = functools.partial(_next_logits, model, ids, around=around)
+            ended = _numbers_after(next_logits, parts, longest=longest, beam=beam, batch_size=batch_size)
             results.append(_distribution(ended, prompt, longest))
     return results
 
@@ -294,26 +299,27 @@ class _Unfinished(NamedTuple):
         return read_number(self.text.rstrip().rstrip("."))
 
 
-def _prompt_ids(tokenizer: Any, prompts: Sequence[str], *, encoder_decoder: bool) -> list[list[int]]:
-    """Return the ids that a model reads before it answers: with what texts begin with, as BOS, and without EOS.
+def _prompt_ids(tokenizer: Any, prompts: Sequence[str], prefix: list[int] | None) -> list[list[int]]:
+    """Return the ids that a model reads before it answers: with the prefix of its texts, as BOS, and without EOS.
 
-    A prompt that was written by a chat template may begin with it already.
+    A prompt that was written by a chat template may begin with it already. Without a prefix they are an encoder's.
     """
     settings = {"truncation": False, "padding": False, "verbose": False}
-    rows = tokenizer(list(prompts), add_special_tokens=encoder_decoder, **settings)["input_ids"]
-    prefix = [] if encoder_decoder else _prefix(tokenizer)
+    rows = tokenizer(list(prompts), add_special_tokens=prefix is None, **settings)["input_ids"]
+    if prefix is None:
+        return list(rows)
     return [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in rows]
 
 
-def _prefix(tokenizer: Any) -> list[int]:
-    """Return the ids that the tokenizer puts before each text."""
-    whole, text = (tokenizer("7", add_special_tokens=special)["input_ids"] for special in (True, False))
+def _around(tokenizer: Any, argument: str) -> tuple[list[int], list[int]]:
+    """Return the ids that the tokenizer puts before and behind each text, or each text to write ("text_target")."""
+    whole, text = (tokenizer(**{argument: "7"}, add_special_tokens=special)["input_ids"] for special in (True, False))
     starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
-    return whole[: starts[-1]] if starts else []
+    return (whole[: starts[-1]], whole[starts[-1] + len(text) :]) if starts else ([], [])
 
 
 def _numbers_after(
-    model: Any, prompt: list[int], parts: _Parts, *, longest: int, beam: int, batch_size: int
+    next_logits: Callable[[list[tuple[int, ...]]], Tensor], parts: _Parts, *, longest: int, beam: int, batch_size: int
 ) -> dict[float, float]:
     """Return the log probability of each number in the beam."""
     ended: dict[float, float] = {}
@@ -322,7 +328,7 @@ def _numbers_after(
         children: list[_Unfinished] = []
         for first in range(0, len(unfinished), batch_size):
             chunk = unfinished[first : first + batch_size]
-            logits = _next_logits(model, prompt, [list(number.ids) for number in chunk])
+            logits = next_logits([number.ids for number in chunk])
             for number, log_q in zip(chunk, logits.double().log_softmax(dim=-1).cpu(), strict=True):
                 allowed = parts.after(number.text)
                 log_next = log_q[allowed]
@@ -349,13 +355,21 @@ def _numbers_after(
     return ended
 
 
-def _next_logits(model: Any, prompt: list[int], beginnings: list[list[int]]) -> Float[Tensor, "answers vocab"]:
-    """Return the logits of the token after each beginning of an answer; the beginnings are of one length."""
+def _next_logits(
+    model: Any, prompt: list[int], beginnings: list[tuple[int, ...]], *, around: tuple[list[int], list[int]]
+) -> Float[Tensor, "answers vocab"]:
+    """Return the logits of the token after each beginning of an answer; the beginnings are of one length.
+
+    A decoder is given what it is given in training: the start and the labels, with what stands around each text.
+    """
     if not is_encoder_decoder(model):
         rows = torch.tensor([[*prompt, *ids] for ids in beginnings], device=model.device)
         return model(input_ids=rows, use_cache=False).logits[:, -1]
-    ids = torch.tensor([[model.config.decoder_start_token_id, *ids] for ids in beginnings], device=model.device)
+    before, behind = around
+    labels = torch.tensor([[*before, *ids, *(behind or [0])] for ids in beginnings], device=model.device)
+    read = 1 + len(before) + len(beginnings[0])
     encoder_ids = torch.tensor([prompt], device=model.device).expand(len(beginnings), -1)
+    ids = decoder_inputs(model, labels)[:, :read]
     return model(input_ids=encoder_ids, decoder_input_ids=ids, use_cache=False).logits[:, -1]
 
 

@@ -302,15 +302,6 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def label_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the labels of a batch of rows with answers, and the logits of the positions that predict them."""
-    inputs, labels = {key: batch[key] for key in ("input_ids", "attention_mask")}, batch["labels"]
-    if is_encoder_decoder(model):
-        decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
-        return labels, model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits
-    return labels[:, 1:], model(**inputs, use_cache=False).logits[:, :-1]
-
-
 def passes_differ(first: Tensor, second: Tensor) -> bool:
     """Return whether the logits of two passes at the same positions differ by more than rounding; there may be none."""
     tolerance = 1e-3 if torch.finfo(first.dtype).bits >= 32 else 2.0**-6

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from otloss_llm.losses.positions import IGNORE_INDEX
+from otloss_llm.models.decoder_inputs import config_value, with_decoder_inputs
 from otloss_llm.models.heads import is_encoder_decoder
-from otloss_llm.training.decoder_inputs import config_value, with_decoder_inputs
 from otloss_llm.training.fused import unwrap
 
 ROWS, LENGTH = 2, 32

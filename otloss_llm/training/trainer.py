@@ -20,6 +20,7 @@ from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.costs.tokenizer_numbers import tokenizer_of
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, cost_positions
+from otloss_llm.models.decoder_inputs import with_decoder_inputs
 from otloss_llm.models.heads import check_no_virtual_tokens, find_head, is_encoder_decoder, weights_kept
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
@@ -41,7 +42,6 @@ from otloss_llm.training.batches import (
     repeated_positions,
     unrepeated_rows,
 )
-from otloss_llm.training.decoder_inputs import with_decoder_inputs
 from otloss_llm.training.first_batch import examine, predicts_tokens
 from otloss_llm.training.fused import measure_transform, unwrap
 from otloss_llm.training.scoring import Scored, Scoring

@@ -35,7 +35,8 @@ from otloss_llm.costs.choice import number_values
 from otloss_llm.evaluation.perplexity import check_fit, check_temperature
 from otloss_llm.losses.positions import IGNORE_INDEX
 from otloss_llm.losses.token_loss import token_loss
-from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder, label_logits
+from otloss_llm.models.decoder_inputs import with_decoder_inputs
+from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder
 from otloss_llm.objectives import MLE
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def answer_nll(
     nll, count = 0.0, 0
     with evaluation_mode(model):
         for batch in _batches(model, data, batch_size, progress):
-            labels, logits = label_logits(model, batch)
+            labels, logits = _label_logits(model, batch)
             scores = token_loss(logits, labels.to(logits.device), objective=MLE(), ignore_index=IGNORE_INDEX)
             nll += float(scores.nll.sum(dtype=torch.float64))
             count += int((labels != IGNORE_INDEX).sum())
@@ -140,7 +141,7 @@ def number_token_scores(
     tokens = 0
     with evaluation_mode(model):
         for batch in _batches(model, data, batch_size, progress):
-            labels, logits = label_logits(model, batch)
+            labels, logits = _label_logits(model, batch)
             due = (labels != IGNORE_INDEX) & ~values[labels.clamp(min=0)].isnan()
             if due.any():
                 logits = tempered(logits[due.to(logits.device)], temperature)
@@ -205,3 +206,10 @@ def _batches(
             item | {"attention_mask": torch.ones_like(item["input_ids"])} for item in items[start : start + batch_size]
         ]
         yield {key: tensor.to(model.device) for key, tensor in pad_questions(rows).items()}
+
+
+def _label_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the labels of a batch of rows with answers, and the logits of the positions that predict them."""
+    inputs, labels = {key: batch[key] for key in ("input_ids", "attention_mask")}, batch["labels"]
+    logits = model(**with_decoder_inputs(model, inputs, labels), use_cache=False).logits
+    return (labels, logits) if is_encoder_decoder(model) else (labels[:, 1:], logits[:, :-1])

@@ -118,6 +118,46 @@ def test_a_prompt_begins_as_texts_do(single: str, prefix: list[int]) -> None:
         assert answer.mass == pytest.approx(float(p[2] + p[3]), rel=1e-6)
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 6, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "max_position_embeddings": 8,
+    "pad_token_id": 5, "eos_token_id": 4, "init_std": 0.5,
+}  # fmt: skip
+WRITERS = {
+    "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**SMALL)),
+    "m2m": lambda: transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**SMALL)),
+    "mbart": lambda: transformers.MBartForConditionalGeneration(transformers.MBartConfig(**SMALL)),
+    "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=6, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, pad_token_id=5, decoder_start_token_id=5)),
+}  # fmt: skip
+
+
+TEMPLATES = ("<s> $A <e>", "$A <e>", "$A <e> <s>", "$A")
+PAIRS = [pair for pair in product(WRITERS, TEMPLATES) if pair != ("mbart", "$A")]  # mBART starts with the last label
+
+
+@pytest.mark.parametrize(("kind", "template"), PAIRS)
+def test_a_decoder_reads_before_a_number_what_it_reads_in_training(kind: str, template: str) -> None:
+    words = Tokenizer(WordLevel({"<s>": 0, "a": 1, "7": 2, "5": 3, "<e>": 4, "<p>": 5}, unk_token="a"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.decoder = Fuse()
+    words.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("<e>", 4)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a", pad_token="<p>")
+    torch.manual_seed(0)
+    model: Any = WRITERS[kind]().eval()
+    prompt = " ".join(["a"] * 6)  # with what stands around it as long as the context
+    encoded, labels = tokenizer([prompt], return_tensors="pt"), tokenizer(text_target=["7 5"], return_tensors="pt")
+    with torch.no_grad():
+        logits = model(input_ids=encoded["input_ids"], labels=labels["input_ids"]).logits[0].double()
+    at = labels["input_ids"][0].tolist().index(2)
+    first, then = logits[at].softmax(-1), logits[at + 1].softmax(-1)
+    (answer,) = number_distributions(model, tokenizer, [prompt], longest=1)
+    assert answer.mass == pytest.approx(float(first[2] + first[3]), rel=1e-5)
+    (answer,) = number_distributions(model, tokenizer, [prompt], longest=2)
+    p = dict(zip(answer.values.tolist(), (answer.probabilities * answer.mass).tolist(), strict=True))
+    assert p[75.0] == pytest.approx(float(first[2] * then[3]), rel=1e-5)
+
+
 def test_one_token_is_the_softmax_over_number_tokens(model: Any, tokenizer: Any) -> None:
     (answer,) = number_distributions(model, tokenizer, ASKED[:1], longest=1)
     p = log_p(model, tokenizer("1 + 1 =\n")["input_ids"]).exp()

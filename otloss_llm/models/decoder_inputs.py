@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from otloss_llm.losses.positions import IGNORE_INDEX
 from otloss_llm.models.heads import is_encoder_decoder
 
 
@@ -32,7 +31,7 @@ def decoder_inputs(root: Any, labels: Tensor) -> Tensor:
             "which are needed to make decoder_input_ids from labels; set them, or put decoder_input_ids into the batch."
         )
     shifted = nn.functional.pad(labels[:, :-1], (1, 0), value=start)
-    return shifted.masked_fill(shifted == IGNORE_INDEX, pad)
+    return shifted.masked_fill(shifted < 0, pad)  # ignored labels
 
 
 def config_value(root: Any, name: str) -> int | None:
