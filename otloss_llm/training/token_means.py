@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -125,6 +125,35 @@ def token_count(sums: Float[Tensor, "means 2"]) -> Float[Tensor, ""]:
     return sums[list(MEANS).index("loss"), 1]
 
 
+class Pass(NamedTuple):
+    """What one call of `compute_loss` has scored: the sums of `batch_sums`, and the loss that it returned."""
+
+    sums: Float[Tensor, "means 2"]
+    loss: Tensor
+
+
+def passes_of_batch(passes: list[Pass], tokens: Callable[[], Tensor | None], loss: Tensor | None = None) -> list[Pass]:
+    """Return those of the passes of a step that make up its batch.
+
+    A `compute_loss` of the user's may score parts of the batch, the batch again (by a model whose adapters are off) and
+    other rows. A pass over as many tokens as the batch has counts alone: the one whose loss is nearest to that of the
+    step, or the first. Else the first passes that have as many together; else all.
+
+    Args:
+        tokens: returns the count of the batch, or the sum of its weights; None where it is not known.
+        loss: of the step, where it may be compared with those of the passes.
+    """
+    if len(passes) < 2 or (whole := tokens()) is None:
+        return passes
+    counts = torch.stack([token_count(one.sums) for one in passes])
+    is_whole = torch.isclose(counts, whole.to(counts), rtol=1e-5)
+    if is_whole.any():
+        of_batch = [one for one, is_so in zip(passes, is_whole.tolist(), strict=True) if is_so]
+        return of_batch[:1] if loss is None else [min(of_batch, key=lambda one: abs(float(one.loss) - float(loss)))]
+    together = torch.isclose(counts.cumsum(0), whole.to(counts), rtol=1e-5).nonzero()
+    return passes[: int(together[0]) + 1] if len(together) else passes
+
+
 @dataclass
 class Evaluation:
     """What an evaluation has measured so far.
@@ -133,24 +162,22 @@ class Evaluation:
         stream: what several processes share, of which `counting_rows` counts the rows.
         is_weighted: whether the rows name weights of tokens.
         sums: of `token_means`.
-        parts: tokens and loss of each part of the batch; a `compute_loss` of the user's may score more than one.
+        passes: of the batch that is evaluated now.
         added: what the user's own `compute_loss` or `prediction_step` adds to the objective, summed over tokens.
     """
 
     stream: Any
     is_weighted: bool
     sums: Tensor | None = None
-    parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     added: Tensor | float = 0.0
 
-    def add(self, sums: Tensor, loss: Tensor) -> None:
-        """Add a part of a batch."""
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.parts.append((token_count(sums), loss.detach().double()))
-
-    def end_batch(self, loss: Tensor | None) -> None:
-        """Compare the loss that a step returned with those of the parts."""
-        if self.parts and loss is not None:
-            tokens, losses = (torch.stack(numbers) for numbers in zip(*self.parts, strict=True))
-            change = tokens * (loss.detach().double().mean() - losses)
-            self.added = self.added + change.where(tokens > 0, 0.0).sum()
+    def end_batch(self, loss: Tensor | None, tokens: Callable[[], Tensor | None]) -> None:
+        """Add what the batch makes of its passes, and compare the loss that its step returned with theirs."""
+        loss = None if loss is None else loss.detach().double().mean()
+        for one in passes_of_batch(self.passes, tokens, loss):
+            self.sums = one.sums if self.sums is None else self.sums + one.sums
+            if loss is not None:
+                count = token_count(one.sums)
+                self.added = self.added + (count * (loss - one.loss)).where(count > 0, 0.0)
+        self.passes.clear()

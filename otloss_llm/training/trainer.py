@@ -48,9 +48,11 @@ from otloss_llm.training.scoring import Scored, Scoring
 from otloss_llm.training.token_means import (
     LOGGED,
     Evaluation,
+    Pass,
     ScoredBatch,
     batch_sums,
     measured,
+    passes_of_batch,
     token_count,
     token_means,
 )
@@ -195,6 +197,7 @@ class ObjectiveMixin:
         self._trains_weighted = False
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
+        self._passes: list[Pass] | None = None  # of the batch that is trained on now
         self._evaluation: Evaluation | None = None  # that is going on; another one may begin within it
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
@@ -205,7 +208,8 @@ class ObjectiveMixin:
         root = unwrap(model)
         head = find_head(root)
         self._encoder_decoder = is_encoder_decoder(root)
-        self._transform: LogitTransform | None = None  # until the first batch
+        # Of each model whose loss was computed: a `compute_loss` of the user's may score a teacher.
+        self._transforms: dict[nn.Module, LogitTransform] = {}
         self._is_examined = False
         self.transport_cost = self._make_cost(
             self.training_objective, self._choose_cost(root), rows=lambda: self._broadcast(head.weight),
@@ -273,24 +277,46 @@ class ObjectiveMixin:
         inputs, targets = self._inputs_and_targets(model, inputs, training)
         check_numbers(self.training_objective, self.transport_cost)
         num_items = self._positive(num_items_in_batch) if training else None
-        # The trainer divides by the number of accumulated batches if this is false.
-        self.loss_is_scaled_for_ga = num_items is not None
+        # The trainer divides by the number of accumulated batches if this is false. One pass of a step has the count.
+        if training and not self.loss_is_scaled_for_ga:
+            self.loss_is_scaled_for_ga = num_items is not None
         scoring = self._scoring(targets, num_items, training)
         if form_logits:
             scored = scoring.from_logits(model, inputs, targets)
         else:
-            assert self._transform is not None
-            scored = scoring.from_hidden(model, inputs, targets, self._transform, keep_output=keep_output)
+            transform = self._transforms[unwrap(model)]
+            scored = scoring.from_hidden(model, inputs, targets, transform, keep_output=keep_output)
         sums, loss = self._sums(scored, targets), self._scaled(scored, num_items)
-        if training:
+        scored_now = Pass(sums, loss.detach().double())
+        if training and self._passes is not None:
+            self._passes.append(scored_now)
+        elif training:  # in a `training_step` of the user's own
             self._add_to_logs(sums)
         elif self._evaluation is not None:
-            self._evaluation.add(sums, loss)
+            self._evaluation.passes.append(scored_now)
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
         outputs["loss"] = loss
         return loss, outputs
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Make the trainer's step, and log what the batch makes of what `compute_loss` scores."""
+        self._passes, self.loss_is_scaled_for_ga = [], None
+        try:
+            loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
+            for one in passes_of_batch(self._passes, functools.partial(self._tokens_of, inputs)):
+                self._add_to_logs(one.sums)
+        finally:
+            self._passes = None
+        return loss
+
+    def _tokens_of(self, batch: dict[str, Any]) -> Tensor | None:
+        """Return how many tokens of a batch are predicted, or the sum of their weights; None without labels."""
+        if not {"labels", "shift_labels"} & batch.keys():
+            return None
+        targets = pop_targets(dict(batch), shift=not self._encoder_decoder)
+        return targets.counts(targets.valid)[0]
 
     def _inputs_and_targets(
         self, model: nn.Module, batch: dict[str, Any], training: bool
@@ -302,20 +328,25 @@ class ObjectiveMixin:
         targets = pop_targets(batch, shift=not self._encoder_decoder)
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
             batch["output_router_logits"] = True
-        if not self._is_examined:
+        root = unwrap(model)
+        inputs = with_decoder_inputs(root, batch, targets.labels)
+        if not self._is_examined and root is unwrap(self.model):
             self._examine(model, batch, targets, shifted_by_user)
-        return with_decoder_inputs(unwrap(model), batch, targets.labels), targets
+        elif root not in self._transforms:
+            self._transforms[root] = measure_transform(model, inputs)
+        return inputs, targets
 
     def _examine(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted_by_user: bool) -> None:
         """Measure the transform of the logits; check the model with the first batch that predicts tokens."""
         predicts = torch.tensor([predicts_tokens(model, inputs, targets.labels)], device=self.accelerator.device)
         # Context parallelism leaves a process a part of each sequence, in its own order.
         if self.get_cp_size() == 1 and bool(self.accelerator.gather(predicts).any()):
-            self._transform = examine(model, inputs, targets.labels, shifted_by_user=shifted_by_user)
+            transform = examine(model, inputs, targets.labels, shifted_by_user=shifted_by_user)
             self._is_examined = True
         else:
-            self._transform = measure_transform(model, with_decoder_inputs(unwrap(model), inputs, targets.labels))
+            transform = measure_transform(model, with_decoder_inputs(unwrap(model), inputs, targets.labels))
             self._is_examined = self.get_cp_size() > 1
+        self._transforms[unwrap(model)] = transform
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
@@ -562,9 +593,10 @@ class ObjectiveMixin:
     def _measured_step(self, step: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a step with a batch without the labels of repeated examples, and note its loss."""
         assert self._evaluation is not None
-        self._evaluation.parts.clear()
-        result = step(model, self._without_repeated(inputs), *args, **kwargs)
-        self._evaluation.end_batch(result[0])
+        self._evaluation.passes.clear()
+        batch = self._without_repeated(inputs)
+        result = step(model, batch, *args, **kwargs)
+        self._evaluation.end_batch(result[0], functools.partial(self._tokens_of, batch))
         return result
 
     def evaluation_loop(

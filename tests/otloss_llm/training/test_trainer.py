@@ -31,7 +31,7 @@ from otloss_llm.objectives import parse_objective
 from otloss_llm.training.batches import pad_rows
 from otloss_llm.training.trainer_cost import check_sample, save_sample
 from otloss_llm.training.trainer_settings import search_objective
-from tests.otloss_llm.tiny_models import TINY, VOCAB, build, lora, tiny_model
+from tests.otloss_llm.tiny_models import TINY, VOCAB, build, lora, tiny_batch, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     Row,
     arguments,
@@ -404,6 +404,37 @@ def test_a_loss_of_parts_of_a_batch_is_the_loss_of_evaluations(tmp_path: Path) -
     batch[0]["labels"] = [-100] * 4 + batch[0]["labels"][4:]
     run = trainer(tmp_path, tiny_model("llama"), Parts, objective="mle")
     assert run.evaluate(batch)["eval_loss"] == pytest.approx(float(sum(run.losses)), rel=1e-5)
+
+
+class Watching(ObjectiveTrainer):
+    """Looks at a teacher's loss of other rows, and again at the batch without its adapters; neither changes anything."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            self.of_teacher = float(super().compute_loss(self.teacher, tiny_batch(3, rows=1)))
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        with torch.no_grad(), model.disable_adapter():
+            self.of_base = float(super().compute_loss(model, inputs))
+        return loss
+
+
+@pytest.mark.parametrize("objective", ["mle", "emo"])
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_a_compute_loss_may_score_other_models_and_rows(tmp_path: Path, accumulated: int, objective: str) -> None:
+    found = []
+    for kind in (ObjectiveTrainer, Watching):
+        run = trainer(
+            tmp_path, lora(tiny_model("llama"), target_modules=["q_proj"]), kind, objective=objective, max_steps=1,
+            per_device_train_batch_size=2, gradient_accumulation_steps=accumulated, logging_steps=1,
+        )  # fmt: skip
+        run.teacher = tiny_model("gemma2").eval()  # which has a soft cap
+        run.train()
+        found.append([logs(run, name)[0] for name in ("loss", "nll", "grad_norm")])
+        found[-1] += [run.evaluate()[name] for name in ("eval_loss", "eval_nll")]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    if objective == "mle":
+        with torch.no_grad():
+            assert run.of_teacher == pytest.approx(float(run.teacher(**tiny_batch(3, rows=1)).loss), rel=1e-5)
 
 
 def test_evaluations_count_weights_of_tokens_as_training_does(tmp_path: Path) -> None:
