@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 MAX_AXES_OF_BOXES = 8  # up to which the boxes around clouds are no larger than the balls, or hardly
-_SYMMETRY_SAMPLE = 128  # points among which the costs of a function are compared, or up to twice as many
+_SYMMETRY_SAMPLE = 256  # points among which the costs of a function are compared
+_KEPT_ORDERS = 8  # of two clouds, by two functions, in two dtypes
 # The relative error of the sums that gradients through a grid are made of.
 _GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
@@ -118,6 +120,7 @@ class PointCost(Cost):
             check_broadcast(x=x.shape[:-2], y=y.shape[:-2])
             dtype = arithmetic_dtype(torch.promote_types(x.dtype, y.dtype))
             self.x, self.y = x.to(dtype), y.to(dtype)
+        self._given_dtype = self.x.dtype
         if metric == "cosine":
             self.x, self.y = _directions(self.x, self.y)
         # Clouds and their orders for the kernels, shared with what is made of this cost. An order stays a permutation
@@ -225,13 +228,15 @@ class PointCost(Cost):
         for points, function, order in self._orders:
             if points is cloud and function is by:
                 return order
-        self._orders.append((cloud, by, by(cloud)))
-        return self._orders[-1][-1]
+        order = by(cloud)
+        self._orders.append((cloud, by, order))
+        del self._orders[:-_KEPT_ORDERS]  # solvers ask for those of copies, which are new in each call
+        return order
 
     def parameters(self) -> tuple[Tensor, ...]:
         if callable(self.metric):
             with torch.enable_grad():
-                probe = self.metric(self.x.detach()[..., :1, :], self.y.detach()[..., :1, :])
+                probe = self._of_metric(self.x.detach()[..., :1, :], self.y.detach()[..., :1, :])
             if is_differentiated(probe):
                 raise ValueError(
                     "the metric has parameters of its own that require gradients, which would get none here; "
@@ -372,7 +377,22 @@ class PointCost(Cost):
         return self if type(self) is PointCost and not callable(self.metric) else None
 
     def is_symmetric(self) -> bool:
-        return self.x is self.y and (not callable(self.metric) or _is_symmetric_among(self.x, self.metric))
+        return self.x is self.y and (not callable(self.metric) or self._is_symmetric_function())
+
+    def _is_symmetric_function(self) -> bool:
+        """Return whether the metric gives some of the points the same costs in both directions, up to its rounding."""
+        some = self.x.detach()
+        if some.shape[-2] > _SYMMETRY_SAMPLE:  # at random: the direction may follow the order of the points
+            places = np.random.default_rng(0).integers(some.shape[-2], size=_SYMMETRY_SAMPLE)
+            some = some[..., torch.from_numpy(places).to(some.device), :]
+        costs = self.between(some, some, self.metric).dense().detach()
+        if is_symmetric_matrix(costs, 1e-5):
+            return True
+        wide = some.to(float64_or(some.dtype, some.device))
+        if wide.dtype == some.dtype:
+            return False
+        in_wide = self._of_metric(wide, wide).detach()  # far from the origin the rounding of float32 is not symmetric
+        return is_symmetric_matrix(in_wide, 1e-5 if in_wide.dtype == wide.dtype else 1e-3)
 
     def costs_within(self) -> tuple[Cost, Cost] | None:
         return self.between(self.x, self.x, self.metric), self.between(self.y, self.y, self.metric)
@@ -448,7 +468,7 @@ class PointCost(Cost):
             if self.metric != "cosine" or self.x is not self.y:
                 return costs
             return costs.masked_fill(index.unsqueeze(-1) == torch.arange(self.shape[1], device=self.device), 0.0)
-        costs = self.metric(x, self.y)
+        costs = self._of_metric(x, self.y)
         expected = (*broadcast_shape(x.shape[:-2], self.y.shape[:-2]), x.shape[-2], self.shape[1])
         if costs.shape != expected:
             raise ValueError(f"the metric gave costs of shape {tuple(costs.shape)}, expected {expected}.")
@@ -458,6 +478,16 @@ class PointCost(Cost):
                 "expected finite costs >= 0; clamp rounding errors with .clamp(min=0)."
             )
         return costs.to(self.dtype)
+
+    def _of_metric(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return what a function of two clouds gives, in the dtype of the user's clouds if it takes no wider one."""
+        assert callable(self.metric)
+        try:
+            return self.metric(x, y)
+        except RuntimeError:
+            if x.dtype == self._given_dtype:
+                raise
+        return self.metric(x.to(self._given_dtype), y.to(self._given_dtype))  # it has parameters of that dtype
 
     def __repr__(self) -> str:
         name = self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "a function")
@@ -637,15 +667,3 @@ def _square_product(cost: PointCost, v: Tensor) -> Tensor:
 def _cosine_product(cost: PointCost, v: Tensor) -> Tensor:
     moment = product(v.unsqueeze(-2), cost.y).squeeze(-2)  # (..., d)
     return v.sum(-1, keepdim=True) - product(cost.x, moment.unsqueeze(-1)).squeeze(-1)
-
-
-def _is_symmetric_among(points: Float[Tensor, "*batch n d"], metric: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Return whether a function of two clouds gives some of the points the same costs in both directions."""
-    some = points.detach()[..., :: max(1, points.shape[-2] // _SYMMETRY_SAMPLE), :]
-    if is_symmetric_matrix(metric(some, some).detach(), 1e-5):
-        return True
-    wide = some.to(float64_or(some.dtype, some.device))
-    try:  # far from the origin the rounding of float32 is not symmetric
-        return wide.dtype != some.dtype and is_symmetric_matrix(metric(wide, wide).detach(), 1e-5)
-    except RuntimeError:  # a function with parameters of that dtype
-        return False

@@ -272,6 +272,10 @@ def test_a_directed_function_of_two_clouds() -> None:
             call()
     with pytest.raises(ValueError, match="differ"):
         otloss.barycenter(p.expand(2, 6), cost, epsilon=0.3, debiased=True)
+    kinds = torch.arange(512).double().unsqueeze(-1) % 2  # the direction follows the order of the rows
+    assert not PointCost(kinds, metric=uphill).is_symmetric()
+    with pytest.raises(ValueError, match="the metric gave costs from nan to nan, expected finite"):
+        otloss.cloud_loss(x, x + 1, metric=lambda x, y: uphill(x, y) / uphill(x, y), epsilon=0.3)
 
 
 def test_rounding_of_a_function_is_no_direction() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,30 @@ def test_metrics_of_the_user_directed_and_with_parameters(request: pytest.Fixtur
     assert whole > 0
     with pytest.raises(ValueError, match="the metric has parameters of its own"):
         cost.parameters()
+
+
+def test_a_function_with_parameters_in_float32_is_called_in_float32() -> None:
+    """Solvers widen points where Newton's method ends a slow search; the function's own tensors stay as they are."""
+    torch.manual_seed(1)
+    x, y, frozen = 5 * torch.randn(60, 3), 5 * torch.randn(50, 3) + 1, torch.nn.Linear(3, 3).requires_grad_(False)
+
+    def metric(one: Tensor, other: Tensor) -> Tensor:
+        return torch.cdist(frozen(one), frozen(other), compute_mode="donot_use_mm_for_euclid_dist").square()
+
+    moved = frozen(x), frozen(y)
+    for epsilon in (0.01, 1.0):
+        expected = cloud_loss(*moved, epsilon=epsilon)
+        actual = cloud_loss(x, y, metric=metric, epsilon=epsilon)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert PointCost(x + 100, metric=metric).is_symmetric()
+
+
+def test_what_a_cost_keeps_of_its_points_does_not_grow() -> None:
+    cost, sizes = PointCost(torch.rand(1600, 2), torch.rand(1600, 2)), []
+    for _ in range(8):
+        emd(None, None, cost)
+        sizes.append(len(pickle.dumps(cost)))
+    assert sizes[-1] == sizes[-3]
 
 
 def test_no_matrix_is_formed() -> None:
