@@ -407,7 +407,7 @@ def test_a_loss_of_parts_of_a_batch_is_the_loss_of_evaluations(tmp_path: Path) -
 
 
 class Watching(ObjectiveTrainer):
-    """Looks at a teacher's loss of other rows, and again at the batch without its adapters; neither changes anything."""
+    """Looks at a teacher's loss of other rows, and at the batch without its adapters, which changes nothing."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
