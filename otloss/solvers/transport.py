@@ -246,7 +246,7 @@ class Transport:
 
     def _bound(self, bound: Tensor) -> Tensor:
         for step in self._ways_back:
-            bound = step.bound(bound)
+            bound = step.bound(bound, self._dense_plan)
         return bound
 
     def _columns(self, name: str, values: Tensor, like: Tensor) -> Tensor:

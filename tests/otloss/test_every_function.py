@@ -2,6 +2,7 @@
 error, and what surrounds a call changes nothing: autocast, and torch's defaults of dtype and device."""
 
 import dataclasses
+import gc
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -333,6 +334,30 @@ def test_tensors_that_are_not_plain_numbers_are_named(name: str) -> None:
                 continue
             with pytest.raises((TypeError, ValueError), match=message):
                 ONCE[name].value({**inputs, given: change(tensor)})
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_nothing_of_a_call_waits_for_the_collector_of_cycles(name: str) -> None:
+    """It counts objects and not bytes, so that the matrices of many calls would pile up."""
+    inputs = {key: t.clone().requires_grad_() for key, t in ENTRIES[name].inputs.items()} | ENTRIES[name].fixed
+
+    def call() -> None:
+        value = ENTRIES[name].value(inputs)
+        if value.requires_grad:
+            value.sum().backward()
+
+    call()
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [each for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))

@@ -10,6 +10,7 @@ With penalties, a side that is kept needs mass on the other one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +80,7 @@ class _EmptySides(WayBack):
     def value(self, value: Tensor) -> Tensor:
         return torch.where(self.empty, self.empty_value.to(value), value)
 
-    def bound(self, bound: Tensor) -> Tensor:
+    def bound(self, bound: Tensor, plan: Callable[[], Tensor]) -> Tensor:
         return bound.masked_fill(self.empty, 0.0)
 
     def gap(self, gap: Tensor) -> Tensor:

@@ -165,7 +165,6 @@ class _PlainCosts(WayBack):
     dtype: of the output.
     forbidden_cost: (...), the cost of the mass on forbidden pairs, which is rounding.
     left_out: (...), what of the mass that is.
-    plan_of_all: the plan.
     """
 
     shift: _Shift
@@ -174,12 +173,11 @@ class _PlainCosts(WayBack):
     dtype: torch.dtype
     forbidden_cost: Float[Tensor, "*batch"] | float = 0.0
     left_out: Float[Tensor, "*batch"] | float = 0.0
-    plan_of_all: Callable[[], Tensor] | None = None
 
     def after(self, plan: Callable[[], Tensor]) -> WayBack:
         """Take off the price of the mass on forbidden pairs, which must be rounding."""
         if self.forbidden is None:
-            return dataclasses.replace(self, plan_of_all=plan)
+            return self
         whole = plan().detach()
         leaked = (whole * self.forbidden).sum((-2, -1))
         mass = self.shift.mass.expand_as(leaked)
@@ -195,7 +193,7 @@ class _PlainCosts(WayBack):
                 "let mass stay where it is with mass= or marginal_penalty=."
             )
         left_out = leaked / mass.clamp(min=torch.finfo(mass.dtype).tiny)
-        return dataclasses.replace(self, forbidden_cost=self.price * leaked, left_out=left_out, plan_of_all=plan)
+        return dataclasses.replace(self, forbidden_cost=self.price * leaked, left_out=left_out)
 
     def value(self, value: Tensor) -> Tensor:
         value = value + self.shift.of_value - self.forbidden_cost
@@ -211,11 +209,10 @@ class _PlainCosts(WayBack):
     def marginal_error(self, error: Tensor) -> Tensor:
         return error + 2 * self.left_out  # on both sides
 
-    def bound(self, bound: Tensor) -> Tensor:
+    def bound(self, bound: Tensor, plan: Callable[[], Tensor]) -> Tensor:
         if (low := self.shift.low_of_plan) is None:
             return bound + self.shift.of_value - self.forbidden_cost
-        assert self.plan_of_all is not None
-        return bound + low * self.plan_of_all().sum((-2, -1)) - self.forbidden_cost
+        return bound + low * plan().sum((-2, -1)) - self.forbidden_cost
 
     def potentials(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return f + self.shift.of_f, g + self.shift.of_g

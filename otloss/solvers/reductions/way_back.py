@@ -28,8 +28,10 @@ class WayBack:
         """The dual value, not above the optimum."""
         return self.value(value)
 
-    def bound(self, bound: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """The linear cost, or a bound of the exact transport cost."""
+    def bound(
+        self, bound: Float[Tensor, "*batch"], plan: Callable[[], Float[Tensor, "*batch n m"]]
+    ) -> Float[Tensor, "*batch"]:
+        """The linear cost, or a bound of the exact transport cost, where `plan` is what is moved."""
         return bound
 
     def gap(self, gap: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
