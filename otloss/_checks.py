@@ -155,10 +155,12 @@ def check_layout(name: str, value: Tensor) -> None:
     raise TypeError(f"{name} is {got}, expected a dense tensor; {verb} {name}.{call}.")
 
 
-def check_floating(name: str, value: Any, *, is_read: bool = True) -> Tensor:
+def check_floating(name: str, value: Any, *, is_read: bool = True, may_be_meta: bool = False) -> Tensor:
     """Return `value` if it is a floating-point tensor that holds numbers, else raise TypeError or ValueError.
 
-    `is_read` as for `check_tensor`.
+    Args:
+        is_read: as for `check_tensor`.
+        may_be_meta: whether it may lie on the meta device, where models are made whose numbers are loaded later.
     """
     is_plain = type(value) in _PLAIN and value.layout is torch.strided and not (value.is_nested or value.is_meta)
     if is_plain and value.dtype in _FLOATS:  # lists of many small tensors would feel the rest
@@ -171,7 +173,8 @@ def check_floating(name: str, value: Any, *, is_read: bool = True) -> Tensor:
         raise TypeError(
             f"{name} has dtype {tensor.dtype}, expected a floating dtype; call {name}.float(), or .astype(float)."
         )
-    check_not_meta(name, tensor)
+    if not may_be_meta:
+        check_not_meta(name, tensor)
     return tensor
 
 
@@ -370,15 +373,16 @@ def check_index(name: str, index: Any, size: int) -> Tensor:
     return tensor.long()
 
 
-def check_cloud(name: str, points: Any) -> Tensor:
-    """Return `points` if they are finite points (..., n, d), else raise."""
-    check_floating(name, points)
+def check_cloud(name: str, points: Any, *, may_be_meta: bool = False) -> Tensor:
+    """Return `points` if they are finite points (..., n, d), else raise; `may_be_meta` as for `check_floating`."""
+    check_floating(name, points, may_be_meta=may_be_meta)
     if points.dim() < 2 or 0 in points.shape[-2:]:
         raise ValueError(
             f"{name} has shape {tuple(points.shape)}, expected (..., n, d) with n, d >= 1; for positions on a line "
             f"pass {name}[:, None], or use LineCost."
         )
-    check_finite(name, points)
+    if not points.is_meta:
+        check_finite(name, points)
     return points
 
 

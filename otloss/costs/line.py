@@ -36,10 +36,11 @@ class LineCost(Cost):
     """
 
     def __init__(self, x: Float[Tensor, " n"], power: float = 1) -> None:
-        check_floating("x", x)
+        check_floating("x", x, may_be_meta=True)
         if x.dim() != 1 or x.numel() == 0:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (n,) with n >= 1.")
-        check_finite("x", x)
+        if not x.is_meta:
+            check_finite("x", x)
         self.x = x.to(arithmetic_dtype(x.dtype))
         self.power = check_positive("power", power)
 

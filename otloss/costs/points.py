@@ -31,6 +31,7 @@ from otloss._checks import (
     check_cloud,
     check_epsilon,
     check_floating,
+    check_not_meta,
     float64_or,
     is_differentiated,
     needs_torch,
@@ -107,12 +108,14 @@ class PointCost(Cost):
         metric: Metric = "sqeuclidean",
     ) -> None:
         check_metric(metric)
-        check_cloud("x", x)
+        check_cloud("x", x, may_be_meta=metric != "cosine")
         self.metric = metric
         if y is None or y is x:
             self.x = self.y = x.to(arithmetic_dtype(x.dtype))
         else:
-            check_cloud("y", y)
+            check_cloud("y", y, may_be_meta=metric != "cosine" and x.is_meta)
+            if not y.is_meta:
+                check_not_meta("x", x)
             if x.shape[-1] != y.shape[-1] or x.device != y.device:
                 raise ValueError(
                     f"x has {x.shape[-1]} coordinates on {x.device}, y {y.shape[-1]} on {y.device}, expected the same."

@@ -40,14 +40,15 @@ class RankOrder:
         """K, the number of all classes."""
         return int(self.ranks[-1]) + 1
 
-    def values(self, values: ArrayLike | None) -> Float[np.ndarray, " classes"]:
+    def values(self, values: Any) -> Float[np.ndarray, " classes"]:
         """Return the values (m,) of the classes that count, of the values (K,) of all; their ranks by default."""
         if values is None:
             return self.ranks
-        labels = self.labels
-        if self.count > labels.size and hasattr(values, "axes"):  # whole numbers, some of which do not occur
-            labels = np.arange(labels[0], labels[0] + self.count)
-        return read_values(in_rank_order("values", values, labels), self.count)[self.ranks.astype(np.int64)]
+        if hasattr(values, "axes") and len(values) >= self.count:  # else the number of values is told
+            first = self.labels[0].item()
+            every = self.labels if self.count == self.labels.size else np.arange(first, first + self.count)
+            values = in_rank_order("values", values, every)
+        return read_values(values, self.count)[self.ranks.astype(np.int64)]
 
 
 def in_order_of_labels(labels: Labels) -> RankOrder:

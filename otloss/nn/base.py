@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from otloss._checks import check_reduction
 from otloss._foreign import check_keywords
 from otloss._public import as_tensor
-from otloss.costs import Cost, as_cost
+from otloss.costs import Cost, DenseCost, as_cost
+from otloss.costs.cost import arithmetic_dtype
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -75,8 +76,9 @@ class CostModule(TensorHolder):
         cost = copy.copy(self._frame)
         for attribute in self._parts:
             setattr(cost, attribute, getattr(self, attribute)())
+        values = {name: getattr(self, name) for name in set(self._tensors.values())}  # once, by a parametrization
         for attribute, name in self._tensors.items():
-            setattr(cost, attribute, getattr(self, name))
+            setattr(cost, attribute, values[name])
         return cost
 
 
@@ -88,6 +90,13 @@ def _check_is_given(cost: Cost, attribute: str, value: Tensor) -> None:
             "would not follow its training. Detach that tensor, or call the function, with a new cost object in each "
             "step."
         )
+
+
+def held_cost(cost: Any, check: Callable[[Any], Cost] = as_cost) -> Cost:
+    """Return a checked cost; a matrix on the meta device is held as it is, since its numbers are loaded later."""
+    if isinstance(cost, Tensor) and cost.is_meta:
+        return DenseCost.unchecked(cost.to(arithmetic_dtype(cost.dtype)))
+    return check(cost)
 
 
 class Module(TensorHolder):
@@ -113,7 +122,7 @@ class Module(TensorHolder):
 
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the settings as they are held, after checks that need not wait for a call."""
-        return {n: as_cost(v) if n.startswith("cost") and v is not None else v for n, v in settings.items()}
+        return {n: held_cost(v) if n.startswith("cost") and v is not None else v for n, v in settings.items()}
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otloss.costs import Cost, as_cost
-from otloss.costs.dense import has_plain_entries
-from otloss.nn.base import Loss
+from otloss.costs import Cost
+from otloss.costs.dense import posed_cost
+from otloss.nn.base import Loss, held_cost
 from otloss.solvers.closed_forms.circle import wasserstein_circular
 from otloss.solvers.closed_forms.line import cdf_distance, wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
@@ -126,11 +126,10 @@ class SlicedWasserstein(Loss):
 
 
 class _TransportLoss(Loss):
-    """A solver that takes matrices with negative and infinite costs too, which the call checks."""
+    """A solver that takes matrices with negative and infinite costs too."""
 
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
-        cost = settings["cost"]
-        return settings | {"cost": as_cost(cost) if has_plain_entries(cost) else cost}
+        return settings | {"cost": held_cost(settings["cost"], posed_cost)}
 
 
 class Emd(_TransportLoss):

@@ -169,8 +169,8 @@ def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
         _check_flat(p, q, cost)
     if p is not None and q is not None:
         return p, q
-    is_matrix = isinstance(cost, Tensor) and cost.dim() > 1
-    shape = cost.shape[-2:] if is_matrix else as_cost(cost).shape
+    has_shape = isinstance(cost, Cost) or (isinstance(cost, Tensor) and cost.dim() > 1)
+    shape = cost.shape[-2:] if has_shape else as_cost(cost).shape
     like = next((w for w in (p, q, cost) if isinstance(w, Tensor)), cost)
     p, q = (
         torch.full((size,), 1 / size, dtype=cost.dtype, device=like.device) if weights is None and size else weights

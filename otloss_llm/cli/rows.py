@@ -120,7 +120,7 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
     if "conversations" in first:
         rows = rows.map(maybe_convert_to_chatml, remove_columns="conversations")
         first = next(iter(rows))
-    if any(turn["role"] in _ROLES for turn in first.get("messages") or () if _is_message(turn)):
+    if _is_messages(first.get("messages")) and any(turn["role"] in _ROLES for turn in first["messages"]):
         rows = rows.map(_with_roles_of_templates)
         first = next(iter(rows))
     check_rows(rows.take(1), text_field=text_field)
@@ -277,11 +277,7 @@ def _is_text(value: Any, name: str) -> bool:
 
 def _is_messages(value: Any) -> bool:
     parts = value if isinstance(value, list) else []
-    return bool(parts) and all(map(_is_message, parts))
-
-
-def _is_message(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("role"), str)
+    return bool(parts) and all(isinstance(part, dict) and isinstance(part.get("role"), str) for part in parts)
 
 
 def digest(rows: Any) -> str:

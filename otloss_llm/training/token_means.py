@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss_llm.costs.vocabulary import TokenCost
@@ -126,32 +126,47 @@ def token_count(sums: Float[Tensor, "means 2"]) -> Float[Tensor, ""]:
 
 
 class Pass(NamedTuple):
-    """What one call of `compute_loss` has scored: the sums of `batch_sums`, and the loss that it returned."""
+    """What one call of `compute_loss` has scored.
+
+    Attributes:
+        sums: of `batch_sums`.
+        loss: that it returned.
+        labels: aligned with the positions that predict them.
+        is_of_model: whether by the trainer's own model, with its adapters.
+    """
 
     sums: Float[Tensor, "means 2"]
     loss: Tensor
+    labels: Int[Tensor, "rows length"]
+    is_of_model: bool
 
 
-def passes_of_batch(passes: list[Pass], tokens: Callable[[], Tensor | None], loss: Tensor | None = None) -> list[Pass]:
-    """Return those of the passes of a step that make up its batch.
+def passes_of_batch(passes: list[Pass], labels: Callable[[], Tensor | None], loss: Tensor | None = None) -> list[Pass]:
+    """Return those of the passes of a step that score its batch by the trainer's model.
 
-    A `compute_loss` of the user's may score parts of the batch, the batch again (by a model whose adapters are off) and
-    other rows. A pass over as many tokens as the batch has counts alone: the one whose loss is nearest to that of the
-    step, or the first. Else the first passes that have as many together; else all.
+    A `compute_loss` of the user's may score a teacher, other rows, the batch again, or the batch in parts. Of several
+    passes over the whole batch the one counts whose loss is nearest to that of the step, or the first.
 
     Args:
-        tokens: returns the count of the batch, or the sum of its weights; None where it is not known.
+        labels: returns those of the batch, aligned; None where there are none.
         loss: of the step, where it may be compared with those of the passes.
     """
-    if len(passes) < 2 or (whole := tokens()) is None:
+    if len(passes) < 2:
         return passes
-    counts = torch.stack([token_count(one.sums) for one in passes])
-    is_whole = torch.isclose(counts, whole.to(counts), rtol=1e-5)
-    if is_whole.any():
-        of_batch = [one for one, is_so in zip(passes, is_whole.tolist(), strict=True) if is_so]
-        return of_batch[:1] if loss is None else [min(of_batch, key=lambda one: abs(float(one.loss) - float(loss)))]
-    together = torch.isclose(counts.cumsum(0), whole.to(counts), rtol=1e-5).nonzero()
-    return passes[: int(together[0]) + 1] if len(together) else passes
+    own = [one for one in passes if one.is_of_model] or passes
+    if len(own) < 2 or (wanted := labels()) is None:
+        return own
+    wanted = wanted.to(own[0].labels)
+    whole = [one for one in own if torch.equal(one.labels, wanted)]
+    if whole:
+        return whole[:1] if loss is None else [min(whole, key=lambda one: abs(float(one.loss) - float(loss)))]
+    return [one for one in own if _are_rows_of(one.labels, wanted)] or own
+
+
+def _are_rows_of(labels: Tensor, batch: Tensor) -> bool:
+    if labels.shape[1:] != batch.shape[1:]:
+        return False
+    return bool((labels.unsqueeze(1) == batch).flatten(2).all(-1).any(1).all())
 
 
 @dataclass
@@ -172,10 +187,10 @@ class Evaluation:
     passes: list[Pass] = field(default_factory=list)
     added: Tensor | float = 0.0
 
-    def end_batch(self, loss: Tensor | None, tokens: Callable[[], Tensor | None]) -> None:
+    def end_batch(self, loss: Tensor | None, labels: Callable[[], Tensor | None]) -> None:
         """Add what the batch makes of its passes, and compare the loss that its step returned with theirs."""
         loss = None if loss is None else loss.detach().double().mean()
-        for one in passes_of_batch(self.passes, tokens, loss):
+        for one in passes_of_batch(self.passes, labels, loss):
             self.sums = one.sums if self.sums is None else self.sums + one.sums
             if loss is not None:
                 count = token_count(one.sums)

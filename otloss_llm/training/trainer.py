@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +210,7 @@ class ObjectiveMixin:
         head = find_head(root)
         self._encoder_decoder = is_encoder_decoder(root)
         # Of each model whose loss was computed: a `compute_loss` of the user's may score a teacher.
-        self._transforms: dict[nn.Module, LogitTransform] = {}
+        self._transforms: WeakKeyDictionary[nn.Module, LogitTransform] = WeakKeyDictionary()
         self._is_examined = False
         self.transport_cost = self._make_cost(
             self.training_objective, self._choose_cost(root), rows=lambda: self._broadcast(head.weight),
@@ -287,13 +288,11 @@ class ObjectiveMixin:
             transform = self._transforms[unwrap(model)]
             scored = scoring.from_hidden(model, inputs, targets, transform, keep_output=keep_output)
         sums, loss = self._sums(scored, targets), self._scaled(scored, num_items)
-        scored_now = Pass(sums, loss.detach().double())
-        if training and self._passes is not None:
-            self._passes.append(scored_now)
+        passes = self._passes if training else None if self._evaluation is None else self._evaluation.passes
+        if passes is not None:
+            passes.append(Pass(sums, loss.detach().double(), targets.labels, self._is_of_model(model)))
         elif training:  # in a `training_step` of the user's own
             self._add_to_logs(sums)
-        elif self._evaluation is not None:
-            self._evaluation.passes.append(scored_now)
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -305,18 +304,25 @@ class ObjectiveMixin:
         self._passes, self.loss_is_scaled_for_ga = [], None
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
-            for one in passes_of_batch(self._passes, functools.partial(self._tokens_of, inputs)):
+            for one in passes_of_batch(self._passes, functools.partial(self._labels_of, inputs)):
                 self._add_to_logs(one.sums)
         finally:
             self._passes = None
         return loss
 
-    def _tokens_of(self, batch: dict[str, Any]) -> Tensor | None:
-        """Return how many tokens of a batch are predicted, or the sum of their weights; None without labels."""
+    def _labels_of(self, batch: dict[str, Any]) -> Tensor | None:
+        """Return the labels of a batch, aligned with the positions that predict them; None without labels."""
         if not {"labels", "shift_labels"} & batch.keys():
             return None
-        targets = pop_targets(dict(batch), shift=not self._encoder_decoder)
-        return targets.counts(targets.valid)[0]
+        return pop_targets(dict(batch), shift=not self._encoder_decoder).labels
+
+    def _is_of_model(self, model: nn.Module) -> bool:
+        """Whether a model is the trainer's, with its adapters of PEFT."""
+        root = unwrap(model)
+        if root is not unwrap(self.model):
+            return False
+        adapted = hasattr(root, "peft_config")
+        return not (adapted and any(getattr(module, "disable_adapters", False) is True for module in root.modules()))
 
     def _inputs_and_targets(
         self, model: nn.Module, batch: dict[str, Any], training: bool
@@ -596,7 +602,7 @@ class ObjectiveMixin:
         self._evaluation.passes.clear()
         batch = self._without_repeated(inputs)
         result = step(model, batch, *args, **kwargs)
-        self._evaluation.end_batch(result[0], functools.partial(self._tokens_of, batch))
+        self._evaluation.end_batch(result[0], functools.partial(self._labels_of, batch))
         return result
 
     def evaluation_loop(

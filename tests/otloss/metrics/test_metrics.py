@@ -414,6 +414,10 @@ def test_values_in_a_series_go_by_its_index() -> None:
         assert metrics.ordinal_mae(y_true, y_pred, labels=order, values=values) == expected
     whole = pd.Series([0.0, 1.0, 5.0, 9.0], index=[3, 4, 5, 6])
     assert metrics.ordinal_mae([3, 6], [5, 6], values=whole.iloc[[2, 0, 3, 1]]) == 2.5
+    far, near = np.array([0, 127], np.int8), pd.Series(np.arange(128.0))
+    assert metrics.ordinal_mae(far, far[::-1], values=near) == 127
+    with pytest.raises(ValueError, match=r"values has shape \(2,\), expected \(10000001,\)"):
+        metrics.ordinal_mae([0, 10**7], [0, 0], values=pd.Series([0.0, 1.0]))
     with pytest.raises(ValueError, match=r"values has the index .*, expected all of .*lacks 'a'. .*array goes by rank"):
         metrics.ordinal_mae(y_true, y_pred, labels=order, values=pd.Series({"b": 1.0, "c": 2.0, "z": 0.0}))
 

@@ -237,8 +237,9 @@ def test_costs_that_training_has_changed_are_checked_as_those_of_the_function(
         loss.cost.matrix[0, 1] = loss.cost.matrix[1, 0] = matrix[0, 1] = matrix[1, 0] = entry
     inputs = (Z, torch.tensor([0, 1, 3])) if name == "ordinal" else (P.to(dtype), Q.to(dtype))
     if name in ("exact", "entropic") and entry in (torch.inf, -0.25):
-        of_matrix = (otloss.emd if name == "exact" else partial(otloss.sinkhorn, epsilon=0.1))(*inputs, matrix)
-        torch.testing.assert_close(loss(*inputs).detach(), of_matrix)
+        function = otloss.emd if name == "exact" else partial(otloss.sinkhorn, epsilon=0.1)
+        for p, q in (inputs, (None, inputs[1])):
+            torch.testing.assert_close(loss(p, q).detach(), function(p, q, matrix))
     else:
         with pytest.raises(ValueError, match="cost matrix holds"):
             loss(*inputs)
@@ -259,6 +260,30 @@ def test_parts_of_costs_have_parametrizations() -> None:
         values[-1].backward()
         optimizer.step()
     assert values[0] > values[1] > values[2]
+    cost = modules.Emd(cost=PointCost(torch.nn.Parameter(CLOUD))).cost
+    register_parametrization(cost, "x", torch.nn.Dropout())
+    assert cost().x is cost().y or cost().is_symmetric()
+
+
+HELD: dict[str, Callable[[], torch.nn.Module]] = {
+    "matrix": lambda: modules.Emd(cost=torch.rand(5, 5)),
+    "signed matrix": lambda: modules.Sinkhorn(cost=torch.rand(5, 5) - 1, epsilon=0.1),
+    "parameter": lambda: modules.Sinkhorn(cost=torch.nn.Parameter(torch.rand(5, 5)), epsilon=0.1),
+    "clouds": lambda: modules.SinkhornDivergence(cost=PointCost(torch.rand(5, 2), torch.rand(5, 2)), epsilon=0.1),
+    "line": lambda: modules.Emd(cost=LineCost(torch.rand(5))),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_costs_on_the_meta_device_are_loaded_later(kind: str) -> None:
+    """As models of transformers are made by `from_pretrained`."""
+    loss = HELD[kind]()
+    with torch.device("meta"):
+        empty = HELD[kind]()
+    with pytest.raises(ValueError, match=r"on the meta device|one device"):
+        empty(P, Q)
+    empty.load_state_dict(loss.state_dict(), assign=True)
+    assert torch.equal(empty(P, Q), loss(P, Q))
 
 
 @pytest.mark.parametrize("cost", [torch.nn.Parameter(MATRIX), PointCost(torch.nn.Parameter(CLOUD), OTHER)])

@@ -799,6 +799,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"chat_template_path": "no/template.jinja"}, "--chat_template_path is 'no/template.jinja', of which there"),
     ({"dataset_name": "silence.jsonl"}, "messages of row 1 is None, expected a list of messages"),
     ({"dataset_name": "said.jsonl"}, "messages of row 0 is 'hello', expected a list of messages"),
+    ({"dataset_name": "counted.jsonl"}, "messages of row 0 is 5, expected a list of messages"),
     ({"dataset_name": "unsaid.jsonl"}, "completion is empty in every row"),
     ({"dataset_name": "latin.jsonl"}, "row 1 is not UTF-8 .*; save the file as UTF-8"),
     ({"dataset_name": "latin.txt"}, "latin.txt' cannot be read: 'utf-8' .*; save the file as UTF-8"),
@@ -862,6 +863,7 @@ def test_invalid_options_print_one_line_before_training(
     write(tmp_path / "blank.jsonl", [{"text": ""}])
     write(tmp_path / "unsaid.jsonl", [{"prompt": "1 + 1", "completion": ""}])
     write(tmp_path / "said.jsonl", [{"conversations": "hello"}])
+    write(tmp_path / "counted.jsonl", [{"text": "hello", "messages": 5}])
     turns = [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]
     write(tmp_path / "silence.jsonl", [{"conversations": turns}, {"conversations": None}])
     for name, content in {"blank.txt": " \n", "empty.parquet": "", "script/script.py": ""}.items():

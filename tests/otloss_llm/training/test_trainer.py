@@ -407,34 +407,57 @@ def test_a_loss_of_parts_of_a_batch_is_the_loss_of_evaluations(tmp_path: Path) -
 
 
 class Watching(ObjectiveTrainer):
-    """Looks at a teacher's loss of other rows, and at the batch without its adapters, which changes nothing."""
+    """Scores a teacher, other rows and the model without its adapters, before or after the batch."""
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, **kwargs) if self.batch_first else None
+        others = inputs | {name: inputs[name].flip(-1) for name in ("input_ids", "labels")}  # of as many tokens
         with torch.no_grad():
-            self.of_teacher = float(super().compute_loss(self.teacher, tiny_batch(3, rows=1)))
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        with torch.no_grad(), model.disable_adapter():
-            self.of_base = float(super().compute_loss(model, inputs))
-        return loss
+            self.of_teacher = super().compute_loss(self.teacher, tiny_batch(3, rows=1))
+            watched = [super().compute_loss(self.teacher, inputs), super().compute_loss(model, others)]
+            with model.disable_adapter():
+                watched.append(super().compute_loss(model, inputs))
+        if loss is None:
+            loss = super().compute_loss(model, inputs, **kwargs)
+        loss = (1 - self.share) * loss + self.share * sum(watched) / 3
+        return (loss, {"loss": loss}) if return_outputs else loss
 
 
 @pytest.mark.parametrize("objective", ["mle", "emo"])
 @pytest.mark.parametrize("accumulated", [1, 4])
-def test_a_compute_loss_may_score_other_models_and_rows(tmp_path: Path, accumulated: int, objective: str) -> None:
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_compute_loss_may_score_other_models_and_rows(
+    tmp_path: Path, batch_first: bool, accumulated: int, objective: str
+) -> None:
     found = []
-    for kind in (ObjectiveTrainer, Watching):
+    for kind, share in ((ObjectiveTrainer, 0.0), (Watching, 0.0), (Watching, 0.9)):
         run = trainer(
             tmp_path, lora(tiny_model("llama"), target_modules=["q_proj"]), kind, objective=objective, max_steps=1,
-            per_device_train_batch_size=2, gradient_accumulation_steps=accumulated, logging_steps=1,
+            per_device_train_batch_size=2, gradient_accumulation_steps=accumulated, logging_steps=1, learning_rate=0.0,
         )  # fmt: skip
-        run.teacher = tiny_model("gemma2").eval()  # which has a soft cap
+        run.teacher, run.batch_first, run.share = tiny_model("gemma2").eval(), batch_first, share  # with a soft cap
         run.train()
-        found.append([logs(run, name)[0] for name in ("loss", "nll", "grad_norm")])
-        found[-1] += [run.evaluate()[name] for name in ("eval_loss", "eval_nll")]
+        found.append([logs(run, "nll")[0], run.evaluate()["eval_nll"], logs(run, "loss")[0], logs(run, "grad_norm")[0]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2][:2] == pytest.approx(found[0][:2], rel=1e-5)
     if objective == "mle":
         with torch.no_grad():
-            assert run.of_teacher == pytest.approx(float(run.teacher(**tiny_batch(3, rows=1)).loss), rel=1e-5)
+            expected = float(run.teacher(**tiny_batch(3, rows=1)).loss)
+        assert float(run.of_teacher) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_of_a_batch_in_parts_and_other_rows_the_parts_are_the_batch(tmp_path: Path, order: tuple[int, ...]) -> None:
+    class Parts(ObjectiveTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            half = len(inputs["labels"]) // 2
+            parts = [{name: t[part] for name, t in inputs.items()} for part in (slice(half), slice(half, None))]
+            losses = [super(Parts, self).compute_loss(model, [*parts, tiny_batch(5)][i]) for i in order]
+            return (sum(losses), {"loss": sum(losses)}) if return_outputs else sum(losses)
+
+    model = tiny_model("llama")
+    plain, parts = (trainer(tmp_path, model, kind, objective="mle") for kind in (ObjectiveTrainer, Parts))
+    assert parts.evaluate(rows(8))["eval_nll"] == pytest.approx(plain.evaluate(rows(8))["eval_nll"], rel=1e-5)
 
 
 def test_evaluations_count_weights_of_tokens_as_training_does(tmp_path: Path) -> None:
