@@ -35,6 +35,7 @@ from otloss._checks import check_positive
 from otloss.costs import PointCost
 from otloss.estimators.base import unchanged_on_error
 from otloss.estimators.features import reading_features
+from otloss.metrics.arrays import column_names
 from otloss.solvers.solve import solve
 
 METHODS = ("linear", "barycentric")
@@ -178,9 +179,9 @@ def _variance_above_rounding(samples: np.ndarray) -> np.ndarray:
 
 def _check_columns(X: Any, target: Any) -> None:
     """Raise ValueError if both are data frames whose columns differ, in their order too; names may be numbers."""
-    names, others = (getattr(samples, "columns", None) for samples in (X, target))
-    if names is not None and others is not None and list(names) != list(others):
-        raise ValueError(f"target has the columns {list(others)}, expected {list(names)} as X; pass target[X.columns].")
+    names, others = column_names(X), column_names(target)
+    if names and others and names != others:
+        raise ValueError(f"target has the columns {others}, expected {names} as X; pass them in the order of X.")
 
 
 def _warn_of_dependent_features(matrix: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:

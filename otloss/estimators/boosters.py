@@ -320,7 +320,8 @@ def _parsed(constraints: Any, *, is_nested: bool) -> Any:
 
 def _signs(name: str, signs: Any, columns: int | None) -> list[int]:
     """Return -1, 0 or 1 for each column of X as a list."""
-    values = np.asarray(signs) if np.iterable(signs) and all(map(np.isscalar, signs)) else np.empty(())
+    is_plain = np.iterable(signs) and not hasattr(signs, "axes")  # a Series may go by the names of its index
+    values = np.asarray(signs) if is_plain and all(map(np.isscalar, signs)) else np.empty(())
     if values.ndim != 1 or not np.isin(values, (-1, 0, 1)).all() or columns not in (None, len(values)):
         raise TypeError(
             f"booster_params holds {name}={signs!r}, expected -1, 0 or 1 for each column of X in its order: trees "

@@ -18,6 +18,8 @@ from scipy.sparse import issparse
 from sklearn import config_context
 from sklearn.preprocessing import StandardScaler
 
+from otloss.metrics.arrays import column_names
+
 LARGEST_FEATURE = 1e100  # Its square is still a finite float.
 SMALLEST_FEATURE = 1e-150  # Its square is still a normal float, from which a deviation follows.
 _TEMPORAL = ("date", "time", "duration")  # dtypes of polars and pyarrow begin so
@@ -83,7 +85,7 @@ def _first_other(X: Any) -> tuple[Any, Any] | None:
     table = np.asarray(X, dtype=object)
     if table.ndim != 2:
         return None
-    for place, name in enumerate(list(X.columns) if hasattr(X, "columns") else range(table.shape[1])):
+    for place, name in enumerate(column_names(X) or range(table.shape[1])):
         for value in table[:, place]:
             try:
                 float(np.nan if value is None else value)  # numpy reads None as nan

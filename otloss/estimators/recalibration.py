@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -36,10 +36,10 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_not_negative
-from otloss.metrics.arrays import read_probabilities, read_values, read_weights
+from otloss.metrics.arrays import column_names, read_probabilities, read_values, read_weights
 from otloss.metrics.distribution import Distribution
 from otloss.metrics.inputs import columns_of
-from otloss.metrics.rank_labels import Labels, plain_labels, shown
+from otloss.metrics.rank_labels import Labels, in_rank_order, plain_labels, shown
 
 # Temperatures and slopes stay between exp(-3) and exp(3).
 _LARGEST_LOG = 3.0
@@ -119,7 +119,7 @@ class Temperature(BaseEstimator):
     def _score(self, data: _CalibrationData, logs: Float[np.ndarray, "n classes"]) -> Callable[[float], float]:
         """Return the pulled score as a function of log T."""
         # The gaps' sum is the unit of the score, and the pull has none.
-        gaps = np.diff(read_values(self.values, data.classes))
+        gaps = np.diff(data.values(self.values))
         gaps = gaps / max(gaps.sum(), np.finfo(float).tiny)
         at_labels = (np.arange(data.y.size), data.y)
 
@@ -176,7 +176,7 @@ class OrdinalRecalibration(BaseEstimator):
         """
         check_not_negative("shrinkage", self.shrinkage)
         data = _CalibrationData.read(proba, y, sample_weight)
-        self.gaps_ = np.diff(read_values(self.values, data.classes))
+        self.gaps_ = np.diff(data.values(self.values))
         self.labels_ = data.labels
         below, above = _both_sides(data.proba)
         both = np.concatenate([below, above])
@@ -244,6 +244,11 @@ class _CalibrationData:
     def classes(self) -> int:
         return self.proba.shape[1]
 
+    def values(self, values: Any) -> Float[np.ndarray, " classes"]:
+        """Return the class values, of a Series in the order of the labels."""
+        ordered = values if values is None or self.labels is None else in_rank_order("values", values, self.labels)
+        return read_values(ordered, self.classes)
+
     @property
     def was_below(self) -> Float[np.ndarray, "n thresholds"]:
         return (self.y[:, None] <= np.arange(self.classes - 1)).astype(float)
@@ -256,8 +261,8 @@ class _CalibrationData:
 
 def _read_forecasts(proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
     """Return (n, K) probabilities; ValueError for a data frame, unless its columns are named 0 to K - 1 in order."""
-    columns = list(proba.columns) if hasattr(proba, "columns") else None
-    if columns is not None and columns != list(range(len(columns))):
+    columns = column_names(proba)
+    if columns != list(range(len(columns))):
         raise ValueError(
             f"proba is a data frame with the columns {shown(np.array(columns, dtype=object))}, which need not be in "
             "rank order; pass proba[order].to_numpy(), where order lists the classes, lowest first."

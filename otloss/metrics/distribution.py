@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from otloss.metrics.arrays import as_array, column_names
 from otloss.metrics.rank_labels import Labels, categories_of, plain_labels, shown
 
 _ROWS = (0, -2)  # the axis of rows
@@ -28,7 +29,8 @@ class Distribution(np.ndarray):
         labels: (K,) the class of each column, in rank order.
 
     Raises:
-        ValueError: if there is not one label for each column.
+        ValueError: if there is not one label for each column, or the table names its columns by the labels in another
+            order.
 
     Example:
         >>> forecast = Distribution([[0.7, 0.2, 0.1]], labels=["poor", "fair", "good"])
@@ -39,8 +41,13 @@ class Distribution(np.ndarray):
     labels: Labels | None
 
     def __new__(cls, table: ArrayLike, *, labels: ArrayLike) -> Distribution:
-        new = np.asarray(table).view(cls)
+        new = as_array(table).view(cls)
         new.labels = plain_labels("labels", labels).copy()  # of an estimator they are its attribute
+        if contradicting := names_in_another_order(table, new.labels):
+            raise ValueError(
+                f"labels is {shown(new.labels)}, and the table names its columns {contradicting!r}; expected labels in "
+                "rank order, with the columns of the table in this order."
+            )
         own, names = categories_of(labels), new.labels.tolist()
         order = names if own is None else [label for label in own if label in names]
         if order != names:
@@ -121,6 +128,18 @@ class Distribution(np.ndarray):
     def __setstate__(self, state: Any) -> None:
         of_array, self.labels = state
         super().__setstate__(of_array)
+
+
+def names_in_another_order(table: Any, labels: Labels) -> list[Any]:
+    """Return the names that a table itself gives its columns, where they are the labels in another order; else none."""
+    own = column_names(table)
+    if isinstance(table, Distribution):
+        own = [] if table.labels is None else table.labels.tolist()
+    elif own == list(range(len(own))):
+        own = []  # numbers that nobody gave
+    texts = [str(name) for name in own]  # as polars has all names
+    expected = [str(label) for label in labels.tolist()]
+    return own if texts != expected and set(texts) == set(expected) else []
 
 
 def _is_everything(item: Any) -> bool:

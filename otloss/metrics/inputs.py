@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from otloss.metrics.arrays import column_names, read_probabilities, read_shares
-from otloss.metrics.distribution import Distribution
+from otloss.metrics.arrays import read_probabilities, read_shares
+from otloss.metrics.distribution import Distribution, names_in_another_order
 from otloss.metrics.rank_labels import (
     Labels,
     RankOrder,
@@ -94,8 +94,8 @@ def read_forecast(
         raise ValueError(f'columns is {columns!r}, expected "sorted", "rank", or the label of each column.')
     if column_labels is None and columns == "sorted" and hasattr(proba, "columns"):
         raise ValueError(
-            "proba is a data frame, whose columns need not be sorted; pass columns=list(proba.columns) if these are "
-            "the labels, or the probabilities as an array."
+            "proba is a data frame, whose columns need not be sorted; pass their names as columns=, in their order, if "
+            "these are the labels, or the probabilities as an array."
         )
     if labels is None:
         order, of_columns = _implied_order(y_true, table.shape[1], column_labels)
@@ -134,14 +134,8 @@ def read_forecast(
 
 def _check_own_names(proba: ArrayLike, column_labels: Labels) -> None:
     """Raise ValueError if the table itself names its columns by the classes, in another order."""
-    own = column_names(proba)
-    if isinstance(proba, Distribution):
-        own = [] if proba.labels is None else proba.labels.tolist()
-    elif own == list(range(len(own))):
-        own = []  # numbers that nobody gave
-    texts = [str(name) for name in own]  # as polars has all names
-    expected = [str(label) for label in column_labels.tolist()]
-    if texts != expected and set(texts) == set(expected):
+    own = names_in_another_order(proba, column_labels)
+    if own:
         raise ValueError(
             f"the columns are taken to be {shown(column_labels)}, and proba names them {own!r}; pass columns={own!r}, "
             "or the probabilities as an array."

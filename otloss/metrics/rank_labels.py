@@ -139,15 +139,16 @@ def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> An
                 f"{name} has the columns {columns!r}, expected them, as its rows, in rank order: {shown(labels)}."
             )
         return table
+    counts_ranks = [_counts_ranks(name, index, labels) for index in table.axes]
     for axis, index in enumerate(table.axes):
-        given, counted = list(index), list(range(len(index)))
-        if given == counted and (names == counted or names != counted[: len(names)]):
-            if names != counted and set(names) == set(counted):
-                raise ValueError(
-                    f"{name} has the index {counted}, which may count ranks or name the classes {shown(labels)}. "
-                    f"Pass an array, which goes by rank, or {name}.reindex({names!r}) for a table that goes by class."
-                )
+        given = list(index)
+        if counts_ranks[axis]:
             continue
+        if any(counts_ranks) and given != names:  # a column of names may have been left out of the index
+            raise ValueError(
+                f"{name} names the classes on one axis alone, as {given!r}, and the other one counts ranks; expected "
+                f"names on both, as by pandas.read_csv(..., index_col=0), or the order {shown(labels)}."
+            )
         lacking = [label for label in names if label not in index]
         if lacking:
             raise ValueError(
@@ -156,6 +157,19 @@ def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> An
             )
         table = table.reindex(names, axis=axis)
     return table.to_numpy()
+
+
+def _counts_ranks(name: str, index: Any, labels: Labels) -> bool:
+    """Return whether an index is 0, 1, 2, ... as pandas gives it, and the classes are not named so."""
+    names, given, counted = labels.tolist(), list(index), list(range(len(index)))
+    if given != counted or (names != counted and names == counted[: len(names)]):
+        return False
+    if names != counted and set(names) == set(counted):
+        raise ValueError(
+            f"{name} has the index {counted}, which may count ranks or name the classes {shown(labels)}. Pass an "
+            f"array, which goes by rank, or {name}.reindex({names!r}) for a table that goes by class."
+        )
+    return True
 
 
 def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:

@@ -91,6 +91,10 @@ class OrdinalScorer:
         self._requests = {"sample_weight": sample_weight}
         return self
 
+    def _accept_sample_weight(self) -> bool:
+        """Tell scikit-learn that a search with several scorers may pass weights on to this one."""
+        return True
+
     def get_metadata_routing(self) -> Any:
         """Return what was asked for, in the form of scikit-learn's metadata routing."""
         from sklearn.utils.metadata_routing import MetadataRequest

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.special import softmax
 from sklearn import config_context
@@ -108,7 +109,7 @@ def test_the_loss_of_rows_in_a_category_that_training_rows_lack(library: str) ->
     def table(rows: int, kinds: list[str]) -> tuple[Any, np.ndarray]:
         kind = random.choice(kinds, rows)
         y = np.array([names.index(each) % 3 for each in kind])
-        return pandas.DataFrame({"kind": pandas.Categorical(kind, names), "x": random.normal(size=rows)}), y
+        return pd.DataFrame({"kind": pd.Categorical(kind, names), "x": random.normal(size=rows)}), y
 
     (X, y), (V, v) = table(200, list("abcf")), table(150, names)
     model = boosted(library, n_estimators=9, learning_rate=0.3).fit(X, y, eval_set=[(V, v)])
@@ -318,6 +319,7 @@ test_settings_that_cannot_be_are_named = raising(
     ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
     ("xgboost", {"monotone_constraints": {"a": 1}}, TypeError, "expected -1, 0 or 1 for each column of X"),
+    ("lightgbm", {"monotone_constraints": pd.Series({"b": 1, "a": 0})}, TypeError, "expected -1, 0 or 1 for each"),
     ("xgboost", {"monotone_constraints": [1]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("xgboost", {"monotone_constraints": [[1], [0, 1]]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("lightgbm", {"monotone_constraints": [2, 0, 0]}, TypeError, "expected -1, 0 or 1 for each column of X"),
@@ -388,13 +390,13 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
     random = np.random.default_rng(0)
     letters = random.choice(list("uvwxyz"), 120)
     y = np.where(np.isin(letters, ["v", "x", "z"]), 2, 0)  # every second one: one split by a set, five by codes
-    table = pandas.DataFrame({"letter": pandas.Categorical(letters, [*"uvwxyz", "new"])})
+    table = pd.DataFrame({"letter": pd.Categorical(letters, [*"uvwxyz", "new"])})
     table["width"] = pandas.cut(random.normal(size=120), 4)  # ordered
     params = {"max_cat_to_onehot": 1}
     model = boosted(library, n_estimators=30, learning_rate=0.3, max_depth=1, booster_params=params).fit(table, y)
     assert model.score(table, y) == 1.0
     expected = model.predict_proba(table)
-    for same in (table.assign(letter=letters), table.assign(letter=pandas.Categorical(letters, list("zyxwvu")))):
+    for same in (table.assign(letter=letters), table.assign(letter=pd.Categorical(letters, list("zyxwvu")))):
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict_proba(same), expected)
     for rare in ("new", None):  # declared, though in no row
         assert np.isfinite(model.predict_proba(table.assign(letter=rare))).all()

@@ -428,3 +428,26 @@ def test_what_is_no_table_of_probabilities_any_more_is_rounded() -> None:
     np.testing.assert_array_equal(table.dot([1.0, 3.0]).round(1), [2.5, 2.0])
     np.testing.assert_array_equal(np.round(table.flatten(), 1), [0.2, 0.8, 0.5, 0.5])
     np.testing.assert_array_equal(pd.Series(table.dot([1.0, 3.0])).round(), [2.0, 2.0])
+
+
+def test_a_distribution_does_not_rename_columns() -> None:
+    table, order = np.array([[0.7, 0.1, 0.2], [0.1, 0.6, 0.3]]), ["poor", "fair", "good"]
+    frame = pd.DataFrame(table, columns=sorted(order))
+    for named in (frame, metrics.Distribution(table, labels=sorted(order))):
+        with pytest.raises(ValueError, match=r"the table names its columns \['fair', 'good', 'poor'\]; expected"):
+            metrics.Distribution(named, labels=order)
+    same = metrics.Distribution(frame[order], labels=order)
+    np.testing.assert_array_equal(same, frame[order])
+    half = torch.tensor(table, dtype=torch.bfloat16, requires_grad=True)
+    np.testing.assert_allclose(metrics.Distribution(half, labels=order), table, rtol=1e-2)
+
+
+def test_several_scorers_in_a_search_with_weights() -> None:
+    generator = np.random.default_rng(0)
+    X, weight = generator.normal(size=(90, 2)), generator.random(90)
+    y = np.digitize(X[:, 0], [-0.5, 0.5])
+    found = {}
+    for scoring in ({"mae": scorer("ordinal_mae"), "rps": scorer("ranked_probability_score")}, scorer("ordinal_mae")):
+        search = GridSearchCV(OrdinalClassifier(), {"alpha": [1.0]}, scoring=scoring, refit="mae", cv=3)
+        found |= search.fit(X, y, sample_weight=weight).cv_results_
+    assert found["mean_test_mae"] == found["mean_test_score"]
