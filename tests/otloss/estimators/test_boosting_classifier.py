@@ -102,7 +102,6 @@ def test_rounds_of_lightgbm_that_split_nothing() -> None:
 @LIBRARIES
 def test_the_loss_of_rows_in_a_category_that_training_rows_lack(library: str) -> None:
     """By the bins of the training rows XGBoost would take it for another category."""
-    pandas = pytest.importorskip("pandas")
     names = list("abcdefgh")
     random = np.random.default_rng(0)
 
@@ -383,7 +382,6 @@ def test_one_part_to_evaluate_needs_no_list_and_a_library_that_is_not_there_is_n
 
 @LIBRARIES
 def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
-    pandas = pytest.importorskip("pandas")
     missing = np.where((Y == 2)[:, None] & [True, False, False], np.nan, X)
     model = boosted(library, n_estimators=30, learning_rate=0.3).fit(missing, Y)
     assert (model.predict(missing) == 2)[Y == 2].mean() > 0.9
@@ -391,7 +389,7 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
     letters = random.choice(list("uvwxyz"), 120)
     y = np.where(np.isin(letters, ["v", "x", "z"]), 2, 0)  # every second one: one split by a set, five by codes
     table = pd.DataFrame({"letter": pd.Categorical(letters, [*"uvwxyz", "new"])})
-    table["width"] = pandas.cut(random.normal(size=120), 4)  # ordered
+    table["width"] = pd.cut(random.normal(size=120), 4)  # ordered
     params = {"max_cat_to_onehot": 1}
     model = boosted(library, n_estimators=30, learning_rate=0.3, max_depth=1, booster_params=params).fit(table, y)
     assert model.score(table, y) == 1.0
