@@ -55,6 +55,8 @@ OWN_SETTINGS = {
     "early_stopping_min_delta",
     "categorical_feature",
     "feature_types",
+    "is_unbalance",  # which objectives of the libraries read; ours has class_weight
+    "scale_pos_weight",
 }
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
 SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}

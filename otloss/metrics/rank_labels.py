@@ -249,9 +249,18 @@ def _plain_item(label: Any) -> Any:
 
 
 def categories_of(target: Any) -> Any:
-    """Return the categories of an ordered Categorical or a polars Enum, or of its dtype, lowest first; else None."""
+    """Return the categories of an ordered Categorical, also of Arrow, or a polars Enum, or of its dtype, lowest first.
+
+    None of anything else.
+    """
     column = _as_column(target)
-    return ordered_categories(getattr(column, "dtype", column))
+    dtype = getattr(column, "dtype", column)
+    arrow = getattr(dtype, "pyarrow_dtype", getattr(column, "type", None))
+    if getattr(arrow, "ordered", False) is True and hasattr(arrow, "index_type"):  # whose categories are in the data
+        data = column.array.__arrow_array__() if hasattr(dtype, "pyarrow_dtype") else column
+        parts = data.unify_dictionaries().chunks if hasattr(data, "chunks") else [data]
+        return parts[0].dictionary.to_pylist() if parts else None
+    return ordered_categories(dtype)
 
 
 def in_own_order(labels: Any) -> Any:

@@ -88,6 +88,7 @@ def without_training(request: Request, folder: str) -> Request:
         args, output_dir=folder, eval_strategy="no", save_strategy="no", load_best_model_at_end=False,
         lr_scheduler_type="constant", push_to_hub=False, max_steps=1,  # a stream needs a number of steps
         eval_do_concat_batches=True, batch_eval_metrics=False,  # calibration is measured over all tokens
+        dataloader_drop_last=False, prediction_loss_only=False,
     )  # fmt: skip
     # The adapter of a folder comes with it; a new one would take its place.
     return request._replace(args=args, model=replace(model, use_peft=False))

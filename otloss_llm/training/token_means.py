@@ -141,22 +141,24 @@ class Pass(NamedTuple):
     is_of_model: bool
 
 
-def passes_of_batch(passes: list[Pass], labels: Callable[[], Tensor | None], loss: Tensor | None = None) -> list[Pass]:
+def passes_of_batch(
+    passes: list[Pass], targets: Callable[[], Targets | None], loss: Tensor | None = None
+) -> list[Pass]:
     """Return those of the passes of a step that score its batch by the trainer's model.
 
     A `compute_loss` of the user's may score a teacher, other rows, the batch again, or the batch in parts. Of several
     passes over the whole batch the one counts whose loss is nearest to that of the step, or the first.
 
     Args:
-        labels: returns those of the batch, aligned; None where there are none.
+        targets: returns those of the batch; None where there are none.
         loss: of the step, where it may be compared with those of the passes.
     """
     if len(passes) < 2:
         return passes
     own = [one for one in passes if one.is_of_model] or passes
-    if len(own) < 2 or (wanted := labels()) is None:
+    if len(own) < 2 or (of_batch := targets()) is None:
         return own
-    wanted = wanted.to(own[0].labels)
+    wanted = of_batch.labels.to(own[0].labels)
     whole = [one for one in own if torch.equal(one.labels, wanted)]
     if whole:
         return whole[:1] if loss is None else [min(whole, key=lambda one: abs(float(one.loss) - float(loss)))]
@@ -177,20 +179,33 @@ class Evaluation:
         stream: what several processes share, of which `counting_rows` counts the rows.
         is_weighted: whether the rows name weights of tokens.
         sums: of `token_means`.
-        passes: of the batch that is evaluated now.
+        targets: returns what is scored of the batch that is evaluated now, None where it has no labels.
+        passes: of that batch.
         added: what the user's own `compute_loss` or `prediction_step` adds to the objective, summed over tokens.
     """
 
     stream: Any
     is_weighted: bool
     sums: Tensor | None = None
+    targets: Callable[[], Targets | None] = lambda: None
     passes: list[Pass] = field(default_factory=list)
     added: Tensor | float = 0.0
 
-    def end_batch(self, loss: Tensor | None, labels: Callable[[], Tensor | None]) -> None:
+    def begin_batch(self, targets: Callable[[], Targets | None]) -> None:
+        """Forget the passes of the batch before."""
+        self.targets = targets
+        self.passes.clear()
+
+    def share_of_batch(self, part: Targets) -> Tensor:
+        """Return how much of the batch, in tokens, a part of it has: the mean of its loss becomes a term of a sum."""
+        whole = self.targets() or part
+        tokens, of_batch = (targets.counts(targets.valid)[0].double() for targets in (part, whole))
+        return (tokens / of_batch.to(tokens).clamp(min=torch.finfo(torch.float32).tiny)).where(tokens > 0, 1.0)
+
+    def end_batch(self, loss: Tensor | None) -> None:
         """Add what the batch makes of its passes, and compare the loss that its step returned with theirs."""
         loss = None if loss is None else loss.detach().double().mean()
-        for one in passes_of_batch(self.passes, labels, loss):
+        for one in passes_of_batch(self.passes, self.targets, loss):
             self.sums = one.sums if self.sums is None else self.sums + one.sums
             if loss is not None:
                 count = token_count(one.sums)

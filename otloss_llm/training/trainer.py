@@ -281,18 +281,21 @@ class ObjectiveMixin:
         # The trainer divides by the number of accumulated batches if this is false. One pass of a step has the count.
         if training and not self.loss_is_scaled_for_ga:
             self.loss_is_scaled_for_ga = num_items is not None
-        scoring = self._scoring(targets, num_items, training)
+        is_of_model = self._is_of_model(model)
+        scoring = self._scoring(targets, num_items, needs_cost=is_of_model and not training)
         if form_logits:
             scored = scoring.from_logits(model, inputs, targets)
         else:
             transform = self._transforms[unwrap(model)]
             scored = scoring.from_hidden(model, inputs, targets, transform, keep_output=keep_output)
-        sums, loss = self._sums(scored, targets), self._scaled(scored, num_items)
+        sums, loss = self._sums(scored, targets), self._scaled(model, scored, num_items)
         passes = self._passes if training else None if self._evaluation is None else self._evaluation.passes
         if passes is not None:
-            passes.append(Pass(sums, loss.detach().double(), targets.labels, self._is_of_model(model)))
+            passes.append(Pass(sums, loss.detach().double(), targets.labels, is_of_model))
         elif training:  # in a `training_step` of the user's own
             self._add_to_logs(sums)
+        if self._evaluation is not None and num_items_in_batch is not None and self.get_cp_size() == 1:
+            loss = loss * self._evaluation.share_of_batch(targets).to(loss)
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -304,17 +307,17 @@ class ObjectiveMixin:
         self._passes, self.loss_is_scaled_for_ga = [], None
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
-            for one in passes_of_batch(self._passes, functools.partial(self._labels_of, inputs)):
+            for one in passes_of_batch(self._passes, functools.partial(self._targets_of, inputs)):
                 self._add_to_logs(one.sums)
         finally:
             self._passes = None
         return loss
 
-    def _labels_of(self, batch: dict[str, Any]) -> Tensor | None:
-        """Return the labels of a batch, aligned with the positions that predict them; None without labels."""
+    def _targets_of(self, batch: dict[str, Any]) -> Targets | None:
+        """Return what is scored of a batch; None without labels."""
         if not {"labels", "shift_labels"} & batch.keys():
             return None
-        return pop_targets(dict(batch), shift=not self._encoder_decoder).labels
+        return pop_targets(dict(batch), shift=not self._encoder_decoder)
 
     def _is_of_model(self, model: nn.Module) -> bool:
         """Whether a model is the trainer's, with its adapters of PEFT."""
@@ -363,9 +366,9 @@ class ObjectiveMixin:
         self._labelled = bool(self._labelled) or labelled
         return num_items if labelled else 1
 
-    def _scoring(self, targets: Targets, num_items: Any, training: bool) -> Scoring:
+    def _scoring(self, targets: Targets, num_items: Any, *, needs_cost: bool) -> Scoring:
         objective = self._objective_of_step(targets, num_items)
-        cost_on = self._cost_on if objective.needs_cost or not training else lambda device: None
+        cost_on = self._cost_on if objective.needs_cost or needs_cost else lambda device: None
         # TRL's trainers, which have these metrics, log entropy and accuracy.
         predictions = isinstance(getattr(self, "_metrics", None), dict)
         return Scoring(objective, num_items, cost_on, self.impl, self.chunk_size, predictions)
@@ -387,7 +390,7 @@ class ObjectiveMixin:
             numbers = cost_positions(self._cost_on(targets.labels.device), targets.labels, numbers)
         return targets.counts(numbers)
 
-    def _scaled(self, scored: Scored, num_items: Any) -> Tensor:
+    def _scaled(self, model: nn.Module, scored: Scored, num_items: Any) -> Tensor:
         """Return the loss as the trainer expects it, with the loss of the experts."""
         loss = scored.result.loss
         if num_items is not None and self.args.average_tokens_across_devices:
@@ -395,7 +398,7 @@ class ObjectiveMixin:
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         if scored.auxiliary is not None:  # a mean over tokens in each batch: its mean over batches and processes
             batches = self.current_gradient_accumulation_steps if num_items is not None else 1
-            loss = loss + auxiliary_weight(self, self.model) * scored.auxiliary / batches
+            loss = loss + auxiliary_weight(self, model) * scored.auxiliary / batches
         return loss
 
     def _cost_on(self, device: torch.device) -> TokenCost | None:
@@ -599,10 +602,10 @@ class ObjectiveMixin:
     def _measured_step(self, step: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a step with a batch without the labels of repeated examples, and note its loss."""
         assert self._evaluation is not None
-        self._evaluation.passes.clear()
         batch = self._without_repeated(inputs)
+        self._evaluation.begin_batch(functools.partial(self._targets_of, batch))
         result = step(model, batch, *args, **kwargs)
-        self._evaluation.end_batch(result[0], functools.partial(self._labels_of, batch))
+        self._evaluation.end_batch(result[0])
         return result
 
     def evaluation_loop(

@@ -319,6 +319,8 @@ test_settings_that_cannot_be_are_named = raising(
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
     ("xgboost", {"monotone_constraints": {"a": 1}}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("lightgbm", {"monotone_constraints": pd.Series({"b": 1, "a": 0})}, TypeError, "expected -1, 0 or 1 for each"),
+    ("lightgbm", {"unbalance": True}, ValueError, "holds 'unbalance', which follows from the estimator's arguments"),
+    ("xgboost", {"scale_pos_weight": 2.0}, ValueError, "holds 'scale_pos_weight', which follows from the estimator's"),
     ("xgboost", {"monotone_constraints": [1]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("xgboost", {"monotone_constraints": [[1], [0, 1]]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("lightgbm", {"monotone_constraints": [2, 0, 0]}, TypeError, "expected -1, 0 or 1 for each column of X"),

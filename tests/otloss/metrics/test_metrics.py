@@ -451,3 +451,16 @@ def test_several_scorers_in_a_search_with_weights() -> None:
         search = GridSearchCV(OrdinalClassifier(), {"alpha": [1.0]}, scoring=scoring, refit="mae", cv=3)
         found |= search.fit(X, y, sample_weight=weight).cv_results_
     assert found["mean_test_mae"] == found["mean_test_score"]
+
+
+def test_ordered_categoricals_of_arrow_have_their_order() -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    frame = pd.DataFrame({"y": pd.Categorical([10, 30, 20, 30], [10, 20, 30], ordered=True)})
+    table = pyarrow.Table.from_pandas(frame)
+    own = pd.Categorical([30, 10, 20, 30], [10, 20, 30], ordered=True)
+    expected = metrics.ordinal_mae(frame["y"], own)
+    assert expected == 1
+    for column in (table["y"], table["y"].chunk(0), table.to_pandas(types_mapper=pd.ArrowDtype)["y"]):
+        assert metrics.ordinal_mae(column, own) == expected
+        model = OrdinalClassifier().fit([[1.0], [3.0], [2.0], [3.5]], column)
+        assert model.categories_.tolist() == [10, 20, 30]

@@ -460,6 +460,42 @@ def test_of_a_batch_in_parts_and_other_rows_the_parts_are_the_batch(tmp_path: Pa
     assert parts.evaluate(rows(8))["eval_nll"] == pytest.approx(plain.evaluate(rows(8))["eval_nll"], rel=1e-5)
 
 
+@pytest.mark.parametrize("objective", ["mle", "emo"])
+def test_parts_that_are_divided_by_the_count_of_the_batch_add_up_in_evaluations_too(
+    tmp_path: Path, objective: str
+) -> None:
+    class Parts(ObjectiveTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            parts = [{name: t[i : i + 1] for name, t in inputs.items()} for i in range(len(inputs["labels"]))]
+            loss = sum(super(Parts, self).compute_loss(model, part, **kwargs) for part in parts)
+            return (loss, {"loss": loss}) if return_outputs else loss
+
+    data = rows(8)
+    for row in data[::2]:
+        row["labels"] = [-100] * 4 + row["labels"][4:]
+    model = tiny_model("llama")
+    plain, parts = (trainer(tmp_path, model, kind, objective=objective) for kind in (ObjectiveTrainer, Parts))
+    expected = {k: v for k, v in plain.evaluate(data).items() if k in ("eval_loss", "eval_nll")}
+    assert {k: v for k, v in parts.evaluate(data).items() if k in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_teacher_may_be_a_mixture_of_experts_over_another_vocabulary(tmp_path: Path) -> None:
+    class Distilled(ObjectiveTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                self.of_teacher = float(super().compute_loss(self.teacher, inputs))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    run = trainer(tmp_path, tiny_model("llama"), Distilled, objective="mle", max_steps=1)
+    experts = {"num_local_experts": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    run.teacher = build("Mixtral", TINY["llama"][1] | {"vocab_size": VOCAB + 5} | experts).eval()
+    batch = tiny_batch(1)
+    with torch.no_grad():
+        run.compute_loss(run.model, dict(batch))
+        assert run.of_teacher == pytest.approx(float(run.teacher(**batch).loss), rel=1e-5)
+    run.train()
+
+
 def test_evaluations_count_weights_of_tokens_as_training_does(tmp_path: Path) -> None:
     class Own(ObjectiveTrainer):
         def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
