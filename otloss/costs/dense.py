@@ -46,12 +46,12 @@ class DenseCost(Cost):
     """
 
     def __init__(self, matrix: Float[Tensor, "*batch n m"]) -> None:
-        check_floating("matrix", matrix)
+        check_floating("matrix", matrix, may_be_meta=True)
         if matrix.dim() < 2 or 0 in matrix.shape[-2:]:
             raise ValueError(f"the cost matrix has shape {tuple(matrix.shape)}, expected (..., n, m) with n, m >= 1.")
         entries = matrix.detach()
         # Each by itself takes less than half of what torch.aminmax does.
-        if entries.numel() and not (entries.amin() >= 0 and entries.amax() < torch.inf):
+        if entries.numel() and not entries.is_meta and not (entries.amin() >= 0 and entries.amax() < torch.inf):
             check_finite("cost matrix", matrix)
             first = tuple(int(i) for i in (matrix < 0).nonzero()[0])
             raise ValueError(

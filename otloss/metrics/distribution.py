@@ -135,11 +135,13 @@ def names_in_another_order(table: Any, labels: Labels) -> list[Any]:
     own = column_names(table)
     if isinstance(table, Distribution):
         own = [] if table.labels is None else table.labels.tolist()
-    elif own == list(range(len(own))):
-        own = []  # numbers that nobody gave
-    texts = [str(name) for name in own]  # as polars has all names
-    expected = [str(label) for label in labels.tolist()]
+    texts, expected = ([_as_text(name) for name in names] for names in (own, labels.tolist()))
     return own if texts != expected and set(texts) == set(expected) else []
+
+
+def _as_text(name: Any) -> str:
+    """Return a name as polars has it; 1 and 1.0 are one."""
+    return str(int(name) if isinstance(name, float) and name.is_integer() else name)
 
 
 def _is_everything(item: Any) -> bool:

@@ -141,10 +141,10 @@ def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> An
         return table
     counts_ranks = [_counts_ranks(name, index, labels) for index in table.axes]
     for axis, index in enumerate(table.axes):
-        given = list(index)
+        given, counted = list(index), list(range(len(names)))
         if counts_ranks[axis]:
             continue
-        if any(counts_ranks) and given != names:  # a column of names may have been left out of the index
+        if names != counted and any(counts_ranks) and given != names:  # perhaps the index was read as a column
             raise ValueError(
                 f"{name} names the classes on one axis alone, as {given!r}, and the other one counts ranks; expected "
                 f"names on both, as by pandas.read_csv(..., index_col=0), or the order {shown(labels)}."

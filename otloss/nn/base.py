@@ -18,7 +18,6 @@ from otloss._checks import check_reduction
 from otloss._foreign import check_keywords
 from otloss._public import as_tensor
 from otloss.costs import Cost, DenseCost, as_cost
-from otloss.costs.cost import arithmetic_dtype
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -95,7 +94,7 @@ def _check_is_given(cost: Cost, attribute: str, value: Tensor) -> None:
 def held_cost(cost: Any, check: Callable[[Any], Cost] = as_cost) -> Cost:
     """Return a checked cost; a matrix on the meta device is held as it is, since its numbers are loaded later."""
     if isinstance(cost, Tensor) and cost.is_meta:
-        return DenseCost.unchecked(cost.to(arithmetic_dtype(cost.dtype)))
+        return DenseCost(cost)
     return check(cost)
 
 

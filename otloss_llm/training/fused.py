@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,13 @@ def fused_loss(
 
     with _probed(root, head, scored, root_output):
         yield
+
+
+class Transforms(WeakKeyDictionary[nn.Module, LogitTransform]):
+    """The transforms of models, as long as these live; in another process they are measured again."""
+
+    def __reduce__(self) -> Any:
+        return Transforms, ()
 
 
 def measure_transform(model: nn.Module, inputs: dict[str, Any]) -> LogitTransform:

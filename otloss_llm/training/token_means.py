@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss_llm.costs.vocabulary import TokenCost
-from otloss_llm.losses.positions import cost_positions
+from otloss_llm.losses.positions import IGNORE_INDEX, cost_positions
 from otloss_llm.losses.token_loss import TokenLoss
 from otloss_llm.objectives import Sum
 from otloss_llm.training.batches import Targets
@@ -147,7 +148,8 @@ def passes_of_batch(
     """Return those of the passes of a step that score its batch by the trainer's model.
 
     A `compute_loss` of the user's may score a teacher, other rows, the batch again, or the batch in parts. Of several
-    passes over the whole batch the one counts whose loss is nearest to that of the step, or the first.
+    passes over the whole batch the one counts whose loss is nearest to that of the step, or the first. Where no passes
+    make up the batch, all of the model do.
 
     Args:
         targets: returns those of the batch; None where there are none.
@@ -158,17 +160,23 @@ def passes_of_batch(
     own = [one for one in passes if one.is_of_model] or passes
     if len(own) < 2 or (of_batch := targets()) is None:
         return own
-    wanted = of_batch.labels.to(own[0].labels)
-    whole = [one for one in own if torch.equal(one.labels, wanted)]
+    rows = _rows(of_batch.labels)
+    whole = [one for one in own if _rows(one.labels) == rows]
     if whole:
         return whole[:1] if loss is None else [min(whole, key=lambda one: abs(float(one.loss) - float(loss)))]
-    return [one for one in own if _are_rows_of(one.labels, wanted)] or own
+    parts = []
+    for one in own:
+        if (part := _rows(one.labels)) <= rows:
+            parts.append(one)
+            rows = rows - part
+    return own if rows else parts
 
 
-def _are_rows_of(labels: Tensor, batch: Tensor) -> bool:
-    if labels.shape[1:] != batch.shape[1:]:
-        return False
-    return bool((labels.unsqueeze(1) == batch).flatten(2).all(-1).any(1).all())
+def _rows(labels: Tensor) -> Counter[tuple[int, ...]]:
+    """Return the rows that have labels, without ignored ones: parts of a batch may lack its padding."""
+    rows = Counter(tuple(row[row != IGNORE_INDEX].tolist()) for row in labels.reshape(len(labels), -1).cpu())
+    del rows[()]
+    return rows
 
 
 @dataclass

@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, cost_positions
 from otloss_llm.models.decoder_inputs import with_decoder_inputs
 from otloss_llm.models.heads import check_no_virtual_tokens, find_head, is_encoder_decoder, weights_kept
-from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
@@ -44,7 +42,7 @@ from otloss_llm.training.batches import (
     unrepeated_rows,
 )
 from otloss_llm.training.first_batch import examine, predicts_tokens
-from otloss_llm.training.fused import measure_transform, unwrap
+from otloss_llm.training.fused import Transforms, measure_transform, unwrap
 from otloss_llm.training.scoring import Scored, Scoring
 from otloss_llm.training.token_means import (
     LOGGED,
@@ -210,7 +208,7 @@ class ObjectiveMixin:
         head = find_head(root)
         self._encoder_decoder = is_encoder_decoder(root)
         # Of each model whose loss was computed: a `compute_loss` of the user's may score a teacher.
-        self._transforms: WeakKeyDictionary[nn.Module, LogitTransform] = WeakKeyDictionary()
+        self._transforms = Transforms()
         self._is_examined = False
         self.transport_cost = self._make_cost(
             self.training_objective, self._choose_cost(root), rows=lambda: self._broadcast(head.weight),

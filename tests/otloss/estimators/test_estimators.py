@@ -204,9 +204,12 @@ def test_the_index_that_pandas_gives_counts_ranks_in_each_fold() -> None:
     for one_axis in (named.reset_index(drop=True), named.reset_index(), named.set_axis(range(3), axis=1)):
         with pytest.raises(ValueError, match=r"cost names the classes on one axis alone, as .* expected names on both"):
             OrdinalClassifier(cost=one_axis, categories=NAMES).fit(X, Y)
-    ranked = pandas.DataFrame(cost, columns=NAMES)
-    ours, expected = (OrdinalClassifier(cost=c, categories=NAMES).fit(X, Y) for c in (ranked, cost))
-    np.testing.assert_array_equal(ours.predict_proba(X), expected.predict_proba(X))
+    ranked, counted = pandas.DataFrame(cost, columns=NAMES), pandas.DataFrame(cost)
+    ours, expected = (OrdinalClassifier(cost=c, categories=NAMES).fit(X, Y).predict_proba(X) for c in (ranked, cost))
+    np.testing.assert_array_equal(ours, expected)
+    expected = OrdinalClassifier(cost=cost).fit(X, RANK).predict_proba(X)
+    for named in (counted[[2, 1, 0]], counted.iloc[::-1], counted.assign(total=1.0)):  # ranks are the names
+        np.testing.assert_array_equal(OrdinalClassifier(cost=named).fit(X, RANK).predict_proba(X), expected)
     by_class = OrdinalClassifier(values=pandas.Series([5.0, 1, 0]).reindex([2, 1, 0]), categories=[2, 1, 0])
     expected = OrdinalClassifier(values=[0, 1, 5], categories=[2, 1, 0]).fit(X, RANK).predict_proba(X)
     np.testing.assert_array_equal(by_class.fit(X, RANK).predict_proba(X), expected)

@@ -436,6 +436,9 @@ def test_a_distribution_does_not_rename_columns() -> None:
     for named in (frame, metrics.Distribution(table, labels=sorted(order))):
         with pytest.raises(ValueError, match=r"the table names its columns \['fair', 'good', 'poor'\]; expected"):
             metrics.Distribution(named, labels=order)
+    for names, labels in (([0, 1, 2], [2, 1, 0]), ([3, 2, 1], [1.0, 2.0, 3.0])):
+        with pytest.raises(ValueError, match="the table names its columns"):
+            metrics.Distribution(pd.DataFrame(table, columns=names), labels=labels)
     same = metrics.Distribution(frame[order], labels=order)
     np.testing.assert_array_equal(same, frame[order])
     half = torch.tensor(table, dtype=torch.bfloat16, requires_grad=True)

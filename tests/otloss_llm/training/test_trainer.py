@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -452,6 +453,10 @@ def test_of_a_batch_in_parts_and_other_rows_the_parts_are_the_batch(tmp_path: Pa
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             half = len(inputs["labels"]) // 2
             parts = [{name: t[part] for name, t in inputs.items()} for part in (slice(half), slice(half, None))]
+            widths = [int(part["attention_mask"].sum(-1).max()) for part in parts]
+            parts = [
+                {name: t[:, :width] for name, t in part.items()} for part, width in zip(parts, widths, strict=True)
+            ]
             losses = [super(Parts, self).compute_loss(model, [*parts, tiny_batch(5)][i]) for i in order]
             return (sum(losses), {"loss": sum(losses)}) if return_outputs else sum(losses)
 
@@ -477,6 +482,13 @@ def test_parts_that_are_divided_by_the_count_of_the_batch_add_up_in_evaluations_
     plain, parts = (trainer(tmp_path, model, kind, objective=objective) for kind in (ObjectiveTrainer, Parts))
     expected = {k: v for k, v in plain.evaluate(data).items() if k in ("eval_loss", "eval_nll")}
     assert {k: v for k, v in parts.evaluate(data).items() if k in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_trainer_that_has_not_begun_is_pickled(tmp_path: Path) -> None:
+    """As a search of hyperparameters hands it to its workers."""
+    run = trainer(tmp_path, tiny_model("llama"), objective="mle")
+    run.evaluate(rows(2))
+    assert len(pickle.loads(pickle.dumps(run._transforms))) == 0
 
 
 def test_a_teacher_may_be_a_mixture_of_experts_over_another_vocabulary(tmp_path: Path) -> None:
