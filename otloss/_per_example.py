@@ -42,8 +42,9 @@ def per_example(
         def call(*args: _P.args, **settings: _P.kwargs) -> _R:
             if torch._C._are_functorch_transforms_active():
                 arguments = signature.bind(*args, **settings).arguments
-                for part in (t for value in arguments.values() if hasattr(value, "tensors") for t in value.tensors()):
-                    check_not_batched(part)  # of a cost
+                for cost in (value for value in arguments.values() if hasattr(value, "tensors")):
+                    for tensor in cost.tensors():
+                        check_not_batched(tensor)  # calls are mapped over weights: all have one cost
                 tensors = _tensors(arguments, axes)
                 if _is_below(arguments, tensors, is_traced):
                     return _call_below(function, arguments, tensors, axes)

@@ -236,7 +236,9 @@ def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
     """
     if isinstance(cost, Cost):
         matrix = cost.stored_matrix()
-        return cost if matrix is None or has_plain_entries(matrix) else DenseCost(matrix)  # raises
+        if matrix is not None and not has_plain_entries(matrix):
+            DenseCost(matrix)  # raises ValueError
+        return cost
     if not isinstance(cost, Tensor):
         raise TypeError(
             f"cost is a {type(cost).__name__}, expected a cost object such as PointCost(x, y), or a torch.Tensor "

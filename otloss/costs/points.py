@@ -20,7 +20,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -62,7 +61,9 @@ Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 MAX_AXES_OF_BOXES = 8  # up to which the boxes around clouds are no larger than the balls, or hardly
 _SYMMETRY_SAMPLE = 256  # points among which the costs of a function are compared
-_KEPT_ORDERS = 8  # of two clouds, by two functions, in two dtypes
+# Shares of the largest cost. Mahalanobis distances by products in float32 are 8e-5 apart in both directions.
+_ROUNDING_OF_FUNCTIONS = {torch.float64: 1e-5, torch.float32: 1e-3}
+_KEPT_ORDERS = 8  # two clouds, two functions, two dtypes
 # The relative error of the sums that gradients through a grid are made of.
 _GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
@@ -114,7 +115,7 @@ class PointCost(Cost):
             self.x = self.y = x.to(arithmetic_dtype(x.dtype))
         else:
             check_cloud("y", y, may_be_meta=metric != "cosine" and x.is_meta)
-            if not y.is_meta:
+            if not y.is_meta:  # a sentence that says more than that the devices differ
                 check_not_meta("x", x)
             if x.shape[-1] != y.shape[-1] or x.device != y.device:
                 raise ValueError(
@@ -123,7 +124,7 @@ class PointCost(Cost):
             check_broadcast(x=x.shape[:-2], y=y.shape[:-2])
             dtype = arithmetic_dtype(torch.promote_types(x.dtype, y.dtype))
             self.x, self.y = x.to(dtype), y.to(dtype)
-        self._given_dtype = self.x.dtype
+        self._input_dtype = self.x.dtype
         if metric == "cosine":
             self.x, self.y = _directions(self.x, self.y)
         # Clouds and their orders for the kernels, shared with what is made of this cost. An order stays a permutation
@@ -383,19 +384,20 @@ class PointCost(Cost):
         return self.x is self.y and (not callable(self.metric) or self._is_symmetric_function())
 
     def _is_symmetric_function(self) -> bool:
-        """Return whether the metric gives some of the points the same costs in both directions, up to its rounding."""
+        """Return whether the metric gives some of the points the same costs in both directions, up to rounding."""
         some = self.x.detach()
         if some.shape[-2] > _SYMMETRY_SAMPLE:  # at random: the direction may follow the order of the points
-            places = np.random.default_rng(0).integers(some.shape[-2], size=_SYMMETRY_SAMPLE)
-            some = some[..., torch.from_numpy(places).to(some.device), :]
+            generator = torch.Generator("cpu").manual_seed(0)
+            places = torch.randint(some.shape[-2], (_SYMMETRY_SAMPLE,), generator=generator, device="cpu")
+            some = some[..., places.to(some.device), :]
         costs = self.between(some, some, self.metric).dense().detach()
-        if is_symmetric_matrix(costs, 1e-5):
+        if is_symmetric_matrix(costs, _ROUNDING_OF_FUNCTIONS[torch.float64]):
             return True
         wide = some.to(float64_or(some.dtype, some.device))
         if wide.dtype == some.dtype:
             return False
         in_wide = self._of_metric(wide, wide).detach()  # far from the origin the rounding of float32 is not symmetric
-        return is_symmetric_matrix(in_wide, 1e-5 if in_wide.dtype == wide.dtype else 1e-3)
+        return is_symmetric_matrix(in_wide, _ROUNDING_OF_FUNCTIONS[in_wide.dtype])
 
     def costs_within(self) -> tuple[Cost, Cost] | None:
         return self.between(self.x, self.x, self.metric), self.between(self.y, self.y, self.metric)
@@ -485,12 +487,12 @@ class PointCost(Cost):
     def _of_metric(self, x: Tensor, y: Tensor) -> Tensor:
         """Return what a function of two clouds gives, in the dtype of the user's clouds if it takes no wider one."""
         assert callable(self.metric)
-        try:
+        try:  # a function with parameters in float32 cannot take points in float64
             return self.metric(x, y)
-        except RuntimeError:
-            if x.dtype == self._given_dtype:
+        except RuntimeError as error:
+            if x.dtype == self._input_dtype or isinstance(error, torch.OutOfMemoryError):
                 raise
-        return self.metric(x.to(self._given_dtype), y.to(self._given_dtype))  # it has parameters of that dtype
+        return self.metric(x.to(self._input_dtype), y.to(self._input_dtype))
 
     def __repr__(self) -> str:
         name = self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "a function")

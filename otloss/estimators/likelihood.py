@@ -43,7 +43,7 @@ _FEW_ROWS = 2000  # for which the linear program takes some milliseconds
 _LARGEST_DECREMENT = 1e-2  # twice the log-likelihood that a Newton step may still gain
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value
 class LikelihoodSummary:
     """Coefficients and thresholds of a linear cumulative model, with standard errors; `print` shows a table.
 

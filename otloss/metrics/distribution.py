@@ -131,7 +131,7 @@ class Distribution(np.ndarray):
 
 
 def names_in_another_order(table: Any, labels: Labels) -> list[Any]:
-    """Return the names that a table itself gives its columns, where they are the labels in another order; else none."""
+    """Return the names that a table itself gives its columns, where they are the labels in another order; else []."""
     own = column_names(table)
     if isinstance(table, Distribution):
         own = [] if table.labels is None else table.labels.tolist()

@@ -22,7 +22,7 @@ from otloss.metrics.inputs import Forecast, read_forecast
 NORMAL_95 = 1.959964  # the middle 95 % of a normal variable, in deviations
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value
 class Reliability:
     """How often the true class was at most a threshold, against how often it was forecast to be.
 

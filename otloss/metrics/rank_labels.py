@@ -44,7 +44,7 @@ class RankOrder:
         """Return the values (m,) of the classes that count, of the values (K,) of all; their ranks by default."""
         if values is None:
             return self.ranks
-        if hasattr(values, "axes") and len(values) >= self.count:  # else the number of values is told
+        if hasattr(values, "axes") and len(values) >= self.count:  # of a shorter Series the message tells both lengths
             first = self.labels[0].item()
             every = self.labels if self.count == self.labels.size else np.arange(first, first + self.count)
             values = in_rank_order("values", values, every)
@@ -139,37 +139,36 @@ def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> An
                 f"{name} has the columns {columns!r}, expected them, as its rows, in rank order: {shown(labels)}."
             )
         return table
-    counts_ranks = [_counts_ranks(name, index, labels) for index in table.axes]
+    counts_ranks = [_counts_ranks(index, names) for index in table.axes]
     for axis, index in enumerate(table.axes):
-        given, counted = list(index), list(range(len(names)))
+        own, counted = list(index), list(range(len(names)))
         if counts_ranks[axis]:
+            if names != own and set(names) == set(own):
+                raise ValueError(
+                    f"{name} has the index {own}, which may count ranks or name the classes {shown(labels)}. Pass an "
+                    f"array, which goes by rank, or {name}.reindex({names!r}) for a table that goes by class."
+                )
             continue
-        if names != counted and any(counts_ranks) and given != names:  # perhaps the index was read as a column
+        if names != counted and any(counts_ranks) and own != names:  # perhaps the index was read as a column
             raise ValueError(
-                f"{name} names the classes on one axis alone, as {given!r}, and the other one counts ranks; expected "
+                f"{name} names the classes on one axis alone, as {own!r}, and the other one counts ranks; expected "
                 f"names on both, as by pandas.read_csv(..., index_col=0), or the order {shown(labels)}."
             )
         lacking = [label for label in names if label not in index]
         if lacking:
+            ending = " ".join(filter(None, (fix, "An array goes by rank.")))
             raise ValueError(
-                f"{name} has the index {given!r}, expected all of {shown(labels)}, and it lacks {lacking[0]!r}. {fix} "
-                "An array goes by rank."
+                f"{name} has the index {own!r}, expected all of {shown(labels)}, and it lacks {lacking[0]!r}. {ending}"
             )
         table = table.reindex(names, axis=axis)
     return table.to_numpy()
 
 
-def _counts_ranks(name: str, index: Any, labels: Labels) -> bool:
+def _counts_ranks(index: Any, names: list[Any]) -> bool:
     """Return whether an index is 0, 1, 2, ... as pandas gives it, and the classes are not named so."""
-    names, given, counted = labels.tolist(), list(index), list(range(len(index)))
-    if given != counted or (names != counted and names == counted[: len(names)]):
-        return False
-    if names != counted and set(names) == set(counted):
-        raise ValueError(
-            f"{name} has the index {counted}, which may count ranks or name the classes {shown(labels)}. Pass an "
-            f"array, which goes by rank, or {name}.reindex({names!r}) for a table that goes by class."
-        )
-    return True
+    counted = list(range(len(index)))
+    # Where the classes are 0 to m - 1 and the index has more entries, it names them.
+    return list(index) == counted and (names == counted or names != counted[: len(names)])
 
 
 def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
@@ -258,8 +257,13 @@ def categories_of(target: Any) -> Any:
     arrow = getattr(dtype, "pyarrow_dtype", getattr(column, "type", None))
     if getattr(arrow, "ordered", False) is True and hasattr(arrow, "index_type"):  # whose categories are in the data
         data = column.array.__arrow_array__() if hasattr(dtype, "pyarrow_dtype") else column
-        parts = data.unify_dictionaries().chunks if hasattr(data, "chunks") else [data]
-        return parts[0].dictionary.to_pylist() if parts else None
+        orders = [part.dictionary.to_pylist() for part in getattr(data, "chunks", [data])]
+        if any(order != orders[0] for order in orders):
+            raise ValueError(
+                f"the parts of a column of Arrow have the categories {orders[0]} and others, expected the same ones in "
+                "each; make one ordered pandas Categorical of them."
+            )
+        return orders[0] if orders else None
     return ordered_categories(dtype)
 
 

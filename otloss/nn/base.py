@@ -91,10 +91,11 @@ def _check_is_given(cost: Cost, attribute: str, value: Tensor) -> None:
         )
 
 
-def held_cost(cost: Any, check: Callable[[Any], Cost] = as_cost) -> Cost:
-    """Return a checked cost; a matrix on the meta device is held as it is, since its numbers are loaded later."""
-    if isinstance(cost, Tensor) and cost.is_meta:
-        return DenseCost(cost)
+def checked_cost(cost: Any, check: Callable[[Any], Cost] = as_cost) -> Cost:
+    """Return a checked cost; of a matrix on the meta device, whose numbers are loaded later, the form alone."""
+    matrix = cost.stored_matrix() if isinstance(cost, Cost) else cost
+    if isinstance(matrix, Tensor) and matrix.is_meta:
+        return cost if isinstance(cost, Cost) else DenseCost(cost)
     return check(cost)
 
 
@@ -121,7 +122,7 @@ class Module(TensorHolder):
 
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the settings as they are held, after checks that need not wait for a call."""
-        return {n: held_cost(v) if n.startswith("cost") and v is not None else v for n, v in settings.items()}
+        return {n: checked_cost(v) if n.startswith("cost") and v is not None else v for n, v in settings.items()}
 
     @property
     def settings(self) -> dict[str, Any]:

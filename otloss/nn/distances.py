@@ -9,7 +9,7 @@ from torch import Tensor
 
 from otloss.costs import Cost
 from otloss.costs.dense import posed_cost
-from otloss.nn.base import Loss, held_cost
+from otloss.nn.base import Loss, checked_cost
 from otloss.solvers.closed_forms.circle import wasserstein_circular
 from otloss.solvers.closed_forms.line import cdf_distance, wasserstein_1d
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
@@ -129,7 +129,7 @@ class _TransportLoss(Loss):
     """A solver that takes matrices with negative and infinite costs too."""
 
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
-        return settings | {"cost": held_cost(settings["cost"], posed_cost)}
+        return settings | {"cost": checked_cost(settings["cost"], posed_cost)}
 
 
 class Emd(_TransportLoss):

@@ -199,8 +199,8 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
             "or train in Python with ObjectiveTrainer, which uses it."
         )
     template = args.chat_template_path
-    is_name = template is not None and HUB_NAME.fullmatch(template) and Path(template).suffix not in (".jinja", ".j2")
-    if template is not None and not is_name and not Path(template).exists():
+    is_file = template is not None and (Path(template).suffix in (".jinja", ".j2") or not HUB_NAME.fullmatch(template))
+    if is_file and not Path(template).exists():
         raise FileNotFoundError(f"--chat_template_path is {template!r}, of which there is no file in {Path.cwd()}.")
     if is_conversational(row) and not (tokenizer.chat_template or template):
         raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")

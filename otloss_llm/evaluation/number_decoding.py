@@ -200,6 +200,8 @@ def number_distributions(
     parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
     has_encoder = is_encoder_decoder(model)
     around = _around(tokenizer, "text_target" if has_encoder else "text")
+    if has_encoder and not around[1]:
+        _check_start(model)
     results = []
     with evaluation_mode(model):
         for prompt, ids in zip(texts, _prompt_ids(tokenizer, texts, None if has_encoder else around[0]), strict=True):
@@ -318,6 +320,16 @@ def _around(tokenizer: Any, argument: str) -> tuple[list[int], list[int]]:
     return (whole[: starts[-1]], whole[starts[-1] + len(text) :]) if starts else ([], [])
 
 
+def _check_start(model: Any) -> None:
+    """Raise ValueError for a decoder that starts with the last label, as mBART's: none stands behind a number."""
+    starts = decoder_inputs(model, torch.tensor([[0, 2], [0, 3]], device=model.device))[:, 0]
+    if starts[0] != starts[1]:
+        raise ValueError(
+            f"{type(model).__name__} starts a text with its last label, and the tokenizer puts no token behind a text; "
+            "expected one, such as its end or a language (tokenizer.tgt_lang)."
+        )
+
+
 def _numbers_after(
     next_logits: Callable[[list[tuple[int, ...]]], Tensor], parts: _Parts, *, longest: int, beam: int, batch_size: int
 ) -> dict[float, float]:
@@ -366,7 +378,8 @@ def _next_logits(
         rows = torch.tensor([[*prompt, *ids] for ids in beginnings], device=model.device)
         return model(input_ids=rows, use_cache=False).logits[:, -1]
     before, behind = around
-    labels = torch.tensor([[*before, *ids, *(behind or [0])] for ids in beginnings], device=model.device)
+    last = behind or [0]  # the shift drops the last label, whatever it is
+    labels = torch.tensor([[*before, *ids, *last] for ids in beginnings], device=model.device)
     read = 1 + len(before) + len(beginnings[0])
     encoder_ids = torch.tensor([prompt], device=model.device).expand(len(beginnings), -1)
     ids = decoder_inputs(model, labels)[:, :read]

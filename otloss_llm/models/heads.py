@@ -297,6 +297,14 @@ def count_embeddings(model: Any) -> int:
     return len(layer.weight) if rows is None else rows
 
 
+def adapters_are_disabled(model: nn.Module) -> bool:
+    """Return whether PEFT's adapters of a model are switched off, as within `disable_adapter()`."""
+    if not hasattr(model, "peft_config"):
+        return False
+    # `is True`, because models of transformers have a method of that name.
+    return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+
+
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Return whether the labels of the model are its decoder's, which are not shifted."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

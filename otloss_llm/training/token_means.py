@@ -148,8 +148,8 @@ def passes_of_batch(
     """Return those of the passes of a step that score its batch by the trainer's model.
 
     A `compute_loss` of the user's may score a teacher, other rows, the batch again, or the batch in parts. Of several
-    passes over the whole batch the one counts whose loss is nearest to that of the step, or the first. Where no passes
-    make up the batch, all of the model do.
+    passes over the whole batch the one counts whose loss is nearest to that of the step, or the first. If the passes do
+    not add up to the rows of the batch, all passes of the model are returned.
 
     Args:
         targets: returns those of the batch; None where there are none.
@@ -205,10 +205,11 @@ class Evaluation:
         self.passes.clear()
 
     def share_of_batch(self, part: Targets) -> Tensor:
-        """Return how much of the batch, in tokens, a part of it has: the mean of its loss becomes a term of a sum."""
+        """Return tokens of the part / tokens of the batch: times this, its mean is a term of the mean of the batch."""
         whole = self.targets() or part
-        tokens, of_batch = (targets.counts(targets.valid)[0].double() for targets in (part, whole))
-        return (tokens / of_batch.to(tokens).clamp(min=torch.finfo(torch.float32).tiny)).where(tokens > 0, 1.0)
+        tokens, of_batch = (one.counts(one.valid)[0].double() for one in (part, whole))
+        of_batch = of_batch.to(tokens)
+        return (tokens / of_batch.clamp(min=torch.finfo(torch.float32).tiny)).where(of_batch > 0, 1.0)
 
     def end_batch(self, loss: Tensor | None) -> None:
         """Add what the batch makes of its passes, and compare the loss that its step returned with theirs."""

@@ -21,7 +21,13 @@ from otloss_llm.costs.tokenizer_numbers import tokenizer_of
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, cost_positions
 from otloss_llm.models.decoder_inputs import with_decoder_inputs
-from otloss_llm.models.heads import check_no_virtual_tokens, find_head, is_encoder_decoder, weights_kept
+from otloss_llm.models.heads import (
+    adapters_are_disabled,
+    check_no_virtual_tokens,
+    find_head,
+    is_encoder_decoder,
+    weights_kept,
+)
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
 from otloss_llm.training.batches import (
     TOKEN_WEIGHT,
@@ -196,7 +202,7 @@ class ObjectiveMixin:
         self._trains_weighted = False
         self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
-        self._passes: list[Pass] | None = None  # of the batch that is trained on now
+        self._passes: list[Pass] | None = None  # None outside of `training_step`
         self._evaluation: Evaluation | None = None  # that is going on; another one may begin within it
         if self._total.needs_cost and self.is_world_process_zero():
             log_labels(self.transport_cost, self.train_dataset, shifted=not self._encoder_decoder)
@@ -207,7 +213,7 @@ class ObjectiveMixin:
         root = unwrap(model)
         head = find_head(root)
         self._encoder_decoder = is_encoder_decoder(root)
-        # Of each model whose loss was computed: a `compute_loss` of the user's may score a teacher.
+        # A `compute_loss` of the user's may score other models, such as a teacher.
         self._transforms = Transforms()
         self._is_examined = False
         self.transport_cost = self._make_cost(
@@ -276,8 +282,8 @@ class ObjectiveMixin:
         inputs, targets = self._inputs_and_targets(model, inputs, training)
         check_numbers(self.training_objective, self.transport_cost)
         num_items = self._positive(num_items_in_batch) if training else None
-        # The trainer divides by the number of accumulated batches if this is false. One pass of a step has the count.
-        if training and not self.loss_is_scaled_for_ga:
+        # The trainer divides by the number of accumulated batches if this is false; one pass of a step has the count.
+        if training and (num_items is not None or not self._passes):
             self.loss_is_scaled_for_ga = num_items is not None
         is_of_model = self._is_of_model(model)
         scoring = self._scoring(targets, num_items, needs_cost=is_of_model and not training)
@@ -287,7 +293,9 @@ class ObjectiveMixin:
             transform = self._transforms[unwrap(model)]
             scored = scoring.from_hidden(model, inputs, targets, transform, keep_output=keep_output)
         sums, loss = self._sums(scored, targets), self._scaled(model, scored, num_items)
-        passes = self._passes if training else None if self._evaluation is None else self._evaluation.passes
+        passes = self._passes
+        if not training:
+            passes = None if self._evaluation is None else self._evaluation.passes
         if passes is not None:
             passes.append(Pass(sums, loss.detach().double(), targets.labels, is_of_model))
         elif training:  # in a `training_step` of the user's own
@@ -302,7 +310,7 @@ class ObjectiveMixin:
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Make the trainer's step, and log what the batch makes of what `compute_loss` scores."""
-        self._passes, self.loss_is_scaled_for_ga = [], None
+        self._passes = []
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
             for one in passes_of_batch(self._passes, functools.partial(self._targets_of, inputs)):
@@ -320,15 +328,15 @@ class ObjectiveMixin:
     def _is_of_model(self, model: nn.Module) -> bool:
         """Whether a model is the trainer's, with its adapters of PEFT."""
         root = unwrap(model)
-        if root is not unwrap(self.model):
-            return False
-        adapted = hasattr(root, "peft_config")
-        return not (adapted and any(getattr(module, "disable_adapters", False) is True for module in root.modules()))
+        return root is unwrap(self.model) and not adapters_are_disabled(root)
 
     def _inputs_and_targets(
         self, model: nn.Module, batch: dict[str, Any], training: bool
     ) -> tuple[dict[str, Any], Targets]:
-        """Return what the model gets of a batch, and what is scored; examines the model that has not been yet."""
+        """Return what the model gets of a batch, and what is scored.
+
+        Checks the trainer's model with its first batch; measures the transform of another one with its own first batch.
+        """
         if self._trains_weighted if training else self._evaluation is not None and self._evaluation.is_weighted:
             check_weights_kept(batch)
         shifted_by_user = "shift_labels" in batch

@@ -238,6 +238,7 @@ def _check(x: Tensor, y: Tensor, steps: int, restarts: int) -> None:
 
 
 def _checked_weights(a: Tensor | None, b: Tensor | None, cost: PointCost, *, balanced: bool) -> tuple[Tensor, Tensor]:
+    """Return the weights, uniform by default; ValueError unless there is one >= 0 for each point, and some above 0."""
     a, b = weights_or_uniform(a, b, cost)
     masses = check_masses(a, b, ("a", "b"), balanced=balanced)
     for name, weights, mass, size in zip(("a", "b"), (a, b), masses, cost.shape, strict=True):

@@ -467,3 +467,6 @@ def test_ordered_categoricals_of_arrow_have_their_order() -> None:
         assert metrics.ordinal_mae(column, own) == expected
         model = OrdinalClassifier().fit([[1.0], [3.0], [2.0], [3.5]], column)
         assert model.categories_.tolist() == [10, 20, 30]
+    others = pyarrow.Table.from_pandas(pd.DataFrame({"y": pd.Categorical([10, 30], [10, 30], ordered=True)}))
+    with pytest.raises(ValueError, match=r"parts of a column of Arrow have the categories \[10, 30\] and others"):
+        metrics.ordinal_mae(pyarrow.concat_tables([others, table])["y"], [10] * 6)

@@ -133,10 +133,10 @@ WRITERS = {
 
 
 TEMPLATES = ("<s> $A <e>", "$A <e>", "$A <e> <s>", "$A")
-PAIRS = [pair for pair in product(WRITERS, TEMPLATES) if pair != ("mbart", "$A")]  # mBART starts with the last label
 
 
-@pytest.mark.parametrize(("kind", "template"), PAIRS)
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", WRITERS)
 def test_a_decoder_reads_before_a_number_what_it_reads_in_training(kind: str, template: str) -> None:
     words = Tokenizer(WordLevel({"<s>": 0, "a": 1, "7": 2, "5": 3, "<e>": 4, "<p>": 5}, unk_token="a"))
     words.pre_tokenizer = WhitespaceSplit()
@@ -146,6 +146,12 @@ def test_a_decoder_reads_before_a_number_what_it_reads_in_training(kind: str, te
     torch.manual_seed(0)
     model: Any = WRITERS[kind]().eval()
     prompt = " ".join(["a"] * 6)  # with what stands around it as long as the context
+    if (kind, template) == ("mbart", "$A"):
+        with pytest.raises(
+            ValueError, match="starts a text with its last label, and the tokenizer puts no token behind"
+        ):
+            number_distributions(model, tokenizer, [prompt])
+        return
     encoded, labels = tokenizer([prompt], return_tensors="pt"), tokenizer(text_target=["7 5"], return_tensors="pt")
     with torch.no_grad():
         logits = model(input_ids=encoded["input_ids"], labels=labels["input_ids"]).logits[0].double()

@@ -484,8 +484,8 @@ def test_parts_that_are_divided_by_the_count_of_the_batch_add_up_in_evaluations_
     assert {k: v for k, v in parts.evaluate(data).items() if k in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_trainer_that_has_not_begun_is_pickled(tmp_path: Path) -> None:
-    """As a search of hyperparameters hands it to its workers."""
+def test_transforms_are_pickled_without_their_models(tmp_path: Path) -> None:
+    """A search of hyperparameters hands the trainer to its workers."""
     run = trainer(tmp_path, tiny_model("llama"), objective="mle")
     run.evaluate(rows(2))
     assert len(pickle.loads(pickle.dumps(run._transforms))) == 0
