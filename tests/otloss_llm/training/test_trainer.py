@@ -425,8 +425,7 @@ class Watching(ObjectiveTrainer):
 
 
 @pytest.mark.parametrize("objective", ["mle", "emo"])
-@pytest.mark.parametrize("accumulated", [1, 4])
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("batch_first", "accumulated"), [(True, 4), (False, 4), (False, 1)])
 def test_a_compute_loss_may_score_other_models_and_rows(
     tmp_path: Path, batch_first: bool, accumulated: int, objective: str
 ) -> None:
