@@ -39,7 +39,7 @@ from otloss._checks import check_not_negative
 from otloss.metrics.arrays import column_names, read_probabilities, read_values, read_weights
 from otloss.metrics.distribution import Distribution
 from otloss.metrics.inputs import columns_of
-from otloss.metrics.rank_labels import Labels, in_rank_order, plain_labels, shown
+from otloss.metrics.rank_labels import Labels, in_order_of_labels, plain_labels, shown
 
 # Temperatures and slopes stay between exp(-3) and exp(3).
 _LARGEST_LOG = 3.0
@@ -246,8 +246,9 @@ class _CalibrationData:
 
     def values(self, values: Any) -> Float[np.ndarray, " classes"]:
         """Return the class values, of a Series in the order of the labels."""
-        ordered = values if values is None or self.labels is None else in_rank_order("values", values, self.labels)
-        return read_values(ordered, self.classes)
+        if self.labels is None:
+            return read_values(values, self.classes)
+        return in_order_of_labels(self.labels).values(values)
 
     @property
     def was_below(self) -> Float[np.ndarray, "n thresholds"]:

@@ -301,8 +301,9 @@ def adapters_are_disabled(model: nn.Module) -> bool:
     """Return whether PEFT's adapters of a model are switched off, as within `disable_adapter()`."""
     if not hasattr(model, "peft_config"):
         return False
-    # `is True`, because models of transformers have a method of that name.
-    return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    # Of the first layer with an adapter, since PEFT switches all alike and each pass asks; models have such a method.
+    flags = (getattr(module, "disable_adapters", None) for module in model.modules())
+    return next((flag for flag in flags if isinstance(flag, bool)), False)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:

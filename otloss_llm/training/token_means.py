@@ -160,13 +160,13 @@ def passes_of_batch(
     own = [one for one in passes if one.is_of_model] or passes
     if len(own) < 2 or (of_batch := targets()) is None:
         return own
-    rows = _rows(of_batch.labels)
-    whole = [one for one in own if _rows(one.labels) == rows]
+    rows, rows_of_passes = _rows(of_batch.labels), [_rows(one.labels) for one in own]
+    whole = [one for one, part in zip(own, rows_of_passes, strict=True) if part == rows]
     if whole:
         return whole[:1] if loss is None else [min(whole, key=lambda one: abs(float(one.loss) - float(loss)))]
     parts = []
-    for one in own:
-        if (part := _rows(one.labels)) <= rows:
+    for one, part in zip(own, rows_of_passes, strict=True):
+        if part <= rows:
             parts.append(one)
             rows = rows - part
     return own if rows else parts
@@ -219,4 +219,3 @@ class Evaluation:
             if loss is not None:
                 count = token_count(one.sums)
                 self.added = self.added + (count * (loss - one.loss)).where(count > 0, 0.0)
-        self.passes.clear()
