@@ -121,6 +121,16 @@ class Unchanged:
                 )
 
 
+def release(ctx: Any, *names: str) -> None:
+    """Drop these attributes of the context of a backward pass, unless its graph is retained for another one.
+
+    Torch frees saved tensors after the pass, but attributes live for as long as the value does.
+    """
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        for name in names:
+            setattr(ctx, name, None)
+
+
 class _NoDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, message: str, *inputs: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._autograd import release
 from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor, needs_torch
 from otloss._public import public
 from otloss.losses.number_line import NumberLine, number_line
@@ -205,6 +206,7 @@ class _LossOfRows(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         logits, y, sums, *where = ctx.saved_tensors
         line, over = ctx.line, ctx.over
+        release(ctx, "line")
         if torch.is_grad_enabled():
             value = plain_loss_of_rows(logits, tuple(where), y, line, over)
             gradient = torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
+from otloss._autograd import release
 from otloss._checks import is_differentiated, numbers
 from otloss._numba import may_run_on, threads
 from otloss._public import public
@@ -188,6 +189,7 @@ class _RankedScore(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         logits, gradients = ctx.saved_tensors
         rows, mix, divisor = ctx.settings
+        release(ctx, "settings")
         if not torch.is_grad_enabled():
             scale = upstream[0].unsqueeze(-1) if divisor is None else upstream[0]
             return None, None, None, gradients * scale

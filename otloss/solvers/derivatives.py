@@ -36,7 +36,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import cached_with_graph, change_gradient, check_no_tangent, check_no_transform, once_only
+from otloss._autograd import (
+    cached_with_graph,
+    change_gradient,
+    check_no_tangent,
+    check_no_transform,
+    once_only,
+    release,
+)
 from otloss._checks import float64_or, is_differentiated
 from otloss._progress import outermost
 from otloss.costs.cost import makes_graph
@@ -133,6 +140,7 @@ class _Envelope(torch.autograd.Function):
         inputs = ctx.saved_tensors[: ctx.count]
         upstream, wanted = gradients[0].detach(), ctx.needs_input_grad[2:]
         solution: ExactSolution | EntropicSolution = ctx.solution
+        release(ctx, "solution")
         with torch.no_grad():
             by_inputs: list[Tensor | None] = [None] * ctx.count
             if wanted[0] or wanted[1]:

@@ -365,6 +365,29 @@ def test_nothing_of_a_call_waits_for_the_collector_of_cycles(name: str) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("name", sorted(set(REDUCED) - {"gradient_penalty"}))  # whose points are leaves of its graph
+def test_a_value_that_is_kept_after_its_backward_pass_keeps_no_other_tensor(name: str) -> None:
+    """Programs keep the losses of an epoch for their mean, and would keep a matrix of costs with each of them."""
+
+    def tensors() -> list[Tensor]:
+        return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+    def value_of(inputs: Inputs) -> Tensor:
+        return ENTRIES[name].value({**{key: t * 1 for key, t in inputs.items()}, **ENTRIES[name].fixed})
+
+    leaves = {key: t.clone().requires_grad_() for key, t in ENTRIES[name].inputs.items()}
+    if not value_of(leaves).requires_grad:
+        return
+    gc.collect()
+    before = set(map(id, tensors()))
+    value = value_of(leaves)
+    value.sum().backward()
+    own = {id(value), id(value._base), *(id(t.grad) for t in leaves.values())}
+    assert not [(t.shape, t.dtype) for t in tensors() if id(t) not in before | own]
+    with pytest.raises(RuntimeError, match="second time"):
+        value.sum().backward()
+
+
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_negated_views_are_numbers(name: str) -> None:
     """The imaginary part of a conjugated tensor is a view with a bit that numpy cannot read."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otloss._autograd import release
 from otloss._checks import broadcast_shape
 from otloss._numba.threads import run_on_threads
 from otloss.solvers.closed_forms import line_numba as line
@@ -71,6 +72,7 @@ class _ClosedForm(torch.autograd.Function):
         threads, inputs = torch.get_num_threads(), tuple(map(_numpy, rows))
         filled, problem = line.allocate_gradients(problems, inputs, needed), (*inputs, *ctx.orders)
         arguments = (problem, ctx.exponent, upstream[0].contiguous().numpy(), ctx.scales, filled)
+        release(ctx, "reference", "scales", "orders")
         gradients = map(torch.from_numpy, filled)
         run_on_threads(kernel, threads, (*arguments, threads))
         gradients_of_inputs = (

@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_transform, once_only
+from otloss._autograd import check_no_transform, once_only, release
 from otloss._checks import (
     check_broadcast,
     check_count,
@@ -304,6 +304,7 @@ class _AtLocalMinimum(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         with torch.no_grad():
             derivatives = _derivatives(ctx.energy, plan, inputs[3:] if any(needed[3:]) else None, ctx.epsilon)
+        release(ctx, "energy")
         message = (
             "a second derivative of fused_gromov was asked for, which is differentiable once: the gradients are those "
             "at a fixed plan; drop create_graph=True."

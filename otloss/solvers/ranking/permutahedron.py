@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_tangent, check_no_transform, once_only
+from otloss._autograd import check_no_tangent, check_no_transform, once_only, release
 from otloss._numba.threads import run_on_threads
 
 
@@ -98,6 +98,7 @@ class _Project(torch.autograd.Function):
         rows = _rows(x)
         gradient, _ = allocate_results(rows)
         _run(project_backward, rows, *ctx.settings, _rows(gradients[0]), ctx.blocks, gradient)
+        release(ctx, "settings", "blocks")
         message = 'a second derivative of regularization="quadratic" was asked for; use "entropy", which gives them.'
         return once_only(torch.from_numpy(gradient).reshape(x.shape).to(x), message, x, gradients[0]), *[None] * 4
 
