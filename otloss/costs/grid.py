@@ -216,7 +216,8 @@ class _Products:
 
     def __init__(self, cost: GridCost, epsilon: Float[Tensor, " problems"], groups: list[list[int]]) -> None:
         self.width = epsilon.reshape(-1, *(1 for _ in cost.cells))
-        self.shift = SHIFT if len(groups) > 1 else 0.0
+        is_beyond = sum(cost._largest_along()) > _LARGEST_EXPONENT * float(epsilon.amin())
+        self.shift = SHIFT if is_beyond else 0.0
         shared = epsilon[:1] if bool((epsilon == epsilon[:1]).all()) else epsilon
         self.groups = [
             (axes, [(cost.axis_costs(axis - 1).double() / -shared[:, None, None] + self.shift).exp() for axis in axes])

@@ -68,8 +68,9 @@ def test_transport_of_images_is_that_of_the_matrix(cells: tuple[int, ...], epsil
 
 
 @pytest.mark.parametrize("share", [1.0, 1.3, 2.0])
-def test_products_at_the_least_epsilon(share: float) -> None:
-    cost = GridCost((30, 20), spacing=(1.0, 1.4)).to(torch.float64)
+@pytest.mark.parametrize("cells", [(30, 20), (600,), (1, 600), (2, 300)])
+def test_products_at_the_least_epsilon(cells: tuple[int, ...], share: float) -> None:
+    cost = GridCost(cells, spacing=(1.0, 1.4)[: len(cells)]).to(torch.float64)
     epsilon = share * cost.smallest_epsilon_for_products
     h = torch.randn(4, 600, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     h[1] *= 300 * epsilon
