@@ -55,9 +55,9 @@ OWN_SETTINGS = {
     "early_stopping_min_delta",
     "categorical_feature",
     "feature_types",
-    "is_unbalance",  # which objectives of the libraries read; ours has class_weight
-    "scale_pos_weight",
 }
+# Read by the libraries' own objectives alone.
+CLASS_SETTINGS = {"is_unbalance", "scale_pos_weight", "pos_bagging_fraction", "neg_bagging_fraction"}
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
 SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
@@ -289,6 +289,11 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
         if first in OWN_SETTINGS:
             raise ValueError(
                 f"booster_params holds {name!r}, which follows from the estimator's arguments or data; remove it."
+            )
+        if first in CLASS_SETTINGS:
+            raise ValueError(
+                f"booster_params holds {name!r}, which has no effect on the loss of ranks; weigh classes by "
+                'class_weight, as class_weight="balanced", and remove it.'
             )
         if library == "lightgbm" and name not in first_names:
             raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")

@@ -39,6 +39,7 @@ _CONSTANT = (
     "small beside the limits and penalties of the trees. Raise transport and cross_entropy or the weights, or lower "
     "min_child_weight, gamma and lambda in booster_params."
 )
+_OTHER_CATEGORIES = ("dictionary<", "Categorical", "Enum(")  # of Arrow and polars
 SMALLEST_NUMBERS = {"xgboost": 1e-38, "lightgbm": 1e-35}  # the limits of float32, and of zero as LightGBM has it
 # What trains on a cluster, by booster.
 _ON_DASK = {
@@ -398,9 +399,21 @@ def _is_table(X: Any) -> bool:
 
 
 def category_dtypes(X: Any) -> dict[int, Any]:
-    """Return the CategoricalDtype of each pandas column of categories in X (n, d), by its position."""
-    dtypes = X.dtypes if hasattr(X, "isetitem") else []
-    return {place: dtype for place, dtype in enumerate(dtypes) if hasattr(dtype, "categories")}
+    """Return the CategoricalDtype of each pandas column of categories in X (n, d), by its position.
+
+    Raises:
+        ValueError: if X holds categories of Arrow or polars, which numpy reads as their labels: text, or numbers.
+    """
+    dtypes = list(getattr(getattr(X, "schema", None), "types", getattr(X, "dtypes", [])))
+    for place, dtype in enumerate(dtypes):
+        if str(dtype).startswith(_OTHER_CATEGORIES):
+            name = X.columns[place] if hasattr(X, "dtypes") else X.schema.names[place]
+            remedy = f"X.astype({{{name!r}: 'category'}})" if hasattr(X, "isetitem") else "X.to_pandas()"
+            raise ValueError(
+                f"column {name!r} of X holds categories as {str(dtype)[:60]}, expected the dtype category of pandas, "
+                f"whose columns are split by sets. Pass {remedy}."
+            )
+    return {place: dtype for place, dtype in enumerate(dtypes) if hasattr(dtype, "ordered")}
 
 
 def coded(X: Any, dtypes: dict[int, Any]) -> Any:

@@ -16,6 +16,7 @@ from otloss.estimators.likelihood import LikelihoodSummary, likelihood_summary
 from otloss.estimators.model_base import LinearBase
 from otloss.estimators.training import LOSSES, PenalisedLoss, Rows
 from otloss.losses.cumulative import LINKS
+from otloss.metrics.rank_labels import plain_items
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -76,7 +77,7 @@ class CumulativeLinkClassifier(LinearBase):
                     f"{getattr(self, name)!r}; fit CumulativeLinkClassifier(transport=0, cross_entropy=1, alpha=0)."
                 )
         with reading_features(X, self._advice_for_text):
-            features, labels = validate_data(self, X, y, reset=False, **self._accepts())
+            features, labels = validate_data(self, X, plain_items(y), reset=False, **self._accepts())
         parts = self._weighted_rows(dense(features), labels, sample_weight)
         names = getattr(self, "feature_names_in_", [f"x{j}" for j in range(parts[0].shape[1])])
         with torch.inference_mode(False), torch.enable_grad():

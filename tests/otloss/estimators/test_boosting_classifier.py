@@ -319,8 +319,9 @@ test_settings_that_cannot_be_are_named = raising(
     ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
     ("xgboost", {"monotone_constraints": {"a": 1}}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("lightgbm", {"monotone_constraints": pd.Series({"b": 1, "a": 0})}, TypeError, "expected -1, 0 or 1 for each"),
-    ("lightgbm", {"unbalance": True}, ValueError, "holds 'unbalance', which follows from the estimator's arguments"),
-    ("xgboost", {"scale_pos_weight": 2.0}, ValueError, "holds 'scale_pos_weight', which follows from the estimator's"),
+    ("lightgbm", {"unbalance": True}, ValueError, "holds 'unbalance', which has no effect on the loss of ranks"),
+    ("lightgbm", {"neg_subsample": 0.1}, ValueError, "holds 'neg_subsample', which has no effect .* class_weight"),
+    ("xgboost", {"scale_pos_weight": 2.0}, ValueError, "holds 'scale_pos_weight', which has no effect on the loss"),
     ("xgboost", {"monotone_constraints": [1]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("xgboost", {"monotone_constraints": [[1], [0, 1]]}, TypeError, "expected -1, 0 or 1 for each column of X"),
     ("lightgbm", {"monotone_constraints": [2, 0, 0]}, TypeError, "expected -1, 0 or 1 for each column of X"),
@@ -404,6 +405,22 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
         model.predict(table.assign(letter="other"))
     with pytest.raises(ValueError, match="same order"):
         model.predict(table[["width", "letter"]])
+
+
+def test_categories_of_arrow_and_polars_raise_with_the_remedy() -> None:
+    """numpy reads them as their labels, so that numbers and digits would be split by size."""
+    arrow = pytest.importorskip("pyarrow")
+    columns = {"width": X[:, 0], "code": arrow.array((Y + 100).astype(str)).dictionary_encode()}
+    table = arrow.table(columns)
+    frame = table.to_pandas(types_mapper=pd.ArrowDtype)
+    model = boosted("xgboost", n_estimators=2)
+    expected = r"column 'code' of X holds categories as dictionary<.*expected the dtype category.* Pass "
+    with pytest.raises(ValueError, match=expected + r"X\.to_pandas\(\)\."):
+        model.fit(table, Y)
+    with pytest.raises(ValueError, match=expected + r"X\.astype\(\{'code': 'category'\}\)\."):
+        model.fit(frame, Y)
+    by_sets = [model.fit(t, Y).predict_proba(t) for t in (table.to_pandas(), frame.astype({"code": "category"}))]
+    np.testing.assert_array_equal(*by_sets)
 
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])

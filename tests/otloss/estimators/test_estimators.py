@@ -362,6 +362,8 @@ def test_members_of_a_class_of_text_are_labels(make: Any) -> None:
     assert (
         metrics.ordinal_mae(y, y[::-1], labels=list(Grade)) == metrics.ordinal_mae(text, text[::-1], labels=names) > 0
     )
+    linear = CumulativeLinkClassifier(categories=Grade, transport=0, cross_entropy=1, alpha=0).fit(X, y)
+    assert linear.summary(X, y).log_likelihood == linear.summary(X, text).log_likelihood
     pytest.importorskip("xgboost")
     OrdinalBoostingClassifier(n_estimators=2, categories=names, early_stopping=False).fit(X, text, eval_set=[(X, y)])
 
