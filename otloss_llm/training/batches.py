@@ -212,6 +212,9 @@ def has_weights(rows: Any) -> bool:
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
     """Join rows of token ids into a batch, padded on the right; padding has labels -100, mask 0 and weight 0.
 
+    There is no mask where positions begin again in a row that has several sequences, and no padding of its own: models
+    look for sequences in `position_ids` only without a mask, and would let them see each other.
+
     Raises ValueError where rows have other columns than the first, or, if `aligned`, columns of several lengths.
 
     >>> pad_rows([{"input_ids": [5], "labels": [5]}, {"input_ids": [6, 7], "labels": [-100, 7]}])["labels"]
@@ -219,6 +222,8 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
             [-100,    7]])
     """
     masked = [{"attention_mask": [1] * len(item["input_ids"])} | item for item in items]
+    if any(map(_has_sequences, items)) and all(all(item["attention_mask"]) for item in masked):
+        masked = [{name: item[name] for name in item if name != "attention_mask"} for item in masked]
     for item in masked:
         for name, values in item.items():
             if not hasattr(values, "__len__"):
@@ -243,6 +248,12 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
         return nn.utils.rnn.pad_sequence([column.to(dtype) for column in columns], batch_first=True, padding_value=fill)
 
     return {key: padded(key) for key in masked[0]}
+
+
+def _has_sequences(item: dict[str, Any]) -> bool:
+    """Whether positions begin again in a row."""
+    positions = np.asarray(item.get("position_ids", ()))
+    return positions.ndim == 1 and bool((np.diff(positions) <= 0).any())
 
 
 def collate_tokens(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Any]:

@@ -95,6 +95,29 @@ def test_the_side_of_padding_changes_nothing(tmp_path: Path, weighted: bool) -> 
     torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_sequences_that_are_packed_in_a_row_do_not_see_each_other(tmp_path: Path, name: str, with_mask: bool) -> None:
+    """Their positions begin again, which models look at only where a batch has no mask."""
+    alone = [row | {"labels": [-100, *row["input_ids"][1:]]} for row in rows(8)]
+    packed: list[dict[str, Any]] = []
+    for start in range(0, 8, 2):
+        pair = alone[start : start + 2]
+        row = {key: [token for each in pair for token in each[key]] for key in ("input_ids", "labels")}
+        row["position_ids"] = [place for each in pair for place in range(len(each["labels"]))]
+        packed.append(row | ({"attention_mask": [1] * len(row["labels"])} if with_mask else {}))
+    found = []
+    for data, size in ((alone, 8), (packed, 4)):
+        model = tiny_model(name).eval()
+        settings = {"train_dataset": data, "eval_dataset": data, "per_device_train_batch_size": size}
+        loss = trainer(tmp_path, model, objective="mle", **settings).evaluate()["eval_loss"]
+        found.append((torch.tensor(loss), one_step(tmp_path, model, "mle", **settings)))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    padded = packed[0] | {"attention_mask": [1] * (len(packed[0]["labels"]) - 1) + [0]}
+    assert "attention_mask" in pad_rows([padded, padded])
+    assert "attention_mask" in pad_rows([row | {"position_ids": [*range(len(row["labels"]))]} for row in alone])
+
+
 @pytest.mark.parametrize("objective", ["mle", "number_token"])
 def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
     """Weights of 0 and 1 are labels that are ignored, over accumulated batches; nll in logs is not weighted."""
