@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from otloss_llm.costs.vocabulary import TokenCost
@@ -126,57 +126,73 @@ def token_count(sums: Float[Tensor, "means 2"]) -> Float[Tensor, ""]:
     return sums[list(MEANS).index("loss"), 1]
 
 
+class Rows(NamedTuple):
+    """The rows of a batch, or of a part of it: `targets`, and what the model reads, None where it is not by token."""
+
+    targets: Targets
+    input_ids: Tensor | None
+    attention_mask: Tensor | None
+
+    @staticmethod
+    def of(inputs: dict[str, Any], targets: Targets) -> Rows:
+        names = ("input_ids", "attention_mask")
+        return Rows(targets, *(t if isinstance(t := inputs.get(name), Tensor) else None for name in names))
+
+    def counted(self, *, with_inputs: bool) -> Counter[tuple[tuple[int, ...], ...]]:
+        """Return the rows that have labels, without ignored labels and padding: parts of a batch may lack it."""
+        labels, ids, mask = (t if t is None else t.flatten(1).cpu() for t in (self.targets.labels, *self[1:]))
+        assert labels is not None
+        rows: list[tuple[tuple[int, ...], ...]] = [(tuple(row[row != IGNORE_INDEX].tolist()),) for row in labels]
+        if with_inputs and ids is not None and len(ids) == len(labels):
+            is_read = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
+            rows = [(*row, tuple(read[one != 0].tolist())) for row, read, one in zip(rows, ids, is_read, strict=True)]
+        return Counter(row for row in rows if row[0])
+
+
 class Pass(NamedTuple):
     """What one call of `compute_loss` has scored.
 
     Attributes:
         sums: of `batch_sums`.
         loss: that it returned.
-        labels: aligned with the positions that predict them.
+        rows: that it has scored.
         is_of_model: whether by the trainer's own model, with its adapters.
     """
 
     sums: Float[Tensor, "means 2"]
     loss: Tensor
-    labels: Int[Tensor, "rows length"]
+    rows: Rows
     is_of_model: bool
 
 
-def passes_of_batch(
-    passes: list[Pass], targets: Callable[[], Targets | None], loss: Tensor | None = None
-) -> list[Pass]:
+def passes_of_batch(passes: list[Pass], batch: Callable[[], Rows | None]) -> list[Pass]:
     """Return those of the passes of a step that score its batch by the trainer's model.
 
     A `compute_loss` of the user's may score a teacher, other rows, the batch again, or the batch in parts. Of several
-    passes over the whole batch the one counts whose loss is nearest to that of the step, or the first. If the passes do
-    not add up to the rows of the batch, all passes of the model are returned.
+    passes over the whole batch the first one counts that reads the same tokens, or else the first with the same labels.
+    If the passes do not add up to the rows of the batch, all passes of the model are returned.
 
     Args:
-        targets: returns those of the batch; None where there are none.
-        loss: of the step, where it may be compared with those of the passes.
+        batch: returns the rows of the batch; None where it has no labels.
     """
     if len(passes) < 2:
         return passes
     own = [one for one in passes if one.is_of_model] or passes
-    if len(own) < 2 or (of_batch := targets()) is None:
+    if len(own) < 2 or (of_batch := batch()) is None:
         return own
-    rows, rows_of_passes = _rows(of_batch.labels), [_rows(one.labels) for one in own]
-    whole = [one for one, part in zip(own, rows_of_passes, strict=True) if part == rows]
-    if whole:
-        return whole[:1] if loss is None else [min(whole, key=lambda one: abs(float(one.loss) - float(loss)))]
-    parts = []
-    for one, part in zip(own, rows_of_passes, strict=True):
-        if part <= rows:
-            parts.append(one)
-            rows = rows - part
-    return own if rows else parts
-
-
-def _rows(labels: Tensor) -> Counter[tuple[int, ...]]:
-    """Return the rows that have labels, without ignored ones: parts of a batch may lack its padding."""
-    rows = Counter(tuple(row[row != IGNORE_INDEX].tolist()) for row in labels.reshape(len(labels), -1).cpu())
-    del rows[()]
-    return rows
+    for with_inputs in (True, False):
+        rows = of_batch.counted(with_inputs=with_inputs)
+        counted = [one.rows.counted(with_inputs=with_inputs) for one in own]
+        if rows in counted:
+            return [own[counted.index(rows)]]
+        parts = []
+        for one, part in zip(own, counted, strict=True):
+            if part <= rows:
+                parts.append(one)
+                rows = rows - part
+        if not rows:
+            return parts
+    return own
 
 
 @dataclass
@@ -187,7 +203,8 @@ class Evaluation:
         stream: what several processes share, of which `counting_rows` counts the rows.
         is_weighted: whether the rows name weights of tokens.
         sums: of `token_means`.
-        targets: returns what is scored of the batch that is evaluated now, None where it has no labels.
+        batch: returns the rows of the batch that is evaluated now, None where it has no labels.
+        count: its number of tokens as the trainer counts it, over all processes.
         passes: of that batch.
         added: what the user's own `compute_loss` or `prediction_step` adds to the objective, summed over tokens.
     """
@@ -195,26 +212,30 @@ class Evaluation:
     stream: Any
     is_weighted: bool
     sums: Tensor | None = None
-    targets: Callable[[], Targets | None] = lambda: None
+    batch: Callable[[], Rows | None] = lambda: None
+    count: Tensor | int | None = None
     passes: list[Pass] = field(default_factory=list)
     added: Tensor | float = 0.0
 
-    def begin_batch(self, targets: Callable[[], Targets | None]) -> None:
+    def begin_batch(self, batch: Callable[[], Rows | None]) -> None:
         """Forget the passes of the batch before."""
-        self.targets = targets
+        self.batch, self.count = batch, None
         self.passes.clear()
 
-    def share_of_batch(self, part: Targets) -> Tensor:
-        """Return tokens of the part / tokens of the batch: times this, its mean is a term of the mean of the batch."""
-        whole = self.targets() or part
-        tokens, of_batch = (one.counts(one.valid)[0].double() for one in (part, whole))
-        of_batch = of_batch.to(tokens)
-        return (tokens / of_batch.clamp(min=torch.finfo(torch.float32).tiny)).where(of_batch > 0, 1.0)
+    def share_of(self, part: Targets, count: Tensor | int) -> Tensor:
+        """Return the tokens of a part / `count`: times this, the mean of the part is its sum / `count`.
+
+        In place of the trainer's own count, over all processes, are the tokens of the batch in this one.
+        """
+        tokens = part.counts(part.valid)[0].double()
+        whole = self.batch() if self.count is not None and float(self.count) == float(count) else None
+        divisor = float(count) if whole is None else float(whole.targets.counts(whole.targets.valid)[0])
+        return tokens / divisor if divisor > 0 else torch.ones_like(tokens)
 
     def end_batch(self, loss: Tensor | None) -> None:
         """Add what the batch makes of its passes, and compare the loss that its step returned with theirs."""
         loss = None if loss is None else loss.detach().double().mean()
-        for one in passes_of_batch(self.passes, self.targets, loss):
+        for one in passes_of_batch(self.passes, self.batch):
             self.sums = one.sums if self.sums is None else self.sums + one.sums
             if loss is not None:
                 count = token_count(one.sums)

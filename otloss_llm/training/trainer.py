@@ -24,6 +24,7 @@ from otloss_llm.models.decoder_inputs import with_decoder_inputs
 from otloss_llm.models.heads import (
     adapters_are_disabled,
     check_no_virtual_tokens,
+    count_embeddings,
     find_head,
     is_encoder_decoder,
     weights_kept,
@@ -54,6 +55,7 @@ from otloss_llm.training.token_means import (
     LOGGED,
     Evaluation,
     Pass,
+    Rows,
     ScoredBatch,
     batch_sums,
     measured,
@@ -285,8 +287,8 @@ class ObjectiveMixin:
         # The trainer divides by the number of accumulated batches if this is false; one pass of a step has the count.
         if training and (num_items is not None or not self._passes):
             self.loss_is_scaled_for_ga = num_items is not None
-        is_of_model = self._is_of_model(model)
-        scoring = self._scoring(targets, num_items, needs_cost=is_of_model and not training)
+        needs_cost = not training and self._has_vocabulary(model)
+        scoring = self._scoring(targets, num_items, needs_cost=needs_cost)
         if form_logits:
             scored = scoring.from_logits(model, inputs, targets)
         else:
@@ -297,11 +299,12 @@ class ObjectiveMixin:
         if not training:
             passes = None if self._evaluation is None else self._evaluation.passes
         if passes is not None:
-            passes.append(Pass(sums, loss.detach().double(), targets.labels, is_of_model))
+            rows, is_of_model = Rows.of(inputs, targets), self._is_of_model(model)
+            passes.append(Pass(sums, loss.detach().double(), rows, is_of_model))
         elif training:  # in a `training_step` of the user's own
             self._add_to_logs(sums)
         if self._evaluation is not None and num_items_in_batch is not None and self.get_cp_size() == 1:
-            loss = loss * self._evaluation.share_of_batch(targets).to(loss)
+            loss = loss * self._evaluation.share_of(targets, num_items_in_batch).to(loss)
         if not return_outputs:
             return loss
         outputs = CausalLMOutput() if scored.output is None else scored.output
@@ -313,22 +316,27 @@ class ObjectiveMixin:
         self._passes = []
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
-            for one in passes_of_batch(self._passes, functools.partial(self._targets_of, inputs)):
+            for one in passes_of_batch(self._passes, functools.partial(self._rows_of, inputs)):
                 self._add_to_logs(one.sums)
         finally:
             self._passes = None
         return loss
 
-    def _targets_of(self, batch: dict[str, Any]) -> Targets | None:
-        """Return what is scored of a batch; None without labels."""
+    def _rows_of(self, batch: dict[str, Any]) -> Rows | None:
+        """Return the rows of a batch; None without labels."""
         if not {"labels", "shift_labels"} & batch.keys():
             return None
-        return pop_targets(dict(batch), shift=not self._encoder_decoder)
+        return Rows.of(batch, pop_targets(dict(batch), shift=not self._encoder_decoder))
 
     def _is_of_model(self, model: nn.Module) -> bool:
         """Whether a model is the trainer's, with its adapters of PEFT."""
         root = unwrap(model)
         return root is unwrap(self.model) and not adapters_are_disabled(root)
+
+    def _has_vocabulary(self, model: nn.Module) -> bool:
+        """Whether a model has as many tokens as the trainer's, over which the cost is."""
+        root, own = unwrap(model), unwrap(self.model)
+        return root is own or count_embeddings(root) == count_embeddings(own)
 
     def _inputs_and_targets(
         self, model: nn.Module, batch: dict[str, Any], training: bool
@@ -474,6 +482,8 @@ class ObjectiveMixin:
         count, numbers = counts
         if self._evaluation is None:  # which a callback may begin within a step
             self._numbers_in_step = numbers
+        else:
+            self._evaluation.count = count
         return count
 
     def _ranks_per_batch(self) -> int:
@@ -609,7 +619,7 @@ class ObjectiveMixin:
         """Make a step with a batch without the labels of repeated examples, and note its loss."""
         assert self._evaluation is not None
         batch = self._without_repeated(inputs)
-        self._evaluation.begin_batch(functools.partial(self._targets_of, batch))
+        self._evaluation.begin_batch(functools.partial(self._rows_of, batch))
         result = step(model, batch, *args, **kwargs)
         self._evaluation.end_batch(result[0])
         return result

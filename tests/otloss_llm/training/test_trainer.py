@@ -506,6 +506,68 @@ def test_parts_that_are_divided_by_the_count_of_the_batch_add_up_in_evaluations_
     assert {k: v for k, v in parts.evaluate(data).items() if k in expected} == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("share", ["own count", "count of others"])
+def test_a_count_of_the_users_own_divides_evaluations_as_it_divides_training(tmp_path: Path, share: str) -> None:
+    class Rated(ObjectiveTrainer):
+        """The mean of the means of rows; or the later half of the labels over all of them."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            parts, labels = [inputs], inputs["labels"]
+            if share == "own count":
+                parts = [{name: t[i : i + 1] for name, t in inputs.items()} for i in range(len(labels))]
+                counts = [int((part["labels"][:, 1:] != -100).sum()) * len(parts) for part in parts]
+            else:
+                counts = [int((labels[:, 1:] != -100).sum())]
+                parts = [inputs | {"labels": labels.masked_fill(torch.arange(labels.shape[1]) < 5, -100)}]
+            loss = sum(
+                super(Rated, self).compute_loss(model, part, num_items_in_batch=torch.tensor(count))
+                for part, count in zip(parts, counts, strict=True)
+            )
+            return (loss, {"loss": loss}) if return_outputs else loss
+
+    settings = {"max_steps": 1, "per_device_train_batch_size": 8, "learning_rate": 0.0}
+    run = trainer(tmp_path, tiny_model("llama"), Rated, objective="mle", train_dataset=rows(8), **settings)
+    run.train()
+    run.args.per_device_eval_batch_size = 8
+    assert run.evaluate(rows(8))["eval_loss"] == pytest.approx(logs(run, "loss")[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("hint_first", [True, False])
+def test_of_passes_with_the_same_labels_the_one_that_reads_the_batch_counts(tmp_path: Path, hint_first: bool) -> None:
+    """Context distillation: the model reads the rows behind a hint, too."""
+
+    class Distilled(ObjectiveTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            fills = {"input_ids": 5, "attention_mask": 1, "labels": -100}
+            hinted = {name: nn.functional.pad(inputs[name], (3, 0), value=fill) for name, fill in fills.items()}
+            batches = [hinted, inputs] if hint_first else [inputs, hinted]
+            loss = sum(super(Distilled, self).compute_loss(model, batch, **kwargs) for batch in batches)
+            return (loss, {"loss": loss}) if return_outputs else loss
+
+    found = []
+    for kind in (ObjectiveTrainer, Distilled):
+        run = trainer(tmp_path, tiny_model("llama"), kind, objective="mle", max_steps=1, learning_rate=0.0)
+        run.train()
+        found.append([run.evaluate()["eval_nll"], logs(run, "nll")[0]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_evaluations_of_other_models_measure_the_cost(tmp_path: Path) -> None:
+    """The model without its adapters is what others are compared with; averages of weights choose checkpoints."""
+    model = lora(tiny_model("llama"), target_modules=["q_proj"])
+    run, plain = (trainer(tmp_path, one, objective="mle") for one in (model, tiny_model("llama")))
+    expected = plain.evaluate()["eval_transport_cost"]
+    with model.disable_adapter():
+        assert run.evaluate()["eval_transport_cost"] == pytest.approx(expected, rel=1e-5)
+    adapted = run.evaluate()["eval_transport_cost"]
+    run.prediction_step = lambda _, *args, **kwargs: ObjectiveTrainer.prediction_step(run, model, *args, **kwargs)
+    assert run.evaluate()["eval_transport_cost"] == pytest.approx(adapted) != pytest.approx(expected, rel=1e-5)
+    run.prediction_step = lambda _, *args, **kwargs: ObjectiveTrainer.prediction_step(
+        run, copy.deepcopy(plain.model), *args, **kwargs
+    )
+    assert run.evaluate()["eval_transport_cost"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_transforms_are_pickled_without_their_models(tmp_path: Path) -> None:
     """A search of hyperparameters hands the trainer to its workers."""
     run = trainer(tmp_path, tiny_model("llama"), objective="mle")
