@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from otloss.metrics.arrays import as_array, column_names
-from otloss.metrics.rank_labels import Labels, categories_of, plain_labels, shown
+from otloss.metrics.rank_labels import Labels, categories_of, names_in_another_order, plain_labels, shown
 
 _ROWS = (0, -2)  # the axis of rows
 
@@ -43,7 +43,7 @@ class Distribution(np.ndarray):
     def __new__(cls, table: ArrayLike, *, labels: ArrayLike) -> Distribution:
         new = as_array(table).view(cls)
         new.labels = plain_labels("labels", labels).copy()  # of an estimator they are its attribute
-        if contradicting := names_in_another_order(table, new.labels):
+        if contradicting := names_in_another_order(own_names(table), new.labels):
             raise ValueError(
                 f"labels is {shown(new.labels)}, and the table names its columns {contradicting!r}; expected labels in "
                 "rank order, with the columns of the table in this order."
@@ -130,18 +130,11 @@ class Distribution(np.ndarray):
         super().__setstate__(of_array)
 
 
-def names_in_another_order(table: Any, labels: Labels) -> list[Any]:
-    """Return the names that a table itself gives its columns, where they are the labels in another order; else []."""
-    own = column_names(table)
+def own_names(table: Any) -> list[Any]:
+    """Return the names that a table itself gives its columns; [] without."""
     if isinstance(table, Distribution):
-        own = [] if table.labels is None else table.labels.tolist()
-    texts, expected = ([_as_text(name) for name in names] for names in (own, labels.tolist()))
-    return own if texts != expected and set(texts) == set(expected) else []
-
-
-def _as_text(name: Any) -> str:
-    """Return a name as polars has it; 1 and 1.0 are one."""
-    return str(int(name) if isinstance(name, float) and name.is_integer() else name)
+        return [] if table.labels is None else table.labels.tolist()
+    return column_names(table)
 
 
 def _is_everything(item: Any) -> bool:

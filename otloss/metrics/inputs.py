@@ -17,13 +17,14 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
 from otloss.metrics.arrays import read_probabilities, read_shares
-from otloss.metrics.distribution import Distribution, names_in_another_order
+from otloss.metrics.distribution import Distribution, own_names
 from otloss.metrics.rank_labels import (
     Labels,
     RankOrder,
     categories_of,
     in_order_of_labels,
     is_whole,
+    names_in_another_order,
     plain_labels,
     positions,
     rank_order,
@@ -134,7 +135,7 @@ def read_forecast(
 
 def _check_own_names(proba: ArrayLike, column_labels: Labels) -> None:
     """Raise ValueError if the table itself names its columns by the classes, in another order."""
-    own = names_in_another_order(proba, column_labels)
+    own = names_in_another_order(own_names(proba), column_labels)
     if own and (isinstance(proba, Distribution) or own != list(range(len(own)))):  # which nobody may have given
         raise ValueError(
             f"the columns are taken to be {shown(column_labels)}, and proba names them {own!r}; pass columns={own!r}, "

@@ -7,6 +7,7 @@ of it that occur, with their positions; the estimators, by `implied_order`, all 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from enum import EnumType
 from typing import Any
@@ -133,8 +134,7 @@ def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> An
     names = labels.tolist()
     if not hasattr(table, "axes"):  # as an index, which has numbers alone
         columns = column_names(table)
-        ranked = [str(label) for label in names]
-        if columns != ranked and set(columns) == set(ranked):
+        if names_in_another_order(columns, labels):
             raise ValueError(
                 f"{name} has the columns {columns!r}, expected them, as its rows, in rank order: {shown(labels)}."
             )
@@ -162,6 +162,28 @@ def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> An
             )
         table = table.reindex(names, axis=axis)
     return table.to_numpy()
+
+
+def names_in_another_order(names: list[Any], labels: Labels) -> list[Any]:
+    """Return names of columns as labels where they are the labels in another order; else [].
+
+    1, 1.0 and, where labels are numbers, the text "1.0" are one label.
+    """
+    plain = _as_number if labels.dtype.kind in "biuf" else _as_text
+    own, ranked = ([plain(name) for name in each] for each in (names, labels.tolist()))
+    return own if own != ranked and set(own) == set(ranked) else []
+
+
+def _as_text(name: Any) -> str:
+    return str(int(name) if isinstance(name, float) and name.is_integer() else name)
+
+
+def _as_number(name: Any) -> Any:
+    if isinstance(name, str):
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(name)
+    return name
 
 
 def _counts_ranks(index: Any, names: list[Any]) -> bool:
@@ -232,11 +254,13 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
 
 
 def plain_items(labels: Any) -> Any:
-    """Return a list, or a class of Enum, as a list of labels of Python and numpy; others as they are.
+    """Return a list, a class of Enum or categories of Arrow as a list of labels of Python and numpy; others unchanged.
 
-    Of members of a class (str, Enum) numpy makes the first letters of the name of their class, and tensors without axes
-    are not numbers to it.
+    Of members of a class (str, Enum) numpy makes the first letters of the name of their class, tensors without axes
+    are not numbers to it, and it takes a null of Arrow for the last category.
     """
+    arrow = _arrow_categories(labels)
+    labels = labels if arrow is None else arrow.to_pylist()
     return [_plain_item(label) for label in labels] if isinstance(labels, list | tuple | EnumType) else labels
 
 
@@ -253,18 +277,24 @@ def categories_of(target: Any) -> Any:
     None of anything else.
     """
     column = _as_column(target)
-    dtype = getattr(column, "dtype", column)
-    arrow = getattr(dtype, "pyarrow_dtype", getattr(column, "type", None))
-    if getattr(arrow, "ordered", False) is True and hasattr(arrow, "index_type"):  # whose categories are in the data
-        data = column.array.__arrow_array__() if hasattr(dtype, "pyarrow_dtype") else column
-        orders = [part.dictionary.to_pylist() for part in getattr(data, "chunks", [data])]
+    arrow = _arrow_categories(column)
+    if arrow is not None and arrow.type.ordered:  # whose categories are in the data
+        orders = [part.dictionary.to_pylist() for part in getattr(arrow, "chunks", [arrow]) if len(part)]
         if any(order != orders[0] for order in orders):
             raise ValueError(
                 f"the parts of a column of Arrow have the categories {orders[0]} and others, expected the same ones in "
                 "each; make one ordered pandas Categorical of them."
             )
         return orders[0] if orders else None
-    return ordered_categories(dtype)
+    return ordered_categories(getattr(column, "dtype", column))
+
+
+def _arrow_categories(column: Any) -> Any:
+    """Return the array of Arrow of a column of categories of Arrow, also in pandas; None of others."""
+    data = getattr(column, "array", column)
+    if hasattr(getattr(getattr(data, "dtype", None), "pyarrow_dtype", None), "index_type"):
+        data = data.__arrow_array__()
+    return data if hasattr(getattr(data, "type", None), "index_type") else None
 
 
 def in_own_order(labels: Any) -> Any:
@@ -276,7 +306,9 @@ def in_own_order(labels: Any) -> Any:
 def ordered_categories(dtype: Any) -> Any:
     """Return the categories of an ordered CategoricalDtype or a polars Enum, lowest first; None of anything else."""
     is_enum = type(dtype).__name__ == "Enum" and type(dtype).__module__.partition(".")[0] == "polars"
-    return list(dtype.categories) if is_enum else dtype.categories if getattr(dtype, "ordered", False) else None
+    if is_enum:
+        return list(dtype.categories)
+    return getattr(dtype, "categories", None) if getattr(dtype, "ordered", False) else None
 
 
 def shown(labels: np.ndarray) -> str:

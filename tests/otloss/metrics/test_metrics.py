@@ -436,7 +436,7 @@ def test_a_distribution_does_not_rename_columns() -> None:
     for named in (frame, metrics.Distribution(table, labels=sorted(order))):
         with pytest.raises(ValueError, match=r"the table names its columns \['fair', 'good', 'poor'\]; expected"):
             metrics.Distribution(named, labels=order)
-    for names, labels in (([0, 1, 2], [2, 1, 0]), ([3, 2, 1], [1.0, 2.0, 3.0])):
+    for names, labels in (([0, 1, 2], [2, 1, 0]), ([3, 2, 1], [1.0, 2.0, 3.0]), (["3.0", "2.0", "1.0"], [1.0, 2, 3])):
         with pytest.raises(ValueError, match="the table names its columns"):
             metrics.Distribution(pd.DataFrame(table, columns=names), labels=labels)
     same = metrics.Distribution(frame[order], labels=order)
@@ -463,10 +463,26 @@ def test_ordered_categoricals_of_arrow_have_their_order() -> None:
     own = pd.Categorical([30, 10, 20, 30], [10, 20, 30], ordered=True)
     expected = metrics.ordinal_mae(frame["y"], own)
     assert expected == 1
-    for column in (table["y"], table["y"].chunk(0), table.to_pandas(types_mapper=pd.ArrowDtype)["y"]):
+    in_pandas = table.to_pandas(types_mapper=pd.ArrowDtype)["y"]
+    for column in (
+        table["y"],
+        table["y"].chunk(0),
+        in_pandas,
+        in_pandas.values,
+        pyarrow.chunked_array([[], table["y"].chunk(0)], table["y"].type),
+    ):
         assert metrics.ordinal_mae(column, own) == expected
         model = OrdinalClassifier().fit([[1.0], [3.0], [2.0], [3.5]], column)
         assert model.categories_.tolist() == [10, 20, 30]
+    for dtype in (in_pandas.dtype, table["y"].type):  # which has no categories
+        with pytest.raises(ValueError, match="expected a list or array of labels"):
+            metrics.ordinal_mae([10, 20], [10, 20], labels=dtype)
+    lacking = pyarrow.Table.from_pandas(frame.assign(y=frame["y"].where([True, False, True, True])))["y"]
+    for column in (lacking, lacking.chunk(0), lacking.to_pandas(types_mapper=pd.ArrowDtype)):
+        with pytest.raises(ValueError, match=r"y_true\[1\] is missing"):  # numpy takes it for the last category
+            metrics.ordinal_mae(column, own, labels=[10, 20, 30])
+        with pytest.raises(ValueError, match=r"NaN|missing"):
+            OrdinalClassifier().fit([[1.0], [3.0], [2.0], [3.5]], column)
     others = pyarrow.Table.from_pandas(pd.DataFrame({"y": pd.Categorical([10, 30], [10, 30], ordered=True)}))
     with pytest.raises(ValueError, match=r"parts of a column of Arrow have the categories \[10, 30\] and others"):
         metrics.ordinal_mae(pyarrow.concat_tables([others, table])["y"], [10] * 6)
