@@ -25,7 +25,7 @@ from otloss.estimators.label_order import EncodedLabelsWarning, LabelOrder, labe
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
 from otloss.metrics.arrays import read_weights
 from otloss.metrics.distribution import Distribution
-from otloss.metrics.rank_labels import categories_of, plain_items, plain_labels, shown
+from otloss.metrics.rank_labels import categories_of, in_one_precision, plain_items, plain_labels, shown
 
 CALIBRATIONS = {"temperature": Temperature, "ordinal": OrdinalRecalibration}
 ENOUGH_TO_HOLD_OUT = 50  # With at least so many rows early_stopping="auto" keeps some for validation.
@@ -72,6 +72,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
             check_consistent_length(predicted, labels)
         if (labels.dtype.kind in "biuf") != (predicted.dtype.kind in "biuf"):
             raise ValueError(f"y holds labels such as {labels[0].item()!r}, expected some of {shown(self.classes_)}.")
+        labels, predicted = in_one_precision(labels, predicted)
         weights = None if sample_weight is None else read_weights(sample_weight, len(labels))
         return float(np.average(labels == predicted, weights=weights))
 

@@ -116,7 +116,7 @@ def histogram_loss(
                 f"target has shape {tuple(target.shape)}, expected values {tuple(logits.shape[:-1])} or histograms "
                 f"{tuple(logits.shape)} for logits {tuple(logits.shape)}; target.squeeze(-1) drops an axis of one."
             )
-        target = _labels(target, placed, encoding=encoding, sigma=sigma, outside=outside)
+        target = _labels(target, placed, bins.dtype, encoding=encoding, sigma=sigma, outside=outside)
         target = target.to(wide) if target.is_floating_point() else target
     rows = posed_rows(logits.to(wide), target, sample_weight=sample_weight, reduction=reduction, dim=-1)
     rows = replace(rows, geometry=Line(placed.centres.diff().to(wide), power))
@@ -181,7 +181,7 @@ def histogram_labels(
     dtype = _promoted(None, values=values, bins=bins)
     count = check_count("count", count)
     placed = _bins(bins, count, torch.promote_types(dtype, torch.float32))
-    labels = _labels(values, placed, encoding=encoding, sigma=sigma, outside=outside)
+    labels = _labels(values, placed, bins.dtype, encoding=encoding, sigma=sigma, outside=outside)
     return (one_hot(labels, count) if encoding == "one_hot" else labels).to(dtype)
 
 
@@ -213,18 +213,22 @@ def _check_options(encoding: str, sigma: float | None, outside: str) -> None:
         raise ValueError(f'sigma={sigma} is given with encoding={encoding!r}; it belongs to encoding="gaussian".')
 
 
-def _labels(values: Tensor, bins: Bins, *, encoding: str, sigma: float | None, outside: str) -> Tensor:
-    """Return real values (...) as bin positions ("one_hot") or soft labels (..., K)."""
+def _labels(
+    values: Tensor, bins: Bins, given: torch.dtype, *, encoding: str, sigma: float | None, outside: str
+) -> Tensor:
+    """Return real values (...) as positions ("one_hot") or soft labels (..., K); `given` is the dtype of the bins."""
     check_finite("target", values)
     values = values if values.is_floating_point() else values.double()
-    dtype = torch.promote_types(values.dtype, bins.centres.dtype)
-    values, bins = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype))
     limits = bins.centres if encoding == "two_hot" else bins.edges
+    # 0.7 in float32, the end of bins, is the 0.7 of a target in float64.
+    dtypes = [dtype for dtype in (values.dtype, given) if dtype.is_floating_point]
+    narrower = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    rounded, ends = values.detach().to(narrower), limits.to(narrower)
+    beyond = (rounded < ends[0]) | (rounded > ends[-1])
+    dtype = torch.promote_types(values.dtype, bins.centres.dtype)
+    values, bins, limits = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype)), limits.to(dtype)
     low, high = float(limits[0]), float(limits[-1])
-    if outside == "clamp":
-        values = values.clamp(low, high)
-    beyond = ((values < low) | (values > high)).detach()
-    if beyond.any():
+    if outside != "clamp" and beyond.any():
         first = tuple(int(i) for i in beyond.nonzero()[0])
         what = "centres of the bins, between which two_hot keeps the mean" if encoding == "two_hot" else "bins"
         raise ValueError(
@@ -232,6 +236,7 @@ def _labels(values: Tensor, bins: Bins, *, encoding: str, sigma: float | None, o
             f"{first} is {float(values.detach()[first]):g}. Widen the bins, or take the nearest valid values by "
             'outside="clamp".'
         )
+    values = values.clamp(low, high)
     if encoding == "gaussian":
         return _gaussian(values, bins, sigma)
     return _two_hot(values, bins.centres) if encoding == "two_hot" else _one_hot(values, bins)

@@ -40,6 +40,10 @@ def pit_histogram(
     bins = check_count("bins", bins)
     members, true = read_ensemble(ensemble, y_true)
     weight = read_shares(sample_weight, len(members))
+    dtypes = [as_array(given).dtype for given in (ensemble, y_true)]
+    if all(dtype.kind == "f" for dtype in dtypes):  # members of float32 may equal observations of float64
+        narrower = min(dtypes, key=lambda dtype: dtype.itemsize)
+        members, true = members.astype(narrower), true.astype(narrower)
     low = (members < true[:, None]).sum(1) / (members.shape[1] + 1)
     high = ((members <= true[:, None]).sum(1) + 1) / (members.shape[1] + 1)
     edges = np.linspace(0, 1, bins + 1)[:, None]

@@ -78,7 +78,7 @@ def rank_order(labels: ArrayLike | RankOrder | None, **targets: ArrayLike) -> Ra
     for name, vector in plain.items():
         if vector.size == 0:
             raise ValueError(f"{name} is empty, expected at least one label.")
-    order, doubt = implied_ranks(np.unique(np.concatenate(list(plain.values()))))
+    order, doubt = implied_ranks(np.unique(np.concatenate(in_one_precision(*plain.values()))))
     if doubt:
         raise ValueError(f"{doubt}. Pass labels=, all classes in rank order, or an ordered pandas Categorical.")
     return order
@@ -198,12 +198,22 @@ def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
     return numbers == np.rint(numbers)
 
 
+def in_one_precision(*labels: Labels) -> list[Labels]:
+    """Return labels of which those with fractions are in the narrowest of their dtypes: 0.1 is one label in each."""
+    dtypes = {each.dtype for each in labels if each.dtype.kind == "f" and not is_whole(each).all()}
+    if len(dtypes) < 2:
+        return list(labels)
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    return [each.astype(narrowest) if each.dtype in dtypes else each for each in labels]
+
+
 def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " n"]:
     """Return the position of each label in `order`, else raise ValueError naming the first that has none."""
     vector = plain_labels(name, values)
     if vector.size == 0:
         raise ValueError(f"{name} is empty, expected at least one label.")
     _check_same_kind(**{name: vector}, labels=order)
+    vector, order = in_one_precision(vector, order)
     sorter = np.argsort(order)
     place = np.searchsorted(order, vector, sorter=sorter).clip(max=order.size - 1)
     ranks = sorter[place]

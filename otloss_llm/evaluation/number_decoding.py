@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -41,6 +42,7 @@ _START = re.compile(rf"[{_SIGN}]?[0-9]*\.?[0-9]*")
 _DIGITS, _WITH_POINT = re.compile(r"[0-9]+"), re.compile(r"[0-9]*\.[0-9]*")
 _NEGLIGIBLE = math.log(1e-4)  # beginnings that are this much less probable than the best are dropped
 _PIT_BINS = 10
+_ROUNDING = 1e-12  # relative; of arithmetic in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,9 @@ class NumberDistribution:
 
     def pit(self, value: float) -> tuple[float, float]:
         """Return F(y-) and F(y), between which the probability integral transform of the right number is uniform."""
-        low, high = (float(self.probabilities[side].sum()) for side in (self.values < value, self.values <= value))
+        equal = (self.values - value).abs() <= _ROUNDING * abs(value)
+        sides = ((self.values < value) & ~equal, (self.values < value) | equal)
+        low, high = (float(self.probabilities[side].sum()) for side in sides)
         return min(low, 1.0), min(high, 1.0)
 
 
@@ -213,6 +217,14 @@ def number_distributions(
     return results
 
 
+def _as_written(number: Any) -> float:
+    """Return the float64 of the shortest decimal number that a number of float32 stands for: 0.3, not 0.30000001."""
+    if str(getattr(number, "dtype", "")).removeprefix("torch.") in ("float32", "float16"):
+        kind = np.float16 if "16" in str(number.dtype) else np.float32
+        return float(str(kind(float(number))))
+    return float(number)
+
+
 def score_number_distributions(
     distributions: Sequence[NumberDistribution], expected: Sequence[float], *, by: str | float = "median"
 ) -> DistributionScores:
@@ -229,7 +241,7 @@ def score_number_distributions(
         (1.5, 1.5, [0.05, 0.55])
     """
     try:
-        expected = [float(number) for number in expected]
+        expected = [_as_written(number) for number in expected]
     except (TypeError, ValueError) as error:
         raise TypeError(f"a right number cannot be read: {error}; leave out questions without one.") from error
     if len(distributions) != len(expected) or not expected or not all(map(math.isfinite, expected)):

@@ -205,6 +205,13 @@ def test_pit_of_calibrated_ensembles_is_flat_and_ties_are_shared() -> None:
     pit = rng.uniform(low, high) / 8
     expected = np.histogram(pit, np.linspace(0, 1, 6), weights=weight / weight.sum())[0]
     np.testing.assert_allclose(pit_histogram(y, ensemble, bins=5, sample_weight=weight), expected, atol=0.01)
+    tenths = (ensemble / 10).astype(np.float32), y / 10  # 0.7 is not 0.7 in float64
+    for members, true in (
+        tenths,
+        (torch.from_numpy(tenths[0]), tenths[1]),
+        (ensemble / 10, (y / 10).astype(np.float32)),
+    ):
+        np.testing.assert_allclose(pit_histogram(true, members, bins=5, sample_weight=weight), expected, atol=0.01)
 
 
 two, TWO = [[0.5, 0.5]], np.ones((2, 3))

@@ -1,5 +1,6 @@
 """Histogram losses against integrals, plain formulas and finite differences."""
 
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_values_outside_of_the_valid_range(form: str, limits: tuple[float, float
         leaf = torch.stack([beyond[0], ends.mean()]).requires_grad_()
         gradient = torch.autograd.grad(histogram_loss(z, leaf, bins, **given), leaf)[0]
         assert (gradient == 0).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+def test_the_ends_of_bins_in_another_dtype_are_within_them(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    for low, high in itertools.combinations(range(-20, 21, 3), 2):
+        ends, count = torch.tensor([low / 10, high / 10], dtype=torch.float64), high - low + 1
+        bins = torch.linspace(low / 10, high / 10, count, dtype=torch.float64)
+        found = histogram_labels(ends.to(dtypes[0]), bins.to(dtypes[1]), count).double()
+        assert min(found[0, 0], found[1, -1]) > 0.95
+        with pytest.raises(ValueError, match="1 values outside of"):
+            histogram_labels((ends + torch.tensor([0.0, 0.05])).to(dtypes[0]), bins.to(dtypes[1]), count)
 
 
 def test_dtypes_shapes_and_weights() -> None:

@@ -456,6 +456,18 @@ def test_several_scorers_in_a_search_with_weights() -> None:
     assert found["mean_test_mae"] == found["mean_test_score"]
 
 
+def test_labels_with_fractions_are_the_same_in_each_precision() -> None:
+    labels = np.array([0.1, 0.2, 0.3, 0.7])
+    y, table = np.repeat(labels, 3), np.full((12, 4), 0.1) + 0.6 * np.eye(4)[np.repeat(range(4), 3)]
+    expected = metrics.ranked_probability_score(y, table)
+    for other in (y.astype(np.float32), torch.tensor(y, dtype=torch.float32)):
+        assert metrics.ranked_probability_score(other, table, columns=labels) == pytest.approx(expected)
+        assert metrics.ordinal_mae(other, y, labels=labels) == metrics.ordinal_mae(y, other, labels=labels) == 0
+    X = np.random.default_rng(0).normal(size=(12, 2)) + 9 * y[:, None]
+    model = OrdinalClassifier().fit(X, y)
+    assert model.score(X, y.astype(np.float32)) == model.score(X, y) > 0
+
+
 def test_ordered_categoricals_of_arrow_have_their_order() -> None:
     pyarrow = pytest.importorskip("pyarrow")
     frame = pd.DataFrame({"y": pd.Categorical([10, 30, 20, 30], [10, 20, 30], ordered=True)})

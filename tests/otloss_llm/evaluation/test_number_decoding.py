@@ -227,6 +227,16 @@ def test_calibration_by_hand() -> None:
     assert (scores.questions, scores.number_mass) == (2, pytest.approx(0.8))
 
 
+def test_numbers_of_float32_and_of_arithmetic_equal_those_that_were_read() -> None:
+    values, halves = torch.tensor([0.3, 3.3], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    sure = NumberDistribution(values, halves, mass=0.9)
+    expected = score_number_distributions([sure, sure], [0.3, 3.3])
+    for numbers in (torch.tensor([0.3, 3.3]), np.float32([0.3, 3.3]), [0.1 * 3, 1.1 * 3]):
+        found = score_number_distributions([sure, sure], numbers)
+        assert (found.pit, found.within_90) == (expected.pit, expected.within_90)
+    assert expected.within_90 == pytest.approx(0.9)
+
+
 def test_prompts_and_numbers_come_in_arrays_and_series(model: Any, tokenizer: Any) -> None:
     pd = pytest.importorskip("pandas")
     expected = decode_numbers(model, tokenizer, ASKED, longest=2)
