@@ -464,7 +464,8 @@ def test_labels_with_fractions_are_the_same_in_each_precision() -> None:
         assert metrics.ranked_probability_score(other, table, columns=labels) == pytest.approx(expected)
         assert metrics.ordinal_mae(other, y, labels=labels) == metrics.ordinal_mae(y, other, labels=labels) == 0
     X = np.random.default_rng(0).normal(size=(12, 2)) + 9 * y[:, None]
-    model = OrdinalClassifier().fit(X, y)
+    with pytest.warns(UserWarning, match="numbers with fractions"):
+        model = OrdinalClassifier().fit(X, y)
     assert model.score(X, y.astype(np.float32)) == model.score(X, y) > 0
 
 
