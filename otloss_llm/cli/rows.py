@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -258,8 +259,13 @@ def check_rows(rows: Any, *, text_field: str, answers: bool = False) -> None:
             if not (name == "input_ids" or _is_text(row[name], name) or _is_messages(row[name])):
                 text = "" if name == "messages" else "text or "
                 fix = "drop or correct such rows (dataset.filter)"
-                if isinstance(row[name], int | float):  # a column of numbers in a CSV file is read as numbers
+                # What datasets makes of columns of files.
+                if isinstance(row[name], int | float):
                     fix = "write such values in quotes, in a .jsonl file"
+                elif isinstance(row[name], date):
+                    fix = "write dates to a .csv or .parquet file, for a .jsonl file of dates is read as times"
+                elif row[name] is None:
+                    fix = "drop such rows (dataset.filter); NA, None, null or nan, if meant as text, need a .jsonl file"
                 raise ValueError(
                     f"{name} of row {i} is {repr(row[name])[:60]}, expected {text}a list of messages with role and "
                     f"content; {fix}."

@@ -222,7 +222,8 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
             [-100,    7]])
     """
     masked = [{"attention_mask": [1] * len(item["input_ids"])} | item for item in items]
-    if any(map(_has_sequences, items)) and all(all(item["attention_mask"]) for item in masked):
+    is_full = (bool(np.all(item["attention_mask"])) for item in masked)
+    if any(map(_has_sequences, items)) and all(is_full):
         masked = [{name: item[name] for name in item if name != "attention_mask"} for item in masked]
     for item in masked:
         for name, values in item.items():
@@ -242,6 +243,11 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
         fill = IGNORE_INDEX if key in ("labels", "shift_labels") else 0
         values = [item[key] for item in masked]
         columns = [_as_int64(one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu")) for one in values]
+        if key in ("input_ids", "labels") and any(column.dim() > 1 for column in columns):
+            raise ValueError(
+                f"a row has {key} of shape {tuple(columns[0].shape)}, expected (length,), as of one text; "
+                f"{key}.squeeze(0) drops the axis that a tokenizer adds with return_tensors."
+            )
         # The dtype of all rows: one may have weights 1 and 2, and another 0.5. A row without tokens has none.
         dtypes = [column.dtype for column in columns if column.numel()] or [torch.int64]
         dtype = reduce(torch.promote_types, dtypes)

@@ -426,7 +426,9 @@ class ObjectiveMixin:
         """Name the columns that the trainer keeps, with the weights of tokens; it drops all others."""
         super()._set_signature_columns_if_needed()  # type: ignore[misc]  # the trainer's
         if TOKEN_WEIGHT not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, TOKEN_WEIGHT]
+            compiled = getattr(self.model, "_orig_mod", None)  # the forward of `torch.compile(model)` names no argument
+            own = () if compiled is None else inspect.signature(compiled.forward).parameters
+            self._signature_columns = [*self._signature_columns, *own, TOKEN_WEIGHT]
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """The rows as TRL's trainer prepares them; raises ValueError if they lose their weights."""

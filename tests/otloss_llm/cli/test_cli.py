@@ -807,7 +807,8 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"dataset_name": "empty.parquet"}, "empty.parquet' cannot be read"),
     ({"dataset_name": "script"}, "'script' cannot be read: Dataset scripts are no longer supported"),
     ({"dataset_name": "asked.jsonl", "test_split_size": 0.5}, "asked.jsonl' cannot be read: .*n_samples=1"),
-    ({"dataset_name": "null.jsonl"}, "completion of row 1 is None, expected text"),
+    ({"dataset_name": "null.jsonl"}, "completion of row 1 is None, expected text .*if meant as text, need a .jsonl"),
+    ({"dataset_name": "dates.jsonl"}, r"completion of row 0 is datetime.datetime\(2024, .* to a .csv or .parquet file"),
     ({"dataset_name": "number.jsonl"}, "text of row 0 is 5, expected text .* in quotes, in a .jsonl file"),
     ({"dataset_name": "roles.jsonl"}, "messages of row 0 .* expected a list of messages with role"),
     ({"dataset_name": "chat.jsonl", "model_name_or_path": "silent"}, "no chat template"),
@@ -858,6 +859,7 @@ def test_invalid_options_print_one_line_before_training(
 ) -> None:
     write(tmp_path / "asked.jsonl", [{"question": "1 + 1", "answer": "2"}])
     write(tmp_path / "chat.jsonl", chats())
+    write(tmp_path / "dates.jsonl", [{"prompt": "the day", "completion": f"2024-01-0{day}"} for day in range(1, 9)])
     write(tmp_path / "null.jsonl", [SUMS[0], {"prompt": "1", "completion": None}])
     write(tmp_path / "number.jsonl", [{"text": 5}])
     write(tmp_path / "blank.jsonl", [{"text": ""}])

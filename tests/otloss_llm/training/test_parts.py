@@ -53,6 +53,8 @@ def test_labels_and_weights_are_taken_out_of_a_batch_and_aligned() -> None:
     assert shifted.counts(shifted.labels == 7).tolist() == [3.0, 2.0]
     assert shifted._replace(token_weight=None).counts(shifted.labels == 7).tolist() == [3, 1]
     assert pop_targets({"labels": whole.labels, "shift_labels": shifted.labels}, shift=True).labels is shifted.labels
+    with pytest.raises(ValueError, match=r"input_ids of shape \(1, 3\), expected \(length,\).*squeeze\(0\)"):
+        pad_rows([{name: torch.tensor([values]) for name, values in ROW.items()}])
     for rows, aligned in (([ROW, {"input_ids": [5], "labels": [5]}], False), ([ROW | {"labels": [6, 7]}], True)):
         with pytest.raises(ValueError, match="a row has columns of lengths"):
             pad_rows(rows, aligned=aligned)

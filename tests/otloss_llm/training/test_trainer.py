@@ -931,6 +931,12 @@ def test_rows_that_are_not_tokenised_raise(tmp_path: Path) -> None:
         run.train()
 
 
+def test_a_compiled_model_keeps_its_columns(tmp_path: Path) -> None:
+    run = trainer(tmp_path, torch.compile(tiny_model("llama"), backend="eager"), objective="mle")
+    batch = next(iter(run.get_train_dataloader()))
+    assert {"input_ids", "attention_mask", "labels"} <= set(batch)
+
+
 def test_a_transform_makes_the_rows_of_a_data_set(tmp_path: Path) -> None:
     """Its columns are others than those that are stored: a text and the class of each row."""
     datasets = pytest.importorskip("datasets")
