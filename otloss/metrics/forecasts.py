@@ -17,6 +17,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_count
+from otloss.metrics.arrays import as_array
 from otloss.metrics.inputs import Forecast, read_forecast
 
 NORMAL_95 = 1.959964  # the middle 95 % of a normal variable, in deviations
@@ -153,10 +154,9 @@ def threshold_calibration_error(
         0.25
     """
     forecast = _read_thresholds(y_true, proba, labels, columns, sample_weight, bins, strategy)
+    curves = _curves(forecast, bins, strategy, _decimals(proba))
     # The thresholds between two classes that occur have one and the same curve.
-    return float(
-        np.average([c.error for c in _curves(forecast, bins, strategy)], weights=np.diff(forecast.order.ranks))
-    )
+    return float(np.average([curve.error for curve in curves], weights=np.diff(forecast.order.ranks)))
 
 
 def threshold_reliability(
@@ -181,7 +181,13 @@ def threshold_reliability(
         >>> curve.forecast, curve.observed
         (array([0.5]), array([0.25]))
     """
-    return _curves(_read_thresholds(y_true, proba, labels, columns, sample_weight, bins, strategy), bins, strategy)
+    forecast = _read_thresholds(y_true, proba, labels, columns, sample_weight, bins, strategy)
+    return _curves(forecast, bins, strategy, _decimals(proba))
+
+
+def _decimals(proba: ArrayLike) -> int:
+    """Return how many decimals of sums of these probabilities are not rounding, with a margin."""
+    return 5 if as_array(proba).dtype in (np.float32, np.float16) else 10
 
 
 def _read_thresholds(
@@ -199,10 +205,11 @@ def _read_thresholds(
     return forecast
 
 
-def _curves(forecast: Forecast, bins: int, strategy: str) -> list[Reliability]:
+def _curves(forecast: Forecast, bins: int, strategy: str, decimals: int) -> list[Reliability]:
     curves = []
     for k, (below, was_below) in enumerate(zip(forecast.below.T, forecast.was_below.T, strict=True)):
-        index = _bin_index(below, forecast.weight, bins, strategy)
+        # Forecasts such as 0.1 + 0.2 and 0.3 are equal, and in one bin.
+        index = _bin_index(below.round(decimals), forecast.weight, bins, strategy)
         weight, forecast_mass, observed_mass = (
             np.bincount(index, forecast.weight * factor, minlength=bins) for factor in (1.0, below, was_below)
         )
@@ -216,7 +223,6 @@ def _curves(forecast: Forecast, bins: int, strategy: str) -> list[Reliability]:
 
 def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str) -> np.ndarray:
     if strategy == "uniform":
-        # Forecasts such as 0.1 + 0.2 belong to the bin that starts at 0.3.
         return np.minimum(np.floor(below * bins + 1e-9), bins - 1).astype(int)
     distinct, inverse = np.unique(below, return_inverse=True)
     mass = np.bincount(inverse, weight, minlength=distinct.size)

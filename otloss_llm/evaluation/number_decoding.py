@@ -334,7 +334,7 @@ def _around(tokenizer: Any, argument: str) -> tuple[list[int], list[int]]:
 
 def _check_start(model: Any) -> None:
     """Raise ValueError for a decoder that starts with the last label, as mBART's: none stands behind a number."""
-    starts = decoder_inputs(model, torch.tensor([[0, 2], [0, 3]], device=model.device))[:, 0]
+    starts = decoder_inputs(model, torch.tensor([[0, 2], [0, 3]], device=model.device))["decoder_input_ids"][:, 0]
     if starts[0] != starts[1]:
         raise ValueError(
             f"{type(model).__name__} starts a text with its last label, and the tokenizer puts no token behind a text; "
@@ -394,8 +394,8 @@ def _next_logits(
     labels = torch.tensor([[*before, *ids, *last] for ids in beginnings], device=model.device)
     read = 1 + len(before) + len(beginnings[0])
     encoder_ids = torch.tensor([prompt], device=model.device).expand(len(beginnings), -1)
-    ids = decoder_inputs(model, labels)[:, :read]
-    return model(input_ids=encoder_ids, decoder_input_ids=ids, use_cache=False).logits[:, -1]
+    given = {name: tensor[:, :read] for name, tensor in decoder_inputs(model, labels).items()}
+    return model(input_ids=encoder_ids, use_cache=False, **given).logits[:, -1]
 
 
 def _add(ended: dict[float, float], value: float, log_p: float) -> None:

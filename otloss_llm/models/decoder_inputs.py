@@ -8,19 +8,33 @@ from torch import Tensor, nn
 
 from otloss_llm.models.heads import is_encoder_decoder
 
+# Kinds of models that hide padding from their decoders where they make the inputs of these; others do not.
+_HIDING_PADDING = ("encoder-decoder", "pix2struct")
+
 
 def with_decoder_inputs(root: nn.Module, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
     """Return the inputs of a model; an encoder-decoder gets decoder_input_ids, unless the batch has them."""
     if not is_encoder_decoder(root) or {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
         return inputs
-    return inputs | {"decoder_input_ids": decoder_inputs(root, labels)}
+    return decoder_inputs(root, labels) | inputs
 
 
-def decoder_inputs(root: Any, labels: Tensor) -> Tensor:
-    """Return the labels shifted to the right behind the token that starts a text.
+def decoder_inputs(root: Any, labels: Tensor) -> dict[str, Tensor]:
+    """Return decoder_input_ids, and the decoder_attention_mask beside it that some models make.
 
     Raises ValueError if the model has no method for it and its config does not name the tokens.
     """
+    ids = _shifted(root, labels)
+    if (kind := getattr(root.config, "model_type", None)) not in _HIDING_PADDING:
+        return {"decoder_input_ids": ids}
+    mask = (ids != root.config.pad_token_id).to(ids.dtype)
+    if kind == "pix2struct":
+        mask[:, 0] = 1
+    return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+
+
+def _shifted(root: Any, labels: Tensor) -> Tensor:
+    """Return the labels shifted to the right behind the token that starts a text."""
     if hasattr(root, "prepare_decoder_input_ids_from_labels"):
         ids: Tensor = root.prepare_decoder_input_ids_from_labels(labels.clone())  # FSMT writes into its argument
         return ids

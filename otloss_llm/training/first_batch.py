@@ -73,11 +73,26 @@ def _without_a_trace(model: nn.Module) -> Iterator[None]:
     masks = np.random.get_state()  # numpy draws masks of SpecAugment, and Python the layers of LayerDrop
     layers = random.getstate()
     try:
-        with torch.random.fork_rng(devices), evaluation_mode(model), _state_kept(model):
+        with torch.random.fork_rng(devices), evaluation_mode(model), _state_kept(model), _no_checkpoints(model):
             yield
     finally:
         np.random.set_state(masks)
         random.setstate(layers)
+
+
+@contextmanager
+def _no_checkpoints(model: nn.Module) -> Iterator[None]:
+    """Switch gradient checkpointing off for this context; hooks of PEFT allow it one pass before a backward pass."""
+    modules: list[Any] = [
+        module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True
+    ]
+    for module in modules:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.gradient_checkpointing = True
 
 
 @contextmanager

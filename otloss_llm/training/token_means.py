@@ -205,6 +205,7 @@ class Evaluation:
         sums: of `token_means`.
         batch: returns the rows of the batch that is evaluated now, None where it has no labels.
         count: its number of tokens as the trainer counts it, over all processes.
+        batches: how many there have been.
         passes: of that batch.
         added: what the user's own `compute_loss` or `prediction_step` adds to the objective, summed over tokens.
     """
@@ -214,12 +215,14 @@ class Evaluation:
     sums: Tensor | None = None
     batch: Callable[[], Rows | None] = lambda: None
     count: Tensor | int | None = None
+    batches: int = 0
     passes: list[Pass] = field(default_factory=list)
     added: Tensor | float = 0.0
 
     def begin_batch(self, batch: Callable[[], Rows | None]) -> None:
         """Forget the passes of the batch before."""
         self.batch, self.count = batch, None
+        self.batches += 1
         self.passes.clear()
 
     def share_of(self, part: Targets, count: Tensor | int) -> Tensor:

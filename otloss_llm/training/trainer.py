@@ -636,6 +636,11 @@ class ObjectiveMixin:
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         if evaluation.sums is None:
+            if evaluation.batches == 0 and description != "Prediction":
+                raise ValueError(
+                    f"the evaluation has no batch, expected at least one of {self.args.eval_batch_size} rows; pass "
+                    "more rows, a smaller per_device_eval_batch_size, or dataloader_drop_last=False."
+                )
             return output
         sums = self.accelerator.reduce(evaluation.sums, reduction="sum")
         if description == "Prediction" and not token_count(sums):

@@ -104,6 +104,22 @@ def test_reliability_against_scikit_learn(strategy: str, bins: int) -> None:
     assert error == pytest.approx(np.mean(errors))
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("strategy", ["uniform", "quantile"])
+def test_forecasts_that_differ_by_rounding_share_a_bin(strategy: str, dtype: type) -> None:
+    """0.1 + 0.2 is not 0.3; forecasts of 10 neighbours, as whole numbers, have the exact answer."""
+    random = np.random.default_rng(0)
+    votes = random.multinomial(10, [0.1, 0.2, 0.3, 0.4], 300)
+    y, table = random.integers(0, 4, 300), (votes / 10).astype(dtype)
+    curves = metrics.threshold_reliability(y, table, bins=5, strategy=strategy)
+    for k, curve in enumerate(curves):
+        below = votes[:, : k + 1].sum(1)
+        middle = [(below < vote).sum() + (below == vote).sum() / 2 for vote in below]
+        index = np.minimum(below // 2 if strategy == "uniform" else (np.array(middle) / 60).astype(int), 4)
+        expected = [np.mean(y[index == each] <= k) for each in np.unique(index)]
+        np.testing.assert_allclose(curve.observed, expected, rtol=1e-6)
+
+
 def test_intervals_are_those_of_wilson_and_uneven_weights_count_less() -> None:
     proba = np.repeat([[0.1, 0.9], [0.19, 0.81], [0.95, 0.05]], [100, 100, 3], axis=0)
     y = np.repeat([0, 1, 0, 1], [30, 170, 2, 1])

@@ -549,17 +549,22 @@ def test_a_model_that_cannot_be_fused_raises_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Version v4.12.0")  # EncoderDecoderModel warns whenever it makes a loss
-def test_ignored_labels_inside_of_a_decoder_raise_where_the_model_masks_them(tmp_path: Path) -> None:
-    """EncoderDecoderModel does not let its decoder see them; without them it trains as by its own loss."""
+@pytest.mark.parametrize("start", [2, 0])
+def test_a_decoder_does_not_see_padding_and_ignored_labels_where_the_model_masks_them(
+    tmp_path: Path, start: int
+) -> None:
+    """EncoderDecoderModel does, also a start that is the padding token, as usual for GPT-2."""
     bert = transformers.BertConfig(**_BASE | _NO_BERT_DROPOUT)
     both = transformers.BertConfig(**_BASE | _NO_BERT_DROPOUT, is_decoder=True, add_cross_attention=True)
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(bert, both)
-    config.decoder_start_token_id, config.pad_token_id = 2, 0
+    config.decoder_start_token_id, config.pad_token_id = start, 0
     model, batch = transformers.EncoderDecoderModel(config), words() | {"labels": said()}
     compare_with_own_loss(tmp_path, model, batch)
-    batch["labels"][:, :2] = -100
-    with pytest.raises(ValueError, match="makes the inputs of its decoder from labels in a way that is not known"):
-        objective_trainer(tmp_path, model).compute_loss(model, batch)
+    batch["labels"][1:, :2] = -100
+    compare_with_own_loss(tmp_path, model, batch)
+    mask = (batch["labels"] != -100).long()
+    mask[:, 1] = 0
+    compare_with_own_loss(tmp_path, model, batch | {"decoder_attention_mask": mask})
 
 
 # ---- whole trainings -------------------------------------------------------------------------------------------------

@@ -931,6 +931,22 @@ def test_rows_that_are_not_tokenised_raise(tmp_path: Path) -> None:
         run.train()
 
 
+def test_an_evaluation_without_a_batch_raises(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_model("llama"), objective="mle", dataloader_drop_last=True)
+    with pytest.raises(ValueError, match="the evaluation has no batch, expected at least one of 3 rows"):
+        run.evaluate(rows(2))
+
+
+def test_the_first_batch_is_examined_without_gradient_checkpointing(tmp_path: Path) -> None:
+    """Hooks of PEFT's activated LoRA allow it one pass before a backward pass."""
+    model, passes = tiny_model("llama"), []
+    run = trainer(tmp_path, model, objective="mle", max_steps=1, gradient_checkpointing=True)
+    model.register_forward_pre_hook(lambda *_: passes.append(model.is_gradient_checkpointing))
+    run.train()
+    assert len(passes) > 2
+    assert passes == [False] * (len(passes) - 1) + [True]
+
+
 def test_a_compiled_model_keeps_its_columns(tmp_path: Path) -> None:
     run = trainer(tmp_path, torch.compile(tiny_model("llama"), backend="eager"), objective="mle")
     batch = next(iter(run.get_train_dataloader()))
