@@ -146,6 +146,6 @@ def _ended(steps: Float[np.ndarray, " classes"]) -> Float[np.ndarray, " edges"]:
 def _quantiles(forecast: Forecast, below: Float[np.ndarray, "n classes"]) -> list[Float[np.ndarray, " classes"]]:
     order = np.argsort(below, axis=0)
     mass = forecast.weight[order].cumsum(0)
-    rows = [np.minimum((mass < level).sum(0), len(below) - 1) for level in (0.1, 0.9)]
+    rows = [np.minimum((mass < level - 1e-12).sum(0), len(below) - 1) for level in (0.1, 0.9)]
     ordered = np.take_along_axis(below, order, axis=0)
     return [np.take_along_axis(ordered, row[None], axis=0)[0] for row in rows]
