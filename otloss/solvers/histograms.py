@@ -266,7 +266,7 @@ def centre_of(
 ) -> Float[Tensor, "*batch 1"]:
     """Return the constant that centres a gradient: its mean over the bins, or the median over those that are not light.
 
-    The median where the mean is so large, beside the differences of bins that are not light, that these would lose
+    The median where the mean is so large, beside most differences of bins that are not light, that these would lose
     their digits: a bin without mass that only pairs of a price reach has a derivative of the size of the price. Bins
     that differ by rounding alone, as bins at equal points do, have no digits to lose.
     """
@@ -280,7 +280,9 @@ def centre_of(
     zero = _ZERO_ROUNDINGS * (
         torch.finfo(gradient.dtype).eps * median.abs() + torch.finfo(torch.float64).eps * distance
     )
-    is_lost = ((differences > zero) & (differences < smallest)).any(-1, keepdim=True)
+    differs = differences > zero
+    lost = (differs & (differences < smallest)).sum(-1, keepdim=True)
+    is_lost = 2 * lost > differs.sum(-1, keepdim=True)
     is_far = distance > differences.nan_to_num(nan=0.0).amax(-1, keepdim=True)
     return torch.where(is_far & is_lost, median, mean)
 

@@ -76,3 +76,25 @@ def test_light_pixels_do_not_disturb_the_derivatives_of_empty_ones(
     _, (whole, _) = gradients(otloss.sinkhorn_divergence, p, q, given, epsilon=epsilon)
     difference = (between - whole) - f
     assert float((difference - difference.mean()).abs().max()) < 1e-2 * ERRORS[dtype] + 5e-6 * (dtype == torch.float32)
+
+
+def test_gradients_of_a_spot_are_centred_over_all_pixels_wherever_it_is() -> None:
+    """Some pixel with mass has nearly the median derivative by chance, while those without have far larger ones."""
+    axis = torch.arange(64.0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+
+    def spot(x: float, y: float) -> Tensor:
+        image = (-((axis[:, None] - y) ** 2 + (axis - x) ** 2) / 8).exp()
+        image = image * (image > 0.01)
+        return (image / image.sum()).flatten()
+
+    q, cost = spot(45.0, 45.0), GridCost((64, 64))
+    functions = {
+        "lower_bound": lambda p: otloss.lower_bound(p, q, cost),
+        "sinkhorn_divergence": lambda p: otloss.sinkhorn_divergence(p, q, cost, epsilon=4.0),
+    }
+    for place in 6 + 16 * torch.rand(4, 2, generator=generator):
+        for function in functions.values():
+            p = spot(*place.tolist()).requires_grad_()
+            (gradient,) = torch.autograd.grad(function(p), p)
+            assert abs(float(gradient.mean())) < 1e-6 * float(gradient.abs().max())
