@@ -239,16 +239,18 @@ def _labels(
     values = values.clamp(low, high)
     if encoding == "gaussian":
         return _gaussian(values, bins, sigma)
-    return _two_hot(values, bins.centres) if encoding == "two_hot" else _one_hot(values, bins)
+    if encoding == "two_hot":
+        return _two_hot(values, bins.centres)
+    _check_no_gradient(values)
+    return torch.searchsorted(bins.edges[1:-1].to(narrower), rounded.contiguous(), right=True)
 
 
-def _one_hot(values: Tensor, bins: Bins) -> Tensor:
+def _check_no_gradient(values: Tensor) -> None:
     if is_differentiated(values):
         raise ValueError(
             'target requires a gradient or carries a tangent, which encoding="one_hot" does not give; pass '
             'target.detach(), or use "two_hot".'
         )
-    return torch.searchsorted(bins.edges[1:-1].contiguous(), values.contiguous(), right=True)
 
 
 def _two_hot(values: Tensor, centres: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,24 @@ def read_values(values: ArrayLike | None, classes: int) -> Float[np.ndarray, " c
 def column_names(table: Any) -> list[Any]:
     """Return the names of the columns of a pandas, polars or pyarrow table; none of an array."""
     return list(getattr(table, "column_names", getattr(table, "columns", [])))  # pyarrow's `columns` are the data
+
+
+def significant_bits(values: Any) -> int:
+    """Return with how many bits numbers were computed: 8 (bfloat16), 11 (float16), 24 (float32) or 53.
+
+    Numbers of float32 may come in float64, as in a list.
+    """
+    if name := re.search(r"b?float16", str(getattr(values, "dtype", ""))):
+        return 8 if name[0] == "bfloat16" else 11
+    numbers = as_array(values).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return 24 if (numbers == numbers.astype(np.float32)).all() else 53
+
+
+def in_bits(numbers: Float[np.ndarray, "*shape"], bits: int) -> Float[np.ndarray, "*shape"]:
+    """Return numbers rounded to so many significant bits."""
+    mantissa, exponent = np.frexp(numbers)
+    return np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits)
 
 
 def as_array(values: Any) -> np.ndarray:

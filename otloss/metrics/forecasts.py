@@ -17,7 +17,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_count
-from otloss.metrics.arrays import as_array
+from otloss.metrics.arrays import significant_bits
 from otloss.metrics.inputs import Forecast, read_forecast
 
 NORMAL_95 = 1.959964  # the middle 95 % of a normal variable, in deviations
@@ -154,7 +154,7 @@ def threshold_calibration_error(
         0.25
     """
     forecast = _read_thresholds(y_true, proba, labels, columns, sample_weight, bins, strategy)
-    curves = _curves(forecast, bins, strategy, _decimals(proba))
+    curves = _curves(forecast, bins, strategy, _rounding(proba))
     # The thresholds between two classes that occur have one and the same curve.
     return float(np.average([curve.error for curve in curves], weights=np.diff(forecast.order.ranks)))
 
@@ -182,12 +182,12 @@ def threshold_reliability(
         (array([0.5]), array([0.25]))
     """
     forecast = _read_thresholds(y_true, proba, labels, columns, sample_weight, bins, strategy)
-    return _curves(forecast, bins, strategy, _decimals(proba))
+    return _curves(forecast, bins, strategy, _rounding(proba))
 
 
-def _decimals(proba: ArrayLike) -> int:
-    """Return how many decimals of sums of these probabilities are not rounding, with a margin."""
-    return 5 if as_array(proba).dtype in (np.float32, np.float16) else 10
+def _rounding(proba: ArrayLike) -> float:
+    """Return by how much, relative to them, sums of these probabilities may differ and be equal."""
+    return max(2.0 ** (3 - significant_bits(proba)), 1e-12)
 
 
 def _read_thresholds(
@@ -205,11 +205,10 @@ def _read_thresholds(
     return forecast
 
 
-def _curves(forecast: Forecast, bins: int, strategy: str, decimals: int) -> list[Reliability]:
+def _curves(forecast: Forecast, bins: int, strategy: str, rounding: float) -> list[Reliability]:
     curves = []
     for k, (below, was_below) in enumerate(zip(forecast.below.T, forecast.was_below.T, strict=True)):
-        # Forecasts such as 0.1 + 0.2 and 0.3 are equal, and in one bin.
-        index = _bin_index(below.round(decimals), forecast.weight, bins, strategy)
+        index = _bin_index(below, forecast.weight, bins, strategy, rounding)
         weight, forecast_mass, observed_mass = (
             np.bincount(index, forecast.weight * factor, minlength=bins) for factor in (1.0, below, was_below)
         )
@@ -221,13 +220,23 @@ def _curves(forecast: Forecast, bins: int, strategy: str, decimals: int) -> list
     return curves
 
 
-def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str) -> np.ndarray:
+def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str, rounding: float) -> np.ndarray:
+    """Return the bin of each forecast; those such as 0.1 + 0.2 and 0.3, which are equal up to rounding, share it."""
     if strategy == "uniform":
-        return np.minimum(np.floor(below * bins + 1e-9), bins - 1).astype(int)
+        return np.minimum(np.floor(below * bins * (1 + rounding)), bins - 1).astype(int)
     distinct, inverse = np.unique(below, return_inverse=True)
-    mass = np.bincount(inverse, weight, minlength=distinct.size)
+    inverse = _groups(distinct, rounding)[inverse]
+    mass = np.bincount(inverse, weight)
     middle = mass.cumsum() - mass / 2
     return np.minimum((middle * bins + 1e-9).astype(int), bins - 1)[inverse]
+
+
+def _groups(ascending: np.ndarray, rounding: float) -> np.ndarray:
+    """Return the group of each number: it begins anew behind a gap, or where it would be wider, as among dense ones."""
+    begins = np.diff(ascending, prepend=-np.inf) > rounding * ascending
+    first = ascending[begins][begins.cumsum() - 1]
+    part = np.floor((ascending - first) / (rounding * np.maximum(first, np.finfo(float).tiny)))
+    return (begins | (np.diff(part, prepend=0) != 0)).cumsum() - 1
 
 
 def _mean_distance(forecast: Forecast, values: ArrayLike | None, normalize: bool, *, power: int) -> float:

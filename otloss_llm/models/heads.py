@@ -14,6 +14,7 @@ A head is a linear layer of torch, or one of these:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -309,6 +310,18 @@ def adapters_are_disabled(model: nn.Module) -> bool:
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Return whether the labels of the model are its decoder's, which are not shifted."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def may_keep_cache(model: Any) -> bool:
+    """Return whether a model takes `use_cache`. With a cache it does not look for sequences that are packed in a row.
+
+    The trainer of transformers clears it in the config of the model alone, and not in that of a text model within it.
+    """
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
+    parameters = inspect.signature(own.forward).parameters
+    config = getattr(own, "config", None)
+    is_within = hasattr(config, "get_text_config") and config.get_text_config() is not config
+    return "use_cache" in parameters or (is_within and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 
 
 def passes_differ(first: Tensor, second: Tensor) -> bool:

@@ -27,6 +27,7 @@ from otloss_llm.models.heads import (
     count_embeddings,
     find_head,
     is_encoder_decoder,
+    may_keep_cache,
     weights_kept,
 )
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
@@ -352,6 +353,8 @@ class ObjectiveMixin:
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
             batch["output_router_logits"] = True
         root = unwrap(model)
+        if may_keep_cache(root):
+            batch.setdefault("use_cache", False)
         inputs = with_decoder_inputs(root, batch, targets.labels)
         if not self._is_examined and root is unwrap(self.model):
             self._examine(model, batch, targets, shifted_by_user)

@@ -107,6 +107,13 @@ def test_the_ends_of_bins_in_another_dtype_are_within_them(dtypes: tuple[torch.d
             histogram_labels((ends + torch.tensor([0.0, 0.05])).to(dtypes[0]), bins.to(dtypes[1]), count)
 
 
+def test_values_at_edges_of_another_dtype_begin_their_bin() -> None:
+    kinds, tenths = (torch.float64, torch.float32, torch.float16, torch.bfloat16), torch.arange(11).double() / 10
+    for of_values, of_edges in itertools.product(kinds, kinds):
+        labels = histogram_labels(tenths[:10].to(of_values), tenths.to(of_edges), 10, encoding="one_hot")
+        torch.testing.assert_close(labels.double(), torch.eye(10).double())
+
+
 def test_dtypes_shapes_and_weights() -> None:
     bins = torch.tensor([0, 10, 20])
     z, ages = torch.zeros(2, 4, 3, dtype=torch.bfloat16), torch.tensor([[0, 5, 10, 20], [1, 2, 3, 19]])

@@ -104,7 +104,7 @@ def test_reliability_against_scikit_learn(strategy: str, bins: int) -> None:
     assert error == pytest.approx(np.mean(errors))
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
 @pytest.mark.parametrize("strategy", ["uniform", "quantile"])
 def test_forecasts_that_differ_by_rounding_share_a_bin(strategy: str, dtype: type) -> None:
     """0.1 + 0.2 is not 0.3; forecasts of 10 neighbours, as whole numbers, have the exact answer."""
@@ -118,6 +118,24 @@ def test_forecasts_that_differ_by_rounding_share_a_bin(strategy: str, dtype: typ
         index = np.minimum(below // 2 if strategy == "uniform" else (np.array(middle) / 60).astype(int), 4)
         expected = [np.mean(y[index == each] <= k) for each in np.unique(index)]
         np.testing.assert_allclose(curve.observed, expected, rtol=1e-6)
+
+
+def test_small_forecasts_that_differ_do_not_share_a_bin() -> None:
+    forecast = np.repeat(np.float32([1e-6, 4e-6]), 500)
+    y = np.where(np.arange(1000) < 100, 0, 1)
+    table = np.stack([forecast, 1 - forecast], 1)
+    for given in (
+        table,
+        table.tolist(),
+        table.astype(np.float64),
+        pd.DataFrame(table).astype("Float32").to_numpy(float),
+    ):
+        (curve,) = metrics.threshold_reliability(y, given, bins=2, strategy="quantile")
+        np.testing.assert_allclose(curve.forecast, [1e-6, 4e-6], rtol=1e-5)
+        np.testing.assert_allclose(curve.observed, [0.2, 0.0])
+    dense = np.sort(np.random.default_rng(0).random(100_000)).astype(np.float32)
+    (curve,) = metrics.threshold_reliability(dense > 0.5, np.stack([dense, 1 - dense], 1), strategy="quantile")
+    np.testing.assert_allclose(curve.share, 0.1, atol=1e-4)
 
 
 def test_intervals_are_those_of_wilson_and_uneven_weights_count_less() -> None:

@@ -548,6 +548,15 @@ def test_a_model_that_cannot_be_fused_raises_at_once(tmp_path: Path) -> None:
             objective_trainer(tmp_path, peft.get_peft_model(case("Llama")[0], settings))
 
 
+def test_sequences_that_are_packed_do_not_see_each_other_in_a_text_model_of_another(tmp_path: Path) -> None:
+    """Its config asks for a cache, beside which transformers does not look for sequences."""
+    model, texts = case("Llava")[0], [torch.randint(3, IMAGE - 3, (length,)).tolist() for length in (6, 9)]
+    alone = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in texts]
+    packed = {name: alone[0][name] + alone[1][name] for name in alone[0]} | {"position_ids": [*range(6), *range(9)]}
+    found = [objective_trainer(tmp_path, model).evaluate(data)["eval_nll"] for data in (alone, [packed])]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Version v4.12.0")  # EncoderDecoderModel warns whenever it makes a loss
 @pytest.mark.parametrize("start", [2, 0])
 def test_a_decoder_does_not_see_padding_and_ignored_labels_where_the_model_masks_them(
