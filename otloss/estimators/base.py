@@ -16,7 +16,6 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import _safe_indexing, check_consistent_length, check_random_state, column_or_1d
 from sklearn.utils.validation import _num_samples, check_is_fitted, validate_data
 
-from otloss._checks import check_not_masked
 from otloss._ordered_classes import check_choice
 from otloss.estimators.criterion import check_real, make_criterion
 from otloss.estimators.decode import RULES, decode
@@ -66,7 +65,6 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return the accuracy of `predict` on features X (n, d) with labels y (n,), by weight."""
         predicted = self.predict(X)
-        check_not_masked(y)
         with numpy_alone():
             labels = plain_labels("y", column_or_1d(plain_items(y)))
             check_consistent_length(predicted, labels)
@@ -143,8 +141,6 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, **training: Any) -> None:
         """Check everything, train, and calibrate; `training` goes to `_train`."""
-        for array in (X, y):
-            check_not_masked(array)
         own_categories = categories_of(y)  # of an ordered Categorical, which holds labels for certain
         categories = own_categories if self.categories is None else self.categories
         X, y = self._checked(X, plain_items(y))

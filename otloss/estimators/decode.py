@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+_ROUNDING = 1e-6  # of sums of probabilities, which classifiers may compute in float32
 RULES = ("argmax", "median", "mean", "cost")
 
 
@@ -23,7 +24,7 @@ def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.
         return distribution.argmax(1)
     if rule == "median":
         # Rounding may put a sum such as 0.1 + 0.4 slightly below one half; equal errors would differ by it.
-        return (distribution.cumsum(1) >= 0.5 - 1e-12).argmax(1)
+        return (distribution.cumsum(1) >= 0.5 - _ROUNDING).argmax(1)
     if rule == "mean":
         return np.abs((distribution @ values)[:, None] - values).argmin(1)
     if cost is None:

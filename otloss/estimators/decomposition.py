@@ -20,6 +20,7 @@ from sklearn.utils.validation import has_fit_parameter, validate_data
 from otloss._ordered_classes import check_choice
 from otloss.estimators.base import SMALLEST_CALIBRATED, OrdinalBase, unchanged_on_error
 from otloss.estimators.decode import RULES
+from otloss.estimators.features import check_read_by_numpy
 
 _REQUESTS = (
     "set_fit_request(sample_weight=True) of the classifier, and set_fit_request(sample_weight=False) of each step "
@@ -107,10 +108,12 @@ class OrdinalDecomposition(OrdinalBase):
         self._binary()  # which checks it
 
     def _checked(self, X: Any, y: Any) -> tuple[Any, np.ndarray]:
+        check_read_by_numpy(X)
         X, y = indexable(*validate_data(self, X, y, skip_check_array=True))
         return X, check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
 
     def _features(self, X: Any) -> Any:
+        check_read_by_numpy(X)
         return validate_data(self, X, reset=False, skip_check_array=True, ensure_2d=False)  # names of columns
 
     def _as_features(self, X: Any) -> Any:

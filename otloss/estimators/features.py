@@ -18,6 +18,7 @@ from scipy.sparse import issparse
 from sklearn import config_context
 from sklearn.preprocessing import StandardScaler
 
+from otloss._checks import check_not_masked
 from otloss.metrics.arrays import column_names
 
 LARGEST_FEATURE = 1e100  # Its square is still a finite float.
@@ -36,6 +37,7 @@ def reading_features(X: Any, advice: str, *, name: str = "X") -> Iterator[None]:
 
     The advice may refer to `{column}`.
     """
+    check_read_by_numpy(X, name)
     _check_no_dates(X, name)
     try:
         with numpy_alone():
@@ -65,6 +67,17 @@ def _check_no_dates(X: Any, name: str) -> None:
             raise TypeError(
                 f"{what} has dtype {kind}, expected numbers; take days since an origin, the same in training and "
                 f"prediction: in pandas ({dates} - origin) / pandas.Timedelta(days=1)."
+            )
+
+
+def check_read_by_numpy(X: Any, name: str = "X") -> None:
+    """Raise ValueError for masked arrays, and nulls among categories of Arrow, which numpy reads as the last category."""
+    check_not_masked(X)
+    for column, kind in _types_of_columns(X):
+        if hasattr(kind, "index_type") and X[column].null_count:
+            raise ValueError(
+                f"column {column!r} of {name} holds nulls among its categories, a {kind}, which are not read as "
+                f"missing; pass {name}.to_pandas()."
             )
 
 

@@ -135,8 +135,9 @@ def read_forecast(
 
 def _check_own_names(proba: ArrayLike, column_labels: Labels) -> None:
     """Raise ValueError if the table itself names its columns by the classes, in another order."""
-    own = names_in_another_order(own_names(proba), column_labels)
-    if own and (isinstance(proba, Distribution) or own != list(range(len(own)))):  # which nobody may have given
+    names = own_names(proba)
+    own = names_in_another_order(names, column_labels)
+    if own and (isinstance(proba, Distribution) or names != list(range(len(names)))):  # which nobody may have given
         raise ValueError(
             f"the columns are taken to be {shown(column_labels)}, and proba names them {own!r}; pass columns={own!r}, "
             "or the probabilities as an array."

@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 from numpy.typing import ArrayLike
 
-from otloss.metrics.arrays import as_array, column_names, read_values
+from otloss._checks import check_not_masked
+from otloss.metrics.arrays import as_array, column_names, in_bits, read_values, significant_bits
 
 _MAX_CLASSES = 10_000  # A longer range of integers is unlikely to be a range of ranks.
 KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings"}
@@ -199,12 +200,13 @@ def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
 
 
 def in_one_precision(*labels: Labels) -> list[Labels]:
-    """Return labels of which those with fractions are in the narrowest of their dtypes: 0.1 is one label in each."""
-    dtypes = {each.dtype for each in labels if each.dtype.kind == "f" and not is_whole(each).all()}
-    if len(dtypes) < 2:
+    """Return labels of which those with fractions have the digits of the narrowest dtype: 0.1 is one label in each."""
+    has_fractions = [each.dtype.kind == "f" and not is_whole(each).all() for each in labels]
+    bits = [significant_bits(each) for each, has in zip(labels, has_fractions, strict=True) if has]
+    if len(set(bits)) < 2:
         return list(labels)
-    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
-    return [each.astype(narrowest) if each.dtype in dtypes else each for each in labels]
+    pairs = zip(labels, has_fractions, strict=True)
+    return [in_bits(each.astype(np.float64), min(bits)) if has else each for each, has in pairs]
 
 
 def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " n"]:
@@ -231,7 +233,7 @@ def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " 
 
 def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     """Return labels as an array of numbers or strings with one axis, none of them missing."""
-    values = plain_items(_as_column(values))
+    values = plain_items(values)
     try:
         array = as_array(values)
     except ValueError as error:
@@ -267,10 +269,19 @@ def plain_items(labels: Any) -> Any:
     """Return a list, a class of Enum or categories of Arrow as a list of labels of Python and numpy; others unchanged.
 
     Of members of a class (str, Enum) numpy makes the first letters of the name of their class, tensors without axes
-    are not numbers to it, and it takes a null of Arrow for the last category.
+    are not numbers to it, it takes a null of Arrow for the last category, and scikit-learn does not know pandas' NA.
+
+    Raises:
+        ValueError: if labels are masked.
     """
+    check_not_masked(labels)
+    labels = _as_column(labels)
     arrow = _arrow_categories(labels)
     labels = labels if arrow is None else arrow.to_pylist()
+    if not isinstance(getattr(labels, "dtype", np.dtype(float)), np.dtype) and hasattr(labels, "isna"):
+        is_missing = np.asarray(labels.isna())
+        if is_missing.any():
+            labels = [None if is_na else label for label, is_na in zip(labels, is_missing, strict=True)]
     return [_plain_item(label) for label in labels] if isinstance(labels, list | tuple | EnumType) else labels
 
 
@@ -333,6 +344,8 @@ def _as_column(values: Any) -> Any:
         return values
     if hasattr(values, "iloc"):
         return values.iloc[:, 0]
+    if hasattr(values, "column_names"):  # pyarrow
+        return values.column(0)
     return values.to_series() if hasattr(values, "to_series") else values  # polars has to_series
 
 

@@ -111,7 +111,10 @@ def context_length(model: torch.nn.Module) -> int | None:
     >>> context_length(GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1)))
     8
     """
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "max_position_embeddings") and hasattr(config, "get_text_config"):
+        config = config.get_text_config()  # of a model of images or sound
+    positions = getattr(config, "max_position_embeddings", None)
     return positions if positions is not None and positions > 0 else None  # XLNet says -1
 
 

@@ -319,7 +319,7 @@ def may_keep_cache(model: Any) -> bool:
     """
     own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
     parameters = inspect.signature(own.forward).parameters
-    config = getattr(own, "config", None)
+    config: Any = getattr(own, "config", None)
     is_within = hasattr(config, "get_text_config") and config.get_text_config() is not config
     return "use_cache" in parameters or (is_within and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 

@@ -212,19 +212,16 @@ def has_weights(rows: Any) -> bool:
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
     """Join rows of token ids into a batch, padded on the right; padding has labels -100, mask 0 and weight 0.
 
-    There is no mask where positions begin again in a row that has several sequences, and no padding of its own: models
-    look for sequences in `position_ids` only without a mask, and would let them see each other.
+    Rows with positions get no mask: models look for sequences that are packed in a row only without one.
 
-    Raises ValueError where rows have other columns than the first, or, if `aligned`, columns of several lengths.
+    Raises ValueError where rows have other columns than the first, or a mask beside packed sequences, or, if `aligned`,
+    columns of several lengths.
 
     >>> pad_rows([{"input_ids": [5], "labels": [5]}, {"input_ids": [6, 7], "labels": [-100, 7]}])["labels"]
     tensor([[   5, -100],
             [-100,    7]])
     """
-    masked = [{"attention_mask": [1] * len(item["input_ids"])} | item for item in items]
-    is_full = (bool(np.all(item["attention_mask"])) for item in masked)
-    if any(map(_has_sequences, items)) and all(is_full):
-        masked = [{name: item[name] for name in item if name != "attention_mask"} for item in masked]
+    masked = [_with_mask(item) for item in items]
     for item in masked:
         for name, values in item.items():
             if not hasattr(values, "__len__"):
@@ -256,10 +253,17 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
     return {key: padded(key) for key in masked[0]}
 
 
-def _has_sequences(item: dict[str, Any]) -> bool:
-    """Whether positions begin again in a row."""
-    positions = np.asarray(item.get("position_ids", ()))
-    return positions.ndim == 1 and bool((np.diff(positions) <= 0).any())
+def _with_mask(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with an attention mask, unless it has positions; they may be those of several sequences."""
+    if np.ndim(item.get("position_ids", 0)) != 1:  # those of images have three rows
+        return {"attention_mask": [1] * len(item["input_ids"])} | item
+    begins_again = bool((np.diff(np.asarray(item["position_ids"])) <= 0).any())
+    if begins_again and np.ndim(item.get("attention_mask", 0)) == 1:
+        raise ValueError(
+            "a row has several sequences, since its position_ids begin again, and an attention_mask, beside which "
+            "models let them see each other; remove that column (dataset.remove_columns)."
+        )
+    return item
 
 
 def collate_tokens(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Any]:

@@ -640,10 +640,13 @@ class ObjectiveMixin:
             )
         if evaluation.sums is None:
             if evaluation.batches == 0 and description != "Prediction":
-                raise ValueError(
+                message = (
                     f"the evaluation has no batch, expected at least one of {self.args.eval_batch_size} rows; pass "
                     "more rows, a smaller per_device_eval_batch_size, or dataloader_drop_last=False."
                 )
+                if not self.is_in_train:
+                    raise ValueError(message)
+                logger.warning(message)
             return output
         sums = self.accelerator.reduce(evaluation.sums, reduction="sum")
         if description == "Prediction" and not token_count(sums):

@@ -748,3 +748,32 @@ def test_dates_are_named_in_training_and_prediction(make: Any) -> None:
         cells = pd.DataFrame({"number": [None, *range(19)], "day": pd.Series(dates, dtype=object)}, dtype=object)
         with pytest.raises(TypeError, match=r"column 'day' of X holds .*2020.*, expected numbers; convert it"):
             make().fit(cells, y)
+
+
+def test_what_is_missing_is_told_wherever_columns_are_read() -> None:
+    """Under a mask, among categories of Arrow, and as NA of pandas there are numbers that nobody gave."""
+    X, rank = ordered_rows(90)
+    hidden, told = np.ma.masked_less(X, -1), "masked"
+    model = CumulativeLinkClassifier(transport=0, cross_entropy=1, alpha=0).fit(X, rank)
+    masked_labels = np.ma.masked_equal(rank, 0)
+    for call in (
+        lambda: model.fit(hidden, rank),
+        lambda: model.predict(hidden),
+        lambda: model.predict_proba(hidden),
+        lambda: model.score(hidden, rank),
+        lambda: model.score(X, masked_labels),
+        lambda: model.summary(X, masked_labels),
+        lambda: TransportAdapter().fit(hidden, target=X),
+        lambda: OrdinalDecomposition().fit(X, rank).predict(hidden),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call()
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    labels = pandas.Series(rank.astype(str), dtype="string").mask(rank == 0)
+    with pytest.raises(ValueError, match=r"y\[\d+\] is missing"):
+        OrdinalClassifier(categories=["1", "2"]).fit(X, labels)
+    column = pandas.Series(rank, dtype="Int64").mask(rank == 0).astype("category")
+    table = pyarrow.Table.from_pandas(pandas.DataFrame({"x": X[:, 0], "rank": column}))
+    for estimator in (OrdinalClassifier(), OrdinalDecomposition(), TransportAdapter()):
+        with pytest.raises(ValueError, match=r"column 'rank' of X holds nulls among its categories.*X.to_pandas\(\)"):
+            estimator.fit(table, rank)

@@ -124,13 +124,8 @@ def test_small_forecasts_that_differ_do_not_share_a_bin() -> None:
     forecast = np.repeat(np.float32([1e-6, 4e-6]), 500)
     y = np.where(np.arange(1000) < 100, 0, 1)
     table = np.stack([forecast, 1 - forecast], 1)
-    for given in (
-        table,
-        table.tolist(),
-        table.astype(np.float64),
-        pd.DataFrame(table).astype("Float32").to_numpy(float),
-    ):
-        (curve,) = metrics.threshold_reliability(y, given, bins=2, strategy="quantile")
+    for same in (table, table.tolist(), table.astype(np.float64), torch.from_numpy(table)):
+        (curve,) = metrics.threshold_reliability(y, same, bins=2, strategy="quantile")
         np.testing.assert_allclose(curve.forecast, [1e-6, 4e-6], rtol=1e-5)
         np.testing.assert_allclose(curve.observed, [0.2, 0.0])
     dense = np.sort(np.random.default_rng(0).random(100_000)).astype(np.float32)
@@ -473,6 +468,9 @@ def test_a_distribution_does_not_rename_columns() -> None:
     for names, labels in (([0, 1, 2], [2, 1, 0]), ([3, 2, 1], [1.0, 2.0, 3.0]), (["3.0", "2.0", "1.0"], [1.0, 2, 3])):
         with pytest.raises(ValueError, match="the table names its columns"):
             metrics.Distribution(pd.DataFrame(table, columns=names), labels=labels)
+    for names in (["0", "1", "2"], ["2", "0", "1"]):  # text, which pandas does not give by itself
+        with pytest.raises(ValueError, match="the columns are taken to be"):
+            metrics.ranked_probability_score([2, 1], pd.DataFrame(table, columns=names), columns=[2, 1, 0])
     same = metrics.Distribution(frame[order], labels=order)
     np.testing.assert_array_equal(same, frame[order])
     half = torch.tensor(table, dtype=torch.bfloat16, requires_grad=True)
@@ -500,7 +498,8 @@ def test_labels_with_fractions_are_the_same_in_each_precision() -> None:
     X = np.random.default_rng(0).normal(size=(12, 2)) + 9 * y[:, None]
     with pytest.warns(UserWarning, match="numbers with fractions"):
         model = OrdinalClassifier().fit(X, y)
-    assert model.score(X, y.astype(np.float32)) == model.score(X, y) > 0
+    for other in (y.astype(np.float32), pd.Series(y).astype("Float32"), y.astype(np.float32).tolist()):
+        assert model.score(X, other) == model.score(X, y) > 0
 
 
 def test_ordered_categoricals_of_arrow_have_their_order() -> None:
@@ -524,8 +523,10 @@ def test_ordered_categoricals_of_arrow_have_their_order() -> None:
     for dtype in (in_pandas.dtype, table["y"].type):  # which has no categories
         with pytest.raises(ValueError, match="expected a list or array of labels"):
             metrics.ordinal_mae([10, 20], [10, 20], labels=dtype)
-    lacking = pyarrow.Table.from_pandas(frame.assign(y=frame["y"].where([True, False, True, True])))["y"]
-    for column in (lacking, lacking.chunk(0), lacking.to_pandas(types_mapper=pd.ArrowDtype)):
+    lacking = pyarrow.Table.from_pandas(frame.assign(y=frame["y"].where([True, False, True, True])))
+    assert metrics.ordinal_mae(table, own) == metrics.ordinal_mae(table.to_batches()[0], own) == expected
+    in_pandas = lacking.to_pandas(types_mapper=pd.ArrowDtype)["y"]
+    for column in (lacking, lacking["y"], lacking["y"].chunk(0), in_pandas):
         with pytest.raises(ValueError, match=r"y_true\[1\] is missing"):  # numpy takes it for the last category
             metrics.ordinal_mae(column, own, labels=[10, 20, 30])
         with pytest.raises(ValueError, match=r"NaN|missing"):
