@@ -71,7 +71,7 @@ def _check_no_dates(X: Any, name: str) -> None:
 
 
 def check_read_by_numpy(X: Any, name: str = "X") -> None:
-    """Raise ValueError for masked arrays, and nulls among categories of Arrow, which numpy reads as the last category."""
+    """Raise ValueError for masked arrays, and nulls among categories of Arrow, which numpy takes for the last one."""
     check_not_masked(X)
     for column, kind in _types_of_columns(X):
         if hasattr(kind, "index_type") and X[column].null_count:

@@ -183,8 +183,8 @@ def _as_number(name: Any) -> Any:
     if isinstance(name, str):
         for kind in (int, float):
             with contextlib.suppress(ValueError):
-                return kind(name)
-    return name
+                return _as_number(kind(name))
+    return float(f"{name:.6g}") if isinstance(name, float) and not name.is_integer() else name  # the digits of float32
 
 
 def _counts_ranks(index: Any, names: list[Any]) -> bool:

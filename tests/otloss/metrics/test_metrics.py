@@ -465,7 +465,15 @@ def test_a_distribution_does_not_rename_columns() -> None:
     for named in (frame, metrics.Distribution(table, labels=sorted(order))):
         with pytest.raises(ValueError, match=r"the table names its columns \['fair', 'good', 'poor'\]; expected"):
             metrics.Distribution(named, labels=order)
-    for names, labels in (([0, 1, 2], [2, 1, 0]), ([3, 2, 1], [1.0, 2.0, 3.0]), (["3.0", "2.0", "1.0"], [1.0, 2, 3])):
+    tenths = np.float32([0.1, 0.2, 0.3])
+    for names, labels in (
+        ([0, 1, 2], [2, 1, 0]),
+        ([3, 2, 1], [1.0, 2.0, 3.0]),
+        (["3.0", "2.0", "1.0"], [1.0, 2.0, 3.0]),
+        ([0.3, 0.2, 0.1], tenths),
+        (["0.3", "0.2", "0.1"], tenths),
+        (tenths[::-1], tenths),
+    ):
         with pytest.raises(ValueError, match="the table names its columns"):
             metrics.Distribution(pd.DataFrame(table, columns=names), labels=labels)
     for names in (["0", "1", "2"], ["2", "0", "1"]):  # text, which pandas does not give by itself
