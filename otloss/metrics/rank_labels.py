@@ -170,9 +170,11 @@ def names_in_another_order(names: list[Any], labels: Labels) -> list[Any]:
 
     1, 1.0 and, where labels are numbers, the text "1.0" are one label.
     """
-    plain = _as_number if labels.dtype.kind in "iuf" else _as_text
-    own, ranked = ([plain(name) for name in each] for each in (names, labels.tolist()))
-    return own if own != ranked and set(own) == set(ranked) else []
+    for plain in (_as_number,) if labels.dtype.kind in "iuf" else (_as_text, str):
+        own, ranked = ([plain(name) for name in each] for each in (names, labels.tolist()))
+        if own != ranked and set(own) == set(ranked):
+            return own
+    return []
 
 
 def _as_text(name: Any) -> str:
