@@ -38,7 +38,7 @@ def name_classes(axis: Any, places: Float[np.ndarray, " classes"], labels: np.nd
     nearest = np.ptp(places) / (MAX_NAMES + 1)
     kept = [0]
     for k in range(1, len(places)):
-        if places[k] - places[kept[-1]] >= nearest:
+        if places[k] - places[kept[-1]] >= (1 - 1e-9) * nearest:
             kept.append(k)
     axis.set_ticks(places[kept], [names[k] for k in kept])
     axis.set_ticks(np.delete(places, kept), minor=True)

@@ -102,6 +102,31 @@ def test_implicit_derivatives_by_products_equal_dense_ones(cells: tuple[int, ...
     torch.testing.assert_close(results(), dense, atol=1e-8, rtol=1e-6)
 
 
+@pytest.mark.parametrize("cells", [(23, 23), (600,)])
+def test_implicit_derivatives_of_spots_are_those_of_their_matrix(cells: tuple[int, ...]) -> None:
+    """Between cells without mass, most of them, exp((f + g - C) / epsilon) overflows."""
+    cost = GridCost(cells, spacing=1.0 if len(cells) == 2 else 0.05).to(torch.float64)
+    cell, size = cost.spacing[0], cells[0]
+    axes = torch.meshgrid(*(torch.arange(n).double() * cell for n in cells), indexing="ij")
+
+    def spot(centre: float) -> Tensor:
+        distance = sum((axis - centre) ** 2 for axis in axes)
+        image = torch.where(distance < 9, (-distance / 4).exp(), 0.0).flatten()
+        return image / image.sum()
+
+    found = []
+    for each in (cost, cost.dense()):
+        p, q = (spot(cell * size * share).requires_grad_() for share in (0.3, 0.4))
+        t = otloss.solve(p, q, each, epsilon=0.7, grad="implicit")
+        gradient = torch.autograd.grad(t.value, (p, q), create_graph=True)
+        moment = sum((g * w * axes[0].flatten()).sum() for g, w in zip(gradient, (p, q), strict=True))
+        second = torch.autograd.grad(moment, (p, q), retain_graph=True)
+        linear = torch.autograd.grad(t.linear_cost, (p, q))
+        has_mass = [(w > 0).detach() for w in (p, q)] * 3
+        found.append([t.linear_cost, *(g[m] for g, m in zip((*gradient, *second, *linear), has_mass, strict=True))])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+
+
 def test_implicit_derivatives_of_images_form_no_matrix() -> None:
     cost = GridCost((33, 33), spacing=1 / 32)
     images = torch.rand(2, 1089, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.01

@@ -16,12 +16,11 @@ mass that parts of the plan exchange. Conjugate gradients with a random right-ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._autograd import once_only
@@ -51,20 +50,27 @@ def suits_axes(problem: Problem) -> bool:
 
 
 class _Product:
-    """v to G v, for potentials of the rows and of the columns in float64."""
+    """v to G v, for potentials of the rows and of the columns in float64; v is 0 at columns without mass.
 
-    def __init__(self, cost: GridCost, rows: Tensor, columns: Tensor, epsilon: Tensor) -> None:
+    Between a row and a column without mass G may overflow, and products with a v that is not 0 there are made apart.
+    """
+
+    def __init__(
+        self, cost: GridCost, rows: Tensor, columns: Tensor, epsilon: Tensor, has_mass: Bool[Tensor, "*batch m"]
+    ) -> None:
         self.cells, self.steps = cost.cells, []
-        width, h = epsilon[..., None, None], columns.unflatten(-1, self.cells)
+        self.cost, self.rows, self.columns, self.epsilon, self.has_mass = cost, rows, columns, epsilon, has_mass
+        width, h = epsilon[..., None, None], columns.masked_fill(~has_mass, -torch.inf).unflatten(-1, self.cells)
         for axis in range(-len(self.cells), 0):
             kernel = (cost.axis_costs(axis).double() / -width + SHIFT).exp()
             lines = _lines(h, axis, epsilon.dim())
             top = lines.amax(-1, keepdim=True)
-            terms = ((lines - top) / width + SHIFT).clamp(min=SMALLEST_EXPONENT).exp()
+            terms = (lines - top.masked_fill(top == -torch.inf, 0.0)) / width + SHIFT
+            terms = terms.clamp(min=SMALLEST_EXPONENT).exp()
             total = terms @ kernel
             self.steps.append((axis, kernel, terms, total))
             h = _image(top + width * (total.log() - 2 * SHIFT), axis, h)
-        self.scale = ((rows + h.flatten(-len(self.cells))) / epsilon.unsqueeze(-1)).exp()
+        self.scale = ((rows + h.flatten(-len(self.cells))) / epsilon.unsqueeze(-1)).clamp(max=-SMALLEST_EXPONENT).exp()
 
     def __call__(self, v: Tensor) -> Tensor:
         size = v.abs().amax(-1, keepdim=True)  # numbers above one could overflow
@@ -74,10 +80,19 @@ class _Product:
             image = _image(means, axis, image)
         return image.flatten(-len(self.cells)) * (self.scale * size)
 
+    def over_all(self, v: Tensor) -> Tensor:
+        """Return G v for a v that need not be 0 at columns without mass."""
+        others = v.masked_fill(self.has_mass, 0.0)
+        product = self(v.masked_fill(~self.has_mass, 0.0))
+        if not others.any():
+            return product
+        every = torch.ones_like(self.has_mass)
+        return product + _Product(self.cost, self.rows, self.columns, self.epsilon, every)(others)
+
     def scaled_to_one(self, weights: Tensor) -> Tensor:
         """Return the product with the weights, after which it is one."""
         product = self(weights)
-        self.scale = self.scale / product
+        self.scale, self.rows = self.scale / product, self.rows - self.epsilon.unsqueeze(-1) * product.log()
         return product
 
 
@@ -97,8 +112,8 @@ class _Equations:
     Potentials that have converged to a tolerance give other sums, and these would stand for mass that parts exchange.
     """
 
-    times: Callable[[Tensor], Tensor]  # v to G v
-    transposed: Callable[[Tensor], Tensor]
+    times: _Product  # v to G v
+    transposed: _Product
     p: Float[Tensor, "*batch n"]
     q: Float[Tensor, "*batch n"]
     received: Float[Tensor, "*batch n"]  # G^T p for the scaled R: 1 at the solution
@@ -109,9 +124,9 @@ class _Equations:
         cost, epsilon = problem.cost.as_grid(), problem.epsilon.detach().double()
         assert cost is not None
         p, q = (w.detach().double() for w in (problem.p, problem.q))
-        times = _Product(cost, f, g, epsilon)
+        times = _Product(cost, f, g, epsilon, q > 0)
         f = f - epsilon.unsqueeze(-1) * times.scaled_to_one(q).log()
-        transposed = _Product(cost, g, f, epsilon)
+        transposed = _Product(cost, g, f, epsilon, p > 0)
         return _Equations(times, transposed, p, q, transposed.scaled_to_one(p), f)
 
     def check_condition(self) -> None:
@@ -208,10 +223,10 @@ def _weight_gradients(equations: _Equations, epsilon: Tensor, by_f: Tensor, by_g
     x, y = width * by_f, width * by_g
     share = q / q.sum(-1, keepdim=True)
     y = y - share * (y - x).sum(-1, keepdim=True)  # a constant may go from g to f
-    m = equations.solve(equations.transposed(p * equations.times(y) - x))
+    m = equations.solve(equations.transposed.over_all(p * equations.times.over_all(y) - x))
     by_right = y - share * y.sum(-1, keepdim=True) + q * m
-    by_p = -equations.times(by_right)
-    return by_p, equations.transposed(-p * by_p - x)
+    by_p = -equations.times.over_all(by_right)
+    return by_p, equations.transposed.over_all(-p * by_p - x)
 
 
 class _Value(torch.autograd.Function):
