@@ -221,6 +221,8 @@ def _labels(
     values = values if values.is_floating_point() else values.double()
     limits = bins.centres if encoding == "two_hot" else bins.edges
     # 0.7 in float32, the end of bins, is the 0.7 of a target in float64.
+    if given == torch.float64 and any(torch.equal(each, each.float().double()) for each in bins):
+        given = torch.float32  # of which `module.double()` made these
     dtypes = [dtype for dtype in (values.dtype, given) if dtype.is_floating_point]
     narrower = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     rounded, ends = values.detach().to(narrower), limits.to(narrower)

@@ -52,7 +52,8 @@ class Reliability:
         correction = NORMAL_95**2 / self.count
         middle = (self.observed + correction / 2) / (1 + correction)
         half = np.sqrt(correction * (self.observed * (1 - self.observed) + correction / 4)) / (1 + correction)
-        return np.maximum(middle - half, 0.0), np.minimum(middle + half, 1.0)
+        low, high = np.maximum(middle - half, 0.0), np.minimum(middle + half, 1.0)
+        return np.minimum(low, self.observed), np.maximum(high, self.observed)  # of a share of 1 by an ulp below it
 
 
 def ranked_probability_score(

@@ -18,6 +18,7 @@ the gradients have to be made in the forward pass, as the "chunked" kernel does 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -50,6 +51,22 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Take out what TRL's `add_fused_lm_head` puts in place of a model's `forward`, and these trainers do not call.
+
+    It calls the model's own, also from within copies of the model, which would then compute with its weights.
+    """
+    root: Any = unwrap(model)
+    root = root.get_base_model() if hasattr(root, "get_base_model") else root
+    function: Any = getattr(vars(root).get("forward"), "__func__", None)
+    if getattr(getattr(function, "__code__", None), "co_name", None) != "_fused_forward":
+        return
+    own = inspect.getclosurevars(function).nonlocals["original_forward"]
+    del root.forward
+    if own != root.forward:  # of hooks, such as accelerate's
+        root.forward = own
 
 
 @contextmanager

@@ -50,7 +50,7 @@ from otloss_llm.training.batches import (
     unrepeated_rows,
 )
 from otloss_llm.training.first_batch import examine, predicts_tokens
-from otloss_llm.training.fused import Transforms, measure_transform, unwrap
+from otloss_llm.training.fused import Transforms, measure_transform, restore_forward, unwrap
 from otloss_llm.training.scoring import Scored, Scoring
 from otloss_llm.training.token_means import (
     LOGGED,
@@ -188,6 +188,7 @@ class ObjectiveMixin:
         except TypeError as error:  # which names no function
             raise TypeError(f"{type(self).__name__} {error}; {foreign_argument(kwargs)}") from error
         super().__init__(*args, **kwargs)
+        restore_forward(self.model)
         if self.args.label_names is None:
             self.label_names = ["labels"]  # by its arguments a model may have others, that are not needed
         # Not `objective`, where a hyperparameter search of the trainer writes what it minimises.

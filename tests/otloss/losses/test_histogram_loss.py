@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from otloss import cdf_distance, histogram_loss
+from otloss import cdf_distance, histogram_loss, nn
 from otloss.losses import histogram_labels, histogram_mean
 from tests.errors import raising
 from tests.otloss.draws import normal
@@ -105,6 +105,12 @@ def test_the_ends_of_bins_in_another_dtype_are_within_them(dtypes: tuple[torch.d
         assert min(found[0, 0], found[1, -1]) > 0.95
         with pytest.raises(ValueError, match="1 values outside of"):
             histogram_labels((ends + torch.tensor([0.0, 0.05])).to(dtypes[0]), bins.to(dtypes[1]), count)
+
+
+def test_a_module_of_float32_takes_the_ends_of_its_bins_in_float64() -> None:
+    loss = nn.HistogramLoss(torch.linspace(0, 0.7, 8)).double()
+    target = torch.tensor([0.1, 0.4, 0.7], dtype=torch.float64)
+    assert float(loss(torch.zeros(3, 8), target)) == pytest.approx(float(loss(torch.zeros(3, 8), target.float())))
 
 
 def test_values_at_edges_of_another_dtype_begin_their_bin() -> None:

@@ -1,6 +1,7 @@
 """ObjectiveMixin with TRL's SFTTrainer, and models of experts."""
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 
 from otloss_llm import ObjectiveMixin, ObjectiveTrainer
 from otloss_llm.training.batches import pad_rows
-from tests.otloss_llm.tiny_models import TINY, build, tiny_model
+from otloss_llm.training.fused import restore_forward
+from tests.otloss_llm.tiny_models import TINY, build, tiny_batch, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     arguments,
     assert_same_weights,
@@ -101,6 +103,25 @@ def test_a_subclass_of_sft_with_a_loss_of_its_own_is_named() -> None:
     gkd = pytest.importorskip("trl.experimental.gkd")
     with pytest.raises(TypeError, match="GKDTrainer has a loss of its own"):
         type("Mixed", (ObjectiveMixin, gkd.GKDTrainer), {})
+
+
+def test_copies_of_a_trained_model_have_weights_of_their_own(tmp_path: Path) -> None:
+    """TRL puts a function into the model that calls the original, also from copies: teachers and averages."""
+    add_fused_lm_head = pytest.importorskip("trl.trainer.utils").add_fused_lm_head
+    model = tiny_model("llama")
+    own = model.forward = functools.partial(model.forward)  # as hooks do
+    for before in (own, None):
+        if before is None:
+            del model.forward
+        add_fused_lm_head(model)
+        restore_forward(model)
+        assert vars(model).get("forward") is before
+    add_fused_lm_head(model)
+    run = trainer(tmp_path, model, objective="mle", max_steps=1)
+    kept, batch = copy.deepcopy(run.model).eval(), {name: tiny_batch()[name] for name in ("input_ids", "labels")}
+    expected = kept(**batch).loss.item()
+    run.train()
+    assert kept(**batch).loss.item() == expected != run.model.eval()(**batch).loss.item()
 
 
 # ---- TRL itself -----------------------------------------------------------------------------------------------------
