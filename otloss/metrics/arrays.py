@@ -82,11 +82,13 @@ def column_names(table: Any) -> list[Any]:
 def significant_bits(values: Any) -> int:
     """Return with how many bits numbers were computed: 8 (bfloat16), 11 (float16), 24 (float32) or 53.
 
-    Numbers of float32 may come in float64, as in a list.
+    Numbers of float32 may come in float64, as in a list. Whole numbers are exact.
     """
     if name := re.search(r"b?float16", str(getattr(values, "dtype", ""))):
         return 8 if name[0] == "bfloat16" else 11
     numbers = as_array(values).astype(np.float64)
+    if (numbers == np.rint(numbers)).all():
+        return 53
     with np.errstate(over="ignore", invalid="ignore"):
         return 24 if (numbers == numbers.astype(np.float32)).all() else 53
 

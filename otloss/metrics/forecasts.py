@@ -187,11 +187,8 @@ def threshold_reliability(
 
 
 def _rounding(proba: ArrayLike) -> float:
-    """Return by how much, relative to them, sums of these probabilities may differ and be equal.
-
-    Those of float64 may have been computed in float32.
-    """
-    return 2.0 ** (3 - min(significant_bits(proba), 24))
+    """Return by how much, relative to them, sums of these probabilities may differ and be equal."""
+    return max(2.0 ** (3 - significant_bits(proba)), 1e-12)
 
 
 def _read_thresholds(

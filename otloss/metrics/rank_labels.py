@@ -166,14 +166,15 @@ def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> An
 
 
 def names_in_another_order(names: list[Any], labels: Labels) -> list[Any]:
-    """Return names of columns as labels where they are the labels in another order; else [].
+    """Return the labels in the order of the names of columns, where these are the labels in another order; else [].
 
-    1, 1.0 and, where labels are numbers, the text "1.0" are one label.
+    1, 1.0 and, where labels are numbers, the text "1.0" are one label, and so are numbers that are equal in float32.
     """
-    for plain in (_as_number,) if labels.dtype.kind in "iuf" else (_as_text, str):
+    for plain in (_as_number, _as_float32) if labels.dtype.kind in "iuf" else (_as_text, str):
         own, ranked = ([plain(name) for name in each] for each in (names, labels.tolist()))
         if own != ranked and set(own) == set(ranked):
-            return own
+            by_name = dict(zip(ranked, labels.tolist(), strict=True))
+            return [by_name[name] for name in own]
     return []
 
 
@@ -185,8 +186,13 @@ def _as_number(name: Any) -> Any:
     if isinstance(name, str):
         for kind in (int, float):
             with contextlib.suppress(ValueError):
-                return _as_number(kind(name))
-    return float(f"{name:.6g}") if isinstance(name, float) and not name.is_integer() else name  # the digits of float32
+                return kind(name)
+    return name
+
+
+def _as_float32(name: Any) -> Any:
+    number = _as_number(name)
+    return float(np.float32(number)) if isinstance(number, float) else number
 
 
 def _counts_ranks(index: Any, names: list[Any]) -> bool:

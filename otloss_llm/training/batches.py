@@ -212,7 +212,8 @@ def has_weights(rows: Any) -> bool:
 def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Tensor]:
     """Join rows of token ids into a batch, padded on the right; padding has labels -100, mask 0 and weight 0.
 
-    Rows with positions get no mask: models look for sequences that are packed in a row only without one.
+    Rows whose positions begin again hold several sequences, and get no mask: models look for them only without one. Nor
+    do rows with positions that are equally long, so that batches of rows of one length have the same columns.
 
     Raises ValueError where rows have other columns than the first, or a mask beside packed sequences, or, if `aligned`,
     columns of several lengths.
@@ -221,7 +222,10 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
     tensor([[   5, -100],
             [-100,    7]])
     """
-    masked = [_with_mask(item) for item in items]
+    needs_mask = not any(map(_has_sequences, items))
+    if np.ndim(items[0].get("position_ids", 0)) == 1:  # those of images have three rows
+        needs_mask = needs_mask and len({len(item["input_ids"]) for item in items}) > 1
+    masked = [({"attention_mask": [1] * len(item["input_ids"])} if needs_mask else {}) | item for item in items]
     for item in masked:
         for name, values in item.items():
             if not hasattr(values, "__len__"):
@@ -253,17 +257,19 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
     return {key: padded(key) for key in masked[0]}
 
 
-def _with_mask(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with an attention mask, unless it has positions; they may be those of several sequences."""
-    if np.ndim(item.get("position_ids", 0)) != 1:  # those of images have three rows
-        return {"attention_mask": [1] * len(item["input_ids"])} | item
-    begins_again = bool((np.diff(np.asarray(item["position_ids"])) <= 0).any())
-    if begins_again and np.ndim(item.get("attention_mask", 0)) == 1:
+def _has_sequences(item: dict[str, Any]) -> bool:
+    """Whether positions begin again in a row; raises ValueError if it has a mask beside them."""
+    positions, mask = (np.asarray(item.get(name, 0)) for name in ("position_ids", "attention_mask"))
+    if positions.ndim != 1:
+        return False
+    read = positions[mask != 0] if mask.shape == positions.shape else positions
+    begins_again = bool((np.diff(read) <= 0).any())
+    if begins_again and mask.ndim == 1:
         raise ValueError(
             "a row has several sequences, since its position_ids begin again, and an attention_mask, beside which "
             "models let them see each other; remove that column (dataset.remove_columns)."
         )
-    return item
+    return begins_again
 
 
 def collate_tokens(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[str, Any]:

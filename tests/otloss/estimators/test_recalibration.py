@@ -214,6 +214,15 @@ def test_pit_of_calibrated_ensembles_is_flat_and_ties_are_shared() -> None:
         np.testing.assert_allclose(pit_histogram(true, members, bins=5, sample_weight=weight), expected, atol=0.01)
 
 
+def test_pit_of_large_whole_numbers_is_exact() -> None:
+    y = np.array([1e8, 2e8, 3e8])
+    members = y[:, None] + [-2, -1, 1, 2]
+    for whole in (members, members.astype(int)):
+        np.testing.assert_array_equal(pit_histogram(y, whole, bins=5), [0, 0, 1, 0, 0])
+    seconds = 86_400.0 * np.arange(20_000, 20_010)
+    np.testing.assert_array_equal(pit_histogram(seconds, seconds[:, None] - [10, 20, 30, 50], bins=5), [0, 0, 0, 0, 1])
+
+
 two, TWO = [[0.5, 0.5]], np.ones((2, 3))
 test_bad_input = raising(
     (lambda: Temperature(criterion="nll").fit([[1.0, 0.0]], [1]), 'probability 0, so "nll" is infinite'),

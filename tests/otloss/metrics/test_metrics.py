@@ -473,6 +473,7 @@ def test_a_distribution_does_not_rename_columns() -> None:
         ([0.3, 0.2, 0.1], tenths),
         (["0.3", "0.2", "0.1"], tenths),
         (tenths[::-1], tenths),
+        ([1234568.5, 1234567.5, 0.5], [1234567.5, 1234568.5, 0.5]),
     ):
         with pytest.raises(ValueError, match="the table names its columns"):
             metrics.Distribution(pd.DataFrame(table, columns=names), labels=labels)

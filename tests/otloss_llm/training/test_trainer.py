@@ -114,10 +114,13 @@ def test_sequences_that_are_packed_in_a_row_do_not_see_each_other(tmp_path: Path
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"several sequences.* and an attention_mask, .*remove that column"):
         pad_rows([packed[0] | {"attention_mask": [1] * len(packed[0]["labels"])}])
-    # One sequence has no mask either: batches of several processes need the same columns.
+    # Rows of one length have no mask either: batches of several processes need the same columns.
     ordinary = [row | {"position_ids": [*range(len(row["labels"]))]} for row in alone]
-    assert "attention_mask" not in pad_rows(ordinary)
-    assert "attention_mask" in pad_rows([row | {"attention_mask": [1] * len(row["labels"])} for row in ordinary])
+    assert "attention_mask" not in pad_rows(ordinary[:1])
+    assert "attention_mask" in pad_rows(ordinary)  # models of experts count what is not padding
+    padded = alone[0] | {"attention_mask": [0, 0, *[1] * (len(alone[0]["labels"]) - 2)]}
+    padded["position_ids"] = [1, 1, *range(len(padded["labels"]) - 2)]  # as transformers has them
+    assert pad_rows([padded])["attention_mask"].tolist() == [padded["attention_mask"]]
 
 
 @pytest.mark.parametrize("objective", ["mle", "number_token"])
