@@ -220,14 +220,10 @@ def _labels(
     check_finite("target", values)
     values = values if values.is_floating_point() else values.double()
     limits = bins.centres if encoding == "two_hot" else bins.edges
-    # 0.7 in float32, the end of bins, is the 0.7 of a target in float64.
-    if given == torch.float64 and any(torch.equal(each, each.float().double()) for each in bins):
-        given = torch.float32  # of which `module.double()` made these
-    dtypes = [dtype for dtype in (values.dtype, given) if dtype.is_floating_point]
-    narrower = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    rounded, ends = values.detach().to(narrower), limits.to(narrower)
-    beyond = (rounded < ends[0]) | (rounded > ends[-1])
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)
+    compared = _narrower(values.dtype, given, bins, limits) or dtype
+    rounded, ends = values.detach().to(compared), limits.to(compared)
+    beyond = (rounded < ends[0]) | (rounded > ends[-1])
     values, bins, limits = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype)), limits.to(dtype)
     low, high = float(limits[0]), float(limits[-1])
     if outside != "clamp" and beyond.any():
@@ -244,7 +240,19 @@ def _labels(
     if encoding == "two_hot":
         return _two_hot(values, bins.centres)
     _check_no_gradient(values)
-    return torch.searchsorted(bins.edges[1:-1].to(narrower), rounded.contiguous(), right=True)
+    return torch.searchsorted(bins.edges[1:-1].to(compared), rounded.contiguous(), right=True)
+
+
+def _narrower(values: torch.dtype, given: torch.dtype, bins: Bins, limits: Tensor) -> torch.dtype | None:
+    """Return the dtype in which values are compared with bins: 0.7 in float32 is the 0.7 of float64.
+
+    None where all limits are whole numbers, which are exact.
+    """
+    if not given.is_floating_point or bool((limits == limits.round()).all()):
+        return None
+    if given == torch.float64 and any(torch.equal(each, each.float().double()) for each in bins):
+        given = torch.float32  # of which `module.double()` made these
+    return max(values, given, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _check_no_gradient(values: Tensor) -> None:

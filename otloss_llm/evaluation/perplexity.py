@@ -26,6 +26,7 @@ from otloss_llm.models.heads import (
     count_embeddings,
     evaluation_mode,
     passes_differ,
+    text_config,
 )
 from otloss_llm.objectives import MLE
 
@@ -112,9 +113,8 @@ def context_length(model: torch.nn.Module) -> int | None:
     8
     """
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "max_position_embeddings") and hasattr(config, "get_text_config"):
-        config = config.get_text_config()  # of a model of images or sound
-    positions = getattr(config, "max_position_embeddings", None)
+    own = getattr(config, "max_position_embeddings", None)
+    positions = getattr(text_config(config), "max_position_embeddings", None) if own is None else own
     return positions if positions is not None and positions > 0 else None  # XLNet says -1
 
 

@@ -312,6 +312,14 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def text_config(config: Any) -> Any:
+    """Return the config of the text model within a model of images or sound; the config itself of others."""
+    try:
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+    except ValueError:  # has several
+        return config
+
+
 def may_keep_cache(model: Any) -> bool:
     """Return whether a model takes `use_cache`. With a cache it does not look for sequences that are packed in a row.
 
@@ -320,7 +328,7 @@ def may_keep_cache(model: Any) -> bool:
     own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
     parameters = inspect.signature(own.forward).parameters
     config: Any = getattr(own, "config", None)
-    is_within = hasattr(config, "get_text_config") and config.get_text_config() is not config
+    is_within = text_config(config) is not config
     return "use_cache" in parameters or (is_within and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 
 

@@ -107,6 +107,16 @@ def test_the_ends_of_bins_in_another_dtype_are_within_them(dtypes: tuple[torch.d
             histogram_labels((ends + torch.tensor([0.0, 0.05])).to(dtypes[0]), bins.to(dtypes[1]), count)
 
 
+def test_large_whole_edges_are_exact() -> None:
+    edges = torch.arange(11, dtype=torch.float64) * 1e8
+    values = torch.tensor([99_999_999, 100_000_000, 899_999_980], dtype=torch.float64)
+    for bins in (edges, edges.float(), edges.long()):
+        for target in (values, values.long()):
+            assert histogram_labels(target, bins, 10, encoding="one_hot").argmax(-1).tolist() == [0, 1, 8]
+        with pytest.raises(ValueError, match="1 values outside of"):
+            histogram_labels(values + torch.tensor([0, 0, 100_000_040]), bins, 10, encoding="one_hot")
+
+
 def test_a_module_of_float32_takes_the_ends_of_its_bins_in_float64() -> None:
     loss = nn.HistogramLoss(torch.linspace(0, 0.7, 8)).double()
     target = torch.tensor([0.1, 0.4, 0.7], dtype=torch.float64)
