@@ -30,7 +30,7 @@ from otloss.estimators.boosters import (
     train_trees,
 )
 from otloss.estimators.criterion import check_real
-from otloss.estimators.features import warn_of_tiny_columns
+from otloss.estimators.features import types_of_columns, warn_of_tiny_columns
 from otloss.metrics.rank_labels import plain_items
 
 _C = TypeVar("_C")
@@ -39,7 +39,7 @@ _CONSTANT = (
     "small beside the limits and penalties of the trees. Raise transport and cross_entropy or the weights, or lower "
     "min_child_weight, gamma and lambda in booster_params."
 )
-_OTHER_CATEGORIES = ("dictionary<", "Categorical", "Enum(")  # of Arrow and polars
+_OTHER_CATEGORIES = ("dictionary<", "Categorical", "Enum(")  # beginnings of the names of dtypes of Arrow and polars
 SMALLEST_NUMBERS = {"xgboost": 1e-38, "lightgbm": 1e-35}  # the limits of float32, and of zero as LightGBM has it
 # What trains on a cluster, by booster.
 _ON_DASK = {
@@ -404,16 +404,16 @@ def category_dtypes(X: Any) -> dict[int, Any]:
     Raises:
         ValueError: if X holds categories of Arrow or polars, which numpy reads as their labels: text, or numbers.
     """
-    dtypes = list(getattr(getattr(X, "schema", None), "types", getattr(X, "dtypes", [])))
-    for place, dtype in enumerate(dtypes):
+    columns = list(types_of_columns(X))
+    for name, dtype in columns:
         if str(dtype).startswith(_OTHER_CATEGORIES):
-            name = X.columns[place] if hasattr(X, "dtypes") else X.schema.names[place]
             remedy = f"X.astype({{{name!r}: 'category'}})" if hasattr(X, "isetitem") else "X.to_pandas()"
             raise ValueError(
                 f"column {name!r} of X holds categories as {str(dtype)[:60]}, expected the dtype category of pandas, "
                 f"whose columns are split by sets. Pass {remedy}."
             )
-    return {place: dtype for place, dtype in enumerate(dtypes) if hasattr(dtype, "ordered")}
+    is_frame = hasattr(X, "isetitem")
+    return {place: dtype for place, (_, dtype) in enumerate(columns) if is_frame and hasattr(dtype, "ordered")}
 
 
 def coded(X: Any, dtypes: dict[int, Any]) -> Any:

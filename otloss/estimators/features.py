@@ -61,7 +61,7 @@ def reading_features(X: Any, advice: str, *, name: str = "X") -> Iterator[None]:
 
 def _check_no_dates(X: Any, name: str) -> None:
     """Raise TypeError for dates and durations, which as numbers depend on the unit in which a library holds them."""
-    for column, kind in _types_of_columns(X):
+    for column, kind in types_of_columns(X):
         if getattr(kind, "kind", "") in ("m", "M") or str(kind).lower().startswith(_TEMPORAL):
             what, dates = (name, name) if column is None else (f"column {column!r} of {name}", f"{name}[{column!r}]")
             raise TypeError(
@@ -73,15 +73,15 @@ def _check_no_dates(X: Any, name: str) -> None:
 def check_read_by_numpy(X: Any, name: str = "X") -> None:
     """Raise ValueError for masked arrays, and nulls among categories of Arrow, which numpy takes for the last one."""
     check_not_masked(X)
-    for column, kind in _types_of_columns(X):
-        if hasattr(kind, "index_type") and X[column].null_count:
+    for place, (column, kind) in enumerate(types_of_columns(X)):
+        if hasattr(kind, "index_type") and X.column(place).null_count:
             raise ValueError(
                 f"column {column!r} of {name} holds nulls among its categories, a {kind}, which are not read as "
                 f"missing; pass {name}.to_pandas()."
             )
 
 
-def _types_of_columns(X: Any) -> Iterable[tuple[Any, Any]]:
+def types_of_columns(X: Any) -> Iterable[tuple[Any, Any]]:
     """Return names and dtypes of the columns of a pandas, polars or pyarrow table; None and the dtype of an array."""
     types: Any = getattr(X, "dtypes", None)
     if hasattr(types, "items"):

@@ -214,14 +214,14 @@ def _check_options(encoding: str, sigma: float | None, outside: str) -> None:
 
 
 def _labels(
-    values: Tensor, bins: Bins, given: torch.dtype, *, encoding: str, sigma: float | None, outside: str
+    values: Tensor, bins: Bins, dtype_of_bins: torch.dtype, *, encoding: str, sigma: float | None, outside: str
 ) -> Tensor:
-    """Return real values (...) as positions ("one_hot") or soft labels (..., K); `given` is the dtype of the bins."""
+    """Return real values (...) as bin positions ("one_hot") or soft labels (..., K)."""
     check_finite("target", values)
     values = values if values.is_floating_point() else values.double()
     limits = bins.centres if encoding == "two_hot" else bins.edges
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)
-    compared = _narrower(values.dtype, given, bins, limits) or dtype
+    compared = _dtype_to_compare(values.detach(), bins, limits, dtype_of_bins)
     rounded, ends = values.detach().to(compared), limits.to(compared)
     beyond = (rounded < ends[0]) | (rounded > ends[-1])
     values, bins, limits = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype)), limits.to(dtype)
@@ -243,16 +243,19 @@ def _labels(
     return torch.searchsorted(bins.edges[1:-1].to(compared), rounded.contiguous(), right=True)
 
 
-def _narrower(values: torch.dtype, given: torch.dtype, bins: Bins, limits: Tensor) -> torch.dtype | None:
-    """Return the dtype in which values are compared with bins: 0.7 in float32 is the 0.7 of float64.
+def _dtype_to_compare(values: Tensor, bins: Bins, limits: Tensor, dtype_of_bins: torch.dtype) -> torch.dtype:
+    """Return the narrower dtype of values and bins, in which 0.7 is one number.
 
-    None where all limits are whole numbers, which are exact.
+    The wider one for whole numbers, which are exact, and for bins that are finer than the narrower one can tell.
     """
-    if not given.is_floating_point or bool((limits == limits.round()).all()):
-        return None
-    if given == torch.float64 and any(torch.equal(each, each.float().double()) for each in bins):
-        given = torch.float32  # of which `module.double()` made these
-    return max(values, given, key=lambda dtype: torch.finfo(dtype).eps)
+    if dtype_of_bins == torch.float64 and any(torch.equal(each, each.float().double()) for each in bins):
+        dtype_of_bins = torch.float32  # a module in float32, after `.double()`
+    pairs = ((values.dtype, values), (dtype_of_bins, limits))
+    rounded = [dtype for dtype, t in pairs if dtype.is_floating_point and bool((t != t.round()).any())]
+    narrower = max(rounded, key=lambda dtype: torch.finfo(dtype).eps, default=values.dtype)
+    if len(rounded) < 2 or not bool((limits.to(narrower).diff() > 0).all()):
+        return torch.promote_types(values.dtype, limits.dtype)
+    return narrower
 
 
 def _check_no_gradient(values: Tensor) -> None:

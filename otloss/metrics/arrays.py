@@ -80,13 +80,15 @@ def column_names(table: Any) -> list[Any]:
 
 
 def significant_bits(values: Any) -> int:
-    """Return with how many bits numbers were computed: 8 (bfloat16), 11 (float16), 24 (float32) or 53.
+    """Return the significant bits of the narrowest dtype that holds these numbers.
 
-    Numbers of float32 may come in float64, as in a list. Whole numbers are exact.
+    8 for bfloat16, 11 for float16, 24 for float32, also where its numbers come in float64, as in a list; 53 for others,
+    and for whole numbers, which are exact.
     """
-    if name := re.search(r"b?float16", str(getattr(values, "dtype", ""))):
+    array = as_array(values)
+    if name := re.search(r"b?float16", f"{getattr(values, 'dtype', '')} {array.dtype}"):
         return 8 if name[0] == "bfloat16" else 11
-    numbers = as_array(values).astype(np.float64)
+    numbers = array.astype(np.float64)
     if (numbers == np.rint(numbers)).all():
         return 53
     with np.errstate(over="ignore", invalid="ignore"):

@@ -53,7 +53,8 @@ class Reliability:
         middle = (self.observed + correction / 2) / (1 + correction)
         half = np.sqrt(correction * (self.observed * (1 - self.observed) + correction / 4)) / (1 + correction)
         low, high = np.maximum(middle - half, 0.0), np.minimum(middle + half, 1.0)
-        return np.minimum(low, self.observed), np.maximum(high, self.observed)  # of a share of 1 by an ulp below it
+        # Rounding may put an end on the wrong side of a share near 0 or 1.
+        return np.minimum(low, self.observed), np.maximum(high, self.observed)
 
 
 def ranked_probability_score(
@@ -233,7 +234,7 @@ def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str, 
 
 
 def _groups(ascending: np.ndarray, rounding: float) -> np.ndarray:
-    """Return the group of each number: it begins anew behind a gap, or where it would be wider, as among dense ones."""
+    """Return the group of each number: a new one begins where a gap, or the group, would be wider than the rounding."""
     begins = np.diff(ascending, prepend=-np.inf) > rounding * ascending
     first = ascending[begins][begins.cumsum() - 1]
     part = np.floor((ascending - first) / (rounding * np.maximum(first, np.finfo(float).tiny)))

@@ -192,7 +192,8 @@ def _as_number(name: Any) -> Any:
 
 def _as_float32(name: Any) -> Any:
     number = _as_number(name)
-    return float(np.float32(number)) if isinstance(number, float) else number
+    with np.errstate(over="ignore"):
+        return float(np.float32(number)) if isinstance(number, float) else number
 
 
 def _counts_ranks(index: Any, names: list[Any]) -> bool:
@@ -223,11 +224,11 @@ def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " 
     if vector.size == 0:
         raise ValueError(f"{name} is empty, expected at least one label.")
     _check_same_kind(**{name: vector}, labels=order)
-    vector, order = in_one_precision(vector, order)
-    sorter = np.argsort(order)
-    place = np.searchsorted(order, vector, sorter=sorter).clip(max=order.size - 1)
+    observed, classes = in_one_precision(vector, order)
+    sorter = np.argsort(classes)
+    place = np.searchsorted(classes, observed, sorter=sorter).clip(max=classes.size - 1)
     ranks = sorter[place]
-    unknown = order[ranks] != vector
+    unknown = classes[ranks] != observed
     if unknown.any():
         first = int(np.flatnonzero(unknown)[0])
         is_continuous = vector.dtype.kind == "f" and not is_whole(vector[first])

@@ -24,7 +24,7 @@ from otloss.costs.dense import posed_cost
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
 _LOST_SHARE = 1e-4  # the rounding of a constant may lose no larger share of most differences of a gradient
 _ZERO_ROUNDINGS = 16.0  # by as many roundings of their size derivatives of equal points may differ
-_OVERFLOWN = 1e100  # second derivatives between two bins without mass are exponentials that may overflow
+_LARGEST_DERIVATIVE = 1e100  # second derivatives between two bins without mass are exponentials that may overflow
 _LIGHT = 1e-5  # a share of the mean weight: a bin that is no lighter pays so much for a price that the value is a price
 MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed the mass of a side
 
@@ -268,7 +268,8 @@ def centre_of(
     """Return the constant that centres a gradient: its mean over the bins, or the median over those that are not light.
 
     The median where the mean is so large, beside most differences of bins that are not light, that these would lose
-    their digits: a bin without mass that only pairs of a price reach has a derivative of the size of the price. Bins
+    their digits: a bin without mass that only pairs of a price reach has a derivative of the size of the price, and a
+    second derivative between bins without mass may be above `_LARGEST_DERIVATIVE`. Bins
     that differ by rounding alone, as bins at equal points do, have no digits to lose.
     """
     mean = gradient.mean(-1, keepdim=True)
@@ -283,7 +284,7 @@ def centre_of(
     )
     differs = differences > zero
     lost = (differs & (differences < smallest)).sum(-1, keepdim=True)
-    is_lost = (2 * lost > differs.sum(-1, keepdim=True)) | (distance > _OVERFLOWN)
+    is_lost = (2 * lost > differs.sum(-1, keepdim=True)) | (distance > _LARGEST_DERIVATIVE)
     is_far = distance > differences.nan_to_num(nan=0.0).amax(-1, keepdim=True)
     return torch.where(is_far & is_lost, median, mean)
 

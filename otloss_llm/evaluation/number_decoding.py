@@ -28,6 +28,7 @@ from torch import Tensor
 
 from otloss._checks import check_count
 from otloss.losses import crps
+from otloss.metrics.arrays import significant_bits
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import check_tokenizer, read_number
 from otloss_llm.evaluation.perplexity import check_fit
@@ -217,14 +218,6 @@ def number_distributions(
     return results
 
 
-def _as_written(number: Any) -> float:
-    """Return the float64 of the shortest decimal number that a number of float32 stands for: 0.3, not 0.30000001."""
-    if str(getattr(number, "dtype", "")).removeprefix("torch.") in ("float32", "float16"):
-        kind = np.float16 if "16" in str(number.dtype) else np.float32
-        return float(str(kind(float(number))))
-    return float(number)
-
-
 def score_number_distributions(
     distributions: Sequence[NumberDistribution], expected: Sequence[float], *, by: str | float = "median"
 ) -> DistributionScores:
@@ -241,7 +234,9 @@ def score_number_distributions(
         (1.5, 1.5, [0.05, 0.55])
     """
     try:
-        expected = [_as_written(number) for number in expected]
+        # The decimal number that a float32 stands for: 0.3, not 0.30000001.
+        is_float32 = significant_bits(expected) == 24
+        expected = [float(str(np.float32(number)) if is_float32 else number) for number in expected]
     except (TypeError, ValueError) as error:
         raise TypeError(f"a right number cannot be read: {error}; leave out questions without one.") from error
     if len(distributions) != len(expected) or not expected or not all(map(math.isfinite, expected)):

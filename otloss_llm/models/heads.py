@@ -320,16 +320,20 @@ def text_config(config: Any) -> Any:
         return config
 
 
-def may_keep_cache(model: Any) -> bool:
-    """Return whether a model takes `use_cache`. With a cache it does not look for sequences that are packed in a row.
-
-    The trainer of transformers clears it in the config of the model alone, and not in that of a text model within it.
-    """
-    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
+def takes_use_cache(model: Any) -> bool:
+    """Return whether the forward pass of a model takes `use_cache`, by name or for the text model within it."""
+    own = base_model(model)  # PEFT's takes anything
     parameters = inspect.signature(own.forward).parameters
+    if "use_cache" in parameters:
+        return True
     config: Any = getattr(own, "config", None)
-    is_within = text_config(config) is not config
-    return "use_cache" in parameters or (is_within and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
+    has_text_model = text_config(config) is not config
+    return has_text_model and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def base_model(model: Any) -> Any:
+    """Return the model inside PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def passes_differ(first: Tensor, second: Tensor) -> bool:

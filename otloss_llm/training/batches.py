@@ -213,7 +213,8 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
     """Join rows of token ids into a batch, padded on the right; padding has labels -100, mask 0 and weight 0.
 
     Rows whose positions begin again hold several sequences, and get no mask: models look for them only without one. Nor
-    do rows with positions that are equally long, so that batches of rows of one length have the same columns.
+    do rows with positions that are equally long, so that batches of rows of one length have the same columns, as a
+    stream needs that one process reads for several.
 
     Raises ValueError where rows have other columns than the first, or a mask beside packed sequences, or, if `aligned`,
     columns of several lengths.
@@ -222,7 +223,8 @@ def pad_rows(items: Sequence[dict[str, Any]], *, aligned: bool = False) -> dict[
     tensor([[   5, -100],
             [-100,    7]])
     """
-    needs_mask = not any(map(_has_sequences, items))
+    is_packed = [_has_sequences(item) for item in items]
+    needs_mask = not any(is_packed)
     if np.ndim(items[0].get("position_ids", 0)) == 1:  # those of images have three rows
         needs_mask = needs_mask and len({len(item["input_ids"]) for item in items}) > 1
     masked = [({"attention_mask": [1] * len(item["input_ids"])} if needs_mask else {}) | item for item in items]
@@ -263,7 +265,7 @@ def _has_sequences(item: dict[str, Any]) -> bool:
     if positions.ndim != 1:
         return False
     read = positions[mask != 0] if mask.shape == positions.shape else positions
-    begins_again = bool((np.diff(read) <= 0).any())
+    begins_again = bool((read[1:] <= read[:-1]).any())
     if begins_again and mask.ndim == 1:
         raise ValueError(
             "a row has several sequences, since its position_ids begin again, and an attention_mask, beside which "

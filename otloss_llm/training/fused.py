@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from otloss_llm.losses.token_loss import TokenLoss
-from otloss_llm.models.heads import LanguageModelHead, evaluation_mode, find_head
+from otloss_llm.models.heads import LanguageModelHead, base_model, evaluation_mode, find_head
 from otloss_llm.models.logit_transform import LogitTransform, deviation, fitted_transform, placeholders
 from otloss_llm.models.sharded_heads import is_row_shard, replicated_like
 
@@ -54,18 +54,19 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def restore_forward(model: nn.Module) -> None:
-    """Take out what TRL's `add_fused_lm_head` puts in place of a model's `forward`, and these trainers do not call.
+    """Undo TRL's `add_fused_lm_head`, which replaces a model's `forward` by one that these trainers do not call.
 
     It calls the model's own, also from within copies of the model, which would then compute with its weights.
     """
-    root: Any = unwrap(model)
-    root = root.get_base_model() if hasattr(root, "get_base_model") else root
+    root = base_model(unwrap(model))
     function: Any = getattr(vars(root).get("forward"), "__func__", None)
     if getattr(getattr(function, "__code__", None), "co_name", None) != "_fused_forward":
         return
-    own = inspect.getclosurevars(function).nonlocals["original_forward"]
+    own = inspect.getclosurevars(function).nonlocals.get("original_forward")
+    if own is None:
+        return
     del root.forward
-    if own != root.forward:  # of hooks, such as accelerate's
+    if own != root.forward:  # it was an attribute before, as with accelerate's hooks
         root.forward = own
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import set_seed
 
 from otloss_llm.losses.positions import IGNORE_INDEX
+from otloss_llm.models.heads import base_model
 from otloss_llm.training.fused import auxiliary_loss
 from otloss_llm.training.sample import Sample, output_logits, token_mask
 from otloss_llm.training.trainer_settings import auxiliary_weight
@@ -27,7 +28,7 @@ def check_own_loss(sample: Sample, *, shifted_by_user: bool) -> None:
 
     Loss and logits are of one pass, so dropout does not matter. Nothing is checked where there is nothing to label.
     """
-    base = _base_model(sample.root)
+    base = base_model(sample.root)
     if not _takes_labels(base):
         return
     labels = sample.labels if sample.is_encoder_decoder else _own_labels(sample)
@@ -52,11 +53,6 @@ def check_own_loss(sample: Sample, *, shifted_by_user: bool) -> None:
             "t - 1, so it is unclear what the labels are. Name them shift_labels, with the token that position t "
             "predicts at t (and set remove_unused_columns=False)."
         )
-
-
-def _base_model(root: Any) -> Any:
-    """Return the model inside PEFT's."""
-    return root.get_base_model() if hasattr(root, "get_base_model") else root
 
 
 def _takes_labels(base: Any) -> bool:
@@ -134,7 +130,7 @@ def _agree(a: Tensor, b: Tensor) -> bool:
 
 
 def _raise_unknown_term(root: Any, output: Any, expected: float) -> None:
-    base = _base_model(root)
+    base = base_model(root)
     names = [name for name in output if name.endswith(("aux_loss", "z_loss")) and name != "aux_loss"]
     advice = "switch it off in the model's config, or add it in a compute_loss of your trainer, which calls super()"
     if names:

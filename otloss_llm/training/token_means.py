@@ -134,14 +134,17 @@ class Rows(NamedTuple):
     attention_mask: Tensor | None
 
     @staticmethod
-    def of(inputs: dict[str, Any], targets: Targets) -> Rows:
+    def read(inputs: dict[str, Any], targets: Targets) -> Rows:
         names = ("input_ids", "attention_mask")
         return Rows(targets, *(t if isinstance(t := inputs.get(name), Tensor) else None for name in names))
 
     def counted(self, *, with_inputs: bool) -> Counter[tuple[tuple[int, ...], ...]]:
-        """Return the rows that have labels, without ignored labels and padding: parts of a batch may lack it."""
-        labels, ids, mask = (t if t is None else t.flatten(1).cpu() for t in (self.targets.labels, *self[1:]))
-        assert labels is not None
+        """Return the rows that have labels, without ignored ones, and without padding where there is a mask.
+
+        Parts of a batch may lack its padding.
+        """
+        labels = self.targets.labels.reshape(len(self.targets.labels), -1).cpu()
+        ids, mask = (t if t is None else t.flatten(1).cpu() for t in (self.input_ids, self.attention_mask))
         rows: list[tuple[tuple[int, ...], ...]] = [(tuple(row[row != IGNORE_INDEX].tolist()),) for row in labels]
         if with_inputs and ids is not None and len(ids) == len(labels):
             is_read = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
@@ -228,7 +231,7 @@ class Evaluation:
     def share_of(self, part: Targets, count: Tensor | int) -> Tensor:
         """Return the tokens of a part / `count`: times this, the mean of the part is its sum / `count`.
 
-        In place of the trainer's own count, over all processes, are the tokens of the batch in this one.
+        If `count` is the trainer's own, over all processes, the divisor is the tokens of the batch in this one.
         """
         tokens = part.counts(part.valid)[0].double()
         whole = self.batch() if self.count is not None and float(self.count) == float(count) else None

@@ -23,11 +23,12 @@ from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, cost_positio
 from otloss_llm.models.decoder_inputs import with_decoder_inputs
 from otloss_llm.models.heads import (
     adapters_are_disabled,
+    base_model,
     check_no_virtual_tokens,
     count_embeddings,
     find_head,
     is_encoder_decoder,
-    may_keep_cache,
+    takes_use_cache,
     weights_kept,
 )
 from otloss_llm.objectives import NumberDistance, Objective, Sum, parse_objective
@@ -301,7 +302,7 @@ class ObjectiveMixin:
         if not training:
             passes = None if self._evaluation is None else self._evaluation.passes
         if passes is not None:
-            rows, is_of_model = Rows.of(inputs, targets), self._is_of_model(model)
+            rows, is_of_model = Rows.read(inputs, targets), self._is_of_model(model)
             passes.append(Pass(sums, loss.detach().double(), rows, is_of_model))
         elif training:  # in a `training_step` of the user's own
             self._add_to_logs(sums)
@@ -318,17 +319,17 @@ class ObjectiveMixin:
         self._passes = []
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # the trainer's
-            for one in passes_of_batch(self._passes, functools.partial(self._rows_of, inputs)):
+            for one in passes_of_batch(self._passes, functools.partial(self._rows_in, inputs)):
                 self._add_to_logs(one.sums)
         finally:
             self._passes = None
         return loss
 
-    def _rows_of(self, batch: dict[str, Any]) -> Rows | None:
+    def _rows_in(self, batch: dict[str, Any]) -> Rows | None:
         """Return the rows of a batch; None without labels."""
         if not {"labels", "shift_labels"} & batch.keys():
             return None
-        return Rows.of(batch, pop_targets(dict(batch), shift=not self._encoder_decoder))
+        return Rows.read(batch, pop_targets(dict(batch), shift=not self._encoder_decoder))
 
     def _is_of_model(self, model: nn.Module) -> bool:
         """Whether a model is the trainer's, with its adapters of PEFT."""
@@ -354,7 +355,7 @@ class ObjectiveMixin:
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
             batch["output_router_logits"] = True
         root = unwrap(model)
-        if may_keep_cache(root):
+        if takes_use_cache(root):  # beside a cache, models do not look for sequences that are packed in a row
             batch.setdefault("use_cache", False)
         inputs = with_decoder_inputs(root, batch, targets.labels)
         if not self._is_examined and root is unwrap(self.model):
@@ -431,7 +432,7 @@ class ObjectiveMixin:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]  # the trainer's
         if TOKEN_WEIGHT not in self._signature_columns:
             compiled = getattr(self.model, "_orig_mod", None)  # the forward of `torch.compile(model)` names no argument
-            own = () if compiled is None else inspect.signature(compiled.forward).parameters
+            own = () if compiled is None else inspect.signature(base_model(compiled).forward).parameters
             self._signature_columns = [*self._signature_columns, *own, TOKEN_WEIGHT]
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -625,7 +626,7 @@ class ObjectiveMixin:
         """Make a step with a batch without the labels of repeated examples, and note its loss."""
         assert self._evaluation is not None
         batch = self._without_repeated(inputs)
-        self._evaluation.begin_batch(functools.partial(self._rows_of, batch))
+        self._evaluation.begin_batch(functools.partial(self._rows_in, batch))
         result = step(model, batch, *args, **kwargs)
         self._evaluation.end_batch(result[0])
         return result
@@ -642,10 +643,10 @@ class ObjectiveMixin:
         if evaluation.sums is None:
             if evaluation.batches == 0 and description != "Prediction":
                 message = (
-                    f"the evaluation has no batch, expected at least one of {self.args.eval_batch_size} rows; pass "
-                    "more rows, a smaller per_device_eval_batch_size, or dataloader_drop_last=False."
+                    "the evaluation has no batch, expected at least one in each process; pass more rows, a smaller "
+                    "per_device_eval_batch_size, or dataloader_drop_last=False."
                 )
-                if not self.is_in_train:
+                if not self.is_in_train:  # a training that has run for hours does not end for its evaluation
                     raise ValueError(message)
                 logger.warning(message)
             return output

@@ -10,6 +10,7 @@ from transformers.trainer_utils import default_compute_objective
 
 from otloss._checks import check_not_negative
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
+from otloss_llm.models.heads import base_model
 from otloss_llm.objectives import LabelSmoothing, Objective, Sum, ZLoss
 from otloss_llm.objectives.formulas import uniform_cross_entropy
 from otloss_llm.training.fused import unwrap
@@ -125,8 +126,7 @@ def auxiliary_weight(trainer: Any, model: nn.Module) -> float:
     Args:
         trainer: None for the model's own.
     """
-    root: Any = unwrap(model)
-    root = root.get_base_model() if hasattr(root, "get_base_model") else root
+    root = base_model(unwrap(model))
     for owner in (trainer, root, root.config.get_text_config()):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             weight = getattr(owner, name, None)

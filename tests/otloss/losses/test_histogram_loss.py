@@ -117,6 +117,21 @@ def test_large_whole_edges_are_exact() -> None:
             histogram_labels(values + torch.tensor([0, 0, 100_000_040]), bins, 10, encoding="one_hot")
 
 
+@pytest.mark.parametrize(
+    ("value", "edges", "expected"),
+    [
+        (torch.tensor(256.0, dtype=torch.bfloat16), torch.arange(1001.0), 256),
+        (torch.tensor(0.5, dtype=torch.bfloat16), torch.linspace(0, 1, 1001), 500),
+        (torch.tensor(16_777_216.0), torch.arange(16_777_214, 16_777_220, dtype=torch.float64), 2),
+        (torch.tensor(259), torch.tensor([256, 258, 260], dtype=torch.bfloat16), 1),
+        (torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4]), 2),
+    ],
+)
+def test_narrow_dtypes_do_not_round_what_is_exact(value: torch.Tensor, edges: torch.Tensor, expected: int) -> None:
+    labels = histogram_labels(value[None], edges, len(edges) - 1, encoding="one_hot")
+    assert int(labels.argmax(-1)) == expected
+
+
 def test_a_module_of_float32_takes_the_ends_of_its_bins_in_float64() -> None:
     loss = nn.HistogramLoss(torch.linspace(0, 0.7, 8)).double()
     target = torch.tensor([0.1, 0.4, 0.7], dtype=torch.float64)

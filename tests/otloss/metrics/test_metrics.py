@@ -120,6 +120,16 @@ def test_forecasts_that_differ_by_rounding_share_a_bin(strategy: str, dtype: typ
         np.testing.assert_allclose(curve.observed, expected, rtol=1e-6)
 
 
+def test_an_interval_holds_the_share_that_was_observed() -> None:
+    """`matplotlib.pyplot.errorbar` raises for one that misses it by rounding."""
+    for count in range(1, 60):
+        for y in (np.zeros(count, int), np.ones(count, int)):
+            (curve,) = metrics.threshold_reliability(y, np.full((count, 2), 0.5), labels=[0, 1])
+            low, high = curve.interval
+            assert (low <= curve.observed).all()
+            assert (curve.observed <= high).all()
+
+
 def test_small_forecasts_that_differ_do_not_share_a_bin() -> None:
     forecast = np.repeat(np.float32([1e-6, 4e-6]), 500)
     y = np.where(np.arange(1000) < 100, 0, 1)

@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -231,7 +232,8 @@ def test_numbers_of_float32_and_of_arithmetic_equal_those_that_were_read() -> No
     values, halves = torch.tensor([0.3, 3.3], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
     sure = NumberDistribution(values, halves, mass=0.9)
     expected = score_number_distributions([sure, sure], [0.3, 3.3])
-    for numbers in (torch.tensor([0.3, 3.3]), np.float32([0.3, 3.3]), [0.1 * 3, 1.1 * 3]):
+    narrow = np.float32([0.3, 3.3])
+    for numbers in (torch.tensor([0.3, 3.3]), narrow, narrow.tolist(), pd.Series(narrow), [0.1 * 3, 1.1 * 3]):
         found = score_number_distributions([sure, sure], numbers)
         assert (found.pit, found.within_90) == (expected.pit, expected.within_90)
     assert expected.within_90 == pytest.approx(0.9)

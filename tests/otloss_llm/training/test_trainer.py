@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -114,6 +115,8 @@ def test_sequences_that_are_packed_in_a_row_do_not_see_each_other(tmp_path: Path
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"several sequences.* and an attention_mask, .*remove that column"):
         pad_rows([packed[0] | {"attention_mask": [1] * len(packed[0]["labels"])}])
+    unsigned = packed[0] | {"position_ids": np.array(packed[0]["position_ids"], dtype=np.uint16)}
+    assert "attention_mask" not in pad_rows([unsigned, alone[0] | {"position_ids": [*range(len(alone[0]["labels"]))]}])
     # Rows of one length have no mask either: batches of several processes need the same columns.
     ordinary = [row | {"position_ids": [*range(len(row["labels"]))]} for row in alone]
     assert "attention_mask" not in pad_rows(ordinary[:1])
@@ -938,7 +941,7 @@ def test_rows_that_are_not_tokenised_raise(tmp_path: Path) -> None:
 
 def test_an_evaluation_without_a_batch_raises(tmp_path: Path) -> None:
     run = trainer(tmp_path, tiny_model("llama"), objective="mle", dataloader_drop_last=True)
-    with pytest.raises(ValueError, match="the evaluation has no batch, expected at least one of 3 rows"):
+    with pytest.raises(ValueError, match="the evaluation has no batch, expected at least one in each"):
         run.evaluate(rows(2))
 
 

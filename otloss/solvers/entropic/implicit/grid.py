@@ -52,7 +52,7 @@ def suits_axes(problem: Problem) -> bool:
 class _Product:
     """v to G v, for potentials of the rows and of the columns in float64; v is 0 at columns without mass.
 
-    Between a row and a column without mass G may overflow, and products with a v that is not 0 there are made apart.
+    Between a row and a column without mass G may overflow; `over_all` computes products with other v.
     """
 
     def __init__(
