@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from otloss._checks import check_count, check_finite, check_positive, check_tensor, is_differentiated
-from otloss._ordered_classes import check_choice
+from otloss._ordered_classes import check_choice, is_of_float32
 from otloss._public import public
 from otloss.losses.geometry import Line, check_power, increasing
 from otloss.losses.ordinal import ordinal_loss_of_rows
@@ -221,7 +221,7 @@ def _labels(
     values = values if values.is_floating_point() else values.double()
     limits = bins.centres if encoding == "two_hot" else bins.edges
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)
-    compared = _dtype_to_compare(values.detach(), bins, limits, dtype_of_bins)
+    compared = _dtype_to_compare(values.dtype, bins, limits, dtype_of_bins)
     rounded, ends = values.detach().to(compared), limits.to(compared)
     beyond = (rounded < ends[0]) | (rounded > ends[-1])
     values, bins, limits = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype)), limits.to(dtype)
@@ -234,7 +234,9 @@ def _labels(
             f"{first} is {float(values.detach()[first]):g}. Widen the bins, or take the nearest valid values by "
             'outside="clamp".'
         )
-    values = values.clamp(low, high)
+    within = values.clamp(low, high)
+    # What is beyond an end by rounding alone keeps its gradient.
+    values = within if outside == "clamp" else values + (within - values).detach()
     if encoding == "gaussian":
         return _gaussian(values, bins, sigma)
     if encoding == "two_hot":
@@ -243,19 +245,21 @@ def _labels(
     return torch.searchsorted(bins.edges[1:-1].to(compared), rounded.contiguous(), right=True)
 
 
-def _dtype_to_compare(values: Tensor, bins: Bins, limits: Tensor, dtype_of_bins: torch.dtype) -> torch.dtype:
+def _dtype_to_compare(values: torch.dtype, bins: Bins, limits: Tensor, dtype_of_bins: torch.dtype) -> torch.dtype:
     """Return the narrower dtype of values and bins, in which 0.7 is one number.
 
-    The wider one for whole numbers, which are exact, and for bins that are finer than the narrower one can tell.
+    The wider one if that is the dtype of bins that are exact, such as 0.25, or of values that cannot tell them apart.
     """
-    if dtype_of_bins == torch.float64 and any(torch.equal(each, each.float().double()) for each in bins):
+    wide = torch.promote_types(values, limits.dtype)
+    if not (values.is_floating_point and dtype_of_bins.is_floating_point):
+        return wide
+    is_rounded = any(is_of_float32(number) for each in bins for number in each.tolist())
+    if dtype_of_bins == torch.float64 and is_rounded:
         dtype_of_bins = torch.float32  # a module in float32, after `.double()`
-    pairs = ((values.dtype, values), (dtype_of_bins, limits))
-    rounded = [dtype for dtype, t in pairs if dtype.is_floating_point and bool((t != t.round()).any())]
-    narrower = max(rounded, key=lambda dtype: torch.finfo(dtype).eps, default=values.dtype)
-    if len(rounded) < 2 or not bool((limits.to(narrower).diff() > 0).all()):
-        return torch.promote_types(values.dtype, limits.dtype)
-    return narrower
+    if torch.finfo(values).eps >= torch.finfo(dtype_of_bins).eps:
+        return values if bool((limits.to(values).diff() > 0).all()) else wide
+    is_half = dtype_of_bins in (torch.float16, torch.bfloat16) and bool((limits != limits.round()).any())
+    return dtype_of_bins if is_rounded or is_half else wide
 
 
 def _check_no_gradient(values: Tensor) -> None:

@@ -11,7 +11,9 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_not_masked
-from otloss._ordered_classes import as_floats, class_values
+from otloss._ordered_classes import as_floats, class_values, is_of_float32
+
+_LOOKED_AT = 4096  # numbers, whose digits tell of all
 
 
 def read_probabilities(name: str, proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
@@ -80,19 +82,21 @@ def column_names(table: Any) -> list[Any]:
 
 
 def significant_bits(values: Any) -> int:
-    """Return the significant bits of the narrowest dtype that holds these numbers.
+    """Return with how many bits numbers have been rounded: 8 (bfloat16), 11 (float16), 24 (float32) or 53.
 
-    8 for bfloat16, 11 for float16, 24 for float32, also where its numbers come in float64, as in a list; 53 for others,
-    and for whole numbers, which are exact.
+    Those of float32 may come in float64, as in a list, and are known by their digits. Numbers such as 0.25, which are
+    exact in float32, have not been rounded.
     """
     array = as_array(values)
-    if name := re.search(r"b?float16", f"{getattr(values, 'dtype', '')} {array.dtype}"):
-        return 8 if name[0] == "bfloat16" else 11
-    numbers = array.astype(np.float64)
+    numbers = array.astype(np.float64).ravel()
     if (numbers == np.rint(numbers)).all():
         return 53
+    if name := re.search(r"b?float16", f"{getattr(values, 'dtype', '')} {array.dtype}"):
+        return 8 if name[0] == "bfloat16" else 11
     with np.errstate(over="ignore", invalid="ignore"):
-        return 24 if (numbers == numbers.astype(np.float32)).all() else 53
+        if not (numbers == numbers.astype(np.float32)).all():
+            return 53
+    return 24 if any(map(is_of_float32, numbers[:_LOOKED_AT].tolist())) else 53
 
 
 def in_bits(numbers: Float[np.ndarray, "*shape"], bits: int) -> Float[np.ndarray, "*shape"]:

@@ -27,8 +27,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._checks import check_count
+from otloss._ordered_classes import is_of_float32
 from otloss.losses import crps
-from otloss.metrics.arrays import significant_bits
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import check_tokenizer, read_number
 from otloss_llm.evaluation.perplexity import check_fit
@@ -218,6 +218,14 @@ def number_distributions(
     return results
 
 
+def _as_written(number: Any) -> float:
+    """Return the decimal number that one of float32 or float16 stands for: 0.3, not 0.30000001192092896."""
+    value = float(number)
+    if "float16" in str(getattr(number, "dtype", "")).replace("bfloat16", ""):
+        return float(str(np.float16(value)))
+    return float(str(np.float32(value))) if is_of_float32(value) else value
+
+
 def score_number_distributions(
     distributions: Sequence[NumberDistribution], expected: Sequence[float], *, by: str | float = "median"
 ) -> DistributionScores:
@@ -234,9 +242,7 @@ def score_number_distributions(
         (1.5, 1.5, [0.05, 0.55])
     """
     try:
-        # The decimal number that a float32 stands for: 0.3, not 0.30000001.
-        is_float32 = significant_bits(expected) == 24
-        expected = [float(str(np.float32(number)) if is_float32 else number) for number in expected]
+        expected = [_as_written(number) for number in expected]
     except (TypeError, ValueError) as error:
         raise TypeError(f"a right number cannot be read: {error}; leave out questions without one.") from error
     if len(distributions) != len(expected) or not expected or not all(map(math.isfinite, expected)):

@@ -219,6 +219,9 @@ def test_pit_of_large_whole_numbers_is_exact() -> None:
     members = y[:, None] + [-2, -1, 1, 2]
     for whole in (members, members.astype(int)):
         np.testing.assert_array_equal(pit_histogram(y, whole, bins=5), [0, 0, 1, 0, 0])
+    ticks = np.array([1_000_000.25, 1_000_001.5, 1_000_002.75])  # exact in float32
+    found = pit_histogram(ticks, ticks[:, None] + [-0.02, -0.01, 0.01, 0.02], bins=5)
+    np.testing.assert_array_equal(found, [0, 0, 1, 0, 0])
     seconds = 86_400.0 * np.arange(20_000, 20_010)
     np.testing.assert_array_equal(pit_histogram(seconds, seconds[:, None] - [10, 20, 30, 50], bins=5), [0, 0, 0, 0, 1])
 

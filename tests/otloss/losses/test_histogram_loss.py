@@ -125,6 +125,9 @@ def test_large_whole_edges_are_exact() -> None:
         (torch.tensor(16_777_216.0), torch.arange(16_777_214, 16_777_220, dtype=torch.float64), 2),
         (torch.tensor(259), torch.tensor([256, 258, 260], dtype=torch.bfloat16), 1),
         (torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4]), 2),
+        (torch.tensor(50_000.249, dtype=torch.float64), 50_000 + torch.arange(40, dtype=torch.float64) / 4, 0),
+        (torch.tensor(50_000.249, dtype=torch.float64), 50_000 + torch.arange(40.0) / 4, 0),
+        (torch.tensor(1.0, dtype=torch.float64), torch.arange(11.0) * 0.2, 5),
     ],
 )
 def test_narrow_dtypes_do_not_round_what_is_exact(value: torch.Tensor, edges: torch.Tensor, expected: int) -> None:

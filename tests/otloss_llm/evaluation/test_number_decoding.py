@@ -237,6 +237,9 @@ def test_numbers_of_float32_and_of_arithmetic_equal_those_that_were_read() -> No
         found = score_number_distributions([sure, sure], numbers)
         assert (found.pit, found.within_90) == (expected.pit, expected.within_90)
     assert expected.within_90 == pytest.approx(0.9)
+    exact = [0.125, 2.0**40, 2.0**-20]  # in float32 too, where 2^40 would read 1.0995116e12
+    sure = [NumberDistribution(values.new_tensor([value]), values.new_ones(1), 0.9) for value in exact]
+    assert score_number_distributions(sure, exact).mean_absolute_error == 0
 
 
 def test_prompts_and_numbers_come_in_arrays_and_series(model: Any, tokenizer: Any) -> None:
