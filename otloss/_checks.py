@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from numbers import Integral
 from types import FrameType
@@ -454,3 +455,13 @@ def has_float64(device: torch.device) -> bool:
 def float64_or(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return float64 if the device has it, else the dtype."""
     return torch.float64 if has_float64(device) else dtype
+
+
+def is_of_float32(number: float) -> bool:
+    """Return whether a number has been rounded to float32: 0.30000001192092896 has, for 0.3, and 0.25 has not.
+
+    By its digits: decimal numbers and fractions of two that people write have fewer.
+    """
+    digits = re.sub(r"e.*|[.\-]", "", repr(float(number))).strip("0")
+    with np.errstate(over="ignore"):
+        return len(digits) >= 15 and float(np.float32(number)) == number

@@ -6,7 +6,6 @@ matrix C[true, predicted], or by neither: then x_k = k. Arrays are float64.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -111,13 +110,3 @@ def as_floats(name: str, values: Any, *, fix: str) -> Floats:
         return np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: tensors with a graph
         raise TypeError(f"{name} cannot be read: {error}; expected numbers; {fix}") from error
-
-
-def is_of_float32(number: float) -> bool:
-    """Return whether a number has been rounded to float32: 0.30000001192092896 has, for 0.3, and 0.25 has not.
-
-    By its digits: decimal numbers and fractions of two that people write have fewer.
-    """
-    digits = re.sub(r"e.*|[.\-]", "", repr(float(number))).strip("0")
-    with np.errstate(over="ignore"):
-        return len(digits) >= 15 and float(np.float32(number)) == number

@@ -25,8 +25,8 @@ from jaxtyping import Float, Real
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from otloss._checks import check_count, check_finite, check_positive, check_tensor, is_differentiated
-from otloss._ordered_classes import check_choice, is_of_float32
+from otloss._checks import check_count, check_finite, check_positive, check_tensor, is_differentiated, is_of_float32
+from otloss._ordered_classes import check_choice
 from otloss._public import public
 from otloss.losses.geometry import Line, check_power, increasing
 from otloss.losses.ordinal import ordinal_loss_of_rows

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from otloss._checks import check_not_masked
-from otloss._ordered_classes import as_floats, class_values, is_of_float32
+from otloss._checks import check_not_masked, is_of_float32
+from otloss._ordered_classes import as_floats, class_values
 
 _LOOKED_AT = 4096  # numbers, whose digits tell of all
 
