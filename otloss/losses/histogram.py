@@ -251,9 +251,13 @@ def _dtype_to_compare(values: torch.dtype, bins: Bins, limits: Tensor, dtype_of_
     The wider one if that is the dtype of bins that are exact, such as 0.25, or of values that cannot tell them apart.
     """
     wide = torch.promote_types(values, limits.dtype)
+    if values == dtype_of_bins == limits.dtype == torch.float32:  # nearly always
+        return values
     if not (values.is_floating_point and dtype_of_bins.is_floating_point):
         return wide
-    is_rounded = any(is_of_float32(number) for each in bins for number in each.tolist())
+    others = (each[16 * each != (16 * each).round()] for each in bins)  # whole numbers and sixteenths have few digits
+    may_be_rounded = (each for each in others if torch.equal(each, each.float().to(each.dtype)))
+    is_rounded = any(is_of_float32(number) for each in may_be_rounded for number in each.tolist())
     if dtype_of_bins == torch.float64 and is_rounded:
         dtype_of_bins = torch.float32  # a module in float32, after `.double()`
     if torch.finfo(values).eps >= torch.finfo(dtype_of_bins).eps:
