@@ -18,6 +18,7 @@ from otloss_llm.cli.rows import checked_split, load_splits, naming_rows
 from otloss_llm.cli.settings import Request, parse
 from otloss_llm.cli.trainer import build_trainer, load_model
 from otloss_llm.costs.tokenizer_numbers import tokenizer_of
+from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 CONFIDENCE_BINS = 15
@@ -136,7 +137,7 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
     ids = {"eos_token_id": model.generation_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     # The model's own settings may penalise or cut tokens, and `generate` adds them to settings that are passed.
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_length(model)
     size = trainer.args.per_device_eval_batch_size
     for prompts, endings in _batches(trainer.train_dataset.take(count), size, context):
         inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from otloss_llm.models.heads import is_encoder_decoder
+from otloss_llm.models.heads import is_encoder_decoder, text_config
 
 # Kinds of models that hide padding from their decoders where they make the inputs of these; others do not.
 _HIDING_PADDING = ("encoder-decoder", "pix2struct")
@@ -51,4 +51,4 @@ def _shifted(root: Any, labels: Tensor) -> Tensor:
 def config_value(root: Any, name: str) -> int | None:
     """Return a value of the model's config, or of its text model's if the former has none; None without one."""
     own: int | None = getattr(root.config, name, None)
-    return own if own is not None else getattr(root.config.get_text_config(), name, None)
+    return own if own is not None else getattr(text_config(root.config), name, None)

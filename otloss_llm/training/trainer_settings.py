@@ -10,7 +10,7 @@ from transformers.trainer_utils import default_compute_objective
 
 from otloss._checks import check_not_negative
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
-from otloss_llm.models.heads import base_model
+from otloss_llm.models.heads import base_model, text_config
 from otloss_llm.objectives import LabelSmoothing, Objective, Sum, ZLoss
 from otloss_llm.objectives.formulas import uniform_cross_entropy
 from otloss_llm.training.fused import unwrap
@@ -127,7 +127,7 @@ def auxiliary_weight(trainer: Any, model: nn.Module) -> float:
         trainer: None for the model's own.
     """
     root = base_model(unwrap(model))
-    for owner in (trainer, root, root.config.get_text_config()):
+    for owner in (trainer, root, text_config(root.config)):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             weight = getattr(owner, name, None)
             if weight is not None:
