@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.masked import MaskedTensor
@@ -457,11 +458,36 @@ def float64_or(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64(device) else dtype
 
 
-def is_of_float32(number: float) -> bool:
-    """Return whether a number has been rounded to float32: 0.30000001192092896 has, for 0.3, and 0.25 has not.
+def significant_bits(numbers: Float[np.ndarray, "*shape"], dtype: object) -> int:
+    """Return to how many bits numbers have been rounded: 8 (bfloat16), 11 (float16), 24 (float32), else 53.
 
-    By its digits: decimal numbers and fractions of two that people write have fewer.
+    Those of float32 may come in float64, and are known by their digits. Of a narrower dtype all numbers have been
+    rounded, unless they are whole, or sixteenths with bits to spare: 0.25 stands for itself, and 0.1 for all near it.
+
+    Args:
+        numbers: in float64.
+        dtype: as they came, by the name that numpy, torch or pandas has for it.
     """
-    digits = re.sub(r"e.*|[.\-]", "", repr(float(number))).strip("0")
-    with np.errstate(over="ignore"):
-        return len(digits) >= 15 and float(np.float32(number)) == number
+    named = re.search(r"b?float(16|32)", str(dtype).lower())
+    if named is None:
+        return 24 if are_of_float32(numbers).any() else 53
+    bits = {"bfloat16": 8, "float16": 11}.get(named[0], 24)
+    is_whole = (numbers == np.rint(numbers)) & ((bits == 24) | (np.abs(numbers) <= 2**bits))
+    sixteenths = 16 * numbers
+    is_sixteenth = (sixteenths == np.rint(sixteenths)) & (np.abs(sixteenths) <= 2 ** (bits - 2))
+    return 53 if (is_whole | is_sixteenth).all() else bits
+
+
+def are_of_float32(numbers: Float[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+    """Return which numbers of float64 have been rounded to float32: 0.30000001192092896, for 0.3, and not 0.25.
+
+    None where one has more bits. The numbers that people write have ten digits or fewer, or are fractions of a power of
+    two, with few bits.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not (numbers == numbers.astype(np.float32)).all():
+            return np.zeros(numbers.shape, bool)
+    few = np.ldexp(np.frexp(numbers)[0], 16)
+    exponent = np.floor(np.log10(np.abs(numbers), out=np.zeros_like(numbers), where=numbers != 0))
+    unit = 10.0 ** np.clip(9 - exponent, 0, 22)  # of the tenth digit; up to 10^22 powers are exact
+    return (few != np.rint(few)) & (np.rint(numbers * unit) / unit != numbers)

@@ -25,7 +25,7 @@ from jaxtyping import Float, Real
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from otloss._checks import check_count, check_finite, check_positive, check_tensor, is_differentiated, is_of_float32
+from otloss._checks import check_count, check_finite, check_positive, check_tensor, is_differentiated, significant_bits
 from otloss._ordered_classes import check_choice
 from otloss._public import public
 from otloss.losses.geometry import Line, check_power, increasing
@@ -36,6 +36,7 @@ ENCODINGS = ("two_hot", "one_hot", "gaussian")
 OUTSIDE = ("error", "clamp")
 # Deviation in mean bin widths; J. Farebrother et al., Stop Regressing, arXiv 2403.03950, section 3.1.
 _SIGMA = 0.75
+_DTYPES = {8: torch.bfloat16, 11: torch.float16, 24: torch.float32, 53: torch.float64}  # by significant bits
 
 
 class Bins(NamedTuple):
@@ -116,7 +117,7 @@ def histogram_loss(
                 f"target has shape {tuple(target.shape)}, expected values {tuple(logits.shape[:-1])} or histograms "
                 f"{tuple(logits.shape)} for logits {tuple(logits.shape)}; target.squeeze(-1) drops an axis of one."
             )
-        target = _labels(target, placed, bins.dtype, encoding=encoding, sigma=sigma, outside=outside)
+        target = _labels(target, placed, bins, encoding=encoding, sigma=sigma, outside=outside)
         target = target.to(wide) if target.is_floating_point() else target
     rows = posed_rows(logits.to(wide), target, sample_weight=sample_weight, reduction=reduction, dim=-1)
     rows = replace(rows, geometry=Line(placed.centres.diff().to(wide), power))
@@ -181,7 +182,7 @@ def histogram_labels(
     dtype = _promoted(None, values=values, bins=bins)
     count = check_count("count", count)
     placed = _bins(bins, count, torch.promote_types(dtype, torch.float32))
-    labels = _labels(values, placed, bins.dtype, encoding=encoding, sigma=sigma, outside=outside)
+    labels = _labels(values, placed, bins, encoding=encoding, sigma=sigma, outside=outside)
     return (one_hot(labels, count) if encoding == "one_hot" else labels).to(dtype)
 
 
@@ -213,15 +214,14 @@ def _check_options(encoding: str, sigma: float | None, outside: str) -> None:
         raise ValueError(f'sigma={sigma} is given with encoding={encoding!r}; it belongs to encoding="gaussian".')
 
 
-def _labels(
-    values: Tensor, bins: Bins, dtype_of_bins: torch.dtype, *, encoding: str, sigma: float | None, outside: str
-) -> Tensor:
-    """Return real values (...) as bin positions ("one_hot") or soft labels (..., K)."""
+def _labels(values: Tensor, bins: Bins, own: Tensor, *, encoding: str, sigma: float | None, outside: str) -> Tensor:
+    """Return real values (...) as bin positions ("one_hot") or soft labels (..., K); `own` is `bins` as given."""
     check_finite("target", values)
-    values = values if values.is_floating_point() else values.double()
     limits = bins.centres if encoding == "two_hot" else bins.edges
+    is_float = values.is_floating_point() and own.is_floating_point()
+    values = values if values.is_floating_point() else values.double()
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)
-    compared = _dtype_to_compare(values.dtype, bins, limits, dtype_of_bins)
+    compared = _dtype_to_compare(values.dtype, own, limits) if is_float else dtype
     rounded, ends = values.detach().to(compared), limits.to(compared)
     beyond = (rounded < ends[0]) | (rounded > ends[-1])
     values, bins, limits = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype)), limits.to(dtype)
@@ -245,25 +245,18 @@ def _labels(
     return torch.searchsorted(bins.edges[1:-1].to(compared), rounded.contiguous(), right=True)
 
 
-def _dtype_to_compare(values: torch.dtype, bins: Bins, limits: Tensor, dtype_of_bins: torch.dtype) -> torch.dtype:
+def _dtype_to_compare(values: torch.dtype, bins: Tensor, limits: Tensor) -> torch.dtype:
     """Return the narrower dtype of values and bins, in which 0.7 is one number.
 
-    The wider one if that is the dtype of bins that are exact, such as 0.25, or of values that cannot tell them apart.
+    The wider one for bins that are exact, such as 0.25, and where the narrower one cannot tell them apart.
     """
     wide = torch.promote_types(values, limits.dtype)
-    if values == dtype_of_bins == limits.dtype == torch.float32:  # nearly always
-        return values
-    if not (values.is_floating_point and dtype_of_bins.is_floating_point):
+    if values == wide == bins.dtype == torch.float32:  # nearly always
         return wide
-    others = (each[16 * each != (16 * each).round()] for each in bins)  # whole numbers and sixteenths have few digits
-    may_be_rounded = (each for each in others if torch.equal(each, each.float().to(each.dtype)))
-    is_rounded = any(is_of_float32(number) for each in may_be_rounded for number in each.tolist())
-    if dtype_of_bins == torch.float64 and is_rounded:
-        dtype_of_bins = torch.float32  # a module in float32, after `.double()`
-    if torch.finfo(values).eps >= torch.finfo(dtype_of_bins).eps:
-        return values if bool((limits.to(values).diff() > 0).all()) else wide
-    is_half = dtype_of_bins in (torch.float16, torch.bfloat16) and bool((limits != limits.round()).any())
-    return dtype_of_bins if is_rounded or is_half else wide
+    # float32 in float64, as in a module after `.double()`, is known by its digits
+    bits = significant_bits(bins.detach().double().cpu().numpy(), bins.dtype)
+    narrow = max(values, _DTYPES[bits], key=lambda dtype: torch.finfo(dtype).eps)
+    return narrow if bool((limits.to(narrow).diff() > 0).all()) else wide
 
 
 def _check_no_gradient(values: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,8 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from otloss._checks import check_not_masked, is_of_float32
+from otloss._checks import check_not_masked, significant_bits
 from otloss._ordered_classes import as_floats, class_values
-
-_LOOKED_AT = 4096  # numbers, whose digits tell of all
 
 
 def read_probabilities(name: str, proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
@@ -81,22 +78,11 @@ def column_names(table: Any) -> list[Any]:
     return list(getattr(table, "column_names", getattr(table, "columns", [])))  # pyarrow's `columns` are the data
 
 
-def significant_bits(values: Any) -> int:
-    """Return with how many bits numbers have been rounded: 8 (bfloat16), 11 (float16), 24 (float32) or 53.
-
-    Those of float32 may come in float64, as in a list, and are known by their digits. Numbers such as 0.25, which are
-    exact in float32, have not been rounded.
-    """
+def bits_of(values: ArrayLike) -> int:
+    """Return to how many bits an array, a table or a list of numbers has been rounded, as `significant_bits` says."""
     array = as_array(values)
-    numbers = array.astype(np.float64).ravel()
-    if (numbers == np.rint(numbers)).all():
-        return 53
-    if name := re.search(r"b?float16", f"{getattr(values, 'dtype', '')} {array.dtype}"):
-        return 8 if name[0] == "bfloat16" else 11
-    with np.errstate(over="ignore", invalid="ignore"):
-        if not (numbers == numbers.astype(np.float32)).all():
-            return 53
-    return 24 if any(map(is_of_float32, numbers[:_LOOKED_AT].tolist())) else 53
+    dtype = values.dtype if isinstance(values, torch.Tensor) else array.dtype  # bfloat16 comes as float32
+    return significant_bits(array.astype(np.float64), dtype)
 
 
 def in_bits(numbers: Float[np.ndarray, "*shape"], bits: int) -> Float[np.ndarray, "*shape"]:

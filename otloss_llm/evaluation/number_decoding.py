@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_count, is_of_float32
+from otloss._checks import are_of_float32, check_count
 from otloss.losses import crps
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import check_tokenizer, read_number
@@ -217,12 +217,20 @@ def number_distributions(
     return results
 
 
-def _as_written(number: Any) -> float:
-    """Return the decimal number that one of float32 or float16 stands for: 0.3, not 0.30000001192092896."""
-    value = float(number)
-    if "float16" in str(getattr(number, "dtype", "")).replace("bfloat16", ""):
-        return float(str(np.float16(value)))
-    return float(str(np.float32(value))) if is_of_float32(value) else value
+def _as_written(expected: Iterable[Any]) -> list[float]:
+    """Return the decimal numbers that those of float32 or float16 stand for: 0.3, not 0.30000001192092896."""
+    of_all, numbers = getattr(expected, "dtype", ""), list(expected)  # pandas hands out Python's floats
+    kinds = [str(getattr(number, "dtype", of_all)).lower() for number in numbers]
+    values = np.array([float(number) for number in numbers])
+    written = []
+    for value, kind, is_of_float32 in zip(values.tolist(), kinds, are_of_float32(values).tolist(), strict=True):
+        if value.is_integer() or not math.isfinite(value) or kind.endswith("bfloat16"):
+            written.append(value)
+        elif kind.endswith("float16"):
+            written.append(float(str(np.float16(value))))
+        else:
+            written.append(float(str(np.float32(value))) if is_of_float32 or kind.endswith("float32") else value)
+    return written
 
 
 def score_number_distributions(
@@ -241,7 +249,7 @@ def score_number_distributions(
         (1.5, 1.5, [0.05, 0.55])
     """
     try:
-        expected = [_as_written(number) for number in expected]
+        expected = _as_written(expected)
     except (TypeError, ValueError) as error:
         raise TypeError(f"a right number cannot be read: {error}; leave out questions without one.") from error
     if len(distributions) != len(expected) or not expected or not all(map(math.isfinite, expected)):

@@ -214,6 +214,17 @@ def test_pit_of_calibrated_ensembles_is_flat_and_ties_are_shared() -> None:
         np.testing.assert_allclose(pit_histogram(true, members, bins=5, sample_weight=weight), expected, atol=0.01)
 
 
+@pytest.mark.parametrize("unit", [0.1, 10.01, 10_132.53])
+def test_pit_of_float32_does_not_depend_on_the_order_or_the_size_of_numbers(unit: float) -> None:
+    counts = np.r_[np.zeros((500, 9), int), np.random.default_rng(0).integers(0, 9, (500, 9))]
+    y = counts[:, 0]
+    expected = pit_histogram(y, counts[:, 1:])
+    members = (counts[:, 1:] * unit).astype(np.float32)
+    for same in (members, members.astype(float), members.tolist(), torch.from_numpy(members)):
+        np.testing.assert_array_equal(pit_histogram(y * unit, same), expected)
+    np.testing.assert_allclose(pit_histogram(y[::-1] * unit, members[::-1]), expected)
+
+
 def test_pit_of_large_whole_numbers_is_exact() -> None:
     y = np.array([1e8, 2e8, 3e8])
     members = y[:, None] + [-2, -1, 1, 2]

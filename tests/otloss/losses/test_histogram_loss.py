@@ -124,6 +124,11 @@ def test_large_whole_edges_are_exact() -> None:
         (torch.tensor(0.5, dtype=torch.bfloat16), torch.linspace(0, 1, 1001), 500),
         (torch.tensor(16_777_216.0), torch.arange(16_777_214, 16_777_220, dtype=torch.float64), 2),
         (torch.tensor(259), torch.tensor([256, 258, 260], dtype=torch.bfloat16), 1),
+        (torch.tensor(9000.0), torch.linspace(0, 1e4, 11).bfloat16(), 9),
+        (torch.tensor(1e4), torch.linspace(0, 1e4, 11).bfloat16(), 9),
+        (torch.tensor(0.4995), torch.tensor([0, 0.25, 0.5, 0.75], dtype=torch.bfloat16), 1),
+        (torch.tensor(39_999.99, dtype=torch.float64), torch.tensor([0, 19_999.99, 39_999.99, 59_999.99]), 2),
+        (torch.tensor(19_999_999), torch.tensor([0.5, 2e7, 3e7]), 0),
         (torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4]), 2),
         (torch.tensor(50_000.249, dtype=torch.float64), 50_000 + torch.arange(40, dtype=torch.float64) / 4, 0),
         (torch.tensor(50_000.249, dtype=torch.float64), 50_000 + torch.arange(40.0) / 4, 0),
@@ -136,9 +141,10 @@ def test_narrow_dtypes_do_not_round_what_is_exact(value: torch.Tensor, edges: to
 
 
 def test_a_module_of_float32_takes_the_ends_of_its_bins_in_float64() -> None:
-    loss = nn.HistogramLoss(torch.linspace(0, 0.7, 8)).double()
-    target = torch.tensor([0.1, 0.4, 0.7], dtype=torch.float64)
-    assert float(loss(torch.zeros(3, 8), target)) == pytest.approx(float(loss(torch.zeros(3, 8), target.float())))
+    for unit in (0.1, 19_999.99):
+        loss = nn.HistogramLoss(torch.arange(8.0) * unit).double()
+        target = torch.tensor([1, 4, 7], dtype=torch.float64) * unit
+        assert float(loss(torch.zeros(3, 8), target)) == pytest.approx(float(loss(torch.zeros(3, 8), target.float())))
 
 
 def test_values_at_edges_of_another_dtype_begin_their_bin() -> None:

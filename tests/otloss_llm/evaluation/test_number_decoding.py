@@ -232,14 +232,26 @@ def test_numbers_of_float32_and_of_arithmetic_equal_those_that_were_read() -> No
     values, halves = torch.tensor([0.3, 3.3], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
     sure = NumberDistribution(values, halves, mass=0.9)
     expected = score_number_distributions([sure, sure], [0.3, 3.3])
-    narrow = np.float32([0.3, 3.3])
-    for numbers in (torch.tensor([0.3, 3.3]), narrow, narrow.tolist(), pd.Series(narrow), [0.1 * 3, 1.1 * 3]):
-        found = score_number_distributions([sure, sure], numbers)
-        assert (found.pit, found.within_90) == (expected.pit, expected.within_90)
+    found = score_number_distributions([sure, sure], [0.1 * 3, 1.1 * 3])
+    assert (found.pit, found.within_90) == (expected.pit, expected.within_90)
     assert expected.within_90 == pytest.approx(0.9)
-    exact = [0.125, 2.0**40, 2.0**-20]  # in float32 too, where 2^40 would read 1.0995116e12
-    sure = [NumberDistribution(values.new_tensor([value]), values.new_ones(1), 0.9) for value in exact]
-    assert score_number_distributions(sure, exact).mean_absolute_error == 0
+
+
+@pytest.mark.parametrize("right", [[0.3, 3.3], [8.06], [4096.1, 5000.3], [12345.67, 34567.89], [101325.3, 2.0**30]])
+def test_numbers_of_float32_are_read_as_they_are_written(right: list[float]) -> None:
+    value = torch.ones(1, dtype=torch.float64)
+    sure = [NumberDistribution(value * number, value, 0.9) for number in right]
+    expected, narrow = score_number_distributions(sure, right), np.float32(right)
+    assert expected.mean_absolute_error == 0
+    for numbers in (torch.from_numpy(narrow), narrow, narrow.tolist(), list(narrow), pd.Series(narrow), iter(right)):
+        assert score_number_distributions(sure, numbers) == expected
+
+
+def test_numbers_that_are_exact_stay() -> None:
+    right = [0.125, 2**50, 2.0**40, 2.0**-20, 1234567.25, 3 / 65536]  # in float32 too, where 2^40 reads 1.0995116e12
+    value = torch.ones(1, dtype=torch.float64)
+    sure = [NumberDistribution(value * number, value, 0.9) for number in right]
+    assert score_number_distributions(sure, right).mean_absolute_error == 0
 
 
 def test_prompts_and_numbers_come_in_arrays_and_series(model: Any, tokenizer: Any) -> None:
