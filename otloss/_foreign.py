@@ -236,9 +236,9 @@ _CALLS = (
           "returns"),
     _Call("coral-pytorch", "corn_label_from_logits", "otloss.nn.CornHead and its predict(features)"),
     _Call("mord", "LogisticAT", 'otloss.estimators.CumulativeLinkClassifier(loss="all_threshold", cross_entropy=0, '
-          "standardize=False)"),
+          "alpha=1.0, standardize=False)"),
     _Call("mord", "LogisticIT", 'otloss.estimators.CumulativeLinkClassifier(loss="immediate_threshold", '
-          "cross_entropy=0, standardize=False)"),
+          "cross_entropy=0, alpha=1.0, standardize=False)"),
     _Call("statsmodels", "OrderedModel", "otloss.estimators.CumulativeLinkClassifier(transport=0, cross_entropy=1, "
           "alpha=0, standardize=False)"),
     _Call("dlordinal", "EMDLoss", "otloss.ordinal_loss(logits, target)"),

@@ -40,6 +40,10 @@ _CONSTANT = (
     "min_child_weight, gamma and lambda in booster_params."
 )
 _OTHER_CATEGORIES = ("dictionary<", "Categorical", "Enum(")  # beginnings of the names of dtypes of Arrow and polars
+_UNSEEN_MISSING = {
+    "xgboost": "XGBoost sends them to one side of each split",
+    "lightgbm": "LightGBM takes them for 0, of ordered categories for the first",
+}
 SMALLEST_NUMBERS = {"xgboost": 1e-38, "lightgbm": 1e-35}  # the limits of float32, and of zero as LightGBM has it
 # What trains on a cluster, by booster.
 _ON_DASK = {
@@ -68,7 +72,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     Minimises the sum by weight of transport * L + cross_entropy * (-log P_y), starting from the class frequencies;
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
-    as one row of their weight, for `subsample` too. NaN features are missing values.
+    as one row of their weight, for `subsample` too. NaN features are missing values, in columns that have some in fit.
 
     Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks, but where
     rows are held out: copies may lie on both sides, so give weights. Weights w with sum w^2 < sum w, such as shares
@@ -260,7 +264,26 @@ class OrdinalBoostingClassifier(OrdinalBase):
     def _features(self, X: Any) -> np.ndarray:
         if self._category_dtypes and hasattr(X, "columns"):
             validate_data(self, X, reset=False, skip_check_array=True)  # names of columns, before their categories
-        return super()._features(coded(X, self._category_dtypes))
+        table = super()._features(coded(X, self._category_dtypes))
+        self._warn_of_missing(table)
+        return table
+
+    def _warn_of_missing(self, X: np.ndarray) -> None:
+        """Warn of NaN in a column that had none in fit, unless it is one of sets of categories."""
+        numeric = np.array([place not in self._categorical() for place in range(X.shape[1])])
+        places = np.flatnonzero(_columns_with_nan(X) & ~self._has_nan & numeric)
+        if len(places):
+            names = getattr(self, "feature_names_in_", range(X.shape[1]))
+            warnings.warn(
+                f"column {names[places[0]]!r} of X holds NaN and held none in fit ({len(places)} such columns): no "
+                f"tree has learnt where missing values belong, and {_UNSEEN_MISSING[self.booster]}. Fill them in, or "
+                "fit to rows of which some lack the value.",
+                stacklevel=5,
+            )
+
+    def _categorical(self) -> tuple[int, ...]:
+        """Return the columns that are split by sets of categories; codes of ordered ones are split as numbers."""
+        return tuple(place for place, dtype in self._category_dtypes.items() if not dtype.ordered)
 
     def _train(
         self,
@@ -273,7 +296,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
     ) -> None:
         rows = Part(Table(X), np.arange(len(X)), positions, weights)
         self.n_estimators_, self.best_iteration_, self.evals_result_ = 0, None, {}
-        self._trees = None
+        self._trees, self._has_nan = None, _columns_with_nan(X)
         watched = [self._evaluation_part(name, *part) for name, part in evaluation_parts(eval_set).items()]
         if len(self.classes_) == 1:
             return
@@ -324,8 +347,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
             threads=0 if self.n_jobs is None else effective_n_jobs(self.n_jobs),
             seed=seed,
             patience=None,
-            # codes of ordered categories are split as numbers
-            categorical=tuple(place for place, dtype in self._category_dtypes.items() if not dtype.ordered),
+            categorical=self._categorical(),
             loss={
                 **criterion.geometry,
                 "transport": criterion.transport,
@@ -388,6 +410,11 @@ def evaluation_parts(eval_set: Any) -> dict[str, Any]:
     return {f"eval_set[{number}]": part for number, part in enumerate(eval_set)}
 
 
+def _columns_with_nan(X: np.ndarray) -> np.ndarray:
+    """Return which columns (d,) of X (n, d) hold NaN."""
+    return np.isnan(np.minimum.reduce(X, axis=0))  # no copy of X
+
+
 def _is_table(X: Any) -> bool:
     """Return whether these are rows of features, and not a part (X, y)."""
     if hasattr(X, "shape"):
@@ -439,8 +466,8 @@ def coded(X: Any, dtypes: dict[int, Any]) -> Any:
         if unknown.any():
             raise ValueError(
                 f"column '{column.name}' of X holds {column[unknown].tolist()[0]!r}, expected one of the "
-                f"{len(dtype.categories)} categories of fit. Declare every category in the dtype before fit, or "
-                "pass NaN."
+                f"{len(dtype.categories)} categories of fit. Declare every category in the dtype before fit, or pass "
+                "NaN, which is a missing value where some of fit were."
             )
         table.isetitem(place, np.where(codes < 0, np.nan, codes))
     return table

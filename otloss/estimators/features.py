@@ -153,7 +153,13 @@ def standardised(X: Any, scaler: StandardScaler) -> Any:
     """Features (n, d) that can be multiplied, `X @ W` and `G @ X`: an array, or `SparseRows` where X is sparse."""
     if not issparse(X):
         return scaler.transform(X)
-    return SparseRows(X, scaler.mean_, np.ones(X.shape[1]) if scaler.scale_ is None else scaler.scale_)
+    mean, scale = scaler.mean_, np.ones(X.shape[1]) if scaler.scale_ is None else scaler.scale_
+    is_full = np.bincount(X.indices, minlength=X.shape[1]) == X.shape[0]
+    if is_full.any():  # such as times, whose mean is so much larger than their deviation that it would cancel
+        X = X.copy()
+        X.data -= np.where(is_full, mean, 0.0)[X.indices]
+        mean = np.where(is_full, 0.0, mean)
+    return SparseRows(X, mean, scale)
 
 
 @dataclass(frozen=True, eq=False)

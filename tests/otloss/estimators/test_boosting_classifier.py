@@ -405,6 +405,11 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
         model.predict(table.assign(letter="other"))
     with pytest.raises(ValueError, match="same order"):
         model.predict(table[["width", "letter"]])
+    with pytest.warns(
+        UserWarning, match=r"column 'width' of X holds NaN and held none in fit \(1 such columns\)"
+    ) as told:
+        model.predict(table.assign(width=pd.Categorical([None] * 120, table["width"].cat.categories, ordered=True)))
+    assert told[0].filename == __file__
 
 
 def test_categories_of_arrow_and_polars_raise_with_the_remedy() -> None:

@@ -165,3 +165,16 @@ def test_sparse_features_are_dense_ones_and_linear_models_never_make_them_dense(
     for fitted, given in ((dense, rows), (sparse, rows), (sparse, X.toarray())):
         np.testing.assert_allclose(fitted.predict_proba(given), dense.predict_proba(X.toarray()), atol=1e-5)
     assert bool(Sparse.made) == isinstance(model, OrdinalNetworkClassifier)
+
+
+@pytest.mark.parametrize("model", [OrdinalClassifier(), CumulativeLinkClassifier()], ids=str)
+def test_sparse_features_may_have_a_mean_far_beyond_their_deviation(model: Any) -> None:
+    """Times, beside columns of few entries: products of them with the weights cancelled, and fits ended early."""
+    random = np.random.default_rng(0)
+    small = np.column_stack([random.integers(-(2**20), 2**20, 400) / 2**18, random.random(400) < 0.2])
+    y = np.digitize(small.sum(1) + random.logistic(size=400), [-1, 0, 1])
+    expected = clone(model).fit(small, y).predict_proba(small)
+    rows = csr_matrix(small + np.array([1e9, 0]))
+    fitted = clone(model).fit(rows, y)
+    np.testing.assert_allclose(fitted.predict_proba(rows), expected, atol=1e-5)
+    np.testing.assert_allclose(fitted.predict_proba(rows.toarray()), expected, atol=1e-5)
