@@ -144,7 +144,9 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
 
 def _is_range(order: np.ndarray) -> bool:
     """Return whether the classes are all integers from the first to the last."""
-    return order.dtype.kind in "iuf" and bool(is_whole(order).all() and (order[1:] - order[:-1] == 1).all())
+    if order.dtype.kind not in "iuf" or not is_whole(order).all():
+        return False
+    return bool((np.diff(order.astype(object)) == 1).all())  # uint8 would wrap
 
 
 def _last(estimator: Any) -> Any:

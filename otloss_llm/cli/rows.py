@@ -147,9 +147,12 @@ def check_tokens(rows: Any, vocabulary: int) -> None:
     first = 0
     for table in (rows if hasattr(rows, "__len__") else rows.take(SAMPLED)).with_format("arrow").iter(1000):
         lengths = _check_lengths(table, first)
+        row = first + np.repeat(np.arange(len(lengths)), lengths)
         for name in ("input_ids", "labels"):
             if name in table.column_names:
-                _check_ids(name, _flat(table[name]), vocabulary, first + np.repeat(np.arange(len(lengths)), lengths))
+                _check_ids(name, _flat(table[name]), vocabulary, row)
+        if "attention_mask" in table.column_names:
+            _check_padding({name: _flat(table[name]) for name in BESIDE_TOKENS if name in table.column_names}, row)
         first += len(table)
 
 
@@ -189,6 +192,19 @@ def _check_ids(name: str, ids: np.ndarray, vocabulary: int, row: np.ndarray) -> 
         raise ValueError(
             f"{name} of row {row[i]} has {ids[i]}, expected whole numbers from 0 to {vocabulary - 1}, the model's "
             "vocabulary; was the text tokenised by another model's tokenizer?"
+        )
+
+
+def _check_padding(beside: dict[str, np.ndarray], row: np.ndarray) -> None:
+    """Raise ValueError for padding that would be read or trained on: TRL pads rows itself, and takes no masks."""
+    is_padding = beside["attention_mask"] == 0
+    is_read = is_padding[:-1] & ~is_padding[1:] & (row[:-1] == row[1:])
+    ignored = [beside[name] == (IGNORE_INDEX if name == "labels" else 0) for name in beside if name != "attention_mask"]
+    wrong = np.append(is_read, False) | (is_padding & ~np.any([*ignored, np.zeros_like(is_padding)], axis=0))
+    if wrong.any():
+        raise ValueError(
+            f"attention_mask of row {row[wrong.argmax()]} has zeros, and TRL reads such tokens as any others; tokenise "
+            "without padding, or leave out the tokens whose mask is 0, from all columns."
         )
 
 

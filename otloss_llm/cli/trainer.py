@@ -204,6 +204,7 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
         raise FileNotFoundError(f"--chat_template_path is {template!r}, of which there is no file in {Path.cwd()}.")
     if is_conversational(row) and not (tokenizer.chat_template or template):
         raise ValueError("the rows are conversations, and the model has no chat template; give --chat_template_path.")
+    _warn_of_two_starts(row, tokenizer_of(tokenizer), args.dataset_text_field)
     longest, context = args.max_length, context_length(model)
     if longest is not None and context is not None and context < longest:
         if longest != RunConfig.max_length:  # nothing is said of a default
@@ -218,3 +219,14 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
         args, max_length=longest, assistant_only_loss=only_answers, completion_only_loss=only_completions,
         model_init_kwargs=None,
     )  # fmt: skip
+
+
+def _warn_of_two_starts(row: dict[str, Any], tokenizer: Any, text_field: str) -> None:
+    """Warn of text that a template has rendered with the token that the tokenizer puts before each text."""
+    for name in () if "input_ids" in row else ("prompt", text_field):
+        text, start = row.get(name), tokenizer.bos_token_id
+        if isinstance(text, str) and start is not None and tokenizer(text)["input_ids"][:2] == [start, start]:
+            logger.warning(
+                "%s begins with %s, and the tokenizer puts another one before each text; leave it out of the rows, or "
+                "give them as messages", name, tokenizer.bos_token,
+            )  # fmt: skip

@@ -496,6 +496,14 @@ def test_a_distribution_does_not_rename_columns() -> None:
     np.testing.assert_allclose(metrics.Distribution(half, labels=order), table, rtol=1e-2)
 
 
+def test_scorers_keep_an_order_that_wraps_in_its_dtype() -> None:
+    X = np.random.default_rng(0).normal(size=(90, 2))
+    ranks = np.digitize(X[:, 0], [-0.5, 0.5])
+    order = np.array([255, 0, 1], dtype=np.uint8)
+    found = scorer("ordinal_mae")(OrdinalClassifier(categories=order).fit(X, order[ranks]), X, order[ranks])
+    assert found == scorer("ordinal_mae")(OrdinalClassifier().fit(X, ranks), X, ranks)
+
+
 def test_several_scorers_in_a_search_with_weights() -> None:
     generator = np.random.default_rng(0)
     X, weight = generator.normal(size=(90, 2)), generator.random(90)

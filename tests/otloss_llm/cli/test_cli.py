@@ -19,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import trainer_jit_checkpoint
 
@@ -429,6 +430,38 @@ def test_tokens_that_no_model_has_are_named(row: dict[str, Any], message: str) -
     rows = datasets.Dataset.from_list([usual] * 1500 + [row])
     with pytest.raises(ValueError, match=message):
         check_tokens(rows, 290)
+
+
+def test_text_that_begins_with_the_start_of_the_tokenizer_is_told(
+    cli: Cli, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "starting"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    start = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    for before, warnings in (("", 0), (start, 1)):
+        rows = [row | {"prompt": before + row["prompt"]} for row in SUMS]
+        caplog.clear()
+        cli(*asked("evaluate", folder, write(tmp_path / f"rows{warnings}.jsonl", rows)))
+        assert caplog.text.count("prompt begins with") == warnings
+
+
+def test_padding_that_would_be_read_is_named() -> None:
+    from otloss_llm.cli.rows import check_tokens
+
+    whole, right = {"attention_mask": [1, 1, 1]}, {"attention_mask": [1, 1, 0]}
+    fine = [[whole], [right | {"labels": [-100, 2, -100]}], [right | {"completion_mask": [0, 1, 0]}]]
+    read = {"attention_mask": [0, 1, 1], "labels": [-100, -100, 2]}
+    for rows in (*fine, [whole, right], [right | {"labels": [1, 2, 3]}], [read]):
+        dataset = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]} | row for row in rows])
+        if rows in fine:
+            check_tokens(dataset, 290)
+            continue
+        with pytest.raises(ValueError, match=rf"attention_mask of row {len(rows) - 1} has zeros.* without padding"):
+            check_tokens(dataset, 290)
 
 
 @pytest.mark.parametrize("save_file", [
