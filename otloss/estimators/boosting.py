@@ -32,6 +32,7 @@ from otloss.estimators.boosters import (
 from otloss.estimators.criterion import check_real
 from otloss.estimators.features import types_of_columns, warn_of_tiny_columns
 from otloss.metrics.rank_labels import plain_items
+from otloss.solvers.convergence import level_of_the_caller
 
 _C = TypeVar("_C")
 _CONSTANT = (
@@ -269,16 +270,19 @@ class OrdinalBoostingClassifier(OrdinalBase):
         return table
 
     def _warn_of_missing(self, X: np.ndarray) -> None:
-        """Warn of NaN in a column that had none in fit, unless it is one of sets of categories."""
-        numeric = np.array([place not in self._categorical() for place in range(X.shape[1])])
-        places = np.flatnonzero(_columns_with_nan(X) & ~self._has_nan & numeric)
+        """Warn of NaN in a column that trees split by, had none in fit, and is not split by sets of categories."""
+        is_unseen = _columns_with_nan(X) & ~self._has_nan
+        is_unseen[list(self._categorical())] = False
+        if self._trees is None or not is_unseen.any():
+            return
+        places = np.flatnonzero(is_unseen & (self._trees.gains(X.shape[1]) > 0))
         if len(places):
             names = getattr(self, "feature_names_in_", range(X.shape[1]))
             warnings.warn(
                 f"column {names[places[0]]!r} of X holds NaN and held none in fit ({len(places)} such columns): no "
                 f"tree has learnt where missing values belong, and {_UNSEEN_MISSING[self.booster]}. Fill them in, or "
                 "fit to rows of which some lack the value.",
-                stacklevel=5,
+                stacklevel=level_of_the_caller(),
             )
 
     def _categorical(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Real
 from torch import Tensor
@@ -218,10 +219,9 @@ def _labels(values: Tensor, bins: Bins, own: Tensor, *, encoding: str, sigma: fl
     """Return real values (...) as bin positions ("one_hot") or soft labels (..., K); `own` is `bins` as given."""
     check_finite("target", values)
     limits = bins.centres if encoding == "two_hot" else bins.edges
-    is_float = values.is_floating_point() and own.is_floating_point()
+    compared = _dtype_to_compare(values.dtype, own, limits)
     values = values if values.is_floating_point() else values.double()
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)
-    compared = _dtype_to_compare(values.dtype, own, limits) if is_float else dtype
     rounded, ends = values.detach().to(compared), limits.to(compared)
     beyond = (rounded < ends[0]) | (rounded > ends[-1])
     values, bins, limits = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype)), limits.to(dtype)
@@ -248,15 +248,18 @@ def _labels(values: Tensor, bins: Bins, own: Tensor, *, encoding: str, sigma: fl
 def _dtype_to_compare(values: torch.dtype, bins: Tensor, limits: Tensor) -> torch.dtype:
     """Return the narrower dtype of values and bins, in which 0.7 is one number.
 
-    The wider one for bins that are exact, such as 0.25, and where the narrower one cannot tell them apart.
+    The wider one for bins that are exact, such as 0.25, beside integers, unless bins are of 16 bits, and where the
+    narrower one cannot tell the bins apart.
     """
-    wide = torch.promote_types(values, limits.dtype)
-    if values == wide == bins.dtype == torch.float32:  # nearly always
-        return wide
+    if values == limits.dtype == bins.dtype == torch.float32:  # nearly always
+        return values
+    of_values = values if values.is_floating_point else torch.float64
+    wide = torch.promote_types(of_values, limits.dtype)
     # float32 in float64, as in a module after `.double()`, is known by its digits
-    bits = significant_bits(bins.detach().double().cpu().numpy(), bins.dtype)
-    narrow = max(values, _DTYPES[bits], key=lambda dtype: torch.finfo(dtype).eps)
-    return narrow if bool((limits.to(narrow).diff() > 0).all()) else wide
+    bits = significant_bits(np.array(bins.detach().double().tolist()), bins.dtype)  # functorch has no `.numpy()`
+    narrow = max(of_values, _DTYPES[bits], key=lambda dtype: torch.finfo(dtype).eps)
+    is_exact = narrow == torch.float32 and not values.is_floating_point
+    return wide if is_exact or not bool((limits.to(narrow).diff() > 0).all()) else narrow
 
 
 def _check_no_gradient(values: Tensor) -> None:

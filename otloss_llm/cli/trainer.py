@@ -225,7 +225,7 @@ def _warn_of_two_starts(row: dict[str, Any], tokenizer: Any, text_field: str) ->
     """Warn of text that a template has rendered with the token that the tokenizer puts before each text."""
     for name in () if "input_ids" in row else ("prompt", text_field):
         text, start = row.get(name), tokenizer.bos_token_id
-        if isinstance(text, str) and start is not None and tokenizer(text)["input_ids"][:2] == [start, start]:
+        if isinstance(text, str) and start is not None and tokenizer(text[:100])["input_ids"][:2] == [start, start]:
             logger.warning(
                 "%s begins with %s, and the tokenizer puts another one before each text; leave it out of the rows, or "
                 "give them as messages", name, tokenizer.bos_token,

@@ -221,15 +221,16 @@ def _as_written(expected: Iterable[Any]) -> list[float]:
     """Return the decimal numbers that those of float32 or float16 stand for: 0.3, not 0.30000001192092896."""
     of_all, numbers = getattr(expected, "dtype", ""), list(expected)  # pandas hands out Python's floats
     kinds = [str(getattr(number, "dtype", of_all)).lower() for number in numbers]
-    values = np.array([float(number) for number in numbers])
+    values = [float(number) for number in numbers]
+    are_narrow = bool(are_of_float32(np.array(values)).any())
     written = []
-    for value, kind, is_of_float32 in zip(values.tolist(), kinds, are_of_float32(values).tolist(), strict=True):
+    for value, kind in zip(values, kinds, strict=True):
         if value.is_integer() or not math.isfinite(value) or kind.endswith("bfloat16"):
             written.append(value)
         elif kind.endswith("float16"):
             written.append(float(str(np.float16(value))))
         else:
-            written.append(float(str(np.float32(value))) if is_of_float32 or kind.endswith("float32") else value)
+            written.append(float(str(np.float32(value))) if are_narrow or kind.endswith("float32") else value)
     return written
 
 

@@ -20,6 +20,7 @@ from otloss.solvers.exact.results import OUTCOME
 from otloss.solvers.exact.simplex_numba import allocate_results as allocate_exact_results
 from otloss.solvers.exact.simplex_numba import build_search_call, solve_problems
 from otloss.solvers.exact.simplex_numba import scratch as scratch_of_exact
+from otloss.solvers.gromov import APART
 
 
 class Problems(NamedTuple):
@@ -165,15 +166,18 @@ def _gradient(fixed: Any, T: Any, n: int, m: int, alpha: float, gradient: Any) -
 
 
 @inner()
-def _length(P: Any, Q: Any, gradient: Any, n: int, m: int, value: float, target: float) -> tuple[float, float]:
-    """Return how far to go from P to Q, and the value there: E on the segment is a parabola."""
-    b = 0.0
+def _segment(
+    P: Any, Q: Any, T: Any, T_target: Any, gradient: Any, n: int, m: int, alpha: float
+) -> tuple[float, float, float]:
+    """Return b and c of E(P + t (Q - P)) = E(P) + b t + c t^2, and the mass by which Q differs from P."""
+    b, c, moved = 0.0, 0.0, 0.0
     for i in range(n):
         for j in range(m):
-            b += gradient[i, j] * (Q[i, j] - P[i, j])
-    c = target - value - b
-    t = (1.0 if b + c < 0 else 0.0) if c <= 0 else min(max(-b / (2 * c), 0.0), 1.0)
-    return t, value + b * t + c * t * t
+            step = Q[i, j] - P[i, j]
+            b += gradient[i, j] * step
+            c -= alpha * step * (T_target[i, j] - T[i, j])
+            moved += abs(step) / 2
+    return b, c, moved
 
 
 @inner()
@@ -202,7 +206,8 @@ def _descend(
     _product(C, D, P, n, m, half, T)
     value = _energy(features, fixed, P, T, n, m, alpha)
     rounding = _rounding(features, fixed, P, n, m, alpha)
-    converged, iteration = n == 0 or m == 0, 0
+    mass = p[0, :n].sum()
+    converged, is_beside_tie, iteration = n == 0 or m == 0, False, 0
     while iteration < max_iterations and not converged and not is_stopped(counter, np.nan, np.nan):
         iteration += 1
         _gradient(fixed, T, n, m, alpha, gradient)
@@ -216,14 +221,20 @@ def _descend(
         for k in range(n + m - 1):
             target[cells[0, 0, k], cells[0, 1, k]] += flows[0, k]
         _product(C, D, target, n, m, half, T_target)
-        value_of_target = _energy(features, fixed, target, T_target, n, m, alpha)
-        t, new = _length(P, target, gradient, n, m, value, value_of_target)
+        b, c, moved = _segment(P, target, T, T_target, gradient, n, m, alpha)
+        limit = tolerance * abs(value) + 4 * rounding
+        if -b <= limit:  # P is a local minimum to first order, and so may others of its value not be
+            is_tie = b + c <= rounding and moved > APART * mass and iteration < max_iterations
+            is_beside_tie, t = is_tie and not is_beside_tie, 1.0 if is_tie and not is_beside_tie else 0.0
+        else:
+            is_beside_tie, t = False, 1.0 if c <= 0 else min(-b / (2 * c), 1.0)
         for i in range(n):
             for j in range(m):
                 P[i, j] += t * (target[i, j] - P[i, j])
                 T[i, j] += t * (T_target[i, j] - T[i, j])
-        converged = abs(value - new) <= tolerance * abs(new) + rounding
-        value = new
+        change = b * t + c * t * t
+        converged = abs(change) <= limit and not is_beside_tie
+        value += change
     return _energy(features, fixed, P, T, n, m, alpha), converged
 
 

@@ -10,8 +10,14 @@ round the others away. For fixed marginals the square gives C^2 p 1^T + 1 (D^2 q
 costs two products of matrices. E is not convex, so the result is a local minimum, the best one of several starts.
 
 Each start descends by conditional gradients. The target of a step is an optimal plan at the cost grad E(P), and the
-step goes to the smallest E on the segment from P to the target. With an epsilon, epsilon KL(P | p q^T / m) is added to
-E, m the mass, and the next P is the entropic plan at the cost grad E(P).
+step goes to the smallest E on the segment from P to the target, where E is a + b t + c t^2. With an epsilon,
+epsilon KL(P | p q^T / m) is added to E, m the mass, and the target is the entropic plan at the cost grad E(P). At that
+cost the target lies below P by some fall, and in truth by the fall less c. Between distances c <= 0, and the next P is
+the target. Where c is more than half of the fall, the target may lie above P, and have P as its own target: the step
+goes to the smallest value on the segment, which is convex there.
+
+Without an epsilon, a P that is optimal at the cost grad E(P) may have another optimal plan of the same E, at whose own
+cost it is not optimal. The search goes on from there; if it is optimal there too, it ends.
 
 A local minimum P is an optimal plan at the cost grad E(P). With the potentials f and g of that plan,
 
@@ -49,10 +55,12 @@ from otloss._numba.threads import Work, run_on_threads
 from otloss._public import public
 from otloss.costs.cost import makes_graph
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
+from otloss.solvers.gromov import APART
 from otloss.solvers.histograms import histogram_pair
 from otloss.solvers.solve import solve
 
 ROUNDING = 1e-13  # relative to the sizes of the terms of a value, as they cancel
+_STEP_PRECISION, _SMALLEST_STEP = 1e-3, 1e-9
 
 
 class FusedGromov(NamedTuple):
@@ -61,7 +69,8 @@ class FusedGromov(NamedTuple):
     Attributes:
         value: (...), E at the plan, plus the entropy term if there is an epsilon; differentiable.
         plan: (..., n, m), without a graph.
-        converged: (...), whether the last step changed the value by no more than the tolerance.
+        converged: (...), whether the last step changed the value by no more than the tolerance, and with an epsilon
+            the plan is the entropic one at the gradient of E, up to as much.
     """
 
     value: Float[Tensor, "*batch"]
@@ -157,9 +166,16 @@ class _Energy(NamedTuple):
             gradient = gradient + self.alpha * (squares - 2 * C @ plan @ D.mT)
         return gradient
 
-    def value(self, plan: Tensor) -> Tensor:
-        linear = (1 - self.alpha) * (self.M * plan).sum((-2, -1))
-        return (linear + (self.gradient(plan) * plan).sum((-2, -1))) / 2
+    def linear(self, plan: Tensor) -> Tensor:
+        return (1 - self.alpha) * (self.M * plan).sum((-2, -1))
+
+    def value(self, plan: Tensor, gradient: Tensor) -> Tensor:
+        """Return E (...) at a plan, of which the gradient is known."""
+        return (self.linear(plan) + (gradient * plan).sum((-2, -1))) / 2
+
+    def curvature(self, step: Tensor) -> Tensor:
+        """Return (...) the c of E(P + t S) = E(P) + b t + c t^2, for a step S between plans."""
+        return ((self.gradient(step) * step).sum((-2, -1)) - self.linear(step)) / 2
 
     def size(self, plan: Tensor) -> Tensor:
         """Return (...) the sum of the terms of E by their size, before they cancel: the rounding of E follows it."""
@@ -199,25 +215,50 @@ def _best_minimum(
 def _descend(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    value = energy.value(plan) + _entropy(plan, p, q, epsilon)
+    gradient, entropy = energy.gradient(plan), _entropy(plan, p, q, epsilon)
+    value, mass = energy.value(plan, gradient) + entropy, p.sum(-1)
     done, rounding = torch.zeros_like(value, dtype=torch.bool), 1e-15 * energy.size(plan)
-    for _ in range(max_iterations):
-        gradient = energy.gradient(plan)
+    is_beside_tie = done
+    for iteration in range(max_iterations):
         target = solve(p, q, _from_zero(gradient), epsilon=epsilon).plan()
+        step = target - plan
+        b, c = (gradient * step).sum((-2, -1)), energy.curvature(step)
+        fall = entropy - _entropy(target, p, q, epsilon) - b
+        limit = tolerance * value.abs() + 4 * rounding
         if epsilon is None:
-            step = target - plan
-            # E on the segment is a + b t + c t^2, whose minimum in [0, 1] is exact.
-            b = (gradient * step).sum((-2, -1))
-            c = energy.value(target) - value - b
-            t = torch.where(c > 0, (-b / (2 * c)).clamp(0, 1), (b + c < 0).to(b.dtype))
-            target = plan + t[..., None, None] * step
-        new = energy.value(target) + _entropy(target, p, q, epsilon)
-        plan = torch.where(done[..., None, None], plan, target)
-        done = done | ((value - new).abs() <= tolerance * new.abs() + rounding)
-        value = torch.where(done, torch.minimum(value, new), new)
+            t = torch.where(c > 0, (fall / (2 * c)).clamp(max=1), 1.0)
+            # P is a local minimum to first order, and others of its value may be none.
+            is_minimum, is_apart = fall <= limit, step.abs().sum((-2, -1)) / 2 > APART * mass
+            is_tie = is_minimum & ~is_beside_tie & (b + c <= rounding) & is_apart & (iteration + 1 < max_iterations)
+            t, is_beside_tie = torch.where(is_minimum, is_tie.to(t.dtype), t), is_tie
+        else:
+            t = _entropic_step(plan, step, b, c, p, q, epsilon, where=(c > 0) & (c > fall / 2))
+        is_done = done[..., None, None]
+        plan = torch.where(is_done, plan, torch.lerp(plan, target, t[..., None, None]))
+        gradient, entropy = torch.where(is_done, gradient, energy.gradient(plan)), _entropy(plan, p, q, epsilon)
+        new = energy.value(plan, gradient) + entropy
+        change = (value - new).abs() if epsilon is None else torch.maximum((value - new).abs(), fall)
+        done = done | ((change <= limit) & ~is_beside_tie)
+        value = new
         if bool(done.all()):
             break
-    return plan, energy.value(plan) + _entropy(plan, p, q, epsilon), done
+    return plan, value, done
+
+
+def _entropic_step(
+    plan: Tensor, step: Tensor, b: Tensor, c: Tensor, p: Tensor, q: Tensor, epsilon: float, *, where: Tensor
+) -> Tensor:
+    """Return t (...) of the smallest value on the segment, or just before it, for problems that are convex; else 1."""
+    product = p.unsqueeze(-1) * (q / p.sum(-1, keepdim=True)).unsqueeze(-2)
+    low, high = torch.zeros_like(b), torch.ones_like(b)
+    t, is_sought = high, where
+    while bool(is_sought.any()):
+        ratio = torch.where(product > 0, (plan + t[..., None, None] * step) / product, 1.0).clamp(min=0)
+        slope = b + 2 * c * t + epsilon * torch.xlogy(step, ratio).sum((-2, -1))
+        low, high = torch.where(slope <= 0, t, low), torch.where(slope <= 0, high, t)
+        is_sought = is_sought & (high - low > _STEP_PRECISION * high) & (high > _SMALLEST_STEP)
+        t = (low + high) / 2
+    return torch.where(where, low, 1.0)
 
 
 def _descend_by_kernel(

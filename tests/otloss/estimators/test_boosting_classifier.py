@@ -405,11 +405,20 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
         model.predict(table.assign(letter="other"))
     with pytest.raises(ValueError, match="same order"):
         model.predict(table[["width", "letter"]])
-    with pytest.warns(
-        UserWarning, match=r"column 'width' of X holds NaN and held none in fit \(1 such columns\)"
-    ) as told:
-        model.predict(table.assign(width=pd.Categorical([None] * 120, table["width"].cat.categories, ordered=True)))
-    assert told[0].filename == __file__
+
+
+@LIBRARIES
+def test_missing_values_that_no_tree_has_seen_are_told(library: str) -> None:
+    table = pd.DataFrame(X, columns=["a", "b", "c"]).assign(d=pd.Categorical(np.arange(120) % 3), constant=1.0)
+    model = boosted(library, n_estimators=30).fit(table, Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.predict(table.assign(constant=np.nan, d=pd.Categorical([None] * 120, range(3))))
+    first = table.columns[np.argmax(model.feature_importances_[:3])]
+    for predict in (model.predict, model.predict_log_proba):
+        with pytest.warns(UserWarning, match=rf"column '{first}' of X holds NaN and held none in fit \(1 such") as told:
+            predict(table.assign(**{first: np.nan}))
+        assert told[0].filename == __file__
 
 
 def test_categories_of_arrow_and_polars_raise_with_the_remedy() -> None:

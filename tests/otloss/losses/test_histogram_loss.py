@@ -126,6 +126,7 @@ def test_large_whole_edges_are_exact() -> None:
         (torch.tensor(259), torch.tensor([256, 258, 260], dtype=torch.bfloat16), 1),
         (torch.tensor(9000.0), torch.linspace(0, 1e4, 11).bfloat16(), 9),
         (torch.tensor(1e4), torch.linspace(0, 1e4, 11).bfloat16(), 9),
+        (torch.tensor(9000), torch.linspace(0, 1e4, 11).bfloat16(), 9),
         (torch.tensor(0.4995), torch.tensor([0, 0.25, 0.5, 0.75], dtype=torch.bfloat16), 1),
         (torch.tensor(39_999.99, dtype=torch.float64), torch.tensor([0, 19_999.99, 39_999.99, 59_999.99]), 2),
         (torch.tensor(19_999_999), torch.tensor([0.5, 2e7, 3e7]), 0),
@@ -138,6 +139,14 @@ def test_large_whole_edges_are_exact() -> None:
 def test_narrow_dtypes_do_not_round_what_is_exact(value: torch.Tensor, edges: torch.Tensor, expected: int) -> None:
     labels = histogram_labels(value[None], edges, len(edges) - 1, encoding="one_hot")
     assert int(labels.argmax(-1)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_functional_transforms_of_every_dtype(dtype: torch.dtype) -> None:
+    bins, target = torch.linspace(0, 1, 5, dtype=dtype), torch.tensor([0.2, 0.7], dtype=torch.float64)
+    z = normal(2, 5, seed=1)
+    (expected,) = torch.autograd.grad(histogram_loss(z.requires_grad_(), target, bins), z)
+    torch.testing.assert_close(torch.func.grad(lambda z: histogram_loss(z, target, bins))(z.detach()), expected)
 
 
 def test_a_module_of_float32_takes_the_ends_of_its_bins_in_float64() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss import ConvergenceWarning, fused_gromov, sinkhorn
+from otloss import ConvergenceWarning, emd, fused_gromov, sinkhorn, solve
 from tests.errors import raising
 
 
@@ -52,6 +52,60 @@ def test_a_number_common_to_both_spaces_changes_nothing(epsilon: float | None) -
         ),
     ):
         torch.testing.assert_close(actual.value, expected.value, rtol=1e-6, atol=0)
+
+
+def _graph(n: int, generator: torch.Generator) -> Tensor:
+    edges = torch.rand(n, n, dtype=torch.float64, generator=generator) < 0.4
+    return (edges.triu(1) | edges.triu(1).T).double()
+
+
+def _gradient(C: Tensor, D: Tensor, plan: Tensor) -> Tensor:
+    plan = plan.clone().requires_grad_()
+    return torch.autograd.grad(_energy(C, D, torch.zeros_like(plan), plan, 1.0), plan)[0]
+
+
+def _line(n: int) -> Tensor:
+    return torch.diag(torch.ones(n - 1), 1).double() + torch.diag(torch.ones(n - 1), -1)
+
+
+@pytest.mark.filterwarnings("ignore::otloss.ConvergenceWarning")
+@pytest.mark.parametrize("impl", ["numba", "torch"])
+def test_minima_of_unweighted_graphs_are_optimal_at_their_own_gradient(
+    impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal values of several plans, which the search stepped between, and called the last one a minimum."""
+    if impl == "torch":
+        monkeypatch.setattr("otloss.solvers.gromov.fused_gromov.may_run_on", lambda *_: False)
+    generator, converged = torch.Generator().manual_seed(0), 0
+    count = 60 if impl == "numba" else 20
+    for _ in range(count):
+        C, D = (_graph(int(n), generator) for n in torch.randint(3, 8, (2,), generator=generator))
+        p, q = (torch.full((len(each),), 1 / len(each), dtype=torch.float64) for each in (C, D))
+        found = fused_gromov(C, D)
+        gradient = _gradient(C, D, found.plan)
+        gradient -= gradient.min()
+        fall = float((gradient * found.plan).sum() - emd(p, q, gradient))
+        assert not found.converged or fall < 1e-7
+        converged += int(found.converged)
+    assert converged >= 0.8 * count  # conditional gradients are slow where a minimum is no corner
+
+
+def test_entropic_plans_of_unweighted_graphs_are_those_at_their_own_gradient() -> None:
+    """Two plans that mirror each other, of one value, had each other as their target."""
+    star = torch.zeros(5, 5, dtype=torch.float64)
+    star[0, 1:] = star[1:, 0] = 1
+    tree = torch.zeros(15, 15, dtype=torch.float64)
+    for child in range(1, 15):
+        tree[child, (child - 1) // 2] = tree[(child - 1) // 2, child] = 1
+    generator = torch.Generator().manual_seed(1)
+    pairs = [(_line(10), tree), (_line(4), star), *((_graph(6, generator), _graph(7, generator)) for _ in range(6))]
+    for C, D in pairs:
+        found = fused_gromov(C, D, epsilon=0.03)
+        assert bool(found.converged)
+        gradient = _gradient(C, D, found.plan)
+        p, q = (torch.full((len(each),), 1 / len(each), dtype=torch.float64) for each in (C, D))
+        expected = solve(p, q, gradient - gradient.min(), epsilon=0.03).plan()
+        torch.testing.assert_close(found.plan, expected, atol=1e-3, rtol=0)
 
 
 def test_padding_and_batches_change_nothing() -> None:
