@@ -95,8 +95,9 @@ _KEYWORDS = {
 _TREE_SETTINGS = (
     "alpha colsample_bylevel colsample_bynode colsample_bytree device gamma grow_policy "
     "interaction_constraints max_bin max_delta_step max_leaves min_child_samples min_child_weight "
-    "min_split_gain monotone_constraints num_leaves reg_alpha reg_lambda scale_pos_weight subsample "
-    "subsample_freq tree_method verbosity"
+    "min_split_gain monotone_constraints num_leaves reg_alpha reg_lambda subsample "
+    "subsample_freq tree_method verbosity "
+    "bagging_fraction bagging_freq boosting feature_fraction lambda_l1 lambda_l2 min_data_in_leaf min_gain_to_split"
 )
 # Keywords of functions and classes that have booster_params.
 _BOOSTER_KEYWORDS = {
@@ -116,6 +117,9 @@ _BOOSTER_KEYWORDS = {
         _Keyword("XGBoost and LightGBM", "cost", "leave it out: it follows from power, cost, values and the labels"),
     ),
     "eval_set": _Keyword("XGBoost and LightGBM", None, "give it to fit"),
+    "scale_pos_weight": _Keyword("XGBoost and LightGBM", "class_weight", "give class_weight=..."),
+    "iterations": _Keyword("CatBoost", "n_estimators", "give n_estimators=..."),
+    "cat_features": _Keyword("CatBoost", None, "give fit a DataFrame with columns of dtype category"),
     "callbacks": _Keyword("XGBoost and LightGBM", None, "train with otloss.boosting.xgboost_objective for them"),
     **{
         name: _Keyword(
@@ -233,7 +237,7 @@ _CALLS = (
           "otloss.nn.CumulativeLinkHead(inputs, classes), and class positions in place of levels"),
     _Call("coral-pytorch", "CoralLayer", "otloss.nn.CumulativeLinkHead"),
     _Call("coral-pytorch", "corn_loss CornLoss", "otloss.nn.CornHead, and torch.nn.functional.nll_loss of what it "
-          "returns"),
+          "returns, a mean over rows in place of binary tasks"),
     _Call("coral-pytorch", "corn_label_from_logits", "otloss.nn.CornHead and its predict(features)"),
     _Call("mord", "LogisticAT", 'otloss.estimators.CumulativeLinkClassifier(loss="all_threshold", cross_entropy=0, '
           "alpha=1.0, standardize=False)"),

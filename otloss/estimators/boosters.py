@@ -303,7 +303,7 @@ def checked_parameters(library: str, parameters: Any, columns: int | None = None
             value = CONSTRAINTS[first](name, _parsed(value, is_nested=first == "interaction_constraints"), columns)
             if library == "xgboost":  # XGBoost reads lists as names of columns; LightGBM reads lists alone
                 value = tuple(value) if first == "monotone_constraints" else str(value)
-        checked[first] = value
+        checked[first] = value.item() if isinstance(value, np.generic) else value  # XGBoost writes some as JSON
     kind = checked.get("boosting" if library == "lightgbm" else "booster")
     if kind not in KINDS:
         raise ValueError(

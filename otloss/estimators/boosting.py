@@ -348,7 +348,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
             rounds=self.n_estimators,
             learning_rate=self.learning_rate,
             max_depth=self.max_depth,
-            threads=0 if self.n_jobs is None else effective_n_jobs(self.n_jobs),
+            threads=0 if self.n_jobs is None else int(effective_n_jobs(self.n_jobs)),
             seed=seed,
             patience=None,
             categorical=self._categorical(),

@@ -49,7 +49,8 @@ def ngram_distance(
         mask_x: (..., length), True at words and False at padding, whatever x holds there; all words by default. An
             n-gram takes part if all its words do.
         mask_y: (..., other), the same for y.
-        order_weight: what an n-gram costs that moves from one end of the text to the other, at least 0.
+        order_weight: what an n-gram costs that moves by the length of the text, at least 0; places are the middles of
+            equal parts, so from end to end of l n-grams it is (l - 1) / l of that.
         metric: the cost between words: "cosine", "euclidean", "sqeuclidean" or "l1", as for `otloss.costs.PointCost`.
 
     Returns:

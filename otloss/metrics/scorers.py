@@ -39,7 +39,7 @@ class OrdinalScorer:
     """A callable (estimator, X, y) -> float, larger is better; made by `scorer`."""
 
     def __init__(self, metric: str, labels: ArrayLike | None, options: dict[str, Any]) -> None:
-        self.metric = metric
+        self.metric = self.__name__ = metric  # by which displays name their axis
         self.labels = labels
         self.options = options
         self._requests: dict[str, Any] = {}

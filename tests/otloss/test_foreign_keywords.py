@@ -50,6 +50,7 @@ def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) ->
 @pytest.mark.parametrize(("keyword", "ours"), [
     ("early_stopping_rounds", "is XGBoost and LightGBM's; give n_iter_no_change="), ("eta", "learning_rate="),
     ("subsample", r"booster_params=\{'subsample': ...\}"), ("eval_set", "give it to fit"),
+    ("feature_fraction", "booster_params"), ("scale_pos_weight", "class_weight"), ("cat_features", "dtype category"),
     ("num_class", "leave it out"),
     ("learning_rates", "did you mean learning_rate="),
 ])  # fmt: skip

@@ -69,14 +69,13 @@ def wasserstein_tree(
     n = p.shape[-1]
     if q.shape[-1] != n:
         raise ValueError(f"p has {n} nodes and q {q.shape[-1]}, expected the same nodes.")
-    _check_lengths(length, n)
     ancestors = _ancestors(_parents(parent, n).to(p.device))
+    length = _checked_lengths(length, ancestors[0] == n)
     batch = broadcast_shape(p.shape[:-1], q.shape[:-1])
     # Nodes first: adding whole rows is fast, and the edges of a node lie side by side.
     weights_p, weights_q = (w.expand(*batch, n).movedim(-1, 0) for w in pair.in_float64)  # (n, ...)
     carried = _carried(weights_p, weights_q, ancestors)
-    lengths = length.to(carried.dtype).masked_fill(ancestors[0] == n, 0.0)  # the root has no edge
-    return product(lengths, carried.reshape(n, batch.numel())).reshape(batch).to(pair.dtype)
+    return product(length.to(carried.dtype), carried.reshape(n, batch.numel())).reshape(batch).to(pair.dtype)
 
 
 def _carried(p: Tensor, q: Tensor, ancestors: list[Tensor]) -> Tensor:
@@ -122,6 +121,7 @@ def _parents(parent: Any, n: int) -> Tensor:
     check_integers("parent", parent)
     if parent.shape != (n,):
         raise ValueError(f"parent has shape {tuple(parent.shape)}, expected ({n},), one parent per node of p and q.")
+    parent = parent.long()  # in uint8 -1 is 255
     outside = (parent < -1) | (parent >= n)
     if outside.any():
         node = int(outside.nonzero()[0])
@@ -132,13 +132,17 @@ def _parents(parent: Any, n: int) -> Tensor:
             f"parent has {int(root.sum())} roots {root.nonzero()[:2, 0].tolist()}, expected one node that is its own "
             "parent or has -1; join several trees by giving their roots a common parent."
         )
-    return parent.long().masked_fill(root, n)
+    return parent.masked_fill(root, n)
 
 
-def _check_lengths(length: Tensor, n: int) -> None:
+def _checked_lengths(length: Tensor, is_root: Tensor) -> Tensor:
+    """Return the lengths, 0 for the root, which has no edge."""
+    n = len(is_root)
     if length.shape != (n,):
         raise ValueError(f"length has shape {tuple(length.shape)}, expected ({n},), one edge per node of p and q.")
+    length = length.masked_fill(is_root.to(length.device), 0.0)
     check_finite("length", length)
     if (length < 0).any():
         node = int((length < 0).nonzero()[0])
         raise ValueError(f"length[{node}] is {float(length[node].detach())}, expected lengths >= 0.")
+    return length

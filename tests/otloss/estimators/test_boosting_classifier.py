@@ -408,6 +408,13 @@ def test_missing_values_and_categories_are_learnt_from(library: str) -> None:
 
 
 @LIBRARIES
+def test_numbers_of_numpy_are_settings(library: str) -> None:
+    expected = boosted(library, n_estimators=3).fit(X, Y).predict_proba(X)
+    for settings in ({"n_jobs": np.int32(1)}, {"booster_params": {"n_jobs": np.int64(1)}}):
+        np.testing.assert_array_equal(boosted(library, n_estimators=3, **settings).fit(X, Y).predict_proba(X), expected)
+
+
+@LIBRARIES
 def test_missing_values_that_no_tree_has_seen_are_told(library: str) -> None:
     table = pd.DataFrame(X, columns=["a", "b", "c"]).assign(d=pd.Categorical(np.arange(120) % 3), constant=1.0)
     model = boosted(library, n_estimators=30).fit(table, Y)

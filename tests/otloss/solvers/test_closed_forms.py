@@ -166,10 +166,12 @@ def test_a_path_is_a_line(n: int) -> None:
     p, q = torch.rand(2, 3, n, generator=generator, dtype=torch.float64).softmax(-1)
     gaps = torch.rand(n, generator=generator, dtype=torch.float64)
     x = torch.cat([gaps[:1] * 0, gaps[1:].cumsum(0)])
-    for root in (-1, 0):
+    for root, kind in ((-1, torch.int8), (0, torch.uint8)):
         parent = torch.arange(-1, n - 1)
         parent[0] = root
         torch.testing.assert_close(wasserstein_tree(p, q, parent.int(), gaps), wasserstein_1d(p, q, x))
+        of_root = gaps.clone().masked_fill(torch.arange(len(gaps)) == 0, torch.nan)  # as files of trees have it
+        torch.testing.assert_close(wasserstein_tree(p, q, parent.to(kind), of_root), wasserstein_1d(p, q, x))
 
 
 @pytest.mark.parametrize(("n", "m", "d", "order"), [(5, 5, 2, 2), (4, 6, 3, 1), (4, 3, 2, 1.5), (1, 3, 1, 2)])
@@ -250,7 +252,7 @@ test_bad_input = raising(
         {},
         r"parent has 2 roots \[0, 2\], expected one",
     ),
-    (wasserstein_tree, (third, third, torch.tensor([0, 0, 0]), -ones), {}, r"length\[0\] is -1.0"),
+    (wasserstein_tree, (third, third, torch.tensor([0, 0, 0]), -ones), {}, r"length\[1\] is -1.0"),
     (sliced_wasserstein, (square, square), {"projections": torch.zeros(2, 2)}, r"projections\[0\] is zero"),
     (sliced_wasserstein, (square, square, torch.ones(4), 2 * torch.ones(4)), {}, "^a and b hold different masses: 4"),
     (sliced_wasserstein, (square, square, -torch.ones(4)), {}, "^a holds -1.0 in bin 0, "),
