@@ -449,6 +449,28 @@ def test_text_that_begins_with_the_start_of_the_tokenizer_is_told(
         assert caplog.text.count("prompt begins with") == warnings
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_csv_files_are_text_whatever_they_look_like(is_stream: bool, tmp_path: Path) -> None:
+    """datasets chose types for each file and each 10,000 rows: 3.80 and 091 became 3.8 and 91."""
+    from trl import DatasetMixtureConfig, ScriptArguments
+
+    from otloss_llm.cli.rows import load_splits
+
+    answers = [" 3.80", "091", "True", "NA", "2024-01-26", "unknown"]
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name, part in (("a", answers[::-1]), ("b", answers[:3]), ("c", answers[:1] * 2)):
+        rows = "".join(f"what is {i},{answer}\n" for i, answer in enumerate(part))
+        (folder / f"{name}.csv").write_text(f"prompt,completion\n{rows}", encoding="utf-8")
+    for source, expected in (
+        (folder, [*answers[::-1], *answers[:3], *answers[:1] * 2]),
+        (folder / "b.csv", answers[:3]),
+    ):
+        script = ScriptArguments(dataset_name=str(source), dataset_streaming=is_stream)
+        rows = load_splits(script, DatasetMixtureConfig(), seed=0)["train"]
+        assert [row["completion"] for row in rows] == expected
+
+
 def test_padding_that_would_be_read_is_named() -> None:
     from otloss_llm.cli.rows import check_tokens
 
