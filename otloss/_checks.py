@@ -462,7 +462,8 @@ def significant_bits(numbers: Float[np.ndarray, "*shape"], dtype: object) -> int
     """Return to how many bits numbers have been rounded: 8 (bfloat16), 11 (float16), 24 (float32), else 53.
 
     Those of float32 may come in float64, and are known by their digits. Of a narrower dtype all numbers have been
-    rounded, unless they are whole, or sixteenths with bits to spare: 0.25 stands for itself, and 0.1 for all near it.
+    rounded, unless each is whole (of 16 bits: up to 2^bits, above which all are) or a sixteenth up to 2^(bits - 6),
+    which leaves two bits that rounded numbers need: 0.25 stands for itself, and 0.1 for all near it.
 
     Args:
         numbers: in float64.
@@ -470,7 +471,7 @@ def significant_bits(numbers: Float[np.ndarray, "*shape"], dtype: object) -> int
     """
     named = re.search(r"b?float(16|32)", str(dtype).lower())
     if named is None:
-        return 24 if are_of_float32(numbers).any() else 53
+        return 24 if are_rounded_to_float32(numbers).any() else 53
     bits = {"bfloat16": 8, "float16": 11}.get(named[0], 24)
     is_whole = (numbers == np.rint(numbers)) & ((bits == 24) | (np.abs(numbers) <= 2**bits))
     sixteenths = 16 * numbers
@@ -478,16 +479,19 @@ def significant_bits(numbers: Float[np.ndarray, "*shape"], dtype: object) -> int
     return 53 if (is_whole | is_sixteenth).all() else bits
 
 
-def are_of_float32(numbers: Float[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+def are_rounded_to_float32(numbers: Float[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
     """Return which numbers of float64 have been rounded to float32: 0.30000001192092896, for 0.3, and not 0.25.
 
-    None where one has more bits. The numbers that people write have ten digits or fewer, or are fractions of a power of
-    two, with few bits.
+    All False if one of them has more bits than float32. The numbers that people write have ten digits or fewer, or are
+    fractions of a power of two, with few bits.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if not (numbers == numbers.astype(np.float32)).all():
             return np.zeros(numbers.shape, bool)
-    few = np.ldexp(np.frexp(numbers)[0], 16)
+    mantissa = np.ldexp(np.frexp(numbers)[0], 16)  # whole for up to 16 bits
     exponent = np.floor(np.log10(np.abs(numbers), out=np.zeros_like(numbers), where=numbers != 0))
-    unit = 10.0 ** np.clip(9 - exponent, 0, 22)  # of the tenth digit; up to 10^22 powers are exact
-    return (few != np.rint(few)) & (np.rint(numbers * unit) / unit != numbers)
+    unit = _POWERS_OF_TEN[np.clip(9 - exponent, 0, 22).astype(int)]  # of the tenth digit
+    return (mantissa != np.rint(mantissa)) & (np.rint(numbers * unit) / unit != numbers)
+
+
+_POWERS_OF_TEN = np.array([float(f"1e{k}") for k in range(23)])  # the exact ones

@@ -96,7 +96,9 @@ _TREE_SETTINGS = (
     "alpha colsample_bylevel colsample_bynode colsample_bytree device gamma grow_policy "
     "interaction_constraints max_bin max_delta_step max_leaves min_child_samples min_child_weight "
     "min_split_gain monotone_constraints num_leaves reg_alpha reg_lambda subsample "
-    "subsample_freq tree_method verbosity "
+    "subsample_freq tree_method verbosity"
+)
+_LIGHTGBM_SETTINGS = (
     "bagging_fraction bagging_freq boosting feature_fraction lambda_l1 lambda_l2 min_data_in_leaf min_gain_to_split"
 )
 # Keywords of functions and classes that have booster_params.
@@ -126,6 +128,10 @@ _BOOSTER_KEYWORDS = {
             "XGBoost and LightGBM", "booster_params", f"give booster_params={{{name!r}: ...}} by the library's name"
         )
         for name in _TREE_SETTINGS.split()
+    },
+    **{
+        name: _Keyword("LightGBM", "booster_params", f'give booster="lightgbm" and booster_params={{{name!r}: ...}}')
+        for name in _LIGHTGBM_SETTINGS.split()
     },
 }
 _OWN_TRAINING = "train with otloss.boosting.xgboost_objective or lightgbm_objective for that"

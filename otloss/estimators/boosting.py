@@ -43,7 +43,7 @@ _CONSTANT = (
 _OTHER_CATEGORIES = ("dictionary<", "Categorical", "Enum(")  # beginnings of the names of dtypes of Arrow and polars
 _UNSEEN_MISSING = {
     "xgboost": "XGBoost sends them to one side of each split",
-    "lightgbm": "LightGBM takes them for 0, of ordered categories for the first",
+    "lightgbm": "LightGBM reads them as 0, which is the first of ordered categories",
 }
 SMALLEST_NUMBERS = {"xgboost": 1e-38, "lightgbm": 1e-35}  # the limits of float32, and of zero as LightGBM has it
 # What trains on a cluster, by booster.
@@ -73,7 +73,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     Minimises the sum by weight of transport * L + cross_entropy * (-log P_y), starting from the class frequencies;
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
-    as one row of their weight, for `subsample` too. NaN features are missing values, in columns that have some in fit.
+    as one row of their weight, for `subsample` too. NaN is a missing value; where a column of the trees had none in
+    fit, predicting warns.
 
     Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks, but where
     rows are held out: copies may lie on both sides, so give weights. Weights w with sum w^2 < sum w, such as shares
@@ -270,10 +271,12 @@ class OrdinalBoostingClassifier(OrdinalBase):
         return table
 
     def _warn_of_missing(self, X: np.ndarray) -> None:
-        """Warn of NaN in a column that trees split by, had none in fit, and is not split by sets of categories."""
+        """Warn of NaN in a numeric or ordered column that the trees split by and that held no NaN in fit."""
+        if self._trees is None:
+            return
         is_unseen = _columns_with_nan(X) & ~self._has_nan
         is_unseen[list(self._categorical())] = False
-        if self._trees is None or not is_unseen.any():
+        if not is_unseen.any():
             return
         places = np.flatnonzero(is_unseen & (self._trees.gains(X.shape[1]) > 0))
         if len(places):
@@ -471,7 +474,7 @@ def coded(X: Any, dtypes: dict[int, Any]) -> Any:
             raise ValueError(
                 f"column '{column.name}' of X holds {column[unknown].tolist()[0]!r}, expected one of the "
                 f"{len(dtype.categories)} categories of fit. Declare every category in the dtype before fit, or pass "
-                "NaN, which is a missing value where some of fit were."
+                "NaN, if the column held NaN in fit."
             )
         table.isetitem(place, np.where(codes < 0, np.nan, codes))
     return table

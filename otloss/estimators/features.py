@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.sparse import issparse
+from scipy.sparse import csr_matrix, issparse
 from sklearn import config_context
 from sklearn.preprocessing import StandardScaler
 
@@ -154,10 +154,9 @@ def standardised(X: Any, scaler: StandardScaler) -> Any:
     if not issparse(X):
         return scaler.transform(X)
     mean, scale = scaler.mean_, np.ones(X.shape[1]) if scaler.scale_ is None else scaler.scale_
-    is_full = np.bincount(X.indices, minlength=X.shape[1]) == X.shape[0]
+    is_full = np.bincount(X.indices, minlength=X.shape[1]) == X.shape[0]  # rows have an entry of each column at most
     if is_full.any():  # such as times, whose mean is so much larger than their deviation that it would cancel
-        X = X.copy()
-        X.data -= np.where(is_full, mean, 0.0)[X.indices]
+        X = csr_matrix((X.data - np.where(is_full, mean, 0.0)[X.indices], X.indices, X.indptr), shape=X.shape)
         mean = np.where(is_full, 0.0, mean)
     return SparseRows(X, mean, scale)
 
@@ -167,7 +166,7 @@ class SparseRows:
     """(rows - mean) / scale, of which only the products exist."""
 
     rows: Any  # a scipy.sparse CSR matrix (n, d)
-    mean: np.ndarray
+    mean: np.ndarray  # 0 for columns that are centred already
     scale: np.ndarray
 
     __array_ufunc__ = None  # so that `array @ self` comes here

@@ -215,11 +215,13 @@ def _check_options(encoding: str, sigma: float | None, outside: str) -> None:
         raise ValueError(f'sigma={sigma} is given with encoding={encoding!r}; it belongs to encoding="gaussian".')
 
 
-def _labels(values: Tensor, bins: Bins, own: Tensor, *, encoding: str, sigma: float | None, outside: str) -> Tensor:
-    """Return real values (...) as bin positions ("one_hot") or soft labels (..., K); `own` is `bins` as given."""
+def _labels(
+    values: Tensor, bins: Bins, bins_as_given: Tensor, *, encoding: str, sigma: float | None, outside: str
+) -> Tensor:
+    """Return real values (...) as bin positions ("one_hot") or soft labels (..., K)."""
     check_finite("target", values)
     limits = bins.centres if encoding == "two_hot" else bins.edges
-    compared = _dtype_to_compare(values.dtype, own, limits)
+    compared = _dtype_to_compare(values.dtype, bins_as_given, limits)
     values = values if values.is_floating_point() else values.double()
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)
     rounded, ends = values.detach().to(compared), limits.to(compared)
@@ -248,18 +250,19 @@ def _labels(values: Tensor, bins: Bins, own: Tensor, *, encoding: str, sigma: fl
 def _dtype_to_compare(values: torch.dtype, bins: Tensor, limits: Tensor) -> torch.dtype:
     """Return the narrower dtype of values and bins, in which 0.7 is one number.
 
-    The wider one for bins that are exact, such as 0.25, beside integers, unless bins are of 16 bits, and where the
+    The wider one for whole numbers beside bins of 32 or 64 bits, since float32 rounds those above 2^24, and where the
     narrower one cannot tell the bins apart.
     """
     if values == limits.dtype == bins.dtype == torch.float32:  # nearly always
         return values
     of_values = values if values.is_floating_point else torch.float64
     wide = torch.promote_types(of_values, limits.dtype)
-    # float32 in float64, as in a module after `.double()`, is known by its digits
-    bits = significant_bits(np.array(bins.detach().double().tolist()), bins.dtype)  # functorch has no `.numpy()`
+    if not values.is_floating_point and bins.dtype not in (torch.float16, torch.bfloat16):
+        return wide
+    # float32 in float64, as in a module after `.double()`, is known by its digits; functorch has no `.numpy()`
+    bits = significant_bits(np.array(bins.detach().tolist(), dtype=np.float64), bins.dtype)
     narrow = max(of_values, _DTYPES[bits], key=lambda dtype: torch.finfo(dtype).eps)
-    is_exact = narrow == torch.float32 and not values.is_floating_point
-    return wide if is_exact or not bool((limits.to(narrow).diff() > 0).all()) else narrow
+    return narrow if bool((limits.to(narrow).diff() > 0).all()) else wide
 
 
 def _check_no_gradient(values: Tensor) -> None:

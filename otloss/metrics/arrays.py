@@ -78,10 +78,10 @@ def column_names(table: Any) -> list[Any]:
     return list(getattr(table, "column_names", getattr(table, "columns", [])))  # pyarrow's `columns` are the data
 
 
-def bits_of(values: ArrayLike) -> int:
+def array_bits(values: ArrayLike) -> int:
     """Return to how many bits an array, a table or a list of numbers has been rounded, as `significant_bits` says."""
     array = as_array(values)
-    dtype = values.dtype if isinstance(values, torch.Tensor) else array.dtype  # bfloat16 comes as float32
+    dtype = values.dtype if isinstance(values, torch.Tensor) else array.dtype.name  # bfloat16 comes as float32
     return significant_bits(array.astype(np.float64), dtype)
 
 

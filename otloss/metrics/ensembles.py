@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from otloss._checks import check_count
 from otloss._ordered_classes import as_floats
-from otloss.metrics.arrays import as_array, bits_of, in_bits, read_shares
+from otloss.metrics.arrays import array_bits, as_array, in_bits, read_shares
 
 
 def pit_histogram(
@@ -40,7 +40,7 @@ def pit_histogram(
     bins = check_count("bins", bins)
     members, true = read_ensemble(ensemble, y_true)
     weight = read_shares(sample_weight, len(members))
-    bits = min(bits_of(ensemble), bits_of(y_true))  # 0.7 in float32 equals 0.7 in float64
+    bits = min(array_bits(ensemble), array_bits(y_true))  # 0.7 in float32 equals 0.7 in float64
     members, true = in_bits(members, bits), in_bits(true, bits)
     low = (members < true[:, None]).sum(1) / (members.shape[1] + 1)
     high = ((members <= true[:, None]).sum(1) + 1) / (members.shape[1] + 1)

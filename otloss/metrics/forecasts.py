@@ -17,7 +17,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_count
-from otloss.metrics.arrays import bits_of
+from otloss.metrics.arrays import array_bits
 from otloss.metrics.inputs import Forecast, read_forecast
 
 NORMAL_95 = 1.959964  # the middle 95 % of a normal variable, in deviations
@@ -189,7 +189,7 @@ def threshold_reliability(
 
 def _rounding(proba: ArrayLike) -> float:
     """Return by how much, relative to them, sums of these probabilities may differ and be equal."""
-    return max(2.0 ** (3 - bits_of(proba)), 1e-12)
+    return max(2.0 ** (3 - array_bits(proba)), 1e-12)
 
 
 def _read_thresholds(

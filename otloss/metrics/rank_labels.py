@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Shaped
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_not_masked
-from otloss.metrics.arrays import as_array, bits_of, column_names, in_bits, read_values
+from otloss.metrics.arrays import array_bits, as_array, column_names, in_bits, read_values
 
 _MAX_CLASSES = 10_000  # A longer range of integers is unlikely to be a range of ranks.
 KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings"}
@@ -211,7 +211,7 @@ def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
 def in_one_precision(*labels: Labels) -> list[Labels]:
     """Return labels of which those with fractions have the digits of the narrowest dtype: 0.1 is one label in each."""
     has_fractions = [each.dtype.kind == "f" and not is_whole(each).all() for each in labels]
-    bits = [bits_of(each) for each, has in zip(labels, has_fractions, strict=True) if has]
+    bits = [array_bits(each) for each, has in zip(labels, has_fractions, strict=True) if has]
     if len(set(bits)) < 2:
         return list(labels)
     pairs = zip(labels, has_fractions, strict=True)

@@ -32,7 +32,8 @@ AS_UTF8 = "save the file as UTF-8, for example with: iconv -f latin1 -t utf-8"
 def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int) -> dict[str, Any]:
     """Return the splits of a data set: of a file, a folder, a name of the hub, or a mixture of them in a YAML file.
 
-    A .txt file is one document. `test_split_size` cuts a share off the training split.
+    A .txt file is one document, and all columns of a .csv file are text, unless they are of a mixture or the hub, which
+    datasets reads in its own way. `test_split_size` cuts a share off the training split.
 
     Raises:
         ValueError: no data set was named, or it cannot be read.
@@ -85,32 +86,33 @@ def _load(script: ScriptArguments) -> Any:
     if not path.is_file():
         source = str(path) if path.is_dir() else name
         with naming_data(repr(name)):
-            has_files = path.is_dir() and any(file.suffix in (".txt", ".csv") for file in path.rglob("*"))
-            config = load_dataset_builder(source, script.dataset_config).config if has_files else None
-            options = _options_of(config, source, script.dataset_config)
+            config = load_dataset_builder(source, script.dataset_config).config if path.is_dir() else None
+            options = _reading_options(config, source, script.dataset_config)
             return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **options)
     kind = FORMATS.get(path.suffix)
     if kind is None:
         raise ValueError(f"{name!r} ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}.")
     files = {script.dataset_train_split: str(path)}
     with naming_data(repr(name)):
-        options = _options_of(load_dataset_builder(kind, data_files=files).config, kind, data_files=files)
+        options = _reading_options(load_dataset_builder(kind, data_files=files).config, kind, data_files=files)
         return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **options)
 
 
-def _options_of(config: Any, *source: Any, **files: Any) -> dict[str, Any]:
+def _reading_options(config: Any, *source: Any, **files: Any) -> dict[str, Any]:
     """Return options of datasets: .txt files by document, and all columns of .csv files as text.
 
-    By itself datasets chooses types anew for each 10,000 rows and each file, and 3.80 among numbers becomes 3.8.
+    datasets chooses types for each 10,000 rows and each file, so 3.80 among numbers would become 3.8.
     """
     from datasets import Features, Value, load_dataset
+    from datasets.packaged_modules.csv.csv import CsvConfig
+    from datasets.packaged_modules.text.text import TextConfig
 
-    if hasattr(config, "sample_by"):
+    if isinstance(config, TextConfig):
         return {"sample_by": "document"}
-    if not hasattr(config, "keep_default_na"):
+    if not isinstance(config, CsvConfig):
         return {}
-    splits = load_dataset(*source, **files, streaming=True)
-    names = next(iter(next(iter(splits.values()))))
+    splits = load_dataset(*source, **files, streaming=True).values()
+    names = next(row for rows in splits for row in rows.take(1))
     return {
         "features": Features({name: Value("string") for name in names}),
         "keep_default_na": False, "na_values": [""],

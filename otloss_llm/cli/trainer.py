@@ -222,10 +222,13 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
 
 
 def _warn_of_two_starts(row: dict[str, Any], tokenizer: Any, text_field: str) -> None:
-    """Warn of text that a template has rendered with the token that the tokenizer puts before each text."""
-    for name in () if "input_ids" in row else ("prompt", text_field):
-        text, start = row.get(name), tokenizer.bos_token_id
-        if isinstance(text, str) and start is not None and tokenizer(text[:100])["input_ids"][:2] == [start, start]:
+    """Warn if the first row begins with the token that the tokenizer puts before each text, as templates render it."""
+    start = tokenizer.bos_token_id
+    if "input_ids" in row or start is None:
+        return
+    for name in {"prompt", text_field}:
+        text = row.get(name)
+        if isinstance(text, str) and tokenizer(text[:100])["input_ids"][:2] == [start, start]:  # the rest may be long
             logger.warning(
                 "%s begins with %s, and the tokenizer puts another one before each text; leave it out of the rows, or "
                 "give them as messages", name, tokenizer.bos_token,

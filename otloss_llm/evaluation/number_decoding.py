@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import are_of_float32, check_count
+from otloss._checks import are_rounded_to_float32, check_count
 from otloss.losses import crps
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import check_tokenizer, read_number
@@ -217,12 +217,16 @@ def number_distributions(
     return results
 
 
-def _as_written(expected: Iterable[Any]) -> list[float]:
-    """Return the decimal numbers that those of float32 or float16 stand for: 0.3, not 0.30000001192092896."""
+def _as_written(expected: Sequence[Any]) -> list[float]:
+    """Return the decimal numbers that those of float32 or float16 stand for: 0.3, not 0.30000001192092896.
+
+    Python's floats are of float32 if all fit into it and one has its digits. Those of bfloat16 stay: they have too few
+    bits to tell what was written.
+    """
     of_all, numbers = getattr(expected, "dtype", ""), list(expected)  # pandas hands out Python's floats
     kinds = [str(getattr(number, "dtype", of_all)).lower() for number in numbers]
     values = [float(number) for number in numbers]
-    are_narrow = bool(are_of_float32(np.array(values)).any())
+    are_narrow = bool(are_rounded_to_float32(np.array(values)).any())
     written = []
     for value, kind in zip(values, kinds, strict=True):
         if value.is_integer() or not math.isfinite(value) or kind.endswith("bfloat16"):

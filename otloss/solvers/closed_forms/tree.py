@@ -51,8 +51,8 @@ def wasserstein_tree(
 
     Raises:
         TypeError: if p, q or length is not a floating tensor, or parent not an integer tensor.
-        ValueError: if the masses differ, a weight or length is negative, a number is not finite, the shapes do not
-            fit, or the parents do not make one rooted tree.
+        ValueError: if the masses differ, a weight or length (but the root's) is negative or not finite, the shapes do
+            not fit, or the parents do not make one rooted tree.
 
     Source:
         S. N. Evans, F. A. Matsen, The phylogenetic Kantorovich-Rubinstein metric for environmental sequence samples,
@@ -121,7 +121,7 @@ def _parents(parent: Any, n: int) -> Tensor:
     check_integers("parent", parent)
     if parent.shape != (n,):
         raise ValueError(f"parent has shape {tuple(parent.shape)}, expected ({n},), one parent per node of p and q.")
-    parent = parent.long()  # in uint8 -1 is 255
+    parent = parent.long()  # beside uint8 the number -1 is 255, and int8 cannot hold an n of 128
     outside = (parent < -1) | (parent >= n)
     if outside.any():
         node = int(outside.nonzero()[0])

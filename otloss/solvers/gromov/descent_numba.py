@@ -223,9 +223,11 @@ def _descend(
         _product(C, D, target, n, m, half, T_target)
         b, c, moved = _segment(P, target, T, T_target, gradient, n, m, alpha)
         limit = tolerance * abs(value) + 4 * rounding
-        if -b <= limit:  # P is a local minimum to first order, and so may others of its value not be
-            is_tie = b + c <= rounding and moved > APART * mass and iteration < max_iterations
-            is_beside_tie, t = is_tie and not is_beside_tie, 1.0 if is_tie and not is_beside_tie else 0.0
+        if -b <= limit:
+            # P is optimal at its gradient. Another optimal plan of its value may not be optimal at its own: try one.
+            is_apart = b + c <= rounding and moved > APART * mass and iteration < max_iterations
+            is_beside_tie = is_apart and not is_beside_tie
+            t = 1.0 if is_beside_tie else 0.0
         else:
             is_beside_tie, t = False, 1.0 if c <= 0 else min(-b / (2 * c), 1.0)
         for i in range(n):

@@ -60,6 +60,7 @@ from otloss.solvers.histograms import histogram_pair
 from otloss.solvers.solve import solve
 
 ROUNDING = 1e-13  # relative to the sizes of the terms of a value, as they cancel
+# Of the bisection of an entropic step: it need not be precise, since another one follows.
 _STEP_PRECISION, _SMALLEST_STEP = 1e-3, 1e-9
 
 
@@ -70,7 +71,7 @@ class FusedGromov(NamedTuple):
         value: (...), E at the plan, plus the entropy term if there is an epsilon; differentiable.
         plan: (..., n, m), without a graph.
         converged: (...), whether the last step changed the value by no more than the tolerance, and with an epsilon
-            the plan is the entropic one at the gradient of E, up to as much.
+            could not have lowered it by more at the gradient of E.
     """
 
     value: Float[Tensor, "*batch"]
@@ -107,7 +108,8 @@ def fused_gromov(
         starts: the number of starts: the product plan, then the plan of the features, then random plans. The best local
             minimum is returned.
         max_iterations, tolerance: of each start. It ends when an iteration changes the value by no more than this share
-            of it; a `ConvergenceWarning` says where max_iterations did not suffice.
+            of it and, with an epsilon, its target promised no more; a `ConvergenceWarning` says where max_iterations
+            did not suffice.
         generator: of the random starts.
 
     Returns:
@@ -141,8 +143,8 @@ def fused_gromov(
     if not bool(converged.all()):
         warnings.warn(
             f"{int((~converged).sum())} of {converged.numel()} fused Gromov problems did not converge: the last of "
-            f"{max_iterations} iterations changed the value by more than {tolerance:g} of it. Raise max_iterations"
-            f"{'' if epsilon is None else ' or epsilon'}, or accept a larger tolerance.",
+            f"{max_iterations} iterations changed the value by more than {tolerance:g} of it, or could have. Raise "
+            f"max_iterations{'' if epsilon is None else ' or epsilon'}, or accept a larger tolerance.",
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),
         )
@@ -227,12 +229,12 @@ def _descend(
         limit = tolerance * value.abs() + 4 * rounding
         if epsilon is None:
             t = torch.where(c > 0, (fall / (2 * c)).clamp(max=1), 1.0)
-            # P is a local minimum to first order, and others of its value may be none.
+            # P is optimal at its gradient. Another optimal plan of its value may not be optimal at its own: try one.
             is_minimum, is_apart = fall <= limit, step.abs().sum((-2, -1)) / 2 > APART * mass
             is_tie = is_minimum & ~is_beside_tie & (b + c <= rounding) & is_apart & (iteration + 1 < max_iterations)
             t, is_beside_tie = torch.where(is_minimum, is_tie.to(t.dtype), t), is_tie
         else:
-            t = _entropic_step(plan, step, b, c, p, q, epsilon, where=(c > 0) & (c > fall / 2))
+            t = _entropic_step(plan, step, b, c, p, q, epsilon, where=~done & (c > 0) & (c > fall / 2))
         is_done = done[..., None, None]
         plan = torch.where(is_done, plan, torch.lerp(plan, target, t[..., None, None]))
         gradient, entropy = torch.where(is_done, gradient, energy.gradient(plan)), _entropy(plan, p, q, epsilon)
@@ -248,14 +250,14 @@ def _descend(
 def _entropic_step(
     plan: Tensor, step: Tensor, b: Tensor, c: Tensor, p: Tensor, q: Tensor, epsilon: float, *, where: Tensor
 ) -> Tensor:
-    """Return t (...) of the smallest value on the segment, or just before it, for problems that are convex; else 1."""
-    product = p.unsqueeze(-1) * (q / p.sum(-1, keepdim=True)).unsqueeze(-2)
+    """Return t (...): where asked, just before the smallest value on the segment, by bisection; 1 elsewhere."""
+    product = _product_plan(p, q)
     low, high = torch.zeros_like(b), torch.ones_like(b)
     t, is_sought = high, where
     while bool(is_sought.any()):
         ratio = torch.where(product > 0, (plan + t[..., None, None] * step) / product, 1.0).clamp(min=0)
-        slope = b + 2 * c * t + epsilon * torch.xlogy(step, ratio).sum((-2, -1))
-        low, high = torch.where(slope <= 0, t, low), torch.where(slope <= 0, high, t)
+        derivative = b + 2 * c * t + epsilon * torch.xlogy(step, ratio).sum((-2, -1))
+        low, high = torch.where(derivative <= 0, t, low), torch.where(derivative <= 0, high, t)
         is_sought = is_sought & (high - low > _STEP_PRECISION * high) & (high > _SMALLEST_STEP)
         t = (low + high) / 2
     return torch.where(where, low, 1.0)
@@ -302,10 +304,14 @@ def _from_zero(cost: Tensor) -> Tensor:
     return cost - cost.amin((-2, -1), keepdim=True)
 
 
+def _product_plan(p: Tensor, q: Tensor) -> Tensor:
+    return p.unsqueeze(-1) * (q / p.sum(-1, keepdim=True)).unsqueeze(-2)
+
+
 def _entropy(plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None) -> Tensor | float:
     if epsilon is None:
         return 0.0
-    product = p.unsqueeze(-1) * (q / p.sum(-1, keepdim=True)).unsqueeze(-2)
+    product = _product_plan(p, q)
     return epsilon * torch.xlogy(plan, torch.where(product > 0, plan / product, 1.0)).sum((-2, -1))
 
 

@@ -142,7 +142,7 @@ def test_narrow_dtypes_do_not_round_what_is_exact(value: torch.Tensor, edges: to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_functional_transforms_of_every_dtype(dtype: torch.dtype) -> None:
+def test_functional_transforms_where_dtypes_differ(dtype: torch.dtype) -> None:
     bins, target = torch.linspace(0, 1, 5, dtype=dtype), torch.tensor([0.2, 0.7], dtype=torch.float64)
     z = normal(2, 5, seed=1)
     (expected,) = torch.autograd.grad(histogram_loss(z.requires_grad_(), target, bins), z)

@@ -160,7 +160,7 @@ def test_the_tree_is_the_linear_program_and_gradients_are_subgradients(data: st.
     check_subgradients(value, p, q)
 
 
-@pytest.mark.parametrize("n", [1, 64, 65])
+@pytest.mark.parametrize("n", [1, 64, 65, 128])
 def test_a_path_is_a_line(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     p, q = torch.rand(2, 3, n, generator=generator, dtype=torch.float64).softmax(-1)

@@ -442,11 +442,11 @@ def test_text_that_begins_with_the_start_of_the_tokenizer_is_told(
         single=f"{start} $A", special_tokens=[(start, tokenizer.bos_token_id)]
     )
     tokenizer.save_pretrained(folder)
-    for before, warnings in (("", 0), (start, 1)):
+    for before, count_of_warnings in (("", 0), (start, 1)):
         rows = [row | {"prompt": before + row["prompt"]} for row in SUMS]
         caplog.clear()
-        cli(*asked("evaluate", folder, write(tmp_path / f"rows{warnings}.jsonl", rows)))
-        assert caplog.text.count("prompt begins with") == warnings
+        cli(*asked("evaluate", folder, write(tmp_path / f"rows{count_of_warnings}.jsonl", rows)))
+        assert caplog.text.count("prompt begins with") == count_of_warnings
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -243,7 +243,7 @@ def test_numbers_of_float32_are_read_as_they_are_written(right: list[float]) -> 
     sure = [NumberDistribution(value * number, value, 0.9) for number in right]
     expected, narrow = score_number_distributions(sure, right), np.float32(right)
     assert expected.mean_absolute_error == 0
-    for numbers in (torch.from_numpy(narrow), narrow, narrow.tolist(), list(narrow), pd.Series(narrow), iter(right)):
+    for numbers in (torch.from_numpy(narrow), narrow, narrow.tolist(), list(narrow), pd.Series(narrow)):
         assert score_number_distributions(sure, numbers) == expected
 
 
