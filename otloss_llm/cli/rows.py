@@ -103,7 +103,7 @@ def _reading_options(config: Any, *source: Any, **files: Any) -> dict[str, Any]:
 
     datasets chooses types for each 10,000 rows and each file, so 3.80 among numbers would become 3.8.
     """
-    from datasets import Features, Value, load_dataset
+    from datasets import load_dataset
     from datasets.packaged_modules.csv.csv import CsvConfig
     from datasets.packaged_modules.text.text import TextConfig
 
@@ -112,11 +112,12 @@ def _reading_options(config: Any, *source: Any, **files: Any) -> dict[str, Any]:
     if not isinstance(config, CsvConfig):
         return {}
     splits = load_dataset(*source, **files, streaming=True).values()
-    names = next(row for rows in splits for row in rows.take(1))
-    return {
-        "features": Features({name: Value("string") for name in names}),
-        "keep_default_na": False, "na_values": [""],
-    }  # fmt: skip
+    names = {name for rows in splits for row in rows.take(1) for name in row}
+    return {"converters": dict.fromkeys(names, _text_or_none), "keep_default_na": False}
+
+
+def _text_or_none(text: str) -> str | None:
+    return text or None
 
 
 def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: str) -> Any:

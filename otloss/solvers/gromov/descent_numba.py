@@ -223,7 +223,9 @@ def _descend(
         _product(C, D, target, n, m, half, T_target)
         b, c, moved = _segment(P, target, T, T_target, gradient, n, m, alpha)
         limit = tolerance * abs(value) + 4 * rounding
-        if -b <= limit:
+        if -b <= limit <= -(b + c):  # beyond a saddle point
+            is_beside_tie, t = False, 1.0
+        elif -b <= limit:
             # P is optimal at its gradient. Another optimal plan of its value may not be optimal at its own: try one.
             is_apart = b + c <= rounding and moved > APART * mass and iteration < max_iterations
             is_beside_tie = is_apart and not is_beside_tie

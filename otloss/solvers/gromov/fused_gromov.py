@@ -16,8 +16,8 @@ cost the target lies below P by some fall, and in truth by the fall less c. Betw
 the target. Where c is more than half of the fall, the target may lie above P, and have P as its own target: the step
 goes to the smallest value on the segment, which is convex there.
 
-Without an epsilon, a P that is optimal at the cost grad E(P) may have another optimal plan of the same E, at whose own
-cost it is not optimal. The search goes on from there; if it is optimal there too, it ends.
+Without an epsilon, a P that is optimal at the cost grad E(P) may have another optimal plan, of a lower E, or of the
+same E and not optimal at its own cost. The search goes on from there; if it is optimal there too, it ends.
 
 A local minimum P is an optimal plan at the cost grad E(P). With the potentials f and g of that plan,
 
@@ -232,7 +232,9 @@ def _descend(
             # P is optimal at its gradient. Another optimal plan of its value may not be optimal at its own: try one.
             is_minimum, is_apart = fall <= limit, step.abs().sum((-2, -1)) / 2 > APART * mass
             is_tie = is_minimum & ~is_beside_tie & (b + c <= rounding) & is_apart & (iteration + 1 < max_iterations)
-            t, is_beside_tie = torch.where(is_minimum, is_tie.to(t.dtype), t), is_tie
+            is_saddle = is_minimum & (b + c <= -limit)
+            is_beside_tie = is_tie & ~is_saddle
+            t = torch.where(is_minimum, (is_saddle | is_beside_tie).to(t.dtype), t)
         else:
             t = _entropic_step(plan, step, b, c, p, q, epsilon, where=~done & (c > 0) & (c > fall / 2))
         is_done = done[..., None, None]

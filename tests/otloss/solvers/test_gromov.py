@@ -90,6 +90,17 @@ def test_minima_of_unweighted_graphs_are_optimal_at_their_own_gradient(
     assert converged >= 0.8 * count  # conditional gradients are slow where a minimum is no corner
 
 
+def test_the_search_leaves_saddle_points() -> None:
+    """At the product plan of cubes every plan is optimal at the gradient, and most are lower."""
+    corners = torch.cartesian_prod(*[torch.arange(2.0).double()] * 3)
+    cube = torch.cdist(corners, corners, p=1)
+    assert float(fused_gromov(cube[:6, :6], cube).value) < 0.51
+    cycle = torch.arange(6.0).double()[:, None] - torch.arange(6.0).double()
+    cycle = torch.minimum(cycle.abs(), 6 - cycle.abs())
+    with pytest.warns(ConvergenceWarning):
+        assert float(fused_gromov(cycle, cycle, max_iterations=1).value) < 1e-9
+
+
 def test_entropic_plans_of_unweighted_graphs_are_those_at_their_own_gradient() -> None:
     """Two plans that mirror each other, of one value, had each other as their target."""
     star = torch.zeros(5, 5, dtype=torch.float64)
