@@ -490,7 +490,7 @@ def are_rounded_to_float32(numbers: Float[np.ndarray, "*shape"]) -> Bool[np.ndar
             return np.zeros(numbers.shape, bool)
     mantissa = np.ldexp(np.frexp(numbers)[0], 16)  # whole for up to 16 bits
     exponent = np.floor(np.log10(np.abs(numbers), out=np.zeros_like(numbers), where=numbers != 0))
-    unit = _POWERS_OF_TEN[np.clip(9 - exponent, 0, 22).astype(int)]  # of the tenth digit
+    unit = _POWERS_OF_TEN[np.clip(9 - exponent, 0, 22).astype(int)]  # of the tenth digit, or 1
     return (mantissa != np.rint(mantissa)) & (np.rint(numbers * unit) / unit != numbers)
 
 

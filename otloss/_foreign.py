@@ -250,7 +250,7 @@ _CALLS = (
     _Call("mord", "LogisticIT", 'otloss.estimators.CumulativeLinkClassifier(loss="immediate_threshold", '
           "cross_entropy=0, alpha=1.0, standardize=False)"),
     _Call("statsmodels", "OrderedModel", "otloss.estimators.CumulativeLinkClassifier(transport=0, cross_entropy=1, "
-          "alpha=0, standardize=False, link=\"probit\"), which is the distr of OrderedModel by default"),
+          'alpha=0, standardize=False, link="probit"), or link="logit" for distr="logit"'),
     _Call("dlordinal", "EMDLoss", "otloss.ordinal_loss(logits, target)"),
     _Call("spacecutter", "LogisticCumulativeLink OrdinalLogisticModel CumulativeLinkLoss cumulative_link_loss",
           "otloss.nn.CumulativeLinkHead, and torch.nn.functional.nll_loss of what it returns"),

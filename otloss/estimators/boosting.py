@@ -275,7 +275,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         if self._trees is None:
             return
         is_unseen = _columns_with_nan(X) & ~self._has_nan
-        is_unseen[list(self._categorical())] = False
+        is_unseen[list(self._categorical())] = False  # a missing category is in no set, as one that was not seen
         if not is_unseen.any():
             return
         places = np.flatnonzero(is_unseen & (self._trees.gains(X.shape[1]) > 0))

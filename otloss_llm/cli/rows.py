@@ -32,7 +32,7 @@ AS_UTF8 = "save the file as UTF-8, for example with: iconv -f latin1 -t utf-8"
 def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int) -> dict[str, Any]:
     """Return the splits of a data set: of a file, a folder, a name of the hub, or a mixture of them in a YAML file.
 
-    A .txt file is one document, and all columns of a .csv file are text, unless they are of a mixture or the hub, which
+    A .txt file is one document, and the columns of a .csv file are text, unless they are of a mixture or the hub, which
     datasets reads in its own way. `test_split_size` cuts a share off the training split.
 
     Raises:
@@ -99,7 +99,9 @@ def _load(script: ScriptArguments) -> Any:
 
 
 def _reading_options(config: Any, *source: Any, **files: Any) -> dict[str, Any]:
-    """Return options of datasets: .txt files by document, and all columns of .csv files as text.
+    """Return options of datasets: .txt files by document, and the columns of .csv files as text.
+
+    Those are the columns of the first file of each split.
 
     datasets chooses types for each 10,000 rows and each file, so 3.80 among numbers would become 3.8.
     """
@@ -113,7 +115,9 @@ def _reading_options(config: Any, *source: Any, **files: Any) -> dict[str, Any]:
         return {}
     splits = load_dataset(*source, **files, streaming=True).values()
     names = {name for rows in splits for row in rows.take(1) for name in row}
-    return {"converters": dict.fromkeys(names, _text_or_none), "keep_default_na": False}
+    # A column that is empty in 10,000 rows must be text too, but what is trained on is missing where it is empty.
+    converters = {name: _text_or_none if name in ("prompt", "completion", "text") else str for name in names}
+    return {"converters": converters, "keep_default_na": False}
 
 
 def _text_or_none(text: str) -> str | None:
@@ -161,11 +165,16 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
     return rows
 
 
-def check_tokens(rows: Any, vocabulary: int) -> None:
+def check_tokens(rows: Any, vocabulary: int, *, packing: bool = False, completion_only: bool | None = None) -> None:
     """Raise ValueError unless all rows have token ids of the vocabulary, and lists beside them that are as long.
 
-    Of a stream the first rows are checked.
+    So does padding that would be read or trained on. Of a stream the first rows are checked.
+
+    Args:
+        packing: whether rows are joined, padding and all.
+        completion_only: False if completion masks are not used.
     """
+    masks = [name for name in BESIDE_TOKENS if name != "completion_mask" or completion_only is not False]
     first = 0
     for table in (rows if hasattr(rows, "__len__") else rows.take(SAMPLED)).with_format("arrow").iter(1000):
         lengths = _check_lengths(table, first)
@@ -174,7 +183,8 @@ def check_tokens(rows: Any, vocabulary: int) -> None:
             if name in table.column_names:
                 _check_ids(name, _flat(table[name]), vocabulary, row)
         if "attention_mask" in table.column_names:
-            _check_padding({name: _flat(table[name]) for name in BESIDE_TOKENS if name in table.column_names}, row)
+            beside = {name: _flat(table[name]) for name in masks if name in table.column_names}
+            _check_padding(beside, row, packing=packing)
         first += len(table)
 
 
@@ -217,12 +227,15 @@ def _check_ids(name: str, ids: np.ndarray, vocabulary: int, row: np.ndarray) -> 
         )
 
 
-def _check_padding(beside: dict[str, np.ndarray], row: np.ndarray) -> None:
-    """Raise ValueError for padding that would be read or trained on: TRL pads rows itself, and takes no masks."""
-    is_padding = beside["attention_mask"] == 0
-    is_read = is_padding[:-1] & ~is_padding[1:] & (row[:-1] == row[1:])
-    ignored = [beside[name] == (IGNORE_INDEX if name == "labels" else 0) for name in beside if name != "attention_mask"]
-    wrong = np.append(is_read, False) | (is_padding & ~np.any([*ignored, np.zeros_like(is_padding)], axis=0))
+def _check_padding(beside: dict[str, np.ndarray], row: np.ndarray, *, packing: bool) -> None:
+    """Raise ValueError for padding that would be read or trained on: TRL pads rows itself, and drops attention_mask."""
+    is_padding = beside.pop("attention_mask") == 0
+    is_read = is_padding[:-1] & ~is_padding[1:] & (packing | (row[:-1] == row[1:]))
+    if "labels" in beside:  # which TRL takes as they are
+        is_ignored = beside["labels"] == IGNORE_INDEX
+    else:
+        is_ignored = np.any([mask == 0 for mask in beside.values()] or [np.zeros_like(is_padding)], axis=0)
+    wrong = np.append(is_read, False) | (is_padding & ~is_ignored)
     if wrong.any():
         raise ValueError(
             f"attention_mask of row {row[wrong.argmax()]} has zeros, and TRL reads such tokens as any others; tokenise "

@@ -146,7 +146,8 @@ def build_trainer(request: Request, model: Any, tokenizer: Any, train: Any, eval
         _check_layers(model, request.model)
     for rows in (train, evaluation):
         if rows is not None and "input_ids" in next(iter(rows)):
-            check_tokens(rows, count_embeddings(model))
+            completion_only = args.completion_only_loss
+            check_tokens(rows, count_embeddings(model), packing=args.packing, completion_only=completion_only)
     load = None
     if options.cost_embedding is not None:
         load = partial(
@@ -224,9 +225,9 @@ def _fitted(args: Any, row: dict[str, Any], model: Any, tokenizer: Any) -> Any:
 def _warn_of_two_starts(row: dict[str, Any], tokenizer: Any, text_field: str) -> None:
     """Warn if the first row begins with the token that the tokenizer puts before each text, as templates render it."""
     start = tokenizer.bos_token_id
-    if "input_ids" in row or start is None:
+    if "input_ids" in row or start is None or tokenizer("a")["input_ids"][:1] != [start]:
         return
-    for name in {"prompt", text_field}:
+    for name in dict.fromkeys(("prompt", text_field)):
         text = row.get(name)
         if isinstance(text, str) and tokenizer(text[:100])["input_ids"][:2] == [start, start]:  # the rest may be long
             logger.warning(

@@ -96,8 +96,9 @@ def cloud_barycenter(
 
     Returns:
         The barycenter, in the dtype of the clouds (float32 for 16 bits). The best masses of given points are a global
-        minimum; the points are at a local one: another start may lead to a lower value. Points that are better without
-        mass stay where they are. By the envelope theorem the value has the right derivatives where points and masses
+        minimum; the points are at a local one, or, where costs tie as on a grid, at a kink where one optimal plan keeps
+        them and another may not: another start may lead to a lower value. Points that are better without mass stay
+        where they are. By the envelope theorem the value has the right derivatives where points and masses
         have converged.
 
     Raises:

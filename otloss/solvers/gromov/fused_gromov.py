@@ -11,10 +11,11 @@ costs two products of matrices. E is not convex, so the result is a local minimu
 
 Each start descends by conditional gradients. The target of a step is an optimal plan at the cost grad E(P), and the
 step goes to the smallest E on the segment from P to the target, where E is a + b t + c t^2. With an epsilon,
-epsilon KL(P | p q^T / m) is added to E, m the mass, and the target is the entropic plan at the cost grad E(P). At that
-cost the target lies below P by some fall, and in truth by the fall less c. Between distances c <= 0, and the next P is
-the target. Where c is more than half of the fall, the target may lie above P, and have P as its own target: the step
-goes to the smallest value on the segment, which is convex there.
+epsilon KL(P | p q^T / m) is added to E, m the mass, and the target is the entropic plan at the cost grad E(P). Let the
+fall be -b plus the decrease of the entropy term, which the gradient promises; the actual decrease at the target is the
+fall less c. Where c is at most half of the fall, as between distances, where c <= 0, the next P is the target. Where it
+is more, the target may lie above P, and have P as its own target: the step goes to the smallest value on the segment,
+which is convex there, by bisection.
 
 Without an epsilon, a P that is optimal at the cost grad E(P) may have another optimal plan, of a lower E, or of the
 same E and not optimal at its own cost. The search goes on from there; if it is optimal there too, it ends.
@@ -217,6 +218,7 @@ def _best_minimum(
 def _descend(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the plan, the value and whether the search converged, of one start."""
     gradient, entropy = energy.gradient(plan), _entropy(plan, p, q, epsilon)
     value, mass = energy.value(plan, gradient) + entropy, p.sum(-1)
     done, rounding = torch.zeros_like(value, dtype=torch.bool), 1e-15 * energy.size(plan)
@@ -307,7 +309,8 @@ def _from_zero(cost: Tensor) -> Tensor:
 
 
 def _product_plan(p: Tensor, q: Tensor) -> Tensor:
-    return p.unsqueeze(-1) * (q / p.sum(-1, keepdim=True)).unsqueeze(-2)
+    mass = p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    return p.unsqueeze(-1) * (q / mass).unsqueeze(-2)
 
 
 def _entropy(plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None) -> Tensor | float:
@@ -318,8 +321,7 @@ def _entropy(plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None) -> Tenso
 
 
 def _starts(energy: _Energy, p: Tensor, q: Tensor, count: int, generator: torch.Generator | None) -> list[Tensor]:
-    mass = p.sum(-1)[..., None, None].clamp(min=torch.finfo(p.dtype).tiny)
-    plans = [p.unsqueeze(-1) * (q.unsqueeze(-2) / mass)]
+    plans = [_product_plan(p, q)]
     if count > 1:
         plans.append(solve(p, q, _from_zero(energy.M.expand(*p.shape, q.shape[-1]))).plan())
     shape = (*p.shape, q.shape[-1])

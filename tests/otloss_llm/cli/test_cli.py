@@ -469,6 +469,11 @@ def test_csv_files_are_text_whatever_they_look_like(is_stream: bool, tmp_path: P
         script = ScriptArguments(dataset_name=str(source), dataset_streaming=is_stream)
         rows = load_splits(script, DatasetMixtureConfig(), seed=0)["train"]
         assert [row["completion"] for row in rows] == expected
+    late = "prompt,completion,note\n" + "what,1.0,\n" * 10_000 + "what,2.50,seen\n"
+    (tmp_path / "late.csv").write_text(late, encoding="utf-8")
+    script = ScriptArguments(dataset_name=str(tmp_path / "late.csv"), dataset_streaming=is_stream)
+    *_, last = load_splits(script, DatasetMixtureConfig(), seed=0)["train"]
+    assert last == {"prompt": "what", "completion": "2.50", "note": "seen"}
 
 
 def test_padding_that_would_be_read_is_named() -> None:
@@ -477,7 +482,11 @@ def test_padding_that_would_be_read_is_named() -> None:
     whole, right = {"attention_mask": [1, 1, 1]}, {"attention_mask": [1, 1, 0]}
     fine = [[whole], [right | {"labels": [-100, 2, -100]}], [right | {"completion_mask": [0, 1, 0]}]]
     read = {"attention_mask": [0, 1, 1], "labels": [-100, -100, 2]}
-    for rows in (*fine, [whole, right], [right | {"labels": [1, 2, 3]}], [read]):
+    packed = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]} | row for row in [fine[1][0], fine[1][0]]])
+    with pytest.raises(ValueError, match="attention_mask of row 0 has zeros"):
+        check_tokens(packed, 290, packing=True)
+    trained_on = right | {"labels": [1, 2, 3], "completion_mask": [0, 1, 0]}
+    for rows in (*fine, [whole, right], [trained_on], [read]):
         dataset = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]} | row for row in rows])
         if rows in fine:
             check_tokens(dataset, 290)
