@@ -44,6 +44,7 @@ from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.histograms import MASS_TOLERANCE, centre_gradient_over, centre_of
 from otloss.solvers.solve import emd, solve
 
+_NUDGE = 1e-6  # of the unit of steps: how far from points that stand other optimal plans are looked for
 # Of L-BFGS: changes that it keeps, the part of a step below which it is given up, and the least curvature it believes.
 _PAIRS, _SHORTEST, _SMALLEST_CURVATURE = 40, 1 / 16, 1e-4
 
@@ -96,9 +97,8 @@ def cloud_barycenter(
 
     Returns:
         The barycenter, in the dtype of the clouds (float32 for 16 bits). The best masses of given points are a global
-        minimum; the points are at a local one, or, where costs tie as on a grid, at a kink where one optimal plan keeps
-        them and another may not: another start may lead to a lower value. Points that are better without mass stay
-        where they are. By the envelope theorem the value has the right derivatives where points and masses
+        minimum; the points are at a local one: another start may lead to a lower value. Points that are better without
+        mass stay where they are. By the envelope theorem the value has the right derivatives where points and masses
         have converged.
 
     Raises:
@@ -295,8 +295,28 @@ def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) ->
         x, iterations = moved, iterations + active
         active = active & (step > tolerance)
         if not bool(active.any()):
-            break
+            x, active = _leave_kinks(problem, x, a, tolerance, where=iterations < max_iterations)
+            if not bool(active.any()):
+                break
     return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
+
+
+def _leave_kinks(problem: _Clouds, x: Tensor, a: Tensor, tolerance: float, *, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Return points that other optimal plans lead to, where costs tie and the value is lower there, and where that is.
+
+    One plan may keep the points where another one does not. Points next to them have one of those plans alone.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    direction = torch.randn(x.shape[-2:], generator=generator, dtype=x.dtype, device="cpu").to(x.device)
+    value, is_lower = None, torch.zeros_like(where)
+    for nudge in (_NUDGE, -_NUDGE):
+        moved = problem.moved(x + nudge * problem.unit[..., None, None] * direction, a)
+        is_apart = where & ~is_lower & (_largest(moved - x) > tolerance * problem.unit)
+        if bool(is_apart.any()):
+            value = problem.value(x, a) if value is None else value
+            is_better = is_apart & (problem.value(moved, a) < (1 - _NUDGE) * value)
+            x, is_lower = torch.where(is_better[..., None, None], moved, x), is_lower | is_better
+    return x, is_lower
 
 
 def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Solution:

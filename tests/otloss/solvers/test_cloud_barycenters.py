@@ -202,3 +202,16 @@ def test_an_outlier_does_not_stop_the_search_early(mass: float) -> None:
     assert found.iterations > 2
     torch.testing.assert_close(found.value, again.value, rtol=1e-9, atol=0)
     torch.testing.assert_close(found.points, again.points, rtol=0, atol=1e-3)
+
+
+def test_points_do_not_stand_where_another_optimal_plan_leads_down() -> None:
+    """Costs between whole numbers tie, and the map of the plan that was found may keep the points."""
+    clouds = torch.tensor([[[1, 2], [1, 0]], [[0, 0], [2, 1]], [[2, 1], [0, 1]]], dtype=torch.float64)
+    assert float(cloud_barycenter(clouds, start=clouds[0]).value) == pytest.approx(4 / 9)
+    grid = torch.cartesian_prod(torch.arange(3.0), torch.arange(3.0)).double()
+    generator = torch.Generator().manual_seed(0)
+    clouds = torch.stack([grid[torch.randperm(9, generator=generator)[:3]] for _ in range(60)]).unflatten(0, (20, 3))
+    solution = cloud_barycenter(clouds, start=clouds[:, 0])
+    for _ in range(4):
+        beside = solution.points + 1e-6 * torch.randn(solution.points.shape, generator=generator, dtype=torch.float64)
+        assert (cloud_barycenter(clouds, start=beside).value > solution.value - 1e-9).all()
