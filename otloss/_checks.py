@@ -458,6 +458,12 @@ def float64_or(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64(device) else dtype
 
 
+def bits_of_dtype(dtype: object) -> int:
+    """Return the significant bits of float16, bfloat16 and float32 by any library's name for them; 53 of others."""
+    named = re.search(r"b?float(16|32)", str(dtype).lower())
+    return 53 if named is None else {"bfloat16": 8, "float16": 11}.get(named[0], 24)
+
+
 def significant_bits(numbers: Float[np.ndarray, "*shape"], dtype: object) -> int:
     """Return to how many bits numbers have been rounded: 8 (bfloat16), 11 (float16), 24 (float32), else 53.
 
@@ -467,12 +473,11 @@ def significant_bits(numbers: Float[np.ndarray, "*shape"], dtype: object) -> int
 
     Args:
         numbers: in float64.
-        dtype: as they came, by the name that numpy, torch or pandas has for it.
+        dtype: as they came.
     """
-    named = re.search(r"b?float(16|32)", str(dtype).lower())
-    if named is None:
+    bits = bits_of_dtype(dtype)
+    if bits == 53:
         return 24 if are_rounded_to_float32(numbers).any() else 53
-    bits = {"bfloat16": 8, "float16": 11}.get(named[0], 24)
     is_whole = (numbers == np.rint(numbers)) & ((bits == 24) | (np.abs(numbers) <= 2**bits))
     sixteenths = 16 * numbers
     is_sixteenth = (sixteenths == np.rint(sixteenths)) & (np.abs(sixteenths) <= 2 ** (bits - 2))

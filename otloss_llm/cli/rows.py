@@ -168,7 +168,7 @@ def checked_split(splits: dict[str, Any], name: str, fix: str, *, text_field: st
 def check_tokens(rows: Any, vocabulary: int, *, packing: bool = False, completion_only: bool | None = None) -> None:
     """Raise ValueError unless all rows have token ids of the vocabulary, and lists beside them that are as long.
 
-    So does padding that would be read or trained on. Of a stream the first rows are checked.
+    Padding that would be read or trained on raises too. Of a stream the first rows are checked.
 
     Args:
         packing: whether rows are joined, padding and all.

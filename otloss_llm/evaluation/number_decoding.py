@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import are_rounded_to_float32, check_count
+from otloss._checks import are_rounded_to_float32, bits_of_dtype, check_count
 from otloss.losses import crps
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import check_tokenizer, read_number
@@ -223,18 +223,18 @@ def _as_written(expected: Sequence[Any]) -> list[float]:
     Python's floats are of float32 if all fit into it and one has its digits. Those of bfloat16 stay: they have too few
     bits to tell what was written.
     """
-    of_all, numbers = getattr(expected, "dtype", ""), list(expected)  # pandas hands out Python's floats
-    kinds = [str(getattr(number, "dtype", of_all)).lower() for number in numbers]
-    values = [float(number) for number in numbers]
+    dtype_of_all = getattr(expected, "dtype", None)  # pandas hands out Python's floats
+    bits = [bits_of_dtype(getattr(number, "dtype", dtype_of_all)) for number in expected]
+    values = [float(number) for number in expected]
     are_narrow = bool(are_rounded_to_float32(np.array(values)).any())
     written = []
-    for value, kind in zip(values, kinds, strict=True):
-        if value.is_integer() or not math.isfinite(value) or kind.endswith("bfloat16"):
+    for value, of_value in zip(values, bits, strict=True):
+        if value.is_integer() or not math.isfinite(value) or of_value == 8:
             written.append(value)
-        elif kind.endswith("float16"):
+        elif of_value == 11:
             written.append(float(str(np.float16(value))))
         else:
-            written.append(float(str(np.float32(value))) if are_narrow or kind.endswith("float32") else value)
+            written.append(float(str(np.float32(value))) if are_narrow or of_value == 24 else value)
     return written
 
 

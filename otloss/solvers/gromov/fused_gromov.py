@@ -219,29 +219,26 @@ def _descend(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the plan, the value and whether the search converged, of one start."""
-    gradient, entropy = energy.gradient(plan), _entropy(plan, p, q, epsilon)
-    value, mass = energy.value(plan, gradient) + entropy, p.sum(-1)
+    product, mass = _product_plan(p, q), p.sum(-1)
+    gradient, entropy = energy.gradient(plan), _entropy(plan, product, epsilon)
+    value = energy.value(plan, gradient) + entropy
     done, rounding = torch.zeros_like(value, dtype=torch.bool), 1e-15 * energy.size(plan)
     is_beside_tie = done
     for iteration in range(max_iterations):
         target = solve(p, q, _from_zero(gradient), epsilon=epsilon).plan()
         step = target - plan
         b, c = (gradient * step).sum((-2, -1)), energy.curvature(step)
-        fall = entropy - _entropy(target, p, q, epsilon) - b
+        fall = entropy - _entropy(target, product, epsilon) - b
         limit = tolerance * value.abs() + 4 * rounding
         if epsilon is None:
-            t = torch.where(c > 0, (fall / (2 * c)).clamp(max=1), 1.0)
-            # P is optimal at its gradient. Another optimal plan of its value may not be optimal at its own: try one.
-            is_minimum, is_apart = fall <= limit, step.abs().sum((-2, -1)) / 2 > APART * mass
-            is_tie = is_minimum & ~is_beside_tie & (b + c <= rounding) & is_apart & (iteration + 1 < max_iterations)
-            is_saddle = is_minimum & (b + c <= -limit)
-            is_beside_tie = is_tie & ~is_saddle
-            t = torch.where(is_minimum, (is_saddle | is_beside_tie).to(t.dtype), t)
+            is_apart = (step.abs().sum((-2, -1)) / 2 > APART * mass) & (iteration + 1 < max_iterations)
+            may_tie = is_apart & (b + c <= rounding) & ~is_beside_tie
+            t, is_beside_tie = _exact_step(b, c, limit, may_tie)
         else:
-            t = _entropic_step(plan, step, b, c, p, q, epsilon, where=~done & (c > 0) & (c > fall / 2))
+            t = _entropic_step(plan, step, b, c, product, epsilon, where=~done & (c > 0) & (c > fall / 2))
         is_done = done[..., None, None]
         plan = torch.where(is_done, plan, torch.lerp(plan, target, t[..., None, None]))
-        gradient, entropy = torch.where(is_done, gradient, energy.gradient(plan)), _entropy(plan, p, q, epsilon)
+        gradient, entropy = torch.where(is_done, gradient, energy.gradient(plan)), _entropy(plan, product, epsilon)
         new = energy.value(plan, gradient) + entropy
         change = (value - new).abs() if epsilon is None else torch.maximum((value - new).abs(), fall)
         done = done | ((change <= limit) & ~is_beside_tie)
@@ -251,11 +248,20 @@ def _descend(
     return plan, value, done
 
 
+def _exact_step(b: Tensor, c: Tensor, limit: Tensor, may_tie: Tensor) -> tuple[Tensor, Tensor]:
+    """Return t (...) of the smallest value on the segment, and whether the step is one to a plan of the same value."""
+    is_minimum = -b <= limit
+    is_saddle = is_minimum & (b + c <= -limit)
+    # P is optimal at its gradient. Another optimal plan of its value may not be optimal at its own: try one.
+    is_beside_tie = is_minimum & ~is_saddle & may_tie
+    t = torch.where(c > 0, (-b / (2 * c)).clamp(max=1), 1.0)
+    return torch.where(is_minimum, (is_saddle | is_beside_tie).to(t.dtype), t), is_beside_tie
+
+
 def _entropic_step(
-    plan: Tensor, step: Tensor, b: Tensor, c: Tensor, p: Tensor, q: Tensor, epsilon: float, *, where: Tensor
+    plan: Tensor, step: Tensor, b: Tensor, c: Tensor, product: Tensor, epsilon: float, *, where: Tensor
 ) -> Tensor:
     """Return t (...): where asked, just before the smallest value on the segment, by bisection; 1 elsewhere."""
-    product = _product_plan(p, q)
     low, high = torch.zeros_like(b), torch.ones_like(b)
     t, is_sought = high, where
     while bool(is_sought.any()):
@@ -313,10 +319,9 @@ def _product_plan(p: Tensor, q: Tensor) -> Tensor:
     return p.unsqueeze(-1) * (q / mass).unsqueeze(-2)
 
 
-def _entropy(plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None) -> Tensor | float:
+def _entropy(plan: Tensor, product: Tensor, epsilon: float | None) -> Tensor | float:
     if epsilon is None:
         return 0.0
-    product = _product_plan(p, q)
     return epsilon * torch.xlogy(plan, torch.where(product > 0, plan / product, 1.0)).sum((-2, -1))
 
 
