@@ -53,11 +53,11 @@ def run(request: Request) -> str:
     """Return the measures as JSON: of the test split, or of the only one."""
     script, (extra,) = request.script, request.own
     mauve = None if extra.mauve_model is None else _import_mauve()
-    splits = load_splits(script, request.mixture, seed=request.args.seed)
+    columns = {"text_field": request.args.dataset_text_field}
+    splits = load_splits(script, request.mixture, seed=request.args.seed, **columns)
     name = script.dataset_test_split
     if len(splits) == 1 and name == ScriptArguments.dataset_test_split:  # none was named
         name = next(iter(splits))
-    columns = {"text_field": request.args.dataset_text_field}
     rows = checked_split(splits, name, "name one with --dataset_test_split", **columns)
     with TemporaryDirectory() as folder:
         request = without_training(request, folder)

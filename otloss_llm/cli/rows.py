@@ -29,11 +29,14 @@ _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's, and those of chat 
 AS_UTF8 = "save the file as UTF-8, for example with: iconv -f latin1 -t utf-8"
 
 
-def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int) -> dict[str, Any]:
+def load_splits(
+    script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed: int, text_field: str
+) -> dict[str, Any]:
     """Return the splits of a data set: of a file, a folder, a name of the hub, or a mixture of them in a YAML file.
 
     A .txt file is one document, and the columns of a .csv file are text, unless they are of a mixture or the hub, which
-    datasets reads in its own way. `test_split_size` cuts a share off the training split.
+    datasets reads in its own way, or the folder declares their types. `test_split_size` cuts a share off the training
+    split.
 
     Raises:
         ValueError: no data set was named, or it cannot be read.
@@ -51,7 +54,7 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig, *, seed:
     if mixture.datasets:
         with naming_data("of datasets in --config"):
             return dict(get_dataset(mixture))
-    splits = dict(_load(script))
+    splits = dict(_load(script, text_field))
     if share is not None and train in splits:
         with naming_data(repr(script.dataset_name)):  # of too few rows
             cut = splits[train].train_test_split(test_size=share, seed=seed)
@@ -74,7 +77,7 @@ def naming_data(name: str) -> Iterator[None]:
         raise ValueError(f"the data set {name} cannot be read: {reason}") from error
 
 
-def _load(script: ScriptArguments) -> Any:
+def _load(script: ScriptArguments, text_field: str) -> Any:
     from datasets import load_dataset, load_dataset_builder
 
     name = script.dataset_name
@@ -86,19 +89,20 @@ def _load(script: ScriptArguments) -> Any:
     if not path.is_file():
         source = str(path) if path.is_dir() else name
         with naming_data(repr(name)):
-            config = load_dataset_builder(source, script.dataset_config).config if path.is_dir() else None
-            options = _reading_options(config, source, script.dataset_config)
+            builder = load_dataset_builder(source, script.dataset_config) if path.is_dir() else None
+            options = _reading_options(builder, text_field, source, script.dataset_config)
             return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **options)
     kind = FORMATS.get(path.suffix)
     if kind is None:
         raise ValueError(f"{name!r} ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}.")
     files = {script.dataset_train_split: str(path)}
     with naming_data(repr(name)):
-        options = _reading_options(load_dataset_builder(kind, data_files=files).config, kind, data_files=files)
+        builder = load_dataset_builder(kind, data_files=files)
+        options = _reading_options(builder, text_field, kind, data_files=files)
         return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **options)
 
 
-def _reading_options(config: Any, *source: Any, **files: Any) -> dict[str, Any]:
+def _reading_options(builder: Any, text_field: str, *source: Any, **files: Any) -> dict[str, Any]:
     """Return options of datasets: .txt files by document, and the columns of .csv files as text.
 
     Those are the columns of the first file of each split.
@@ -109,14 +113,15 @@ def _reading_options(config: Any, *source: Any, **files: Any) -> dict[str, Any]:
     from datasets.packaged_modules.csv.csv import CsvConfig
     from datasets.packaged_modules.text.text import TextConfig
 
+    config = getattr(builder, "config", None)
     if isinstance(config, TextConfig):
         return {"sample_by": "document"}
-    if not isinstance(config, CsvConfig):
+    if not isinstance(config, CsvConfig) or builder.info.features is not None:  # declared in README.md
         return {}
     splits = load_dataset(*source, **files, streaming=True).values()
     names = {name for rows in splits for row in rows.take(1) for name in row}
     # A column that is empty in 10,000 rows must be text too, but what is trained on is missing where it is empty.
-    converters = {name: _text_or_none if name in ("prompt", "completion", "text") else str for name in names}
+    converters = {name: _text_or_none if name in ("prompt", "completion", text_field) else str for name in names}
     return {"converters": converters, "keep_default_na": False}
 
 
@@ -316,7 +321,10 @@ def check_rows(rows: Any, *, text_field: str, answers: bool = False) -> None:
                 elif isinstance(row[name], date):
                     fix = "write dates to a .csv or .parquet file, for a .jsonl file of dates is read as times"
                 elif row[name] is None:
-                    fix = "drop such rows (dataset.filter); NA, None, null or nan, if meant as text, need a .jsonl file"
+                    fix = (
+                        "drop such rows (dataset.filter); NA, None, null or nan in a mixture or a data set of the hub, "
+                        "if meant as text, need a .jsonl file"
+                    )
                 raise ValueError(
                     f"{name} of row {i} is {repr(row[name])[:60]}, expected {text}a list of messages with role and "
                     f"content; {fix}."

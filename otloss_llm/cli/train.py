@@ -43,8 +43,8 @@ def run(request: Request) -> str:
     args, script = request.args, request.script
     _check_best_metric(args.metric_for_best_model)
     _check_adapter(request.model)
-    splits = load_splits(script, request.mixture, seed=args.seed)
     columns = {"text_field": args.dataset_text_field}
+    splits = load_splits(script, request.mixture, seed=args.seed, **columns)
     rows = checked_split(splits, script.dataset_train_split, "name one with --dataset_train_split", **columns)
     evaluation = None
     if args.eval_strategy != "no":

@@ -179,7 +179,9 @@ def test_rows_are_those_of_trl(kind: str, model: Path, sums: Path, tmp_path: Pat
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     start = transformers.AutoModelForCausalLM.from_pretrained(model)
     start.config.max_position_embeddings = 512  # nothing is run
-    rows = checked_split(load_splits(wanted.script, wanted.mixture, seed=0), "train", "", text_field="text")
+    rows = checked_split(
+        load_splits(wanted.script, wanted.mixture, seed=0, text_field="text"), "train", "", text_field="text"
+    )
     ours = build_trainer(wanted, start, tokenizer, rows, None)
     theirs = trl.SFTTrainer(
         transformers.AutoModelForCausalLM.from_pretrained(model),
@@ -210,7 +212,7 @@ def test_columns_beside_the_ones_that_are_trained_on(model: Path, tmp_path: Path
     for unread, names in (("text", pair), ("prompt", ("text",)), ("messages", pair)):
         write(folder / "train.jsonl", [dict.fromkeys((*names, unread), f"{n} and") for n in range(4)])
         script = trl.ScriptArguments(dataset_name=str(folder), dataset_streaming=streaming)
-        splits = load_splits(script, trl.DatasetMixtureConfig(), seed=0)
+        splits = load_splits(script, trl.DatasetMixtureConfig(), seed=0, text_field="text")
         rows = [*checked_split(splits, "train", "", text_field="text")]
         assert rows == [dict.fromkeys(names, f"{n} and") for n in range(4)]
 
@@ -261,7 +263,10 @@ def test_the_share_that_is_cut_off_is_the_same_each_time(sums: Path) -> None:
     mixture = trl.DatasetMixtureConfig([{"path": "json", "data_files": str(sums)}], test_split_size=0.2)
     for named in ({"dataset_name": str(sums)}, {}):
         given = trl.DatasetMixtureConfig(test_split_size=0.2) if named else mixture
-        first, second = (load_splits(trl.ScriptArguments(**named), given, seed=3)["test"]["prompt"] for _ in range(2))
+        first, second = (
+            load_splits(trl.ScriptArguments(**named), given, seed=3, text_field="text")["test"]["prompt"]
+            for _ in range(2)
+        )
         assert list(first) == list(second)
         assert len(first) == len(SUMS) // 5
 
@@ -467,13 +472,31 @@ def test_csv_files_are_text_whatever_they_look_like(is_stream: bool, tmp_path: P
         (folder / "b.csv", answers[:3]),
     ):
         script = ScriptArguments(dataset_name=str(source), dataset_streaming=is_stream)
-        rows = load_splits(script, DatasetMixtureConfig(), seed=0)["train"]
+        rows = load_splits(script, DatasetMixtureConfig(), seed=0, text_field="text")["train"]
         assert [row["completion"] for row in rows] == expected
     late = "prompt,completion,note\n" + "what,1.0,\n" * 10_000 + "what,2.50,seen\n"
     (tmp_path / "late.csv").write_text(late, encoding="utf-8")
     script = ScriptArguments(dataset_name=str(tmp_path / "late.csv"), dataset_streaming=is_stream)
-    *_, last = load_splits(script, DatasetMixtureConfig(), seed=0)["train"]
+    *_, last = load_splits(script, DatasetMixtureConfig(), seed=0, text_field="text")["train"]
     assert last == {"prompt": "what", "completion": "2.50", "note": "seen"}
+
+
+def test_empty_cells_of_the_text_are_missing_and_declared_types_are_kept(tmp_path: Path) -> None:
+    from trl import DatasetMixtureConfig, ScriptArguments
+
+    from otloss_llm.cli.rows import load_splits
+
+    (tmp_path / "a.csv").write_text("content,score\nseen,1.50\n,2\nlast,\n", encoding="utf-8")
+    script = ScriptArguments(dataset_name=str(tmp_path / "a.csv"))
+    rows = load_splits(script, DatasetMixtureConfig(), seed=0, text_field="content")["train"]
+    assert rows.to_dict() == {"content": ["seen", None, "last"], "score": ["1.50", "2", ""]}
+    declared = [{"name": "content", "dtype": "string"}, {"name": "score", "dtype": "float64"}]
+    configs = [{"config_name": "default", "data_files": "a.csv"}]
+    head = json.dumps({"configs": configs, "dataset_info": {"features": declared}})  # YAML too
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\n", encoding="utf-8")
+    script = ScriptArguments(dataset_name=str(tmp_path))
+    rows = load_splits(script, DatasetMixtureConfig(), seed=0, text_field="content")["train"]
+    assert rows["score"][:] == [1.5, 2.0, None]
 
 
 def test_padding_that_would_be_read_is_named() -> None:
