@@ -313,6 +313,9 @@ def _fit_map(
 ) -> tuple[float, float]:
     """Return (a, log b) of least Brier score, pulled to `centre`; (0, 0) if that is not below the score of `below`."""
 
+    if not logit.size:  # one class has no threshold
+        return 0.0, 0.0
+
     def score(parameters: np.ndarray, unit: float = 1.0) -> tuple[float, np.ndarray]:
         slope = np.exp(parameters[1])
         mapped = expit(parameters[0] + slope * logit)
@@ -321,8 +324,11 @@ def _fit_map(
         gradient = np.array([by_logit.sum(), by_logit @ logit * slope]) + 2 * pull * change
         return float(weight @ error**2 + pull * change @ change) / unit, gradient / unit
 
-    # Where forecasts are next to 0 and 1 the score is flat: from there no descent starts, hence the smaller slopes.
-    starts = [centre, (0.0, 0.0), (0.0, -0.5), (0.0, -1.0), (0.0, -2.0), (0.0, 0.5)]
+    # Where forecasts are next to 0 and 1 the score is flat: from there no descent starts, hence the smaller slopes. The
+    # last start gives nearly the frequency of the event to all, which is hard to reach from forecasts far from it.
+    frequency, mean = np.average(was_below, weights=weight).clip(1e-6, 1 - 1e-6), np.average(logit, weights=weight)
+    offset = np.log(frequency / (1 - frequency)) - np.exp(-2.0) * mean
+    starts = [centre, (0.0, 0.0), (0.0, -0.5), (0.0, -1.0), (0.0, -2.0), (0.0, 0.5), (offset, -2.0)]
     start = min(starts, key=lambda s: score(np.array(s))[0])
     bounds = [(-_LARGEST_OFFSET, _LARGEST_OFFSET), (-_LARGEST_LOG, _LARGEST_LOG)]
     # In units of the score, which is small of a rare event, because the optimiser's tolerances are absolute.

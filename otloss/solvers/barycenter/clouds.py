@@ -45,6 +45,7 @@ from otloss.solvers.histograms import MASS_TOLERANCE, centre_gradient_over, cent
 from otloss.solvers.solve import emd, solve
 
 _NUDGE = 1e-6  # of the unit of steps: how far from points that stand other optimal plans are looked for
+_NUDGE_OF_START = 1e-3  # The same, of how far a start is moved for epsilon > 0.
 # Of L-BFGS: changes that it keeps, the part of a step below which it is given up, and the least curvature it believes.
 _PAIRS, _SHORTEST, _SMALLEST_CURVATURE = 40, 1 / 16, 1e-4
 
@@ -306,11 +307,10 @@ def _leave_kinks(problem: _Clouds, x: Tensor, a: Tensor, tolerance: float, *, wh
 
     One plan may keep the points where another one does not. Points next to them have one of those plans alone.
     """
-    generator = torch.Generator("cpu").manual_seed(0)
-    direction = torch.randn(x.shape[-2:], generator=generator, dtype=x.dtype, device="cpu").to(x.device)
+    nudges = _nudges(problem, x, _NUDGE)
     value, is_lower = None, torch.zeros_like(where)
-    for nudge in (_NUDGE, -_NUDGE):
-        moved = problem.moved(x + nudge * problem.unit[..., None, None] * direction, a)
+    for nudge in (nudges, -nudges):
+        moved = problem.moved(x + nudge, a)
         is_apart = where & ~is_lower & (_largest(moved - x) > tolerance * problem.unit)
         if bool(is_apart.any()):
             value = problem.value(x, a) if value is None else value
@@ -319,13 +319,21 @@ def _leave_kinks(problem: _Clouds, x: Tensor, a: Tensor, tolerance: float, *, wh
     return x, is_lower
 
 
+def _nudges(problem: _Clouds, x: Tensor, size: float) -> Tensor:
+    """Return small ways (..., s, d) for the points, in fixed random directions; the size is in the unit of steps."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    direction = torch.randn(x.shape[-2:], generator=generator, dtype=x.dtype, device="cpu").to(x.device)
+    return size * problem.unit[..., None, None] * direction
+
+
 def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Solution:
     """Move points of equal masses by L-BFGS, of which the first step is the one to where their mass goes.
 
     Steps are shortened where the value rises; after three of those one goes to where the mass goes, as a whole.
+    A start as symmetric as the clouds would lead to points that are, also where these are a saddle: it is moved a bit.
     """
     a, iterations = problem.equal_masses(x), problem.weights.new_zeros(problem.weights.shape[:-1], dtype=torch.int64)
-    unit = problem.unit
+    x, unit = x + _nudges(problem, x, _NUDGE_OF_START), problem.unit
     current, length, pairs = problem.evaluate(x, a), torch.ones_like(unit), deque[_Pair](maxlen=_PAIRS)
     active = _largest(current.step) > tolerance * unit
     while bool(active.any()):

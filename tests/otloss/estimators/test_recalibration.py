@@ -107,6 +107,16 @@ def test_the_map_of_a_rare_event_has_the_least_score(offset: float, slope: float
     assert reached - least < 1e-3 * (score(np.zeros(2)) - least)
 
 
+@pytest.mark.parametrize("seed", [2, 5, 6])
+def test_forecasts_far_too_low_do_not_end_in_a_worse_local_minimum(seed: int) -> None:
+    """One frequency for all beats what a descent from the forecasts themselves ends at (slope 10)."""
+    rng = np.random.default_rng(seed)
+    forecast, happened = expit(2 * rng.normal(size=200) - 6), rng.random(200) < 0.06
+    proba = np.column_stack([1 - forecast, forecast])
+    after = OrdinalRecalibration(shrinkage=0).fit(proba, happened).predict(proba)[:, 1]
+    assert np.mean((after - happened) ** 2) < happened.var() + 3e-4
+
+
 def test_certain_and_wrong_forecasts_are_corrected() -> None:
     rng = np.random.default_rng(8)
     y = rng.integers(0, 3, 600)

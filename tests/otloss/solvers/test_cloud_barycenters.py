@@ -215,3 +215,20 @@ def test_points_do_not_stand_where_another_optimal_plan_leads_down() -> None:
     for _ in range(4):
         beside = solution.points + 1e-6 * torch.randn(solution.points.shape, generator=generator, dtype=torch.float64)
         assert (cloud_barycenter(clouds, start=beside).value > solution.value - 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("clouds", "epsilon"),
+    [
+        ([[[2, 0], [2, 1], [1, 2]], [[0, 0], [1, 2], [2, 0]]], 0.1),
+        ([[[3, 3], [1, 1], [2, 3]], [[2, 0], [0, 0], [2, 2]]], 0.01),
+    ],
+)
+def test_a_symmetric_start_does_not_end_at_a_saddle(clouds: list[list[list[int]]], epsilon: float) -> None:
+    """Steps from points as symmetric as the clouds keep the symmetry; from beside them they fall to .416 and 1.083."""
+    given = torch.tensor(clouds, dtype=torch.float64)
+    solution = cloud_barycenter(given, start=given[0], epsilon=epsilon)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        start = solution.points + 1e-2 * torch.randn((3, 2), generator=generator, dtype=torch.float64)
+        assert cloud_barycenter(given, start=start, epsilon=epsilon).value > solution.value - 1e-6
