@@ -3,9 +3,10 @@
 The most probable text is the best answer if only the exact one counts. If an answer costs its distance to the right
 one, the median of the distribution is better, and its mean if it costs the square; both need no other training.
 
-A number is the longest sequence of tokens that reads as one, directly after the prompt: P("42") = P(4) P(2 | 4) (1 -
-P(a digit or a point | 42)). A beam over its tokens keeps the most probable beginnings; with `longest=1` all numbers of
-one token are found where `beam` is at least their count. With F the distribution function of the result and y the right
+The answer begins with a number, of which the text behind it is no part: 42 in "42%" and "42, 43", 1250 in "1,250.",
+with thousands commas. P("42") = P(4) P(2 | 4) (1 - P(more of a number | 42)), and a token "2%" is a 2 that ends it. A
+beam over its tokens keeps the most probable beginnings; with `longest=1` all numbers of one token are found where
+`beam` is at least their count. With F the distribution function of the result and y the right
 number:
 
     CRPS = sum_i p_i |v_i - y| - 1/2 sum_ij p_i p_j |v_i - v_j|      the error, if the distribution is one number
@@ -38,8 +39,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SIGN = "+\N{MINUS SIGN}-"  # in a regular expression "-" stands at the end of the set
-_START = re.compile(rf"[{_SIGN}]?[0-9]*\.?[0-9]*")
-_DIGITS, _WITH_POINT = re.compile(r"[0-9]+"), re.compile(r"[0-9]*\.[0-9]*")
+# 1,250 is one number; 0,5 and 1,25 end at the comma, as 3, 4 does.
+_WHOLE = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
+_NUMBER = re.compile(rf"[{_SIGN}]?(?:(?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)")
+_BEGINNING = re.compile(
+    rf"[{_SIGN}]?(?:[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})*,[0-9]{{0,2}}(?![0-9])|(?:{_WHOLE}|)(?:\.[0-9]*)?)"
+)
+_DIGITS = re.compile(r"[0-9]+")
+_FIRST = f"0123456789.,{_SIGN}"
 _NEGLIGIBLE = math.log(1e-4)  # beginnings that are this much less probable than the best are dropped
 _PIT_BINS = 10
 _ROUNDING = 1e-12  # relative; of arithmetic in float64
@@ -134,7 +141,7 @@ def check_decision(by: str | float) -> float | None:
 def decode_numbers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
     by: str | float = "median",
     longest: int = 8,
@@ -158,7 +165,7 @@ def decode_numbers(
 def number_distributions(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
     longest: int = 8,
     beam: int = 128,
@@ -170,8 +177,10 @@ def number_distributions(
     restored.
 
     Args:
-        prompts: as the model was trained on them, with a line break or blank at their end where there was one. The
-            encoder of an encoder-decoder reads them.
+        prompts: texts as the model was trained on them, with a line break or blank at their end where there was one;
+            the tokenizer puts in front of them what it puts in front of texts, as BOS. For a model that was trained on
+            messages each is a list of messages, {"role", "content"}, which the chat template renders: many templates
+            begin without BOS. The encoder of an encoder-decoder reads them.
         longest: tokens of a number at most. With 1 a number is one token, whatever follows: one pass of the model.
         beam: beginnings of numbers that are kept for each prompt after each token, the most probable ones. Where
             another token follows, beginnings below 1e-4 of the best one are dropped too.
@@ -193,22 +202,24 @@ def number_distributions(
     """
     for name, setting in (("longest", longest), ("beam", beam), ("batch_size", batch_size)):
         check_count(name, setting)
-    texts = [] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
-    if not texts or not all(isinstance(text, str) and text for text in texts):
+    asked = [] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
+    if not asked or not all(prompt and (isinstance(prompt, str) or _are_messages(prompt)) for prompt in asked):
         raise ValueError(
-            f"prompts is {prompts!r}, expected a list of texts; give at least one, and none that is empty."
+            f"prompts is {prompts!r}, expected a list of texts, or of lists of messages; give at least one, and none "
+            "that is empty."
         )
     check_tokenizer(tokenizer)
     rows = find_head(model).weight.shape[0]
     tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
-    parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
+    parts = _Parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
     has_encoder = is_encoder_decoder(model)
     around = _around(tokenizer, "text_target" if has_encoder else "text")
     if has_encoder and not around[1]:
         _check_start(model)
     results = []
     with evaluation_mode(model):
-        for prompt, ids in zip(texts, _prompt_ids(tokenizer, texts, None if has_encoder else around[0]), strict=True):
+        for prompt in asked:
+            ids = _prompt_ids(tokenizer, prompt, None if has_encoder else around[0])
             read = max(len(ids), len(around[0]) + longest) if has_encoder else len(ids) + longest - 1
             check_fit(model, read, min(ids), max(ids))
             next_logits = functools.partial(_next_logits, model, ids, around=around)
@@ -284,33 +295,73 @@ def score_number_distributions(
     )
 
 
-class _Parts(NamedTuple):
-    """Which tokens begin a number (blanks and a sign in front of it too), and which continue one; and all texts."""
+class _Parts:
+    """The tokens of a vocabulary that begin a number or continue one: `after` a beginning."""
 
-    start: Int[Tensor, " begin"]
-    digits: Int[Tensor, " whole"]
-    any: Int[Tensor, " continue"]
-    has_digit: Bool[Tensor, " vocab"]
-    texts: list[str]
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = [(i, text) for i, text in enumerate(texts) if text and text.lstrip()[:1] in _FIRST]
+        self._after: dict[str, _Continuations] = {}
 
-    def after(self, text: str) -> Int[Tensor, " tokens"]:
-        """The tokens that may follow the beginning of a number."""
-        if not text:
-            return self.start
-        if text[-1].isspace():  # which ends the number: "7 " and "5" are two
-            return self.start[:0]
-        return self.digits if "." in text else self.any
+    def after(self, text: str) -> _Continuations:
+        """The tokens that may follow a beginning; none where a blank has ended it: "7 " and "5" are two numbers."""
+        stand_in = _stand_in(text)
+        if stand_in not in self._after:
+            self._after[stand_in] = self._follow(stand_in)
+        return self._after[stand_in]
+
+    def _follow(self, beginning: str) -> _Continuations:
+        texts = [] if beginning == " " else self._texts
+        parts = {i: _part(beginning, text if beginning else text.lstrip()) for i, text in texts}
+        found = {i: part for i, part in parts.items() if part is not None}
+        has_digit = [_DIGITS.search(part) is not None for part in found.values()]
+        ids = torch.tensor(list(found), dtype=torch.long, device="cpu")
+        return _Continuations(ids, torch.tensor(has_digit, dtype=torch.bool, device="cpu"), list(found.values()))
 
 
-def _parts(texts: list[str]) -> _Parts:
-    start = [i for i, text in enumerate(texts) if text and _START.fullmatch(text.strip())]
-    digits = [i for i, text in enumerate(texts) if _DIGITS.fullmatch(text.rstrip())]
-    point = [i for i, text in enumerate(texts) if _WITH_POINT.fullmatch(text.rstrip())]
-    begin, inside, further = (
-        torch.tensor(ids, dtype=torch.long, device="cpu") for ids in (start, digits, digits + point)
-    )
-    has_digit = [_DIGITS.search(text) is not None for text in texts]
-    return _Parts(begin, inside, further, torch.tensor(has_digit, device="cpu"), texts)
+class _Continuations(NamedTuple):
+    """Tokens that may follow the beginning of a number, and what they add to it; a blank where they end it."""
+
+    ids: Int[Tensor, " tokens"]
+    has_digit: Bool[Tensor, " tokens"]
+    parts: list[str]
+
+
+def _stand_in(text: str) -> str:
+    """Return a beginning that all tokens may follow that may follow this one, of few for all numbers.
+
+    Example:
+        >>> [_stand_in(text) for text in ("", "-", "52", "-1970", "3.14", "12,5", "1,234,5", "7 ")]
+        ['', '-', '11', '0', '0.', '1,1', '1,1', ' ']
+    """
+    if text[-1:].isspace():
+        return " "
+    if "." in text:
+        return "0."
+    first, *groups = text.lstrip(_SIGN).split(",")
+    if groups:
+        return "1," + "1" * min(len(groups[-1]), 4)
+    if not first:
+        return text
+    return "0" if first[0] == "0" or len(first) > 3 else "1" * len(first)
+
+
+def _part(beginning: str, text: str) -> str | None:
+    """Return what a token adds to the beginning of a number, with a blank if it ends it; None if it adds nothing.
+
+    Example:
+        >>> [_part("4", text) for text in ("2", "2%", "%", ".5", ",500", ". ")], _part("4.", "2.1"), _part("", "-")
+        (['2', '2 ', None, '.5', ',500', None], '2 ', '-')
+    """
+    whole = beginning + text
+    match = _BEGINNING.match(whole)
+    end = match.end() if match else 0
+    digits = _DIGITS.match(text)
+    if digits and beginning[-1:].isdigit():  # also the ones behind 1,250, which is 1 then
+        end = max(end, len(beginning) + digits.end())
+    part = whole[len(beginning) : end]
+    if end >= len(whole):
+        return part
+    return part + " " if _DIGITS.search(part) else None
 
 
 class _Unfinished(NamedTuple):
@@ -322,20 +373,27 @@ class _Unfinished(NamedTuple):
 
     @property
     def value(self) -> float | None:
-        """The number, if it may end here: "5." is 5, for its point ends a sentence."""
-        return read_number(self.text.rstrip().rstrip("."))
+        """The number, if it may end here: "5." is 5, for its point ends a sentence, and "5," too."""
+        match = _NUMBER.match(self.text)
+        return read_number(match.group().replace(",", "")) if match else None
 
 
-def _prompt_ids(tokenizer: Any, prompts: Sequence[str], prefix: list[int] | None) -> list[list[int]]:
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
+
+
+def _prompt_ids(tokenizer: Any, prompt: Any, prefix: list[int] | None) -> list[int]:
     """Return the ids that a model reads before it answers: with the prefix of its texts, as BOS, and without EOS.
 
-    A prompt that was written by a chat template may begin with it already. Without a prefix they are an encoder's.
+    Messages have what the chat template writes. A text that it has written may begin with the prefix already. Without a
+    prefix they are an encoder's.
     """
-    settings = {"truncation": False, "padding": False, "verbose": False}
-    rows = tokenizer(list(prompts), add_special_tokens=prefix is None, **settings)["input_ids"]
-    if prefix is None:
-        return list(rows)
-    return [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in rows]
+    settings = {"truncation": False, "padding": False}
+    if not isinstance(prompt, str):
+        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False, **settings)
+        return list(ids)
+    ids = tokenizer(prompt, add_special_tokens=prefix is None, verbose=False, **settings)["input_ids"]
+    return list(ids) if prefix is None or ids[: len(prefix)] == prefix else [*prefix, *ids]
 
 
 def _around(tokenizer: Any, argument: str) -> tuple[list[int], list[int]]:
@@ -367,18 +425,21 @@ def _numbers_after(
             chunk = unfinished[first : first + batch_size]
             logits = next_logits([number.ids for number in chunk])
             for number, log_q in zip(chunk, logits.double().log_softmax(dim=-1).cpu(), strict=True):
-                allowed = parts.after(number.text)
+                allowed, has_digit, added = parts.after(number.text)
                 log_next = log_q[allowed]
                 if number.value is not None:
                     _add(ended, number.value, number.log_p + math.log1p(-min(float(log_next.exp().sum()), 1.0 - 1e-15)))
                 elif step == longest - 1:  # blanks and signs become no number any more
-                    completes = parts.has_digit[allowed]
-                    allowed, log_next = allowed[completes], log_next[completes]
+                    log_next = log_next.where(has_digit, -math.inf)
                 top = log_next.topk(min(beam, len(allowed)))
                 for log_p, place in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-                    token = int(allowed[place])
-                    text = number.text + (parts.texts[token] if number.text else parts.texts[token].lstrip())
-                    children.append(_Unfinished((*number.ids, token), text, number.log_p + log_p))
+                    child = _Unfinished(
+                        (*number.ids, int(allowed[place])), number.text + added[place], number.log_p + log_p
+                    )
+                    if child.text[-1:].isspace() and child.value is not None:
+                        _add(ended, child.value, child.log_p)
+                    else:
+                        children.append(child)
         children.sort(key=lambda child: -child.log_p)
         if step == longest - 1:  # no further pass is saved by dropping numbers
             unfinished = [child for child in children if child.value is not None][:beam]
@@ -417,7 +478,7 @@ def _add(ended: dict[float, float], value: float, log_p: float) -> None:
     ended[value] = float(terms.logsumexp(0))
 
 
-def _distribution(ended: dict[float, float], prompt: str, longest: int) -> NumberDistribution:
+def _distribution(ended: dict[float, float], prompt: Any, longest: int) -> NumberDistribution:
     if not ended:
         raise ValueError(
             f"no number of at most {longest} tokens is among the likely answers to {prompt!r}; expected "

@@ -100,6 +100,57 @@ def test_a_blank_behind_a_number_ends_it() -> None:
     assert actual == pytest.approx({value: float(share) for value, share in expected.items()}, rel=1e-6)
 
 
+def leading_number(text: str) -> float | None:
+    """Return the number that a text begins with, read character by character, commas between thousands included."""
+    text = text.lstrip()
+    sign, text = (text[0], text[1:]) if text[:1] in ("-", "+") else ("", text)
+
+    def digits(start: int) -> int:
+        return next((k for k in range(start, len(text)) if text[k] not in "0123456789"), len(text)) - start
+
+    whole, end = text[: digits(0)], digits(0)
+    if 1 <= len(whole) <= 3 and whole[0] != "0":
+        groups = 0
+        while text[end + 4 * groups :][:1] == "," and digits(end + 4 * groups + 1) == 3:
+            groups += 1
+        end += 4 * groups
+        whole = text[:end].replace(",", "")
+    fraction = text[end + 1 : end + 1 + digits(end + 1)] if text[end : end + 1] == "." else ""
+    return float(f"{sign}{whole or 0}.{fraction or 0}") if whole or fraction else None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["4", "2%", ".5kg", "7)", ".", "a", "7 ", "-", "3.5.1"],
+        ["1", "25", ",", ",250", "0", "5,00", ".", " "],
+        ["1,250", "-12", ",5", "00", "50,", ". ", "2,2505"],
+    ],
+)
+def test_the_number_is_the_one_that_the_text_begins_with(words: list[str]) -> None:
+    """Of all texts of three tokens, with tokens that hold the end of a number and what follows, and with commas."""
+    vocabulary = {word: i for i, word in enumerate(["?", *words])}
+    words = list(vocabulary)
+    tokens = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    tokens.decoder = Fuse()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": len(words), "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="?")
+    ids = torch.cartesian_prod(*[torch.arange(len(words))] * 3)
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([torch.zeros_like(ids[:, :1]), ids], 1)).logits[:, :3]
+    p = logits.double().log_softmax(-1).gather(-1, ids.unsqueeze(-1)).sum((1, 2)).exp()
+    expected: dict[float, float] = {}
+    for row, share in zip(ids.tolist(), p.tolist(), strict=True):
+        value = leading_number("".join(words[i] for i in row))
+        if value is not None:
+            expected[value] = expected.get(value, 0.0) + share
+    (answer,) = number_distributions(model, tokenizer, ["?"], longest=3, beam=500)
+    actual = dict(zip(answer.values.tolist(), (answer.probabilities * answer.mass).tolist(), strict=True))
+    assert actual == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("single", "prefix"), [("<s> $A", [0]), ("<s> <e> $A <e>", [0, 4]), ("$A <e>", []), ("$A", [])]
 )
@@ -117,6 +168,10 @@ def test_a_prompt_begins_as_texts_do(single: str, prefix: list[int]) -> None:
     for prompt in ("a", " ".join([*tokenizer.convert_ids_to_tokens(prefix), "a"])):
         (answer,) = number_distributions(model, tokenizer, [prompt], longest=1)
         assert answer.mass == pytest.approx(float(p[2] + p[3]), rel=1e-6)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %} 7{% endif %}"  # without BOS
+    (answer,) = number_distributions(model, tokenizer, [[{"role": "user", "content": "a"}]], longest=1)
+    p = log_p(model, [1, 2]).exp()
+    assert answer.mass == pytest.approx(float(p[2] + p[3]), rel=1e-6)
 
 
 SMALL: dict[str, Any] = {
