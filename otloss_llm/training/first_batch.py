@@ -1,6 +1,7 @@
 """What has to be known of a model, measured on a part of its first batch: `examine`.
 
 - whether it sees the tokens that it has to predict (`training.causality`)
+- whether it keeps packed sequences apart (`training.packing`)
 - whether its own loss is the cross-entropy, and what it adds to it (`training.own_loss`)
 - the transform of its logits (`training.fused`)
 
@@ -27,6 +28,7 @@ from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.training.causality import check_causal
 from otloss_llm.training.fused import measure_transform, unwrap
 from otloss_llm.training.own_loss import check_own_loss
+from otloss_llm.training.packing import check_apart
 from otloss_llm.training.sample import Sample, token_mask
 
 _SIZES = ("expert_capacity", "max_seq_len_cached")  # attributes of modules
@@ -39,19 +41,22 @@ def predicts_tokens(model: nn.Module, inputs: dict[str, Any], labels: Tensor) ->
     return has_pair and bool((labels != IGNORE_INDEX).any())
 
 
-def examine(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, shifted_by_user: bool) -> LogitTransform:
+def examine(
+    model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, shifted_by_user: bool, packed: bool
+) -> LogitTransform:
     """Return the transform of the model's logits; raise an error if its loss cannot be replaced by an objective.
 
     Args:
         inputs: of a batch, without labels.
         labels: entry t is the token that position t predicts.
         shifted_by_user: whether the batch names its labels shift_labels.
+        packed: whether a process has a batch with several sequences in a row.
 
     Raises:
         TypeError: the head is not supported.
-        ValueError: the model sees the tokens to the right, its loss has an unknown term, it is unclear which position
-            predicts a label, its logits depend on whether it gets labels or are transformed by more than a scale and a
-            soft cap, or the batch has no tokens to examine it with.
+        ValueError: the model sees the tokens to the right or those of another sequence in its row, its loss has an
+            unknown term, it is unclear which position predicts a label, its logits depend on whether it gets labels or
+            are transformed by more than a scale and a soft cap, or the batch has no tokens to examine it with.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile would make a graph for these passes
     if isinstance(model, DistributedDataParallel):
@@ -59,6 +64,8 @@ def examine(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, shifted
     sample = Sample(model, inputs, labels).cut()
     with _without_a_trace(model):
         check_causal(sample)
+        if packed and not sample.is_encoder_decoder:
+            check_apart(sample, inputs)
         check_own_loss(sample, shifted_by_user=shifted_by_user)
         transform = measure_transform(model, sample.whole_inputs)
         model.train()  # some terms of a loss are added in training only

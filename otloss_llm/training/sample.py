@@ -17,7 +17,7 @@ from otloss_llm.training.fused import unwrap
 
 ROWS, LENGTH = 2, 32
 # Borders of sequences that are packed without padding; a part of them is one sequence.
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Tokens that stand for parts of an image, a video or a sound, as configs name them.
 _MEDIA_TOKENS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
 
@@ -94,7 +94,7 @@ def cut_batch(
     Images of all rows may be in one tensor: rows are cut only where each has the same number of the tokens `media` that
     stand for them. All rows stay beside a list or a tuple, and where types of tokens (a prefix) may differ.
     """
-    inputs = {name: value for name, value in inputs.items() if name not in _PACKING}
+    inputs = {name: value for name, value in inputs.items() if name not in PACKING}
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     others = [value for name, value in inputs.items() if name not in tensors]  # lists may have an entry for each row
     settings = all(value is None or isinstance(value, bool | int | float | str) for value in others)

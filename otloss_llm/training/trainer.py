@@ -52,6 +52,7 @@ from otloss_llm.training.batches import (
 )
 from otloss_llm.training.first_batch import examine, predicts_tokens
 from otloss_llm.training.fused import Transforms, measure_transform, restore_forward, unwrap
+from otloss_llm.training.packing import is_packed
 from otloss_llm.training.scoring import Scored, Scoring
 from otloss_llm.training.token_means import (
     LOGGED,
@@ -92,9 +93,10 @@ class ObjectiveMixin:
     shifted here, once. An encoder-decoder (T5, BART, Whisper) has labels of its decoder, which are not shifted. A
     decoder whose own loss does not shift (`TrOCRForCausalLM`, `BartForCausalLM`) needs batches with `shift_labels`.
 
-    The model is examined on its first batch: it must not see the tokens that it has to predict, and its own loss must
-    be the cross-entropy and, in a mixture of experts, the loss that balances them. This forms logits of two rows and 32
-    tokens; of the whole batch where that cannot be cut, as one whose images are all in one tensor (Qwen2-VL).
+    The model is examined on its first batch: it must not see the tokens that it has to predict, nor another sequence
+    that is packed in the same row, and its own loss must be the cross-entropy and, in a mixture of experts, the loss
+    that balances them. This forms logits of two rows and 32 tokens; of the whole batch where that cannot be cut, as one
+    whose images are all in one tensor (Qwen2-VL).
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number",
@@ -366,10 +368,12 @@ class ObjectiveMixin:
 
     def _examine(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted_by_user: bool) -> None:
         """Measure the transform of the logits; check the model with the first batch that predicts tokens."""
-        predicts = torch.tensor([predicts_tokens(model, inputs, targets.labels)], device=self.accelerator.device)
+        found = [[predicts_tokens(model, inputs, targets.labels), is_packed(inputs, targets.labels)]]
+        found_anywhere = self.accelerator.gather(torch.tensor(found, device=self.accelerator.device)).any(0)
+        predicts, packed = found_anywhere.tolist()
         # Context parallelism leaves a process a part of each sequence, in its own order.
-        if self.get_cp_size() == 1 and bool(self.accelerator.gather(predicts).any()):
-            transform = examine(model, inputs, targets.labels, shifted_by_user=shifted_by_user)
+        if self.get_cp_size() == 1 and predicts:
+            transform = examine(model, inputs, targets.labels, shifted_by_user=shifted_by_user, packed=packed)
             self._is_examined = True
         else:
             transform = measure_transform(model, with_decoder_inputs(unwrap(model), inputs, targets.labels))
@@ -428,11 +432,17 @@ class ObjectiveMixin:
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Name the columns that the trainer keeps, with the weights of tokens; it drops all others."""
+        """Name the columns that the trainer keeps, with the weights of tokens; it drops all others.
+
+        Positions tell of packed sequences also where a model takes them among others and does not read them.
+        """
         super()._set_signature_columns_if_needed()  # type: ignore[misc]  # the trainer's
         if TOKEN_WEIGHT not in self._signature_columns:
             compiled = getattr(self.model, "_orig_mod", None)  # the forward of `torch.compile(model)` names no argument
-            own = () if compiled is None else inspect.signature(base_model(compiled).forward).parameters
+            parameters = inspect.signature(base_model(self.model if compiled is None else compiled).forward).parameters
+            own = [] if compiled is None else list(parameters)
+            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                own.append("position_ids")
             self._signature_columns = [*self._signature_columns, *own, TOKEN_WEIGHT]
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -126,6 +126,26 @@ def test_sequences_that_are_packed_in_a_row_do_not_see_each_other(tmp_path: Path
     assert pad_rows([padded])["attention_mask"].tolist() == [padded["attention_mask"]]
 
 
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "BloomForCausalLM", "OPTForCausalLM", "RecurrentGemmaForCausalLM"])
+def test_models_that_read_packed_sequences_as_one_raise(tmp_path: Path, name: str) -> None:
+    """Of these forward passes only OPT's and RecurrentGemma's name position_ids; the others take them and read none."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 32,
+        "intermediate_size": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "state_size": 4,
+        "lru_width": 16,
+    }  # fmt: skip
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0))
+    alone = rows(4)
+    row = alone[0]["input_ids"] + alone[1]["input_ids"]
+    places = [*range(len(alone[0]["input_ids"])), *range(len(alone[1]["input_ids"]))]
+    packed = {"input_ids": row, "labels": row, "position_ids": places}
+    with pytest.raises(ValueError, match=rf"{name}\) reads them as one.*packing_strategy"):
+        trainer(tmp_path, model, objective="mle", eval_dataset=[packed]).evaluate()
+    trainer(tmp_path, model, objective="mle", eval_dataset=alone).evaluate()
+
+
 @pytest.mark.parametrize("objective", ["mle", "number_token"])
 def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
     """Weights of 0 and 1 are labels that are ignored, over accumulated batches; nll in logs is not weighted."""
