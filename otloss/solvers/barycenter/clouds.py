@@ -290,16 +290,18 @@ def _choose(is_first: Tensor, first: Masses, second: Masses) -> Masses:
 def _move(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int) -> _Solution:
     """Move points of equal masses until they stand."""
     a, iterations = problem.equal_masses(x), problem.weights.new_zeros(problem.weights.shape[:-1], dtype=torch.int64)
-    active = iterations == 0
-    for _ in range(max_iterations):
-        moved, step = _step(problem, x, a, active)
-        x, iterations = moved, iterations + active
-        active = active & (step > tolerance)
+    stands = torch.zeros_like(iterations, dtype=torch.bool)
+    active = ~stands
+    while bool(active.any()):
+        x, step = _step(problem, x, a, active)
+        iterations = iterations + active
+        stands = stands | active & (step <= tolerance)
+        active = active & ~stands & (iterations < max_iterations)
         if not bool(active.any()):
-            x, active = _leave_kinks(problem, x, a, tolerance, where=iterations < max_iterations)
-            if not bool(active.any()):
-                break
-    return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, ~active)
+            x, is_lower = _leave_kinks(problem, x, a, tolerance, where=stands)
+            stands = stands & ~is_lower
+            active = is_lower & (iterations < max_iterations)
+    return _Solution(x, a, torch.full_like(problem.masses, torch.nan), iterations, stands)
 
 
 def _leave_kinks(problem: _Clouds, x: Tensor, a: Tensor, tolerance: float, *, where: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Barycenters of clouds against plain loops of assignments, closed forms, and the derivatives of what they minimise."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -215,6 +217,25 @@ def test_points_do_not_stand_where_another_optimal_plan_leads_down() -> None:
     for _ in range(4):
         beside = solution.points + 1e-6 * torch.randn(solution.points.shape, generator=generator, dtype=torch.float64)
         assert (cloud_barycenter(clouds, start=beside).value > solution.value - 1e-9).all()
+
+
+def test_a_problem_that_stands_early_does_not_depend_on_the_others_of_its_batch() -> None:
+    """The first problem stands after two iterations, where another plan leads down; the second one takes longer."""
+    generator = torch.Generator().manual_seed(7)
+    tied = torch.randint(0, 3, (3, 5, 2), generator=generator).double()
+    slow = max(
+        (torch.randn((3, 5, 2), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (7, 31)),
+        key=lambda clouds: int(cloud_barycenter(clouds, start=clouds[0]).iterations),
+    )
+    for limit in (2, 3, 4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            alone = cloud_barycenter(tied, start=tied[0], max_iterations=limit)
+            both = torch.stack([tied, slow])
+            together = cloud_barycenter(both, start=both[:, 0], max_iterations=limit)
+        assert (int(together.iterations[0]), bool(together.converged[0])) == (int(alone.iterations), limit > 2)
+        assert bool(alone.converged) == (limit > 2)
+        torch.testing.assert_close(together.value[0], alone.value)
 
 
 @pytest.mark.parametrize(
