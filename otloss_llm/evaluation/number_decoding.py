@@ -177,8 +177,9 @@ def number_distributions(
     restored.
 
     Args:
-        prompts: texts as the model was trained on them, with a line break or blank at their end where there was one;
-            the tokenizer puts in front of them what it puts in front of texts, as BOS. For a model that was trained on
+        prompts: texts as the model was trained on them, with a line break at their end where there was one. A blank in
+            front of an answer is mostly part of the answer's first token: leave it out. The tokenizer puts in front of
+            prompts what it puts in front of texts, as BOS. For a model that was trained on
             messages each is a list of messages, {"role", "content"}, which the chat template renders: many templates
             begin without BOS. The encoder of an encoder-decoder reads them.
         longest: tokens of a number at most. With 1 a number is one token, whatever follows: one pass of the model.

@@ -20,7 +20,7 @@ from otloss.solvers.exact.results import OUTCOME
 from otloss.solvers.exact.simplex_numba import allocate_results as allocate_exact_results
 from otloss.solvers.exact.simplex_numba import build_search_call, solve_problems
 from otloss.solvers.exact.simplex_numba import scratch as scratch_of_exact
-from otloss.solvers.gromov import APART
+from otloss.solvers.gromov.ties import APART, BITS, COLUMN, DIRECTION, NUDGE, ROW, SPREAD, TRIES
 
 
 class Problems(NamedTuple):
@@ -166,6 +166,33 @@ def _gradient(fixed: Any, T: Any, n: int, m: int, alpha: float, gradient: Any) -
 
 
 @inner()
+def _nudge(gradient: Any, rows: Any, columns: Any, n: int, m: int, direction: int) -> None:
+    """Move costs in a direction, as `ties.nudged`."""
+    largest = 0.0
+    for i in range(n):
+        for j in range(m):
+            largest = max(largest, gradient[i, j])
+    size = NUDGE * (largest if largest > 0 else 1.0)
+    for i in range(n):
+        for j in range(m):
+            code = (rows[i] * ROW) ^ (columns[j] * COLUMN) ^ (direction * DIRECTION)
+            gradient[i, j] += size * ((code * SPREAD) % 2**BITS) / 2**BITS
+
+
+@inner()
+def _has_ties(gradient: Any, f: Any, g: Any, n: int, m: int) -> bool:
+    """Return whether more cells cost nothing beyond the potentials than a plan needs."""
+    largest, cells = 0.0, 0
+    for i in range(n):
+        for j in range(m):
+            largest = max(largest, gradient[i, j])
+    for i in range(n):
+        for j in range(m):
+            cells += gradient[i, j] - f[i] - g[j] <= 1e-9 * largest
+    return cells > n + m - 1
+
+
+@inner()
 def _segment(
     P: Any, Q: Any, T: Any, T_target: Any, gradient: Any, n: int, m: int, alpha: float
 ) -> tuple[float, float, float]:
@@ -200,17 +227,19 @@ def _descend(
 ) -> tuple[float, bool]:
     """Descend from the plan among the matrices, which is overwritten; return the value, and whether it converged."""
     P, target, fixed, features, T, T_target, half = work.matrices
-    C, D, (p, q, gradients, _), (_, _, cells, flows, outcome) = work.C, work.D, work.problem, work.result
+    C, D, (p, q, gradients, _), (f, g, cells, flows, outcome) = work.C, work.D, work.problem, work.result
     gradient, (solve, search) = gradients[0], solver
     _fixed(C, D, features, p[0], q[0], n, m, alpha, fixed)
     _product(C, D, P, n, m, half, T)
     value = _energy(features, fixed, P, T, n, m, alpha)
     rounding = _rounding(features, fixed, P, n, m, alpha)
     mass = p[0, :n].sum()
-    converged, is_beside_tie, iteration = n == 0 or m == 0, False, 0
+    converged, tries, iteration = n == 0 or m == 0, 0, 0
     while iteration < max_iterations and not converged and not is_stopped(counter, np.nan, np.nan):
         iteration += 1
         _gradient(fixed, T, n, m, alpha, gradient)
+        if tries > 0:
+            _nudge(gradient, work.rows, work.columns, n, m, tries)
         work.counter[0] = 0
         call_at(solve, (work.counter, search, work.problem, MAX_PIVOTS, work.result, work.memory))
         if outcome[0, OUTCOME.pivots] < 0:
@@ -221,24 +250,25 @@ def _descend(
         for k in range(n + m - 1):
             target[cells[0, 0, k], cells[0, 1, k]] += flows[0, k]
         _product(C, D, target, n, m, half, T_target)
+        if tries > 0:
+            _gradient(fixed, T, n, m, alpha, gradient)
         b, c, moved = _segment(P, target, T, T_target, gradient, n, m, alpha)
         limit = tolerance * abs(value) + 4 * rounding
-        if -b <= limit <= -(b + c):  # beyond a saddle point
-            is_beside_tie, t = False, 1.0
-        elif -b <= limit:
-            # P is optimal at its gradient. Another optimal plan of its value may not be optimal at its own: try one.
-            is_apart = b + c <= rounding and moved > APART * mass and iteration < max_iterations
-            is_beside_tie = is_apart and not is_beside_tie
-            t = 1.0 if is_beside_tie else 0.0
+        if -b > limit or -(b + c) >= limit:
+            t = 1.0 if c <= 0 or -b <= limit else min(-b / (2 * c), 1.0)
+            converged, tries = abs(b * t + c * t * t) <= limit, 0
         else:
-            is_beside_tie, t = False, 1.0 if c <= 0 else min(-b / (2 * c), 1.0)
+            # P is optimal at its gradient, and this target is no better. Another optimal plan may be.
+            goes_on = iteration < max_iterations and tries < TRIES
+            if tries == 0:
+                goes_on = goes_on and _has_ties(gradient, f[0], g[0], n, m)
+            t = 1.0 if goes_on and b + c <= rounding and moved > APART * mass else 0.0
+            converged, tries = not goes_on, tries + 1
         for i in range(n):
             for j in range(m):
                 P[i, j] += t * (target[i, j] - P[i, j])
                 T[i, j] += t * (T_target[i, j] - T[i, j])
-        change = b * t + c * t * t
-        converged = abs(change) <= limit and not is_beside_tie
-        value += change
+        value += b * t + c * t * t
     return _energy(features, fixed, P, T, n, m, alpha), converged
 
 

@@ -17,8 +17,9 @@ fall less c. Where c is at most half of the fall, as between distances, where c 
 is more, the target may lie above P, and have P as its own target: the step goes to the smallest value on the segment,
 which is convex there, by bisection.
 
-Without an epsilon, a P that is optimal at the cost grad E(P) may have another optimal plan, of a lower E, or of the
-same E and not optimal at its own cost. The search goes on from there; if it is optimal there too, it ends.
+Without an epsilon, a P that is optimal at the cost grad E(P) may have other optimal plans (`gromov.ties`), of a lower
+E, or of the same E and not optimal at their own cost. The search goes on from such a plan; it ends where a few tries
+find none.
 
 A local minimum P is an optimal plan at the cost grad E(P). With the potentials f and g of that plan,
 
@@ -56,7 +57,7 @@ from otloss._numba.threads import Work, run_on_threads
 from otloss._public import public
 from otloss.costs.cost import makes_graph
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.gromov import APART
+from otloss.solvers.gromov.ties import APART, TRIES, nudged
 from otloss.solvers.histograms import histogram_pair
 from otloss.solvers.solve import solve
 
@@ -203,59 +204,67 @@ def _best_minimum(
     max_iterations: int, tolerance: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the plan, the value, and whether the search converged, of the best of the starts."""
-    by_kernel = epsilon is None and may_run_on(energy.C, energy.D, energy.M, p, q)
-    results = [
-        _descend_by_kernel(energy, plan, p, q, max_iterations, tolerance)
-        if by_kernel
-        else _descend(energy, plan, p, q, epsilon, max_iterations, tolerance)
-        for plan in _starts(energy, p, q, starts, generator)
-    ]
+    plans = _starts(energy, p, q, starts, generator)
+    if epsilon is None:
+        find = _descend_by_kernel if may_run_on(energy.C, energy.D, energy.M, p, q) else _descend
+        results = [find(energy, plan, p, q, max_iterations, tolerance) for plan in plans]
+    else:
+        results = [_descend_with_entropy(energy, plan, p, q, epsilon, max_iterations, tolerance) for plan in plans]
     plan, value, converged = functools.reduce(_better, results)
     # Between equal spaces the terms of the value cancel.
     return plan, value.masked_fill((value < 0) & (value >= -ROUNDING * energy.size(plan)), 0.0), converged
 
 
 def _descend(
-    energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None, max_iterations: int, tolerance: float
+    energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the plan, the value and whether the search converged, of one start."""
-    product, mass = _product_plan(p, q), p.sum(-1)
+    """Return the plan, the value and whether the search converged, of one start, with exact steps."""
+    mass, gradient = p.sum(-1), energy.gradient(plan)
+    value, rounding = energy.value(plan, gradient), 1e-15 * energy.size(plan)
+    done, tries = torch.zeros_like(value, dtype=torch.bool), torch.zeros_like(value, dtype=torch.int64)
+    for iteration in range(max_iterations):
+        step = solve(p, q, nudged(_from_zero(gradient), tries)).plan() - plan
+        b, c = (gradient * step).sum((-2, -1)), energy.curvature(step)
+        limit = tolerance * value.abs() + 4 * rounding
+        falls = (-b > limit) | (-(b + c) >= limit)
+        t_of_fall = torch.where((c <= 0) | (-b <= limit), 1.0, (-b / (2 * c)).clamp(max=1))
+        # Elsewhere the plan is optimal at its gradient, and this target is no better. Another optimal plan may be.
+        goes_on = (tries < TRIES) & (iteration + 1 < max_iterations)
+        is_another = (b + c <= rounding) & (step.abs().sum((-2, -1)) / 2 > APART * mass)
+        t = torch.where(falls, t_of_fall, (goes_on & is_another).to(b.dtype)).masked_fill(done, 0.0)
+        plan = plan + t[..., None, None] * step
+        gradient = torch.where((t > 0)[..., None, None], energy.gradient(plan), gradient)
+        change = b * t + c * t * t
+        done, value = done | torch.where(falls, change.abs() <= limit, ~goes_on), value + change
+        tries = torch.where(falls, 0, tries + 1)
+        if bool(done.all()):
+            break
+    return plan, energy.value(plan, gradient), done
+
+
+def _descend_with_entropy(
+    energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, epsilon: float, max_iterations: int, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the plan, the value and whether the search converged, of one start, with entropic steps."""
+    product = _product_plan(p, q)
     gradient, entropy = energy.gradient(plan), _entropy(plan, product, epsilon)
     value = energy.value(plan, gradient) + entropy
     done, rounding = torch.zeros_like(value, dtype=torch.bool), 1e-15 * energy.size(plan)
-    is_beside_tie = done
-    for iteration in range(max_iterations):
+    for _ in range(max_iterations):
         target = solve(p, q, _from_zero(gradient), epsilon=epsilon).plan()
         step = target - plan
         b, c = (gradient * step).sum((-2, -1)), energy.curvature(step)
         fall = entropy - _entropy(target, product, epsilon) - b
-        limit = tolerance * value.abs() + 4 * rounding
-        if epsilon is None:
-            is_apart = (step.abs().sum((-2, -1)) / 2 > APART * mass) & (iteration + 1 < max_iterations)
-            may_tie = is_apart & (b + c <= rounding) & ~is_beside_tie
-            t, is_beside_tie = _exact_step(b, c, limit, may_tie)
-        else:
-            t = _entropic_step(plan, step, b, c, product, epsilon, where=~done & (c > 0) & (c > fall / 2))
+        t = _entropic_step(plan, step, b, c, product, epsilon, where=~done & (c > 0) & (c > fall / 2))
         is_done = done[..., None, None]
         plan = torch.where(is_done, plan, torch.lerp(plan, target, t[..., None, None]))
         gradient, entropy = torch.where(is_done, gradient, energy.gradient(plan)), _entropy(plan, product, epsilon)
         new = energy.value(plan, gradient) + entropy
-        change = (value - new).abs() if epsilon is None else torch.maximum((value - new).abs(), fall)
-        done = done | ((change <= limit) & ~is_beside_tie)
-        value = new
+        limit = tolerance * value.abs() + 4 * rounding
+        done, value = done | (torch.maximum((value - new).abs(), fall) <= limit), new
         if bool(done.all()):
             break
     return plan, value, done
-
-
-def _exact_step(b: Tensor, c: Tensor, limit: Tensor, may_tie: Tensor) -> tuple[Tensor, Tensor]:
-    """Return t (...) of the smallest value on the segment, and whether the step is one to a plan of the same value."""
-    is_minimum = -b <= limit
-    is_saddle = is_minimum & (b + c <= -limit)
-    # P is optimal at its gradient. Another optimal plan of its value may not be optimal at its own: try one.
-    is_beside_tie = is_minimum & ~is_saddle & may_tie
-    t = torch.where(c > 0, (-b / (2 * c)).clamp(max=1), 1.0)
-    return torch.where(is_minimum, (is_saddle | is_beside_tie).to(t.dtype), t), is_beside_tie
 
 
 def _entropic_step(
@@ -276,7 +285,7 @@ def _entropic_step(
 def _descend_by_kernel(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same as `_descend` without an epsilon, on a CPU, by the numba kernel."""
+    """Do the same as `_descend`, on a CPU, by the numba kernel."""
     from otloss._numba.compile import addresses_of
     from otloss.solvers.gromov.descent_numba import (
         Problems,
@@ -319,9 +328,7 @@ def _product_plan(p: Tensor, q: Tensor) -> Tensor:
     return p.unsqueeze(-1) * (q / mass).unsqueeze(-2)
 
 
-def _entropy(plan: Tensor, product: Tensor, epsilon: float | None) -> Tensor | float:
-    if epsilon is None:
-        return 0.0
+def _entropy(plan: Tensor, product: Tensor, epsilon: float) -> Tensor:
     return epsilon * torch.xlogy(plan, torch.where(product > 0, plan / product, 1.0)).sum((-2, -1))
 
 

@@ -90,6 +90,24 @@ def test_minima_of_unweighted_graphs_are_optimal_at_their_own_gradient(
     assert converged >= 0.8 * count  # conditional gradients are slow where a minimum is no corner
 
 
+@pytest.mark.filterwarnings("ignore::otloss.ConvergenceWarning")
+@pytest.mark.parametrize("impl", ["numba", "torch"])
+def test_a_minimum_is_looked_for_among_all_plans_that_tie(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another corner than the one that the simplex returns may be lower, as where graphs are equal."""
+    if impl == "torch":
+        monkeypatch.setattr("otloss.solvers.gromov.fused_gromov.may_run_on", lambda *_: False)
+    graph = torch.zeros(5, 5, dtype=torch.float64)
+    graph[1, 2] = graph[1, 4] = graph[3, 4] = 1  # a path of four nodes, and one alone
+    order = torch.tensor([2, 1, 3, 0, 4])
+    graph = graph + graph.T
+    assert float(fused_gromov(graph, graph[order][:, order]).value) < 1e-9
+    generator, found = torch.Generator().manual_seed(0), 0
+    for _ in range(count := 60 if impl == "numba" else 12):
+        graph, order = _graph(6, generator), torch.randperm(6, generator=generator)
+        found += float(fused_gromov(graph, graph[order][:, order]).value) < 1e-9
+    assert found > 0.7 * count
+
+
 def test_the_search_leaves_saddle_points() -> None:
     """At the product plan of cubes every plan is optimal at the gradient, and most are lower."""
     corners = torch.cartesian_prod(*[torch.arange(2.0).double()] * 3)

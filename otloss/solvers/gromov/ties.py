@@ -1,0 +1,28 @@
+"""Optimal plans that tie: which other ones an exact search looks at before it ends.
+
+At a plan P that is optimal at the cost grad E(P) other plans may be optimal too, as between unweighted graphs, and lead
+to a lower E. Costs that are moved a little in a fixed random direction have one of them as their optimal plan.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+APART = 1e-9  # Plans that differ by more of their mass are two.
+TRIES = 4  # directions, from the last fall on
+NUDGE = 1e-7  # of the largest cost: by how much costs are moved
+# Multipliers of a hash of row, column and direction, and its number of bits.
+ROW, COLUMN, DIRECTION, SPREAD, BITS = 73856093, 19349663, 83492791, 2654435761, 32
+
+
+def nudged(cost: Float[Tensor, "*batch n m"], direction: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch n m"]:
+    """Return costs >= 0 that are moved in a direction, 1 to TRIES; direction 0 moves none."""
+    n, m = cost.shape[-2:]
+    rows, columns = (torch.arange(size, device=cost.device) for size in (n, m))
+    code = (rows.unsqueeze(-1) * ROW) ^ (columns * COLUMN) ^ (direction[..., None, None] * DIRECTION)
+    share = (code * SPREAD % 2**BITS).to(cost.dtype) / 2**BITS
+    largest = cost.amax((-2, -1), keepdim=True)
+    size = NUDGE * torch.where(largest > 0, largest, 1.0) * (direction > 0)[..., None, None]
+    return cost + size * share
