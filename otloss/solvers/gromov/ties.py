@@ -7,7 +7,7 @@ to a lower E. Costs that are moved a little in a fixed random direction have one
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 APART = 1e-9  # Plans that differ by more of their mass are two.
@@ -17,12 +17,15 @@ NUDGE = 1e-7  # of the largest cost: by how much costs are moved
 ROW, COLUMN, DIRECTION, SPREAD, BITS = 73856093, 19349663, 83492791, 2654435761, 32
 
 
-def nudged(cost: Float[Tensor, "*batch n m"], direction: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch n m"]:
-    """Return costs >= 0 that are moved in a direction, 1 to TRIES; direction 0 moves none."""
-    n, m = cost.shape[-2:]
-    rows, columns = (torch.arange(size, device=cost.device) for size in (n, m))
-    code = (rows.unsqueeze(-1) * ROW) ^ (columns * COLUMN) ^ (direction[..., None, None] * DIRECTION)
-    share = (code * SPREAD % 2**BITS).to(cost.dtype) / 2**BITS
+def direction_of_costs(n: int, m: int, number: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch n m"]:
+    """Return numbers from 0 to 1 without a pattern, in float64; others for each number."""
+    rows, columns = (torch.arange(size, device=number.device) for size in (n, m))
+    code = (rows.unsqueeze(-1) * ROW) ^ (columns * COLUMN) ^ (number[..., None, None] * DIRECTION)
+    return (code * SPREAD % 2**BITS).double() / 2**BITS
+
+
+def nudged(cost: Float[Tensor, "*batch n m"], number: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch n m"]:
+    """Return costs >= 0 that are moved in the direction of this number, 1 to TRIES; 0 moves none."""
     largest = cost.amax((-2, -1), keepdim=True)
-    size = NUDGE * torch.where(largest > 0, largest, 1.0) * (direction > 0)[..., None, None]
-    return cost + size * share
+    size = NUDGE * torch.where(largest > 0, largest, 1.0) * (number > 0)[..., None, None]
+    return cost + size * direction_of_costs(cost.shape[-2], cost.shape[-1], number)

@@ -137,6 +137,15 @@ def test_entropic_plans_of_unweighted_graphs_are_those_at_their_own_gradient() -
         torch.testing.assert_close(found.plan, expected, atol=1e-4, rtol=0)
 
 
+def test_entropic_plans_of_symmetric_spaces_are_no_saddles() -> None:
+    """The product plan of points at even distances, and what is as symmetric as it, have targets of their symmetry."""
+    line, angles = torch.arange(10.0).double().unsqueeze(1), torch.arange(24).double() * torch.pi / 12
+    ellipse = torch.stack([2 * angles.cos(), angles.sin()], 1)
+    for points, epsilon, value in ((line, 0.81, 1.74631), (ellipse, 0.16, 0.41170)):  # by POT from random starts
+        distances = torch.cdist(points, points)
+        assert float(fused_gromov(distances, distances, epsilon=epsilon).value) == pytest.approx(value, abs=2e-5)
+
+
 def test_padding_and_batches_change_nothing() -> None:
     pairs = [_pair(seed, 4 + seed, 5) for seed in range(3)]
     C, M, p = torch.zeros(3, 6, 6).double(), torch.zeros(3, 6, 5).double(), torch.zeros(3, 6).double()
