@@ -127,7 +127,8 @@ def check_classes(num_classes: Any) -> int:
 
 def _check_not_pandas(name: str, table: Any) -> None:
     if hasattr(table, "iloc"):
+        ordered = f"{name}.loc[order{', order' * (table.ndim > 1)}]"
         raise TypeError(
             f"{name} is a pandas {type(table).__name__}, whose order may not be the order of the classes; expected an "
-            f"array, such as {name}.sort_index().to_numpy()."
+            f"array: pass {ordered}.to_numpy(), where order lists its names of the classes, lowest first."
         )

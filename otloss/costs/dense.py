@@ -240,9 +240,10 @@ def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
             DenseCost(matrix)  # raises ValueError
         return cost
     if not isinstance(cost, Tensor):
+        tensor = "torch.tensor(cost.to_numpy())" if hasattr(cost, "to_numpy") else "torch.as_tensor(cost)"
         raise TypeError(
             f"cost is a {type(cost).__name__}, expected a cost object such as PointCost(x, y), or a torch.Tensor "
-            "(..., n, m) of costs; turn a numpy array into one with torch.as_tensor(cost)."
+            f"(..., n, m) of costs, whose rows and columns go by place; turn an array into one with {tensor}."
         )
     return DenseCost(check_floating("cost", cost))
 

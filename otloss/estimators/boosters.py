@@ -58,6 +58,8 @@ OWN_SETTINGS = {
 }
 # Read by the libraries' own objectives alone.
 CLASS_SETTINGS = {"is_unbalance", "scale_pos_weight", "pos_bagging_fraction", "neg_bagging_fraction"}
+# Numbers of rows, with the values that limit nothing.
+ROWS_COUNTED = {"min_data_in_leaf": 1, "min_data_in_bin": 1, "min_data_per_group": 1, "path_smooth": 0}
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
 SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
@@ -101,6 +103,8 @@ class Table:
         table = self.features
         if any((np.signbit(block) & (block == 0)).any() for block in _blocks(table, _COMPARED)):
             table = np.add(table, 0.0, order="C")  # -0.0 + 0.0 is 0.0
+        if any(_has_other_nan(block) for block in _blocks(table, _COMPARED)):
+            table = np.where(np.isnan(table), table.dtype.type(np.nan), table)
         rows = np.ascontiguousarray(table).view(np.dtype((np.void, table.itemsize * table.shape[1])))[:, 0]
         order = np.argsort(rows)
         is_new = [rows[block[1:]] != rows[block[:-1]] for block in _blocks(order, _COMPARED, overlap=1)]
@@ -117,6 +121,12 @@ class Table:
         factors = np.random.RandomState(0).uniform(size=self.features.shape[1])
         blocks = (np.nan_to_num(block.astype(np.float64), nan=0.5) for block in _blocks(self.features, _COMPARED))
         return np.concatenate([(block * factors).sum(1) for block in blocks])
+
+
+def _has_other_nan(block: np.ndarray) -> bool:
+    """Return whether a NaN has other bits than numpy's own, as 0 / 0 has another sign."""
+    bits = np.ascontiguousarray(block).view(f"u{block.itemsize}")
+    return bool((bits[np.isnan(block)] != np.array(np.nan, block.dtype).view(bits.dtype)).any())
 
 
 def _blocks(array: np.ndarray, size: int, *, overlap: int = 0) -> Iterator[np.ndarray]:
@@ -161,6 +171,10 @@ class Part:
         keys = self.table.groups[self.rows] * (self.target.max() + 1) + self.target
         _, first, which = np.unique(keys, return_index=True, return_inverse=True)
         return replace(self[first], weight=np.bincount(which, weights=self.weight))
+
+    def ordered(self) -> Part:
+        """Return the rows in the order that `merged` has, with equal ones by their weight."""
+        return self[np.lexsort((self.weight, self.target, self.table.groups[self.rows]))]
 
     def is_constant(self) -> bool:
         """Return whether all rows have equal features, where NaN equals NaN."""
@@ -236,7 +250,7 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
 
     The rounds after the best one then predict nothing.
     """
-    rows = rows.merged()
+    rows = rows.ordered() if _counts_rows(settings.extra) else rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
     if rows.is_constant():  # an error of LightGBM
         return Trees(library, None, start, settings.categorical, 0, None, {}, has_stopped=True)
@@ -250,6 +264,11 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
         best, has_stopped = _best_round(history), _is_patience_over(history, settings.patience)
     rounds = sizes[-1 if best is None else best - 1]
     return Trees(library, booster, start, settings.categorical, rounds, best, history, has_stopped)
+
+
+def _counts_rows(parameters: dict[str, Any]) -> bool:
+    """Return whether LightGBM's settings limit leaves or bins by a number of rows, of which merging leaves few."""
+    return any(parameters.get(name, least) > least for name, least in ROWS_COUNTED.items())
 
 
 def _last_losses(history: History) -> list[float]:

@@ -38,8 +38,12 @@ _C = TypeVar("_C")
 _CONSTANT = (
     "OrdinalBoostingClassifier split no row from another, so that it predicts the class frequencies: the loss is too "
     "small beside the limits and penalties of the trees. Raise transport and cross_entropy or the weights, or lower "
-    "min_child_weight, gamma and lambda in booster_params."
+    "{} in booster_params."
 )
+_LIMITS = {
+    "xgboost": "min_child_weight, gamma and lambda",
+    "lightgbm": "min_sum_hessian_in_leaf, lambda_l2, min_gain_to_split and min_data_in_leaf",
+}
 _OTHER_CATEGORIES = ("dictionary<", "Categorical", "Enum(")  # beginnings of the names of dtypes of Arrow and polars
 _UNSEEN_MISSING = {
     "xgboost": "XGBoost sends them to one side of each split",
@@ -73,8 +77,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     Minimises the sum by weight of transport * L + cross_entropy * (-log P_y), starting from the class frequencies;
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
-    as one row of their weight, for `subsample` too. NaN is a missing value; where a column of the trees had none in
-    fit, predicting warns.
+    as one row of their weight, for `subsample` too, but where LightGBM's settings count rows (`min_child_samples`). NaN
+    is a missing value; where a column of the trees had none in fit, predicting warns.
 
     Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks, but where
     rows are held out: copies may lie on both sides, so give weights. Weights w with sum w^2 < sum w, such as shares
@@ -318,7 +322,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         self.evals_result_ = trees.history
         warn_of_tiny_columns(X, SMALLEST_NUMBERS[self.booster], stacklevel=4)
         if trees.booster is not None and not trees.gains(X.shape[1]).any():
-            warnings.warn(_CONSTANT, stacklevel=4)
+            warnings.warn(_CONSTANT.format(_LIMITS[self.booster]), stacklevel=4)
         self.best_iteration_ = trees.best_round
         if trees.best_round is not None and not trees.has_stopped:
             warnings.warn(self._unsettled(trees.best_round), ConvergenceWarning, stacklevel=4)
@@ -441,7 +445,9 @@ def category_dtypes(X: Any) -> dict[int, Any]:
     columns = list(types_of_columns(X))
     for name, dtype in columns:
         if str(dtype).startswith(_OTHER_CATEGORIES):
-            remedy = f"X.astype({{{name!r}: 'category'}})" if hasattr(X, "isetitem") else "X.to_pandas()"
+            remedy = "X.to_pandas()"
+            if hasattr(X, "isetitem"):  # astype("category") raises for a missing value
+                remedy = f"X.assign(**{{{name!r}: X[{name!r}].array.__arrow_array__().to_pandas().array}})"
             raise ValueError(
                 f"column {name!r} of X holds categories as {str(dtype)[:60]}, expected the dtype category of pandas, "
                 f"whose columns are split by sets. Pass {remedy}."
@@ -461,9 +467,10 @@ def coded(X: Any, dtypes: dict[int, Any]) -> Any:
     if not dtypes:
         return X
     if not hasattr(X, "isetitem"):
+        frame = "X.to_pandas()" if hasattr(X, "column_names") else "pandas.DataFrame(X, columns=those of the fit)"
         raise ValueError(
             f"X is a {type(X).__name__}, expected a pandas DataFrame: the columns at {sorted(dtypes)} held categories "
-            "at fit, whose labels are looked up by column. Pass pandas.DataFrame(X, columns=model.feature_names_in_)."
+            f"at fit, whose labels are looked up by column. Pass {frame}."
         )
     table = X.copy(deep=False)
     for place, dtype in dtypes.items():

@@ -96,8 +96,8 @@ def gradient_penalty(
 
     Raises:
         TypeError: if real or fake is not a floating tensor.
-        ValueError: if their shapes differ, the batch is empty, a number is not finite, the target is negative, or the
-            scores do not depend on the samples.
+        ValueError: if their shapes differ, the batch is empty, a number is not finite, the target is negative, there
+            are not as many scores as samples, or scores do not depend on the samples.
 
     Source:
         I. Gulrajani et al., Improved training of Wasserstein GANs, arXiv 1704.00028, eq. 3.
@@ -118,6 +118,11 @@ def gradient_penalty(
             raise ValueError(
                 "the critic's scores have no graph; expected a tensor that torch computed from the samples, outside of "
                 "torch.inference_mode()."
+            )
+        if scores.shape[:1] != between.shape[:1] and scores.numel() != len(between):
+            raise ValueError(
+                f"the critic's scores have shape {tuple(scores.shape)}, expected ({len(between)}, ...): one for each "
+                "sample, or several; leave the mean over the batch out of it."
             )
         (gradient,) = torch.autograd.grad(scores.sum(), between, create_graph=True, allow_unused=True)
         if gradient is None:

@@ -145,9 +145,10 @@ def in_rank_order(name: str, table: Any, labels: Labels, *, fix: str = "") -> An
         own, counted = list(index), list(range(len(names)))
         if counts_ranks[axis]:
             if names != own and set(names) == set(own):
+                by_class = f"{names!r}" if table.ndim == 1 else f"index={names!r}, columns={names!r}"
                 raise ValueError(
                     f"{name} has the index {own}, which may count ranks or name the classes {shown(labels)}. Pass an "
-                    f"array, which goes by rank, or {name}.reindex({names!r}) for a table that goes by class."
+                    f"array, which goes by rank, or {name}.reindex({by_class}) for a table that goes by class."
                 )
             continue
         if names != counted and any(counts_ranks) and own != names:  # perhaps the index was read as a column

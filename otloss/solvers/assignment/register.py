@@ -55,6 +55,8 @@ class Limits:
             would drop parts with a partner.
         share_of_last: the share of the steps at the last epsilon.
         last_starts: the number of starts at the last epsilon.
+        first_turn: the angle by which the first start is turned from where x lies: steps from a pose that is as
+            symmetric as both clouds would keep that symmetry, also where it is a saddle or a maximum.
     """
 
     tolerance: float = 1e-3
@@ -65,6 +67,7 @@ class Limits:
     penalty_of_excess: float = 0.5
     share_of_last: float = 0.3
     last_starts: int = 2
+    first_turn: float = 1e-3
 
 
 LIMITS = Limits()
@@ -148,9 +151,9 @@ def register(
     centre_x, centre_y = (a @ x) / a.sum(), (b @ y) / b.sum()
     x_c, y_c = x - centre_x, y - centre_y
     squares = [cloud.square().sum(-1) for cloud in (x_c, y_c)]
-    rotations = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(restarts + 1, 1, 1)
-    if restarts:
-        rotations[1:] = _random_rotations(restarts, x.shape[1], generator).to(x)
+    first = _rotations([LIMITS.first_turn], x.shape[1], torch.Generator("cpu").manual_seed(0))
+    others = _rotations([math.pi * k / restarts for k in range(1, restarts + 1)], x.shape[1], generator)
+    rotations = torch.cat([first.to(x), others.to(x)])
     course = _build_course(squares, steps, epsilon, marginal_penalty, restarts + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # Intermediate plans need not be exact.
@@ -219,14 +222,13 @@ def _fit(x: Tensor, moved: Tensor, weights: Tensor) -> tuple[Float[Tensor, "star
     return rotation, (mean_y - mean_x @ rotation.mT).squeeze(-2)
 
 
-def _random_rotations(count: int, d: int, generator: torch.Generator | None) -> Float[Tensor, "count d d"]:
-    """Return rotations about random axes, by angles that rise evenly to half a turn."""
+def _rotations(angles: list[float], d: int, generator: torch.Generator | None) -> Float[Tensor, "count d d"]:
+    """Return rotations by these angles about random axes."""
     device = device_of(generator)
-    drawn = torch.randn(count, d, d, generator=generator, dtype=torch.float64, device=device)
+    drawn = torch.randn(len(angles), d, d, generator=generator, dtype=torch.float64, device=device)
     turns = drawn - drawn.mT
     largest = torch.linalg.matrix_norm(turns, ord=2).clamp(min=torch.finfo(turns.dtype).tiny)
-    angles = torch.pi * torch.arange(1, count + 1, dtype=turns.dtype, device=device) / count
-    return torch.linalg.matrix_exp(turns * (angles / largest)[:, None, None])
+    return torch.linalg.matrix_exp(turns * (turns.new_tensor(angles) / largest)[:, None, None])
 
 
 def _check(x: Tensor, y: Tensor, steps: int, restarts: int) -> None:

@@ -249,13 +249,16 @@ def test_features_are_copied_by_blocks_only(library: str, monkeypatch: pytest.Mo
     assert peak < {"xgboost": 0.4, "lightgbm": 0.7}[library]
 
 
-def test_equal_rows_are_one_whatever_the_dtype_the_memory_order_and_the_sign_of_zero() -> None:
+def test_equal_rows_are_one_whatever_the_dtype_the_memory_order_and_the_sign_of_zero_and_nan() -> None:
     random = np.random.default_rng(0)
     distinct = np.column_stack([np.arange(40.0), random.choice([0.0, np.nan, 1.0], 40)])
     copies = np.repeat(np.arange(40), random.integers(1, 4, size=40))
     table = random.permutation(distinct[copies]) * [1.0, -1.0]
     assert np.signbit(table[table[:, 1] == 0, 1]).any()
     table[::2] += 0.0
+    missing = np.flatnonzero(np.isnan(table[:, 1]))
+    table[missing, 1] = np.where(np.arange(len(missing)) % 2, np.nan, -np.nan)  # as 0 / 0 has it
+    assert 0 < np.signbit(table[missing, 1]).sum() < len(missing)
     parts = []
     for rows in (table, np.asfortranarray(table), table.astype(np.float32), table[::-1]):
         part = Part(Table(rows), np.arange(len(rows)), np.zeros(len(rows), int), np.ones(len(rows))).merged()
@@ -428,20 +431,38 @@ def test_missing_values_that_no_tree_has_seen_are_told(library: str) -> None:
         assert told[0].filename == __file__
 
 
+def test_settings_of_lightgbm_that_count_rows_count_all_of_them() -> None:
+    """Equal rows are merged elsewhere: of 24 kinds of rows, each of more than 30 rows, no leaf would hold 30."""
+    random = np.random.default_rng(0)
+    rows = np.array(list(np.ndindex(3, 2, 4)), dtype=float).repeat(50, axis=0)
+    y = np.digitize(rows.sum(1) + random.logistic(size=1200), [2.0, 3.5])
+    fits = []
+    for limits in ({}, {"min_child_samples": 30}, {"min_data_in_bin": 20}, {"path_smooth": 1e-6}):
+        for order in (slice(None), random.permutation(1200)):
+            model = boosted("lightgbm", n_estimators=30, booster_params=limits).fit(rows[order], y[order])
+            fits.append(model.predict_proba(rows))
+    assert np.ptp(fits[0], axis=0).max() > 0.3
+    for fit in fits[1:]:
+        np.testing.assert_allclose(fit, fits[0], atol=1e-4)
+
+
 def test_categories_of_arrow_and_polars_raise_with_the_remedy() -> None:
     """numpy reads them as their labels, so that numbers and digits would be split by size."""
     arrow = pytest.importorskip("pyarrow")
     columns = {"width": X[:, 0], "code": arrow.array((Y + 100).astype(str)).dictionary_encode()}
     table = arrow.table(columns)
-    frame = table.to_pandas(types_mapper=pd.ArrowDtype)
     model = boosted("xgboost", n_estimators=2)
     expected = r"column 'code' of X holds categories as dictionary<.*expected the dtype category.* Pass "
     with pytest.raises(ValueError, match=expected + r"X\.to_pandas\(\)\."):
         model.fit(table, Y)
-    with pytest.raises(ValueError, match=expected + r"X\.astype\(\{'code': 'category'\}\)\."):
-        model.fit(frame, Y)
-    by_sets = [model.fit(t, Y).predict_proba(t) for t in (table.to_pandas(), frame.astype({"code": "category"}))]
-    np.testing.assert_array_equal(*by_sets)
+    columns["code"] = columns["code"].take(arrow.array([None, *range(1, 120)]))  # a missing value
+    for each in (table, arrow.table(columns)):
+        frame = each.to_pandas(types_mapper=pd.ArrowDtype).set_index(np.arange(120) + 7)
+        with pytest.raises(ValueError, match=expected) as told:
+            model.fit(frame, Y)
+        converted = eval(str(told.value).partition("Pass ")[2].removesuffix("."), {"X": frame})
+        by_sets = [model.fit(t, Y).predict_proba(t) for t in (each.to_pandas(), converted)]
+        np.testing.assert_array_equal(*by_sets)
 
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])

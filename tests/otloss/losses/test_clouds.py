@@ -240,6 +240,14 @@ def test_known_motions_are_found(d: int, angle: float, restarts: int) -> None:
     assert actual.transport.plan().shape == (120, 120)
 
 
+def test_registration_leaves_poses_that_are_as_symmetric_as_both_clouds() -> None:
+    """A brick across another one: no turn changes the value to first order, and a quarter turn makes them one."""
+    brick = torch.cartesian_prod(torch.arange(4.0), torch.arange(2.0))
+    actual = register(brick, brick.flip(1), epsilon=0.05)
+    assert actual.rotation[0].abs().tolist() == pytest.approx([0, 1], abs=1e-3)
+    assert float(actual.transport.value) == pytest.approx(0.1040, abs=1e-3)
+
+
 @pytest.mark.parametrize(("angle", "restarts"), [(0.3, 0), (2.0, 15)])
 def test_parts_without_a_partner_drop_out(angle: float, restarts: int) -> None:
     x, (rotation, translation) = shape(120), motion(3, angle)

@@ -84,5 +84,6 @@ test_bad_input = raising(
     (lambda: critic_loss(torch.tensor([]), torch.ones(1)), "real has shape"),
     (lambda: gradient_penalty(lambda x: x.detach(), REAL, FAKE), "no graph"),
     (lambda: gradient_penalty(lambda x: nn.Parameter(torch.ones(6)), REAL, FAKE), "do not depend"),
+    (lambda: gradient_penalty(lambda x: x.mean(), REAL, FAKE), r"scores have shape \(\), .*leave the mean"),
     (lambda: gradient_penalty(lambda x: 1 / (x.sum((1, 2)) * 0), REAL, FAKE), "the penalty"),
 )

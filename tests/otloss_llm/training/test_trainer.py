@@ -126,7 +126,9 @@ def test_sequences_that_are_packed_in_a_row_do_not_see_each_other(tmp_path: Path
     assert pad_rows([padded])["attention_mask"].tolist() == [padded["attention_mask"]]
 
 
-@pytest.mark.parametrize("name", ["MambaForCausalLM", "BloomForCausalLM", "OPTForCausalLM", "RecurrentGemmaForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["MambaForCausalLM", "BloomForCausalLM", "OPTForCausalLM", "RecurrentGemmaForCausalLM"]
+)
 def test_models_that_read_packed_sequences_as_one_raise(tmp_path: Path, name: str) -> None:
     """Of these forward passes only OPT's and RecurrentGemma's name position_ids; the others take them and read none."""
     sizes: dict[str, Any] = {
