@@ -461,8 +461,8 @@ def float64_or(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def bits_of_dtype(dtype: object) -> int:
     """Return the significant bits of float16, bfloat16 and float32 by any library's name for them; 53 of others."""
-    named = re.search(r"b?float(16|32)", str(dtype).lower())
-    return 53 if named is None else {"bfloat16": 8, "float16": 11}.get(named[0], 24)
+    named = re.search(r"b?float(16|32)|halffloat", str(dtype).lower())
+    return 53 if named is None else {"bfloat16": 8, "float16": 11, "halffloat": 11}.get(named[0], 24)
 
 
 def significant_bits(numbers: Float[np.ndarray, "*shape"], dtype: object) -> int:

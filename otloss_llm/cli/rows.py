@@ -86,26 +86,39 @@ def _load(script: ScriptArguments, text_field: str) -> Any:
     path = Path(name).expanduser()
     if not path.exists() and (path.suffix in FORMATS or not HUB_NAME.fullmatch(name)):
         raise FileNotFoundError(f"there is no file or folder {name!r} in {Path.cwd()}; check the path.")
-    if not path.is_file():
-        source = str(path) if path.is_dir() else name
+    if not path.exists():
         with naming_data(repr(name)):
-            builder = load_dataset_builder(source, script.dataset_config) if path.is_dir() else None
-            options = _reading_options(builder, text_field, source, script.dataset_config)
-            return load_dataset(source, script.dataset_config, streaming=script.dataset_streaming, **options)
-    kind = FORMATS.get(path.suffix)
-    if kind is None:
-        raise ValueError(f"{name!r} ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}.")
-    files = {script.dataset_train_split: str(path)}
+            return load_dataset(name, script.dataset_config, streaming=script.dataset_streaming)
+    source: tuple[Any, ...] = (str(path), script.dataset_config)
+    files: dict[str, Any] = {}
+    if path.is_file():
+        if path.suffix not in FORMATS:
+            raise ValueError(f"{name!r} ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}.")
+        source, files = (FORMATS[path.suffix],), {"data_files": {script.dataset_train_split: str(path)}}
     with naming_data(repr(name)):
-        builder = load_dataset_builder(kind, data_files=files)
-        options = _reading_options(builder, text_field, kind, data_files=files)
-        return load_dataset(kind, data_files=files, streaming=script.dataset_streaming, **options)
+        options = files | _reading_options(load_dataset_builder(*source, **files), text_field, *source, **files)
+        cache = Path(load_dataset_builder(*source, **options).cache_dir)
+        mode = "force_redownload" if cache.exists() and _last_change(path) > cache.stat().st_mtime else None
+        return load_dataset(*source, **options, streaming=script.dataset_streaming, download_mode=mode)
+
+
+def _last_change(path: Path) -> float:
+    """Return the time at which a file was written or moved here, or the latest one of a folder.
+
+    datasets tells files by names and times of writing, and for a folder whose README.md lists them by names alone.
+    """
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    stats = [file.stat() for file in files]
+    return max((max(stat.st_mtime, stat.st_ctime) for stat in stats), default=0.0)
+
+
+_MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "None"]  # in columns of numbers
 
 
 def _reading_options(builder: Any, text_field: str, *source: Any, **files: Any) -> dict[str, Any]:
     """Return options of datasets: .txt files by document, and the columns of .csv files as text.
 
-    Those are the columns of the first file of each split.
+    Those are the columns of the first file of each split, or the ones that README.md declares as text.
 
     datasets chooses types for each 10,000 rows and each file, so 3.80 among numbers would become 3.8.
     """
@@ -116,13 +129,19 @@ def _reading_options(builder: Any, text_field: str, *source: Any, **files: Any) 
     config = getattr(builder, "config", None)
     if isinstance(config, TextConfig):
         return {"sample_by": "document"}
-    if not isinstance(config, CsvConfig) or builder.info.features is not None:  # declared in README.md
+    if not isinstance(config, CsvConfig):
         return {}
-    splits = load_dataset(*source, **files, streaming=True).values()
-    names = {name for rows in splits for row in rows.take(1) for name in row}
+    declared = builder.info.features
+    if declared is None:
+        splits = load_dataset(*source, **files, streaming=True).values()
+        names = {name for rows in splits for row in rows.take(1) for name in row}
+    else:
+        names = {name for name, kind in declared.items() if getattr(kind, "dtype", None) in ("string", "large_string")}
     # A column that is empty in 10,000 rows must be text too, but what is trained on is missing where it is empty.
     converters = {name: _text_or_none if name in ("prompt", "completion", text_field) else str for name in names}
-    return {"converters": converters, "keep_default_na": False}
+    others = [] if declared is None else [name for name in declared if name not in names]
+    na_values = {name: _MISSING for name in others}
+    return {"converters": converters, "keep_default_na": False} | ({"na_values": na_values} if others else {})
 
 
 def _text_or_none(text: str) -> str | None:

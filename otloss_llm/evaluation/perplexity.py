@@ -113,8 +113,8 @@ def context_length(model: torch.nn.Module) -> int | None:
     8
     """
     config: Any = getattr(model, "config", None)
-    own = getattr(config, "max_position_embeddings", None)
-    positions = getattr(text_config(config), "max_position_embeddings", None) if own is None else own
+    own = getattr(config, "max_position_embeddings", None)  # may be those of images or sounds
+    positions = getattr(text_config(config), "max_position_embeddings", own)
     return positions if positions is not None and positions > 0 else None  # XLNet says -1
 
 
