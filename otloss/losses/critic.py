@@ -69,6 +69,7 @@ def generator_loss(fake: Float[Tensor, "..."]) -> Float[Tensor, ""]:
     return -_mean("fake", fake)
 
 
+@public
 def gradient_penalty(
     critic: Callable[[Tensor], Tensor],
     real: Float[Tensor, "batch ..."],

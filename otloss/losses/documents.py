@@ -177,6 +177,7 @@ class _Bags:
         return np.where(inside, self.words[at], 0), np.where(inside, self.masses[at], 0.0)
 
 
+@public
 def document_search(query: Any, corpus: Any, embedding: Float[Tensor, "vocabulary d"], *, k: int) -> NearestDocuments:
     """Return the k documents of a corpus that are nearest to each query by the word mover's distance, exactly.
 
