@@ -313,10 +313,10 @@ class _Parts:
     def _follow(self, beginning: str) -> _Continuations:
         texts = [] if beginning == " " else self._texts
         parts = {i: _part(beginning, text if beginning else text.lstrip()) for i, text in texts}
-        found = {i: part for i, part in parts.items() if part is not None}
-        has_digit = [_DIGITS.search(part) is not None for part in found.values()]
-        ids = torch.tensor(list(found), dtype=torch.long, device="cpu")
-        return _Continuations(ids, torch.tensor(has_digit, dtype=torch.bool, device="cpu"), list(found.values()))
+        added = {i: part for i, part in parts.items() if part is not None}
+        has_digit = [_DIGITS.search(part) is not None for part in added.values()]
+        ids = torch.tensor(list(added), dtype=torch.long, device="cpu")
+        return _Continuations(ids, torch.tensor(has_digit, dtype=torch.bool, device="cpu"), list(added.values()))
 
 
 class _Continuations(NamedTuple):

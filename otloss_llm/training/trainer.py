@@ -368,9 +368,9 @@ class ObjectiveMixin:
 
     def _examine(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted_by_user: bool) -> None:
         """Measure the transform of the logits; check the model with the first batch that predicts tokens."""
-        found = [[predicts_tokens(model, inputs, targets.labels), is_packed(inputs, targets.labels)]]
-        found_anywhere = self.accelerator.gather(torch.tensor(found, device=self.accelerator.device)).any(0)
-        predicts, packed = found_anywhere.tolist()
+        own = [[predicts_tokens(model, inputs, targets.labels), is_packed(inputs, targets.labels)]]
+        of_all = self.accelerator.gather(torch.tensor(own, device=self.accelerator.device))
+        predicts, packed = of_all.any(0).tolist()
         # Context parallelism leaves a process a part of each sequence, in its own order.
         if self.get_cp_size() == 1 and predicts:
             transform = examine(model, inputs, targets.labels, shifted_by_user=shifted_by_user, packed=packed)
