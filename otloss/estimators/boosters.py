@@ -59,7 +59,9 @@ OWN_SETTINGS = {
 # Read by the libraries' own objectives alone.
 CLASS_SETTINGS = {"is_unbalance", "scale_pos_weight", "pos_bagging_fraction", "neg_bagging_fraction"}
 # Numbers of rows, with the values that limit nothing.
-ROWS_COUNTED = {"min_data_in_leaf": 1, "min_data_in_bin": 1, "min_data_per_group": 1, "path_smooth": 0}
+ROWS_COUNTED = {
+    "min_data_in_leaf": 1, "min_data_in_bin": 1, "min_data_per_group": 1, "cat_smooth": 1, "path_smooth": 0,
+}  # fmt: skip
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
 SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.

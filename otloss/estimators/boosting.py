@@ -42,7 +42,7 @@ _CONSTANT = (
 )
 _LIMITS = {
     "xgboost": "min_child_weight, gamma and lambda",
-    "lightgbm": "min_sum_hessian_in_leaf, lambda_l2, min_gain_to_split and min_data_in_leaf",
+    "lightgbm": "min_sum_hessian_in_leaf, lambda_l2, min_gain_to_split, min_data_in_leaf and cat_smooth",
 }
 _OTHER_CATEGORIES = ("dictionary<", "Categorical", "Enum(")  # beginnings of the names of dtypes of Arrow and polars
 _UNSEEN_MISSING = {

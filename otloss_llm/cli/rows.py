@@ -112,7 +112,13 @@ def _last_change(path: Path) -> float:
     return max((max(stat.st_mtime, stat.st_ctime) for stat in stats), default=0.0)
 
 
-_MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "None"]  # in columns of numbers
+# In columns of numbers, as pandas has it by itself.
+_MISSING = [
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA", "NULL",
+    "NaN", "None", "n/a", "nan", "null",
+]  # fmt: skip
+    """#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null|""".split("|")
+)
 
 
 def _reading_options(builder: Any, text_field: str, *source: Any, **files: Any) -> dict[str, Any]:
@@ -136,7 +142,7 @@ def _reading_options(builder: Any, text_field: str, *source: Any, **files: Any) 
         splits = load_dataset(*source, **files, streaming=True).values()
         names = {name for rows in splits for row in rows.take(1) for name in row}
     else:
-        names = {name for name, kind in declared.items() if getattr(kind, "dtype", None) in ("string", "large_string")}
+        names = {name for name, kind in declared.items() if "string" in str(getattr(kind, "dtype", ""))}
     # A column that is empty in 10,000 rows must be text too, but what is trained on is missing where it is empty.
     converters = {name: _text_or_none if name in ("prompt", "completion", text_field) else str for name in names}
     others = [] if declared is None else [name for name in declared if name not in names]

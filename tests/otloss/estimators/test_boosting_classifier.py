@@ -444,6 +444,9 @@ def test_settings_of_lightgbm_that_count_rows_count_all_of_them() -> None:
     assert np.ptp(fits[0], axis=0).max() > 0.3
     for fit in fits[1:]:
         np.testing.assert_allclose(fit, fits[0], atol=1e-4)
+    shops = pd.DataFrame({"shop": pd.Categorical(np.arange(1200) // 50)})  # LightGBM drops categories of fewer rows
+    split = boosted("lightgbm", n_estimators=30, booster_params={"cat_smooth": 20}).fit(shops, y)
+    assert np.ptp(split.predict_proba(shops), axis=0).max() > 0.3
 
 
 def test_categories_of_arrow_and_polars_raise_with_the_remedy() -> None:

@@ -497,7 +497,7 @@ def test_empty_cells_of_the_text_are_missing_and_declared_types_are_kept(tmp_pat
     script = ScriptArguments(dataset_name=str(tmp_path))
     rows = load_splits(script, DatasetMixtureConfig(), seed=0, text_field="content")["train"]
     assert rows["score"][:] == [1.5, 2.0, None]
-    (tmp_path / "a.csv").write_text("content,score\n3.80,1.50\nNA,2\n007,\n", encoding="utf-8")
+    (tmp_path / "a.csv").write_text("content,score\n3.80,1.50\nNA,2\n007,NULL\n", encoding="utf-8")
     rows = load_splits(script, DatasetMixtureConfig(), seed=0, text_field="content")["train"]
     assert rows.to_dict() == {"content": ["3.80", "NA", "007"], "score": [1.5, 2.0, None]}
 
