@@ -117,8 +117,6 @@ _MISSING = [
     "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA", "NULL",
     "NaN", "None", "n/a", "nan", "null",
 ]  # fmt: skip
-    """#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null|""".split("|")
-)
 
 
 def _reading_options(builder: Any, text_field: str, *source: Any, **files: Any) -> dict[str, Any]:
