@@ -252,7 +252,7 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
 
     The rounds after the best one then predict nothing.
     """
-    rows = rows.ordered() if _counts_rows(settings.extra) else rows.merged()
+    rows = rows.ordered() if library == "lightgbm" and _counts_rows(settings) else rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
     if rows.is_constant():  # an error of LightGBM
         return Trees(library, None, start, settings.categorical, 0, None, {}, has_stopped=True)
@@ -268,9 +268,13 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
     return Trees(library, booster, start, settings.categorical, rounds, best, history, has_stopped)
 
 
-def _counts_rows(parameters: dict[str, Any]) -> bool:
-    """Return whether LightGBM's settings limit leaves or bins by a number of rows, of which merging leaves few."""
-    return any(parameters.get(name, least) > least for name, least in ROWS_COUNTED.items())
+def _counts_rows(settings: TreeSettings) -> bool:
+    """Return whether LightGBM limits leaves, bins or categories by a number of rows, of which merging leaves few.
+
+    By its default settings too it splits off no category of less than half of the mean weight of a row.
+    """
+    limits = any(settings.extra.get(name, least) > least for name, least in ROWS_COUNTED.items())
+    return limits or bool(settings.categorical)
 
 
 def _last_losses(history: History) -> list[float]:

@@ -77,8 +77,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     Minimises the sum by weight of transport * L + cross_entropy * (-log P_y), starting from the class frequencies;
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
-    as one row of their weight, for `subsample` too, but where LightGBM's settings count rows (`min_child_samples`). NaN
-    is a missing value; where a column of the trees had none in fit, predicting warns.
+    as one row of their weight, for `subsample` too, but where LightGBM counts rows: by `min_child_samples` and the
+    like, and in columns of categories. NaN is a missing value; where a column of the trees had none in fit, predicting
+    warns.
 
     Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks, but where
     rows are held out: copies may lie on both sides, so give weights. Weights w with sum w^2 < sum w, such as shares

@@ -139,7 +139,8 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
     context = context_length(model)
     size = trainer.args.per_device_eval_batch_size
-    for prompts, endings in _batches(trainer.train_dataset.take(count), size, context):
+    ends = {ids["eos_token_id"]} if isinstance(ids["eos_token_id"], int) else set(ids["eos_token_id"] or ())
+    for prompts, endings in _batches(trainer.train_dataset.take(count), ends, size, context):
         inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
         out = model.generate(**inputs, max_new_tokens=_longest(endings))[:, inputs["input_ids"].shape[1] :]
         cut = [new[: len(ending)] for new, ending in zip(out.tolist(), endings, strict=True)]
@@ -148,13 +149,14 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
     return texts, references
 
 
-def _batches(rows: Any, size: int, context: int | None) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+def _batches(
+    rows: Any, ends: set[int], size: int, context: int | None
+) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
     """Yield prompts and endings, where the longest ending fits the context behind the longest prompt."""
     prompts: list[list[int]] = []
     endings: list[list[int]] = []
     for row in rows:
-        start = _start(row)
-        prompt, ending = row["input_ids"][:start], row["input_ids"][start:]
+        prompt, ending = _prompt_and_ending(row, ends)
         if not ending:  # of an empty text
             continue
         length = _longest([*prompts, prompt]) + _longest([*endings, ending])
@@ -172,7 +174,14 @@ def _longest(rows: list[list[int]]) -> int:
     return max(map(len, rows))
 
 
-def _start(row: dict[str, list[int]]) -> int:
-    """Return where the completion begins: the first label, or half of a row that has labels from its beginning."""
-    first = next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)
-    return first or max(1, len(row["input_ids"]) // 2)
+def _prompt_and_ending(row: dict[str, list[int]], ends: set[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens in front of the first answer and its own; the halves of a row with labels from its beginning.
+
+    What stands behind the answer's end, as other turns or rows of a block, is not what a model writes before it stops.
+    """
+    tokens, is_label = row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]
+    first = is_label.index(True)
+    stop = next((i for i in range(first, len(tokens)) if not is_label[i]), len(tokens))
+    start = first or max(1, stop // 2)
+    stop = next((i + 1 for i in range(start, stop) if tokens[i] in ends), stop)
+    return tokens[:start], tokens[start:stop]

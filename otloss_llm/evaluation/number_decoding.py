@@ -16,6 +16,7 @@ number:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -179,9 +180,10 @@ def number_distributions(
     Args:
         prompts: texts as the model was trained on them, with a line break at their end where there was one. A blank in
             front of an answer is mostly part of the answer's first token: leave it out. The tokenizer puts in front of
-            prompts what it puts in front of texts, as BOS. For a model that was trained on
-            messages each is a list of messages, {"role", "content"}, which the chat template renders: many templates
-            begin without BOS. The encoder of an encoder-decoder reads them.
+            prompts what it puts in front of texts, as BOS. For a model that was trained on messages each is a list of
+            messages, {"role", "content"}, up to the answer, which the chat template renders as in training: many
+            templates begin without BOS, and put more in front of an answer than `add_generation_prompt` does. The
+            encoder of an encoder-decoder reads them.
         longest: tokens of a number at most. With 1 a number is one token, whatever follows: one pass of the model.
         beam: beginnings of numbers that are kept for each prompt after each token, the most probable ones. Where
             another token follows, beginnings below 1e-4 of the best one are dropped too.
@@ -206,8 +208,8 @@ def number_distributions(
     asked = [] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
     if not asked or not all(prompt and (isinstance(prompt, str) or _are_messages(prompt)) for prompt in asked):
         raise ValueError(
-            f"prompts is {prompts!r}, expected a list of texts, or of lists of messages; give at least one, and none "
-            "that is empty."
+            f"prompts is {prompts!r}, expected a list of texts, or of lists of messages up to the answer; give at "
+            "least one, and none that is empty."
         )
     check_tokenizer(tokenizer)
     rows = find_head(model).weight.shape[0]
@@ -380,19 +382,27 @@ class _Unfinished(NamedTuple):
 
 
 def _are_messages(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
+    """Return whether this is a conversation up to an answer."""
+    is_list = isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
+    return is_list and prompt[-1].get("role") != "assistant"
 
 
 def _prompt_ids(tokenizer: Any, prompt: Any, prefix: list[int] | None) -> list[int]:
     """Return the ids that a model reads before it answers: with the prefix of its texts, as BOS, and without EOS.
 
-    Messages have what the chat template writes. A text that it has written may begin with the prefix already. Without a
-    prefix they are an encoder's.
+    Messages have what the chat template writes in front of an answer. A text that it has written may begin with the
+    prefix already. Without a prefix they are an encoder's.
     """
     settings = {"truncation": False, "padding": False}
     if not isinstance(prompt, str):
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False, **settings)
-        return list(ids)
+        write = functools.partial(tokenizer.apply_chat_template, return_dict=False, **settings)
+        if prefix is None:
+            return list(write(list(prompt), add_generation_prompt=True))
+        # As the answer is rendered in training: some templates end a prompt otherwise, to begin with a thought.
+        in_parts = not isinstance(prompt[-1].get("content"), str)
+        answers = [[{"type": "text", "text": text}] if in_parts else text for text in ("7", "42")]
+        both = [write([*prompt, {"role": "assistant", "content": answer}]) for answer in answers]
+        return [token for token, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))]
     ids = tokenizer(prompt, add_special_tokens=prefix is None, verbose=False, **settings)["input_ids"]
     return list(ids) if prefix is None or ids[: len(prefix)] == prefix else [*prefix, *ids]
 

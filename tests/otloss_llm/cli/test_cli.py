@@ -843,6 +843,22 @@ def test_mauve_of_continuations(cli: Cli, model: Path, sums: Path, tmp_path: Pat
     assert 0 < cli(*asked("evaluate", model, sums, mauve_model=judge)).json["mauve"] <= 1
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([-100, -100, 3, 2, -100, 5, 2], ([8, 7], [3, 2])),  # two turns, or two rows of a block
+        ([-100, -100, 3, 2, 6, 5, 2], ([8, 7], [3, 2])),  # the end of a turn, and a line break behind it
+        ([-100, -100, 3, 4, 6, 5, 1], ([8, 7], [3, 4, 6, 5, 1])),
+        ([8, 7, 3, 4, 6, 5, 1], ([8, 7, 3], [4, 6, 5, 1])),  # text
+    ],
+)
+def test_a_reference_ends_where_the_answer_does(labels: list[int], expected: tuple[list[int], list[int]]) -> None:
+    from otloss_llm.cli.evaluate import _prompt_and_ending
+
+    tokens = [token if label < 0 else label for token, label in zip([8, 7, 3, 2, 6, 5, 2], labels, strict=True)]
+    assert _prompt_and_ending({"input_ids": tokens, "labels": labels}, {2}) == expected
+
+
 def test_continuations_are_of_the_model_and_within_its_context(tiny: Tiny) -> None:
     """Positions that the model has not raise; what the folder sets for generation changes no sample."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)

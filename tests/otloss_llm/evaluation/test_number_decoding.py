@@ -168,7 +168,9 @@ def test_a_prompt_begins_as_texts_do(single: str, prefix: list[int]) -> None:
     for prompt in ("a", " ".join([*tokenizer.convert_ids_to_tokens(prefix), "a"])):
         (answer,) = number_distributions(model, tokenizer, [prompt], longest=1)
         assert answer.mass == pytest.approx(float(p[2] + p[3]), rel=1e-6)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %} 7{% endif %}"  # without BOS
+    # Without BOS, and with 7 for a thought in front of an answer, which prompts do not end with.
+    before = "{% if m.role == 'assistant' %}7 {% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}" + before + "{{ m.content + ' ' }}{% endfor %}"
     (answer,) = number_distributions(model, tokenizer, [[{"role": "user", "content": "a"}]], longest=1)
     p = log_p(model, [1, 2]).exp()
     assert answer.mass == pytest.approx(float(p[2] + p[3]), rel=1e-6)
