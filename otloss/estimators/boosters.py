@@ -61,6 +61,7 @@ CLASS_SETTINGS = {"is_unbalance", "scale_pos_weight", "pos_bagging_fraction", "n
 # Numbers of rows, with the values that limit nothing.
 ROWS_COUNTED = {
     "min_data_in_leaf": 1, "min_data_in_bin": 1, "min_data_per_group": 1, "cat_smooth": 1, "path_smooth": 0,
+    "cegb_penalty_split": 0, "cegb_penalty_feature_lazy": 0,
 }  # fmt: skip
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
 SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}
@@ -273,8 +274,8 @@ def _counts_rows(settings: TreeSettings) -> bool:
 
     By its default settings too it splits off no category of less than half of the mean weight of a row.
     """
-    limits = any(settings.extra.get(name, least) > least for name, least in ROWS_COUNTED.items())
-    return limits or bool(settings.categorical)
+    given = {name: np.asarray(settings.extra.get(name, least), float) for name, least in ROWS_COUNTED.items()}
+    return bool(settings.categorical) or any((given[name] > least).any() for name, least in ROWS_COUNTED.items())
 
 
 def _last_losses(history: History) -> list[float]:

@@ -62,7 +62,7 @@ from otloss.solvers.histograms import histogram_pair
 from otloss.solvers.solve import solve
 
 ROUNDING = 1e-13  # relative to the sizes of the terms of a value, as they cancel
-_BESIDE = 0.1  # the share of a plan without symmetries in the start of an entropic search
+_BESIDE = 1e-3  # the share of a plan without symmetries in the start of an entropic search: more leads elsewhere
 # Of the bisection of an entropic step: it need not be precise, since another one follows.
 _STEP_PRECISION, _SMALLEST_STEP = 1e-3, 1e-9
 

@@ -437,7 +437,7 @@ def test_settings_of_lightgbm_that_count_rows_count_all_of_them() -> None:
     rows = np.array(list(np.ndindex(3, 2, 4)), dtype=float).repeat(50, axis=0)
     y = np.digitize(rows.sum(1) + random.logistic(size=1200), [2.0, 3.5])
     fits = []
-    for limits in ({}, {"min_child_samples": 30}, {"min_data_in_bin": 20}, {"path_smooth": 1e-6}):
+    for limits in ({}, {"min_child_samples": "30"}, {"min_data_in_bin": 20}, {"path_smooth": 1e-6}):
         for order in (slice(None), random.permutation(1200)):
             model = boosted("lightgbm", n_estimators=30, booster_params=limits).fit(rows[order], y[order])
             fits.append(model.predict_proba(rows))
