@@ -60,7 +60,7 @@ OWN_SETTINGS = {
 CLASS_SETTINGS = {"is_unbalance", "scale_pos_weight", "pos_bagging_fraction", "neg_bagging_fraction"}
 # Numbers of rows, with the values that limit nothing.
 ROWS_COUNTED = {
-    "min_data_in_leaf": 1, "min_data_in_bin": 1, "min_data_per_group": 1, "cat_smooth": 1, "path_smooth": 0,
+    "min_data_in_leaf": 0, "min_data_in_bin": 1, "min_data_per_group": 1, "cat_smooth": 1, "path_smooth": 0,
     "cegb_penalty_split": 0, "cegb_penalty_feature_lazy": 0,
 }  # fmt: skip
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
@@ -504,7 +504,7 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
         "num_leaves": 2 ** min(depth, 10) if depth > 0 else 2**10,
         # A weight is a number of repetitions, so leaves and bins are limited by weight.
         "min_sum_hessian_in_leaf": 0.1,
-        "min_data_in_leaf": 1,
+        "min_data_in_leaf": 0,  # LightGBM estimates numbers of rows by curvatures: of merged rows a light one is none
         "min_data_in_bin": 1,
         # With its own settings few categories split: curvatures are small, and it counts merged rows.
         "min_data_per_group": 1,

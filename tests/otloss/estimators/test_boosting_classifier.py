@@ -431,6 +431,16 @@ def test_missing_values_that_no_tree_has_seen_are_told(library: str) -> None:
         assert told[0].filename == __file__
 
 
+@LIBRARIES
+def test_a_small_group_of_equal_rows_is_split_off(library: str) -> None:
+    """Equal rows are merged to few, beside which LightGBM took this group for less than half of a row."""
+    random = np.random.default_rng(0)
+    rows = np.column_stack([random.integers(0, 5, 20_000), np.arange(20_000) < 200]).astype(float)
+    y = np.where((rows[:, 1] > 0) & (random.random(20_000) < 0.93), 0, 1 + random.integers(0, 3, 20_000))
+    model = boosted(library, n_estimators=100, learning_rate=0.2).fit(rows, y)
+    assert model.predict_proba(rows[:200])[:, 0].min() > 0.85
+
+
 def test_settings_of_lightgbm_that_count_rows_count_all_of_them() -> None:
     """Equal rows are merged elsewhere: of 24 kinds of rows, each of more than 30 rows, no leaf would hold 30."""
     random = np.random.default_rng(0)
