@@ -94,8 +94,9 @@ def _rows(tokenizer: Any, text: str) -> tuple[list[list[int]], int]:
     """Ids of the question with each verdict, and the length that they share."""
     if chat := bool(getattr(tokenizer, "chat_template", None)):
         messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).rstrip()
-    rows = [tokenizer(text + verdict, add_special_tokens=not chat)["input_ids"] for verdict in (" A", " B")]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    verdicts = ("A", "B") if text[-1:].isspace() else (" A", " B")
+    rows = [tokenizer(text + verdict, add_special_tokens=not chat)["input_ids"] for verdict in verdicts]
     return rows, next(i for i, (a, b) in enumerate(zip(*rows, strict=False)) if a != b)
 
 

@@ -82,9 +82,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
     warns.
 
     Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks, but where
-    rows are held out: copies may lie on both sides, so give weights. Weights w with sum w^2 < sum w, such as shares
-    with sum one, are multiplied by sum w / sum w^2, which is 1 for weights of 0 and 1: else `min_child_weight` and
-    `lambda`, in the unit of the weights, would let no tree split.
+    LightGBM counts rows, and where rows are held out: copies may lie on both sides, so give weights. Weights w with sum
+    w^2 < sum w, such as shares with sum one, are multiplied by sum w / sum w^2, which is 1 for weights of 0 and 1: else
+    `min_child_weight` and `lambda`, in the unit of the weights, would let no tree split.
 
     A pandas column of dtype category is split by sets of its categories, and one of ordered categories by their order.
     The dtype at `fit` declares them all, also for rows to come: `predict` looks labels up there, and raises ValueError

@@ -134,12 +134,12 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
     model, tokenizer, texts, references = trainer.model, tokenizer_of(trainer.processing_class), [], []
     tokenizer.padding_side = "left"
     torch.manual_seed(trainer.args.seed)
-    ids = {"eos_token_id": model.generation_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ends = _end_ids(model, tokenizer)
+    ids = {"eos_token_id": sorted(ends) or None, "pad_token_id": tokenizer.pad_token_id}
     # The model's own settings may penalise or cut tokens, and `generate` adds them to settings that are passed.
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
     context = context_length(model)
     size = trainer.args.per_device_eval_batch_size
-    ends = {ids["eos_token_id"]} if isinstance(ids["eos_token_id"], int) else set(ids["eos_token_id"] or ())
     for prompts, endings in _batches(trainer.train_dataset.take(count), ends, size, context):
         inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
         out = model.generate(**inputs, max_new_tokens=_longest(endings))[:, inputs["input_ids"].shape[1] :]
@@ -147,6 +147,17 @@ def continuations(trainer: Any, count: int) -> tuple[list[str], list[str]]:
         texts += tokenizer.batch_decode(cut, skip_special_tokens=True)
         references += tokenizer.batch_decode(endings, skip_special_tokens=True)
     return texts, references
+
+
+def _end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Return the ids that end a text: the tokenizer's end, and special ones of the model.
+
+    The end of a config's defaults (2 for Llama) may be an ordinary token of another tokenizer.
+    """
+    of_model = model.generation_config.eos_token_id
+    special = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
+    own = set(of_model if isinstance(of_model, list) else [of_model]) & special
+    return own | ({tokenizer.eos_token_id} - {None})
 
 
 def _batches(

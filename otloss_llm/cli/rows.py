@@ -98,18 +98,18 @@ def _load(script: ScriptArguments, text_field: str) -> Any:
     with naming_data(repr(name)):
         options = files | _reading_options(load_dataset_builder(*source, **files), text_field, *source, **files)
         cache = Path(load_dataset_builder(*source, **options).cache_dir)
-        mode = "force_redownload" if cache.exists() and _last_change(path) > cache.stat().st_mtime else None
-        return load_dataset(*source, **options, streaming=script.dataset_streaming, download_mode=mode)
+        if cache.exists() and _last_change(path) > cache.stat().st_mtime:  # whose count of rows may have changed
+            options |= {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+        return load_dataset(*source, **options, streaming=script.dataset_streaming)
 
 
 def _last_change(path: Path) -> float:
-    """Return the time at which a file was written or moved here, or the latest one of a folder.
+    """Return when a file was written or moved here; of a folder the latest time, also of a change of its list of files.
 
     datasets tells files by names and times of writing, and for a folder whose README.md lists them by names alone.
     """
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    stats = [file.stat() for file in files]
-    return max((max(stat.st_mtime, stat.st_ctime) for stat in stats), default=0.0)
+    stats = [each.stat() for each in (path, *path.rglob("*")) if each.exists()]  # a link may be broken
+    return max(max(stat.st_mtime, stat.st_ctime) for stat in stats)
 
 
 # In columns of numbers, as pandas has it by itself.

@@ -64,11 +64,13 @@ def perplexity(
 ) -> Perplexity:
     """Return scores of a model on rows of token ids: every token but the first of each row, which has no context.
 
+    Rows have one length, such as blocks of a text: padding would be scored. Texts of several lengths are one call each.
     With a vocabulary `cost` the mean transport cost is reported too. `temperature` divides the logits,
     above 0. The model runs in eval mode, and its mode is restored.
 
     Raises ValueError if the temperature is not positive, there is no row, a row is longer than the model's context,
-    an id lies outside its vocabulary, or the model sees the tokens that it has to predict, as an encoder does.
+    an id lies outside its vocabulary, some rows are padded, or the model sees the tokens that it has to predict, as an
+    encoder does.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1))
@@ -79,7 +81,7 @@ def perplexity(
     if not isinstance(ids, Tensor):
         raise TypeError(
             f"ids is a {type(ids).__name__}, expected a tensor (rows, length) of token ids; call torch.as_tensor on an "
-            'array, and tokenizer(text, return_tensors="pt").input_ids on a text.'
+            'array, and tokenizer(text, return_tensors="pt").input_ids on one text.'
         )
     if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(
@@ -89,6 +91,7 @@ def perplexity(
     check_count("batch_size", batch_size)
     check_temperature(temperature)
     check_fit(model, ids.shape[1], int(ids.min()), int(ids.max()))
+    _check_not_padded(model, ids)
     nll = transport = 0.0
     scored = 0  # positions that the cost is about
     with evaluation_mode(model):
@@ -116,6 +119,23 @@ def context_length(model: torch.nn.Module) -> int | None:
     own = getattr(config, "max_position_embeddings", None)  # may be those of images or sounds
     positions = getattr(text_config(config), "max_position_embeddings", own)
     return positions if positions is not None and positions > 0 else None  # XLNet says -1
+
+
+def _check_not_padded(model: Any, ids: Tensor) -> None:
+    """Raise ValueError if some of several rows begin or end in padding: the model's token for it, or ends repeated."""
+    config: Any = getattr(model, "config", None)
+    pad, end = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    ends = end if isinstance(end, list) else [end]
+    for token, count in [(token, 2) for token in ends] + ([] if pad in ends else [(pad, 1)]):
+        if not isinstance(token, int) or len(ids) == 1 or ids.shape[1] <= count:
+            continue
+        is_padded = (ids[:, -count:] == token).all(1) | (ids[:, :count] == token).all(1)
+        if bool(is_padded.any()):
+            row = int(is_padded.int().argmax())
+            raise ValueError(
+                f"row {row} of ids begins or ends in token {token} as in padding, which would be scored; expected rows "
+                "of one length without padding: cut texts into blocks, or call perplexity for each text by itself."
+            )
 
 
 def check_temperature(temperature: float) -> None:

@@ -336,9 +336,12 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def passes_differ(first: Tensor, second: Tensor) -> bool:
-    """Return whether the logits of two passes at the same positions differ by more than rounding; there may be none."""
-    tolerance = 1e-3 if torch.finfo(first.dtype).bits >= 32 else 2.0**-6
+def passes_differ(first: Tensor, second: Tensor, *, tolerance: float = 1e-3) -> bool:
+    """Return whether the logits of two passes at the same positions differ by more than rounding; there may be none.
+
+    The tolerance, of 32 bits, is relative to the largest logit.
+    """
+    tolerance = tolerance if torch.finfo(first.dtype).bits >= 32 else 2.0**-6
     return len(first) > 0 and bool((first.float() - second.float()).abs().amax() > tolerance * first.abs().amax())
 
 

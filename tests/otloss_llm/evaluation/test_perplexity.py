@@ -102,3 +102,18 @@ def test_rows_and_temperatures_that_cannot_be_scored_raise():
     for ids in ([[1, 2, 3]], "one two", torch.zeros(1, 4).int().numpy()):
         with pytest.raises(TypeError, match=r"expected a tensor .* of token ids"):
             perplexity(gpt2, ids)
+
+
+@pytest.mark.parametrize(("pad", "end", "length"), [(5, 2, 1), (2, 2, 2), (None, [2, 3], 2)])
+def test_padded_rows_raise(pad: int | None, end: int | list[int], length: int) -> None:
+    model = tiny_model("llama", pad_token_id=pad, eos_token_id=end)
+    ids = torch.arange(6, 22).view(2, 8)
+    token = 2 if pad is None else pad
+    for place in (slice(8 - length, None), slice(length)):
+        padded = ids.clone()
+        padded[1, place] = token
+        with pytest.raises(ValueError, match=rf"row 1 of ids begins or ends in token {token} as in padding"):
+            perplexity(model, padded)
+        perplexity(model, padded[1:])
+    ids[:, -1] = 2  # the end of a text
+    perplexity(model, ids)
