@@ -168,7 +168,7 @@ def _batches(
     endings: list[list[int]] = []
     for row in rows:
         prompt, ending = _prompt_and_ending(row, ends)
-        if not ending:  # of an empty text
+        if not ending:  # of an empty text, or without an answer
             continue
         length = _longest([*prompts, prompt]) + _longest([*endings, ending])
         is_too_long = context is not None and length > context
@@ -191,6 +191,8 @@ def _prompt_and_ending(row: dict[str, list[int]], ends: set[int]) -> tuple[list[
     What stands behind the answer's end, as other turns or rows of a block, is not what a model writes before it stops.
     """
     tokens, is_label = row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]
+    if True not in is_label:
+        return tokens, []
     first = is_label.index(True)
     stop = next((i for i in range(first, len(tokens)) if not is_label[i]), len(tokens))
     start = first or max(1, stop // 2)

@@ -850,6 +850,7 @@ def test_mauve_of_continuations(cli: Cli, model: Path, sums: Path, tmp_path: Pat
         ([-100, -100, 3, 2, 6, 5, 2], ([8, 7], [3, 2])),  # the end of a turn, and a line break behind it
         ([-100, -100, 3, 4, 6, 5, 1], ([8, 7], [3, 4, 6, 5, 1])),
         ([8, 7, 3, 4, 6, 5, 1], ([8, 7, 3], [4, 6, 5, 1])),  # text
+        ([-100] * 7, ([8, 7, 3, 2, 6, 5, 2], [])),
     ],
 )
 def test_a_reference_ends_where_the_answer_does(labels: list[int], expected: tuple[list[int], list[int]]) -> None:
