@@ -120,7 +120,7 @@ def gradient_penalty(
                 "the critic's scores have no graph; expected a tensor that torch computed from the samples, outside of "
                 "torch.inference_mode()."
             )
-        if scores.shape[:1] != between.shape[:1] and scores.numel() != len(between):
+        if scores.numel() < len(between):
             raise ValueError(
                 f"the critic's scores have shape {tuple(scores.shape)}, expected ({len(between)}, ...): one for each "
                 "sample, or several; leave the mean over the batch out of it."
