@@ -8,17 +8,20 @@ potential stays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._checks import float64_or
 from otloss.solvers.entropic.arithmetic import potential_of_plan
 from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.options import is_kept
 from otloss.solvers.problem import Problem
 
+_MOST_ENTRIES_BY_THEMSELVES = 2**26  # a second of a processor
 _PLAN_BLOCK_ENTRIES = 2**20  # several arrays of this size exist at a time
 
 
@@ -107,14 +110,27 @@ def linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch
 
 
 def relative_entropy(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
-    """Return the entropy term, `sum P log(P / p q^T)` or KL: the derivative of the value in epsilon."""
-    rows, columns = marginals(problem, f, g)
-    inner = (f * rows).sum(-1) + (g * columns).sum(-1) - linear_cost(problem, f, g)
+    """Return the entropy term, `sum P log(P / p q^T)` or KL: the derivative of the value in epsilon.
+
+    It is a sum of P (f + g - C) / epsilon, whose three parts may be far larger than it where costs are many epsilons.
+    Entry by entry nothing cancels; for more entries than that is worth they are summed by themselves.
+    """
+    if math.prod(problem.cost.shape) * problem.batch.numel() <= _MOST_ENTRIES_BY_THEMSELVES:
+        wide = float64_or(f.dtype, f.device)
+        f, g = f.to(wide), g.to(wide)
+        inner, mass_of_plan = f.new_zeros(problem.batch), f.new_zeros(problem.batch)
+        for part, plan, rows in plan_blocks(problem, f, g):
+            excess = (f[..., part, None] + g[..., None, :] - rows).masked_fill_(plan == 0, 0.0)
+            inner += (plan * excess).sum((-2, -1))
+            mass_of_plan += plan.sum((-2, -1))
+    else:
+        rows_of_plan, columns = marginals(problem, f, g)
+        inner = (f * rows_of_plan).sum(-1) + (g * columns).sum(-1) - linear_cost(problem, f, g)
+        mass_of_plan = rows_of_plan.sum(-1)
     entropy = inner / problem.epsilon.detach().to(f.dtype)
     if problem.marginal_penalty is None:
         return entropy
-    mass = problem.p.detach().to(f.dtype).sum(-1) * problem.q.detach().to(f.dtype).sum(-1)
-    return entropy - rows.sum(-1) + mass
+    return entropy - mass_of_plan + problem.p.detach().to(f.dtype).sum(-1) * problem.q.detach().to(f.dtype).sum(-1)
 
 
 def plan_blocks(problem: Problem, f: Tensor, g: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -378,3 +378,28 @@ def test_docs_list_the_files_on_the_path_of_a_call(name: str, options: dict[str,
     listed = {f"{stem}.py" if stem.startswith("_") else f"solvers/{stem}.py" for stem in row.split(", ")}
     assert listed <= visited
     assert len(listed) <= 9
+
+
+@pytest.mark.parametrize("kind", ["grid", "price"])
+def test_the_derivative_in_epsilon_keeps_its_digits_where_costs_are_many_epsilons(kind: str) -> None:
+    """It is a sum of P (f + g - C) / epsilon, whose parts are thousands of times larger than it."""
+    if kind == "grid":
+        places = torch.arange(32.0)
+        p, q = (
+            torch.exp(-((places[:, None] - at) ** 2 + (places - at) ** 2) / 4).clamp(min=1e-6).flatten()
+            for at in (2.0, 29.0)
+        )
+        p, q = (torch.where(w > 1e-3, w, 0.0) / w[w > 1e-3].sum() for w in (p, q))
+        cost: Any = GridCost((32, 32), spacing=2.0)
+    else:  # each plan pays the price of the last bin
+        p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+        cost = torch.tensor([[0.0, 1.0, 1e6], [1.0, 0.0, 1e6], [1e6, 1e6, 1e6]])
+
+    def value(epsilon: float) -> float:
+        wide = cost if isinstance(cost, GridCost) else cost.double()
+        double = [w.double() / w.double().sum() for w in (p, q)]
+        return float(otloss.sinkhorn(*double, wide, epsilon=epsilon, tolerance=1e-11, max_iterations=10**5))
+
+    epsilon = torch.tensor(1.0, requires_grad=True)
+    otloss.sinkhorn(p, q, cost, epsilon=epsilon).backward()
+    assert float(epsilon.grad) == pytest.approx((value(1.01) - value(0.99)) / 0.02, rel=2e-3)
