@@ -136,8 +136,8 @@ def check_tensor(name: str, value: Any, *, is_read: bool = True) -> Tensor:
         raise TypeError(f"{name} is a module of type {kind}, expected a torch.Tensor{fix}.")
     # torch reads no table of pandas or polars, and warns of arrays that share their memory.
     tensor = f"torch.tensor({name}.to_numpy())" if hasattr(value, "to_numpy") else f"torch.as_tensor({name})"
-    order = ", which goes by place: put rows of a table by class in rank order first" if hasattr(value, "iloc") else ""
-    raise TypeError(f"{name} is a {kind}, expected a torch.Tensor; convert it first, for example with {tensor}{order}.")
+    index = " Rows then go by their place, and not by the index." if hasattr(value, "iloc") else ""
+    raise TypeError(f"{name} is a {kind}, expected a torch.Tensor; convert it first, for example with {tensor}.{index}")
 
 
 def check_layout(name: str, value: Tensor) -> None:

@@ -60,8 +60,8 @@ OWN_SETTINGS = {
 CLASS_SETTINGS = {"is_unbalance", "scale_pos_weight", "pos_bagging_fraction", "neg_bagging_fraction"}
 # Numbers of rows, with the values that limit nothing.
 ROWS_COUNTED = {
-    "min_data_in_leaf": 0, "min_data_in_bin": 1, "min_data_per_group": 1, "cat_smooth": 1, "path_smooth": 0,
-    "cegb_penalty_split": 0, "cegb_penalty_feature_lazy": 0,
+    "min_data_in_leaf": 0, "min_data_in_bin": 1, "path_smooth": 0, "cegb_penalty_split": 0,
+    "cegb_penalty_feature_lazy": 0,
 }  # fmt: skip
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
 SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}
@@ -274,8 +274,9 @@ def _counts_rows(settings: TreeSettings) -> bool:
 
     By its default settings too it splits off no category of less than half of the mean weight of a row.
     """
-    given = {name: np.asarray(settings.extra.get(name, least), float) for name, least in ROWS_COUNTED.items()}
-    return bool(settings.categorical) or any((given[name] > least).any() for name, least in ROWS_COUNTED.items())
+    given = {name: settings.extra.get(name, least) for name, least in ROWS_COUNTED.items()}
+    numbers = {name: np.asarray(of.split(",") if isinstance(of, str) else of, float) for name, of in given.items()}
+    return bool(settings.categorical) or any((numbers[name] > least).any() for name, least in ROWS_COUNTED.items())
 
 
 def _last_losses(history: History) -> list[float]:
@@ -504,9 +505,9 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
         "num_leaves": 2 ** min(depth, 10) if depth > 0 else 2**10,
         # A weight is a number of repetitions, so leaves and bins are limited by weight.
         "min_sum_hessian_in_leaf": 0.1,
-        "min_data_in_leaf": 0,  # LightGBM estimates numbers of rows by curvatures: of merged rows a light one is none
+        "min_data_in_leaf": 0,  # LightGBM estimates the rows of a leaf by its curvatures: one light merged row is 0
         "min_data_in_bin": 1,
-        # With its own settings few categories split: curvatures are small, and it counts merged rows.
+        # With its own settings few categories split, as curvatures are small.
         "min_data_per_group": 1,
         "cat_smooth": 1.0,
         "cat_l2": 1.0,

@@ -446,12 +446,12 @@ def category_dtypes(X: Any) -> dict[int, Any]:
     columns = list(types_of_columns(X))
     for name, dtype in columns:
         if str(dtype).startswith(_OTHER_CATEGORIES):
-            remedy = "X.to_pandas()"
+            remedy = "Pass X.to_pandas()"
             if hasattr(X, "isetitem"):  # astype("category") raises for a missing value
-                remedy = f"X.assign(**{{{name!r}: X[{name!r}].array.__arrow_array__().to_pandas().array}})"
+                remedy = f"Convert it by X[{name!r}] = X[{name!r}].array.__arrow_array__().to_pandas().array"
             raise ValueError(
                 f"column {name!r} of X holds categories as {str(dtype)[:60]}, expected the dtype category of pandas, "
-                f"whose columns are split by sets. Pass {remedy}."
+                f"whose columns are split by sets. {remedy}."
             )
     is_frame = hasattr(X, "isetitem")
     return {place: dtype for place, (_, dtype) in enumerate(columns) if is_frame and hasattr(dtype, "ordered")}
@@ -468,7 +468,7 @@ def coded(X: Any, dtypes: dict[int, Any]) -> Any:
     if not dtypes:
         return X
     if not hasattr(X, "isetitem"):
-        frame = "X.to_pandas()" if hasattr(X, "column_names") else "pandas.DataFrame(X, columns=those of the fit)"
+        frame = "X.to_pandas()" if hasattr(X, "to_pandas") else "one with the columns of the fit"
         raise ValueError(
             f"X is a {type(X).__name__}, expected a pandas DataFrame: the columns at {sorted(dtypes)} held categories "
             f"at fit, whose labels are looked up by column. Pass {frame}."

@@ -98,7 +98,7 @@ def gradient_penalty(
     Raises:
         TypeError: if real or fake is not a floating tensor.
         ValueError: if their shapes differ, the batch is empty, a number is not finite, the target is negative, there
-            are not as many scores as samples, or scores do not depend on the samples.
+            are fewer scores than samples, or they do not depend on the samples.
 
     Source:
         I. Gulrajani et al., Improved training of Wasserstein GANs, arXiv 1704.00028, eq. 3.

@@ -306,15 +306,14 @@ class _Parts:
         self._after: dict[str, _Continuations] = {}
 
     def after(self, text: str) -> _Continuations:
-        """The tokens that may follow a beginning; none where a blank has ended it: "7 " and "5" are two numbers."""
+        """The tokens that may follow a beginning."""
         stand_in = _stand_in(text)
         if stand_in not in self._after:
             self._after[stand_in] = self._follow(stand_in)
         return self._after[stand_in]
 
     def _follow(self, beginning: str) -> _Continuations:
-        texts = [] if beginning == " " else self._texts
-        parts = {i: _part(beginning, text if beginning else text.lstrip()) for i, text in texts}
+        parts = {i: _part(beginning, text if beginning else text.lstrip()) for i, text in self._texts}
         added = {i: part for i, part in parts.items() if part is not None}
         has_digit = [_DIGITS.search(part) is not None for part in added.values()]
         ids = torch.tensor(list(added), dtype=torch.long, device="cpu")
@@ -333,11 +332,9 @@ def _stand_in(text: str) -> str:
     """Return a beginning that all tokens may follow that may follow this one, of few for all numbers.
 
     Example:
-        >>> [_stand_in(text) for text in ("", "-", "52", "-1970", "3.14", "12,5", "1,234,5", "7 ")]
-        ['', '-', '11', '0', '0.', '1,1', '1,1', ' ']
+        >>> [_stand_in(text) for text in ("", "-", "52", "-1970", "3.14", "12,5", "1,234,5")]
+        ['', '-', '11', '0', '0.', '1,1', '1,1']
     """
-    if text[-1:].isspace():
-        return " "
     if "." in text:
         return "0."
     first, *groups = text.lstrip(_SIGN).split(",")
@@ -447,10 +444,10 @@ def _numbers_after(
                     child = _Unfinished(
                         (*number.ids, int(allowed[place])), number.text + added[place], number.log_p + log_p
                     )
-                    if child.text[-1:].isspace() and child.value is not None:
-                        _add(ended, child.value, child.log_p)
-                    else:
+                    if not child.text[-1:].isspace():
                         children.append(child)
+                    elif child.value is not None:  # beyond the largest float
+                        _add(ended, child.value, child.log_p)
         children.sort(key=lambda child: -child.log_p)
         if step == longest - 1:  # no further pass is saved by dropping numbers
             unfinished = [child for child in children if child.value is not None][:beam]

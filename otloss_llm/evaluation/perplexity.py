@@ -124,9 +124,9 @@ def context_length(model: torch.nn.Module) -> int | None:
 def _check_not_padded(model: Any, ids: Tensor) -> None:
     """Raise ValueError if some of several rows begin or end in padding: the model's token for it, or ends repeated."""
     config: Any = getattr(model, "config", None)
-    pad, end = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
-    ends = end if isinstance(end, list) else [end]
-    for token, count in [(token, 2) for token in ends] + ([] if pad in ends else [(pad, 1)]):
+    pad, end, begin = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos", "bos"))
+    borders = [*(end if isinstance(end, list) else [end]), begin]  # one of them is at the end of many a block
+    for token, count in [(token, 2) for token in borders] + ([] if pad in borders else [(pad, 1)]):
         if not isinstance(token, int) or len(ids) == 1 or ids.shape[1] <= count:
             continue
         is_padded = (ids[:, -count:] == token).all(1) | (ids[:, :count] == token).all(1)

@@ -41,36 +41,45 @@ def predicts_tokens(model: nn.Module, inputs: dict[str, Any], labels: Tensor) ->
     return has_pair and bool((labels != IGNORE_INDEX).any())
 
 
-def examine(
-    model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, shifted_by_user: bool, packed: bool
-) -> LogitTransform:
+def examine(model: nn.Module, inputs: dict[str, Any], labels: Tensor, *, shifted_by_user: bool) -> LogitTransform:
     """Return the transform of the model's logits; raise an error if its loss cannot be replaced by an objective.
 
     Args:
         inputs: of a batch, without labels.
         labels: entry t is the token that position t predicts.
         shifted_by_user: whether the batch names its labels shift_labels.
-        packed: whether a process has a batch with several sequences in a row.
 
     Raises:
         TypeError: the head is not supported.
-        ValueError: the model sees the tokens to the right or those of another sequence in its row, its loss has an
-            unknown term, it is unclear which position predicts a label, its logits depend on whether it gets labels or
-            are transformed by more than a scale and a soft cap, or the batch has no tokens to examine it with.
+        ValueError: the model sees the tokens to the right, its loss has an unknown term, it is unclear which position
+            predicts a label, its logits depend on whether it gets labels or are transformed by more than a scale and a
+            soft cap, or the batch has no tokens to examine it with.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile would make a graph for these passes
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = _plain(model)
     sample = Sample(model, inputs, labels).cut()
     with _without_a_trace(model):
         check_causal(sample)
-        if packed and not sample.is_encoder_decoder:
-            check_apart(sample, inputs)
         check_own_loss(sample, shifted_by_user=shifted_by_user)
         transform = measure_transform(model, sample.whole_inputs)
         model.train()  # some terms of a loss are added in training only
         check_own_loss(sample, shifted_by_user=shifted_by_user)
     return transform
+
+
+def check_packing(model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
+    """Raise ValueError if the model reads sequences that are packed in a row as one; arguments as for `examine`."""
+    model = _plain(model)
+    sample = Sample(model, inputs, labels).cut()
+    if sample.is_encoder_decoder:
+        return
+    with _without_a_trace(model):
+        check_apart(sample, inputs)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return the model without what torch.compile, which would make a graph for these passes, and DDP put around it."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @contextmanager

@@ -53,10 +53,9 @@ def check_apart(sample: Sample, packing: dict[str, Any]) -> None:
     passes = [sample.logits(inputs | {"input_ids": ids})[:, half:] for ids in (row, torch.cat([other, second], 1))]
     if passes_differ(*passes, tolerance=_TOLERANCE):
         raise ValueError(
-            f"position_ids begin again within a row, which asks for sequences that are read apart, but the model "
-            f"({sample.name}) reads them as one: expected an architecture, or a batch with the borders of sequences "
-            "that its layers take (seq_idx), that keeps them apart. Train without packing and padding_free, or with "
-            'packing_strategy="wrapped" if sequences may see each other.'
+            "position_ids begin again within a row, which asks the model to read its sequences apart, but "
+            f"{sample.name} (model) reads them as one. Train without packing and padding_free; with the borders of "
+            'sequences that its layers take (seq_idx); or with packing_strategy="wrapped" if they may see each other.'
         )
 
 

@@ -50,7 +50,7 @@ from otloss_llm.training.batches import (
     repeated_positions,
     unrepeated_rows,
 )
-from otloss_llm.training.first_batch import examine, predicts_tokens
+from otloss_llm.training.first_batch import check_packing, examine, predicts_tokens
 from otloss_llm.training.fused import Transforms, measure_transform, restore_forward, unwrap
 from otloss_llm.training.packing import is_packed
 from otloss_llm.training.scoring import Scored, Scoring
@@ -222,7 +222,7 @@ class ObjectiveMixin:
         self._encoder_decoder = is_encoder_decoder(root)
         # A `compute_loss` of the user's may score other models, such as a teacher.
         self._transforms = Transforms()
-        self._is_examined = False
+        self._is_examined = self._packing_is_checked = False
         self.transport_cost = self._make_cost(
             self.training_objective, self._choose_cost(root), rows=lambda: self._broadcast(head.weight),
             vocab_size=head.weight.shape[0],
@@ -364,21 +364,28 @@ class ObjectiveMixin:
             self._examine(model, batch, targets, shifted_by_user)
         elif root not in self._transforms:
             self._transforms[root] = measure_transform(model, inputs)
+        if not self._packing_is_checked and root is unwrap(self.model) and "position_ids" in batch:
+            self._check_packing(model, batch, targets)
         return inputs, targets
 
     def _examine(self, model: nn.Module, inputs: dict[str, Any], targets: Targets, shifted_by_user: bool) -> None:
         """Measure the transform of the logits; check the model with the first batch that predicts tokens."""
-        own = [[predicts_tokens(model, inputs, targets.labels), is_packed(inputs, targets.labels)]]
-        of_all = self.accelerator.gather(torch.tensor(own, device=self.accelerator.device))
-        predicts, packed = of_all.any(0).tolist()
+        predicts = torch.tensor([predicts_tokens(model, inputs, targets.labels)], device=self.accelerator.device)
         # Context parallelism leaves a process a part of each sequence, in its own order.
-        if self.get_cp_size() == 1 and predicts:
-            transform = examine(model, inputs, targets.labels, shifted_by_user=shifted_by_user, packed=packed)
+        if self.get_cp_size() == 1 and bool(self.accelerator.gather(predicts).any()):
+            transform = examine(model, inputs, targets.labels, shifted_by_user=shifted_by_user)
             self._is_examined = True
         else:
             transform = measure_transform(model, with_decoder_inputs(unwrap(model), inputs, targets.labels))
             self._is_examined = self.get_cp_size() > 1
         self._transforms[unwrap(model)] = transform
+
+    def _check_packing(self, model: nn.Module, inputs: dict[str, Any], targets: Targets) -> None:
+        """Check the model with the first batch of which a process has packed sequences."""
+        packed = torch.tensor([is_packed(inputs, targets.labels)], device=self.accelerator.device)
+        if self.get_cp_size() == 1 and bool(self.accelerator.gather(packed).any()):
+            check_packing(model, inputs, targets.labels)
+            self._packing_is_checked = True
 
     def _positive(self, num_items: Tensor | int | None) -> Tensor | int | None:
         """The count to divide by; 1 where there are only ignored labels, whose sum is 0."""
@@ -434,7 +441,7 @@ class ObjectiveMixin:
     def _set_signature_columns_if_needed(self) -> None:
         """Name the columns that the trainer keeps, with the weights of tokens; it drops all others.
 
-        Positions tell of packed sequences also where a model takes them among others and does not read them.
+        It keeps position_ids, which tell of packed sequences, also for a model that takes them in its **kwargs alone.
         """
         super()._set_signature_columns_if_needed()  # type: ignore[misc]  # the trainer's
         if TOKEN_WEIGHT not in self._signature_columns:

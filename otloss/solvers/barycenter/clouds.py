@@ -45,7 +45,7 @@ from otloss.solvers.histograms import MASS_TOLERANCE, centre_gradient_over, cent
 from otloss.solvers.solve import emd, solve
 
 _NUDGE = 1e-6  # of the unit of steps: how far from points that stand other optimal plans are looked for
-_NUDGE_OF_START = 1e-3  # The same, of how far a start is moved for epsilon > 0.
+_NUDGE_OF_START = 1e-3  # of the unit of steps: how far a start is moved if there is an epsilon
 # Of L-BFGS: changes that it keeps, the part of a step below which it is given up, and the least curvature it believes.
 _PAIRS, _SHORTEST, _SMALLEST_CURVATURE = 40, 1 / 16, 1e-4
 
@@ -87,7 +87,8 @@ def cloud_barycenter(
         masses: (..., k, n) >= 0, of one mass for all clouds, or a list of (n_k,) for a list; equal ones by default.
         weights: (..., k) of the clouds, >= 0 with sum 1 (divided by it, up to rounding); 1 / k each by default.
         start: (..., s, d), the points to begin with; or their number, drawn from the clouds with `generator`. Its
-            leading axes broadcast with the leading axes of the other arguments: several starts are one call.
+            leading axes broadcast with the leading axes of the other arguments: several starts are one call. With an
+            epsilon they are moved by about a thousandth of the clouds' size.
         optimize: "points", of equal masses; "masses", of the points of `start`; or "both", with a value that is at most
             the one of "points" and of "masses". For epsilon=None: a linear programme of at most s sum_k n_k unknowns in
             each iteration finds the masses.
@@ -322,7 +323,7 @@ def _leave_kinks(problem: _Clouds, x: Tensor, a: Tensor, tolerance: float, *, wh
 
 
 def _nudges(problem: _Clouds, x: Tensor, size: float) -> Tensor:
-    """Return small ways (..., s, d) for the points, in fixed random directions; the size is in the unit of steps."""
+    """Return moves (..., s, d) of the points in random directions, always the same; size is in the unit of steps."""
     generator = torch.Generator("cpu").manual_seed(0)
     direction = torch.randn(x.shape[-2:], generator=generator, dtype=x.dtype, device="cpu").to(x.device)
     return size * problem.unit[..., None, None] * direction
@@ -332,7 +333,8 @@ def _descend(problem: _Clouds, x: Tensor, tolerance: float, max_iterations: int)
     """Move points of equal masses by L-BFGS, of which the first step is the one to where their mass goes.
 
     Steps are shortened where the value rises; after three of those one goes to where the mass goes, as a whole.
-    A start as symmetric as the clouds would lead to points that are, also where these are a saddle: it is moved a bit.
+    From a start that is as symmetric as the clouds steps lead to points that are so too, also where they are a saddle;
+    so the start is moved first.
     """
     a, iterations = problem.equal_masses(x), problem.weights.new_zeros(problem.weights.shape[:-1], dtype=torch.int64)
     x, unit = x + _nudges(problem, x, _NUDGE_OF_START), problem.unit

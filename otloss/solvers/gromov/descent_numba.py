@@ -188,7 +188,7 @@ def _has_ties(gradient: Any, f: Any, g: Any, n: int, m: int) -> bool:
             largest = max(largest, gradient[i, j])
     for i in range(n):
         for j in range(m):
-            cells += gradient[i, j] - f[i] - g[j] <= 1e-9 * largest
+            cells += gradient[i, j] - f[i] - g[j] <= APART * largest
     return cells > n + m - 1
 
 

@@ -74,8 +74,8 @@ class FusedGromov(NamedTuple):
         value: (...), E at the plan, plus the entropy term if there is an epsilon; differentiable.
         plan: (..., n, m), without a graph.
         converged: (...), whether the last step changed the value by no more than the tolerance, and with an epsilon
-            could not have lowered it by more at the gradient of E. Without one, where several plans are optimal at that
-            gradient, a few of them are tried: about one in a hundred unweighted graphs has a lower one still.
+            could not have lowered it by more at the gradient of E. Without one, a few of the plans that are optimal at
+            that gradient are tried where there are several, as for graphs: a lower one may remain.
     """
 
     value: Float[Tensor, "*batch"]
@@ -221,11 +221,11 @@ def _descend(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, max_iterations: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the plan, the value and whether the search converged, of one start, with exact steps."""
-    mass, gradient = p.sum(-1), energy.gradient(plan)
+    mass, has_mass, gradient = p.sum(-1), _product_plan(p, q) > 0, energy.gradient(plan)
     value, rounding = energy.value(plan, gradient), 1e-15 * energy.size(plan)
     done, tries = torch.zeros_like(value, dtype=torch.bool), torch.zeros_like(value, dtype=torch.int64)
     for iteration in range(max_iterations):
-        step = solve(p, q, nudged(_from_zero(gradient), tries)).plan() - plan
+        step = solve(p, q, nudged(_from_zero(gradient), tries, has_mass=has_mass)).plan() - plan
         b, c = (gradient * step).sum((-2, -1)), energy.curvature(step)
         limit = tolerance * value.abs() + 4 * rounding
         falls = (-b > limit) | (-(b + c) >= limit)

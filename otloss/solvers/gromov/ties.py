@@ -7,7 +7,7 @@ to a lower E. Costs that are moved a little in a fixed random direction have one
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 APART = 1e-9  # Plans that differ by more of their mass are two.
@@ -24,8 +24,13 @@ def direction_of_costs(n: int, m: int, number: Int[Tensor, "*batch"]) -> Float[T
     return (code * SPREAD % 2**BITS).double() / 2**BITS
 
 
-def nudged(cost: Float[Tensor, "*batch n m"], number: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch n m"]:
-    """Return costs >= 0 that are moved in the direction of this number, 1 to TRIES; 0 moves none."""
-    largest = cost.amax((-2, -1), keepdim=True)
+def nudged(
+    cost: Float[Tensor, "*batch n m"], number: Int[Tensor, "*batch"], *, has_mass: Bool[Tensor, "*batch n m"]
+) -> Float[Tensor, "*batch n m"]:
+    """Return costs >= 0 that are moved in the direction of this number, 1 to TRIES; 0 moves none.
+
+    The size of the move follows the largest cost between bins that have mass.
+    """
+    largest = cost.where(has_mass, 0.0).amax((-2, -1), keepdim=True)
     size = NUDGE * torch.where(largest > 0, largest, 1.0) * (number > 0)[..., None, None]
     return cost + size * direction_of_costs(cost.shape[-2], cost.shape[-1], number)

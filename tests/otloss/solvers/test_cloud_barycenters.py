@@ -237,16 +237,19 @@ def test_a_problem_that_stands_early_does_not_depend_on_the_others_of_its_batch(
 
 
 @pytest.mark.parametrize(
-    ("clouds", "epsilon"),
+    ("clouds", "epsilon", "value"),
     [
-        ([[[2, 0], [2, 1], [1, 2]], [[0, 0], [1, 2], [2, 0]]], 0.1),
-        ([[[3, 3], [1, 1], [2, 3]], [[2, 0], [0, 0], [2, 2]]], 0.01),
+        ([[[2, 0], [2, 1], [1, 2]], [[0, 0], [1, 2], [2, 0]]], 0.1, 0.41644),
+        ([[[3, 3], [1, 1], [2, 3]], [[2, 0], [0, 0], [2, 2]]], 0.01, 1.08333),
     ],
 )
-def test_a_symmetric_start_does_not_end_at_a_saddle(clouds: list[list[list[int]]], epsilon: float) -> None:
-    """Steps from points as symmetric as the clouds keep the symmetry; from beside them they fall to .416 and 1.083."""
+def test_a_symmetric_start_does_not_end_at_a_saddle(
+    clouds: list[list[list[int]]], epsilon: float, value: float
+) -> None:
+    """Steps from points that are as symmetric as the clouds keep the symmetry, and end at .562 and 1.248."""
     given = torch.tensor(clouds, dtype=torch.float64)
     solution = cloud_barycenter(given, start=given[0], epsilon=epsilon)
+    assert float(solution.value) == pytest.approx(value, abs=1e-4)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         start = solution.points + 1e-2 * torch.randn((3, 2), generator=generator, dtype=torch.float64)

@@ -101,6 +101,8 @@ def test_a_minimum_is_looked_for_among_all_plans_that_tie(impl: str, monkeypatch
     order = torch.tensor([2, 1, 3, 0, 4])
     graph = graph + graph.T
     assert float(fused_gromov(graph, graph[order][:, order]).value) < 1e-9
+    padded, p = torch.nn.functional.pad(graph, (0, 1, 0, 1), value=1e5), torch.tensor([0.2] * 5 + [0]).double()
+    assert float(fused_gromov(padded, graph[order][:, order], p=p).value) < 1e-9
     generator, found = torch.Generator().manual_seed(0), 0
     for _ in range(count := 60 if impl == "numba" else 12):
         graph, order = _graph(6, generator), torch.randperm(6, generator=generator)

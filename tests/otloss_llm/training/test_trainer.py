@@ -143,8 +143,10 @@ def test_models_that_read_packed_sequences_as_one_raise(tmp_path: Path, name: st
     row = alone[0]["input_ids"] + alone[1]["input_ids"]
     places = [*range(len(alone[0]["input_ids"])), *range(len(alone[1]["input_ids"]))]
     packed = {"input_ids": row, "labels": row, "position_ids": places}
-    with pytest.raises(ValueError, match=rf"{name}\) reads them as one.*packing_strategy"):
-        trainer(tmp_path, model, objective="mle", eval_dataset=[packed]).evaluate()
+    for data in ([packed], [alone[0] | {"position_ids": [*range(len(alone[0]["input_ids"]))]}, packed]):
+        evaluation = trainer(tmp_path, model, objective="mle", eval_dataset=data, per_device_eval_batch_size=1)
+        with pytest.raises(ValueError, match=rf"{name} \(model\) reads them as one.*packing_strategy"):
+            evaluation.evaluate()
     trainer(tmp_path, model, objective="mle", eval_dataset=alone).evaluate()
 
 
