@@ -65,6 +65,8 @@ ROWS_COUNTED = {
 }  # fmt: skip
 # The share of the rows in each round. Up to 0.5 LightGBM copies the bins and gradients of these rows.
 SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}
+# Mean weight from which all rows are in each round: half of a few heavy rows, equal ones merged, is another table.
+UNSAMPLED_WEIGHT = 5.0
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
 KINDS = (None, "gbtree", "gbdt", "goss", "plain")
 _COMPARED = 4096  # rows that are compared at a time
@@ -452,7 +454,7 @@ def _train_xgboost(
         "learning_rate": settings.learning_rate,
         "max_depth": settings.max_depth,
         "min_child_weight": 0.1,
-        "subsample": SAMPLED["xgboost"],
+        "subsample": _sampled_share("xgboost", rows),
         "nthread": settings.threads,
         "seed": settings.seed,
         **settings.extra,
@@ -486,16 +488,21 @@ def _train_xgboost(
     return booster, range(1, booster.num_boosted_rounds() + 1), history
 
 
+def _sampled_share(library: str, rows: Part) -> float:
+    """Return the share of the rows in each round."""
+    return SAMPLED[library] if rows.weight.mean() < UNSAMPLED_WEIGHT else 1.0
+
+
 def _plain(history: dict[str, Any]) -> History:
     return {name: {loss: list(values) for loss, values in of_part.items()} for name, of_part in history.items()}
 
 
-def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
+def _lightgbm_parameters(settings: TreeSettings, share: float) -> dict[str, Any]:
     extra = settings.extra
     depth = extra.get("max_depth", settings.max_depth)
     # Rows sampled by the size of their gradients exclude bagging.
     sampled = "goss" in (extra.get("boosting"), extra.get("data_sample_strategy"))
-    fraction = extra.get("bagging_fraction", 1.0 if sampled else SAMPLED["lightgbm"])
+    fraction = extra.get("bagging_fraction", 1.0 if sampled else share)
     return {
         "objective": "none",
         "num_class": settings.positions,
@@ -603,7 +610,7 @@ def _train_lightgbm(
     """Return the booster, its rounds after each one, some perhaps after the best one, and all losses watched."""
     import lightgbm
 
-    parameters = _lightgbm_parameters(settings)
+    parameters = _lightgbm_parameters(settings, _sampled_share("lightgbm", rows))
 
     class Rows(lightgbm.Sequence):
         """Rows that are copied block by block."""

@@ -102,8 +102,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
             tables n_estimators=250 with learning_rate=0.2 takes a quarter of the time, for a slightly higher loss.
         learning_rate, max_depth: as XGBoost names them.
         booster_params: further settings by any of the library's own names; they take precedence. Without them each
-            round samples half of the rows, leaves are limited by a sum of curvatures of 0.1 (a row has a small one: 1
-            would need four rows or many more) and the L2 penalty is 1. For columns of categories LightGBM starts from
+            round samples half of the rows (all, where they weigh five or more on average, equal ones as one), leaves
+            are limited by a sum of curvatures of 0.1 (a row has a small one: 1 would need four rows or many more) and
+            the L2 penalty is 1. For columns of categories LightGBM starts from
             cat_smooth=1, cat_l2=1 and min_data_per_group=1; its own settings are for larger curvatures.
             `monotone_constraints` hold for the score of each class alone, not for the forecast; `OrdinalDecomposition`
             of a constrained binary classifier is monotone in every P(y > k).

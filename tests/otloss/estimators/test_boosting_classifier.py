@@ -183,6 +183,24 @@ def test_settings_by_any_name_take_precedence_and_seeds_and_few_rows_count(libra
 
 
 @LIBRARIES
+def test_rows_of_few_kinds_are_all_in_each_round(library: str) -> None:
+    """Half of the kinds and labels of a survey are another survey."""
+    kinds, counts = np.unique(np.c_[X.round()[:, :1], Y], axis=0, return_counts=True)
+    copies = np.repeat(kinds, 5 * counts, axis=0)
+
+    def proba(rows: np.ndarray, weight: Any, **given: float) -> np.ndarray:
+        settings = {"early_stopping": False, "n_estimators": 20, "n_jobs": 1, "random_state": 0, "learning_rate": 0.3}
+        model = OrdinalBoostingClassifier(booster=library, booster_params=given, **settings)
+        return model.fit(rows[:, :1], rows[:, 1], weight).predict_proba(kinds[:, :1])
+
+    pytest.importorskip(library)
+    expected = proba(copies, None, subsample=1.0)
+    np.testing.assert_array_equal(proba(copies, None), expected)
+    np.testing.assert_array_equal(proba(kinds, 5.0 * counts), expected)
+    assert np.abs(proba(kinds, None) - proba(kinds, None, subsample=1.0)).max() > 1e-3
+
+
+@LIBRARIES
 @pytest.mark.parametrize("class_weight", [None, {0: 0.3, 2: 2.0}], ids=str)
 def test_the_unit_of_weights_below_one_is_no_matter(library: str, class_weight: Any) -> None:
     random = np.random.default_rng(0)
