@@ -21,7 +21,7 @@ from otloss.solvers.entropic.equations.updates import build_updates
 from otloss.solvers.options import is_kept
 from otloss.solvers.problem import Problem
 
-_MOST_ENTRIES_BY_THEMSELVES = 2**26  # a second of a processor
+_MOST_ENTRIES_BY_THEMSELVES = 2**28  # two grids of 128 x 128: seconds of a processor
 _PLAN_BLOCK_ENTRIES = 2**20  # several arrays of this size exist at a time
 
 
