@@ -69,6 +69,16 @@ _KEYWORDS = {
     "warmstart": _Keyword("POT", "start", "give start=(f, g), potentials in the unit of the cost"),
     "log": _Keyword("POT", None, "use solve(...), which has the plan, the potentials and the errors"),
     "maximize": _Keyword("scipy", None, "leave it out, and give match(-cost)"),
+    "seed": _Keyword("POT", "generator", "give generator=torch.Generator().manual_seed(seed)"),
+    "random_state": _Keyword("scikit-learn", "generator", "give generator=torch.Generator().manual_seed(...)"),
+    "threshold": _Keyword("OTT", "tolerance", "give tolerance=..., the marginal error"),
+    **dict.fromkeys(
+        ("tau_a", "tau_b"),
+        _Keyword(
+            "OTT", "marginal_penalty", "give marginal_penalty=epsilon * tau_a / (1 - tau_a), or a pair with that of "
+            "tau_b; OTT's entropy is another one (docs/guide/coming_from/ott.md)",
+        ),
+    ),
     "numThreads": _Keyword("POT", None, "leave it out: torch.set_num_threads holds here too"),
     **dict.fromkeys(
         ("u_values", "v_values"),

@@ -57,6 +57,12 @@ def graph_cost(adjacency: Any) -> DenseCost:
     if hasattr(adjacency, "tocsr"):
         lengths, _ = _shortest_paths(adjacency.tocsr())
         return DenseCost(torch.from_numpy(lengths.astype(np.result_type(adjacency.dtype, np.float32))))
+    if hasattr(adjacency, "adjacency"):  # of networkx
+        raise TypeError(
+            f"adjacency is a {type(adjacency).__name__}, expected a matrix of lengths; pass "
+            "networkx.to_scipy_sparse_array(adjacency, dtype=float), whose lengths are the edges' weights, 1 by "
+            "default."
+        )
     from scipy.sparse import csr_array
 
     check_floating("adjacency", adjacency)

@@ -67,7 +67,8 @@ class GridCost(Cost):
     def __init__(self, shape: Sequence[int], *, power: float = 2, spacing: float | Sequence[float] = 1.0) -> None:
         if not isinstance(shape, Sequence) or not all(isinstance(size, Integral) for size in shape):
             raise TypeError(f"the shape of the grid is {shape!r}, expected whole numbers such as (64, 64).")
-        spacings = tuple(spacing) if isinstance(spacing, Sequence) else (spacing,) * len(shape)
+        steps = spacing.tolist() if hasattr(spacing, "tolist") else spacing  # of an array, as of shapes of voxels
+        spacings = tuple(steps) if isinstance(steps, Sequence) else (steps,) * len(shape)
         if not shape or min(shape) < 1 or len(spacings) != len(shape):
             raise ValueError(
                 f"the grid has shape {tuple(shape)} and {len(spacings)} spacings, expected at least one axis, of at "

@@ -40,7 +40,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     ("solve", "reg_m", "marginal_penalty=reg_m"), ("emd", "M", "cost=M"),
     ("soft_rank", "regularization_strength", "epsilon="), ("soft_rank", "direction", "descending=True"),
     ("wasserstein_1d", "u_values", r"\(None, None, u_values, v_values\)"),
-    ("wasserstein_1d", "v_weights", "q=v_weights"),
+    ("wasserstein_1d", "v_weights", "q=v_weights"), ("cloud_loss", "seed", r"generator=torch\.Generator"),
+    ("solve", "tau_b", r"epsilon \* tau_a / \(1 - tau_a\)"), ("sinkhorn", "threshold", "tolerance="),
 ])  # fmt: skip
 def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) -> None:
     with pytest.raises(TypeError, match=rf"^{function} has no option '{keyword}', .*{ours}"):

@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ def test_costs_are_the_definition(cells: tuple[int, ...], power: float) -> None:
     cost = GridCost(cells, power=power, spacing=spacing).to(torch.float64)
     matrix = loop(cells, power, spacing)
     check_questions(cost, matrix)
+    assert GridCost(cells, power=power, spacing=np.array(spacing)).spacing == cost.spacing
     assert (cost.T, costs_within(cost)) == (cost, (cost, cost))
     v = torch.randn(2, 3, len(matrix), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(cost.softmin(v, 0.0), (matrix - v.unsqueeze(-2)).amin(-1))
