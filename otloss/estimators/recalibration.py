@@ -46,6 +46,7 @@ _LARGEST_LOG = 3.0
 _LARGEST_OFFSET = 20.0
 _UNCHANGED = 1e-3
 _PULL_TO_COMMON = 4.0
+_GROUPS = 256
 
 
 class Temperature(BaseEstimator):
@@ -324,11 +325,7 @@ def _fit_map(
         gradient = np.array([by_logit.sum(), by_logit @ logit * slope]) + 2 * pull * change
         return float(weight @ error**2 + pull * change @ change) / unit, gradient / unit
 
-    # Where forecasts are next to 0 and 1 the score is flat: from there no descent starts, hence the smaller slopes. The
-    # last start gives nearly the frequency of the event to all, which is hard to reach from forecasts far from it.
-    frequency, mean = np.average(was_below, weights=weight).clip(1e-6, 1 - 1e-6), np.average(logit, weights=weight)
-    offset = np.log(frequency / (1 - frequency)) - np.exp(-2.0) * mean
-    starts = [centre, (0.0, 0.0), (0.0, -0.5), (0.0, -1.0), (0.0, -2.0), (0.0, 0.5), (offset, -2.0)]
+    starts = [centre, (0.0, 0.0), _best_on_a_grid(logit, was_below, weight, pull, centre)]
     start = min(starts, key=lambda s: score(np.array(s))[0])
     bounds = [(-_LARGEST_OFFSET, _LARGEST_OFFSET), (-_LARGEST_LOG, _LARGEST_LOG)]
     # In units of the score, which is small of a rare event, because the optimiser's tolerances are absolute.
@@ -336,6 +333,28 @@ def _fit_map(
     best = minimize(score, np.array(start), (unit,), jac=True, method="L-BFGS-B", bounds=bounds).x
     better = weight @ (expit(best[0] + np.exp(best[1]) * logit) - was_below) ** 2 < weight @ (below - was_below) ** 2
     return (float(best[0]), float(best[1])) if better else (0.0, 0.0)
+
+
+def _best_on_a_grid(
+    logit: np.ndarray, was_below: np.ndarray, weight: np.ndarray, pull: float, centre: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the (a, log b) on a grid of least score: it may have several minima, and is flat near 0 and 1.
+
+    Groups of neighbouring logits stand for the examples, of nearly equal weights.
+    """
+    order = logit.argsort()
+    last = weight[order].cumsum()
+    group = np.minimum(last / last[-1] * _GROUPS, _GROUPS - 1).astype(int)
+    size = np.bincount(group, weight[order])
+    is_filled = size > 0
+    size = size[is_filled]
+    middle, below = (np.bincount(group, (weight * of)[order])[is_filled] / size for of in (logit, was_below))
+    offset = np.linspace(-_LARGEST_OFFSET, _LARGEST_OFFSET, 81)[:, None]
+    log_slope = np.linspace(-_LARGEST_LOG, _LARGEST_LOG, 25)
+    mapped = expit(offset[..., None] + np.exp(log_slope)[:, None] * middle)
+    score = (mapped**2 - 2 * mapped * below) @ size + pull * ((offset - centre[0]) ** 2 + (log_slope - centre[1]) ** 2)
+    place = np.unravel_index(score.argmin(), score.shape)
+    return float(offset[place[0], 0]), float(log_slope[place[1]])
 
 
 def in_order(below: Float[np.ndarray, "n thresholds"], gaps: Float[np.ndarray, " thresholds"]) -> np.ndarray:

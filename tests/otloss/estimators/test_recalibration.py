@@ -117,6 +117,32 @@ def test_forecasts_far_too_low_do_not_end_in_a_worse_local_minimum(seed: int) ->
     assert np.mean((after - happened) ** 2) < happened.var() + 3e-4
 
 
+@pytest.mark.parametrize(("kind", "seed"), [
+    ("clusters", 17), ("clusters", 113), ("clusters", 132), ("heavy", 12), ("heavy", 24), ("far", 16), ("far", 58),
+])  # fmt: skip
+def test_maps_have_the_least_score_that_many_descents_find(kind: str, seed: int) -> None:
+    """Draws with several local minima; the score of one threshold is descended from all places of a grid of maps."""
+    rng = np.random.default_rng(seed)
+    normal = rng.normal(size=40)
+    logit = {
+        "clusters": rng.choice([-3.0, 0.0, 4.0], 40) + 0.1 * normal,
+        "heavy": 3 * rng.standard_t(1.5, 40),
+        "far": np.where(rng.random(40) < 0.1, 20 * normal, normal),
+    }[kind].clip(-30, 30)
+    happened = rng.random(40) < expit(2 * rng.normal() + logit * np.exp(rng.normal()))
+    if rng.random() < 0.5:
+        happened = ~happened if rng.random() < 0.5 else rng.random(40) < 0.2
+
+    def score(p: np.ndarray) -> float:
+        return float(np.mean((expit(p[0] + np.exp(p[1]) * logit) - happened) ** 2))
+
+    starts = [(a, b) for a in range(-18, 19, 6) for b in range(-3, 4)]
+    least = min(minimize(score, start, method="L-BFGS-B", bounds=[(-20, 20), (-3, 3)]).fun for start in starts)
+    model = OrdinalRecalibration(shrinkage=0).fit(np.column_stack([expit(-logit), expit(logit)]), happened)
+    # These forecasts are of the class 1, and the map is of P(Y <= 0).
+    assert score(np.array([-model.offset_[0], np.log(model.slope_[0])])) < least + 1e-4
+
+
 def test_certain_and_wrong_forecasts_are_corrected() -> None:
     rng = np.random.default_rng(8)
     y = rng.integers(0, 3, 600)
