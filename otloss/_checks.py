@@ -134,10 +134,21 @@ def check_tensor(name: str, value: Any, *, is_read: bool = True) -> Tensor:
         has_weight = isinstance(getattr(value, "weight", None), Tensor)
         fix = "; pass the weight of the module, its .weight" if has_weight else ""
         raise TypeError(f"{name} is a module of type {kind}, expected a torch.Tensor{fix}.")
-    # torch reads no table of pandas or polars, and warns of arrays that share their memory.
-    tensor = f"torch.tensor({name}.to_numpy())" if hasattr(value, "to_numpy") else f"torch.as_tensor({name})"
     index = " Rows then go by their place, and not by the index." if hasattr(value, "iloc") else ""
-    raise TypeError(f"{name} is a {kind}, expected a torch.Tensor; convert it first, for example with {tensor}.{index}")
+    raise TypeError(
+        f"{name} is a {kind}, expected a torch.Tensor; convert it first, for example with "
+        f"{code_for_tensor(name, value)}.{index}"
+    )
+
+
+def code_for_tensor(name: str, value: Any) -> str:
+    """Return code that makes a tensor of a value, for a message."""
+    # torch reads no table of pandas or polars, and warns of arrays that share their memory.
+    if hasattr(value, "to_numpy"):
+        return f"torch.tensor({name}.to_numpy())"
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":  # objects, or text
+        return f"torch.tensor({name}.astype(float))"
+    return f"torch.as_tensor({name})"
 
 
 def check_layout(name: str, value: Tensor) -> None:
@@ -259,6 +270,15 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, _NUMBERS) and not isinstance(value, bool)
 
 
+def _conversion(name: str, value: Any) -> str:
+    """Return how to make a number of what is not one of Python or numpy, if it stands for one."""
+    try:
+        float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        return ""
+    return f"; convert it first, for example with float({name})"
+
+
 def check_number(name: str, value: Any) -> float:
     """Return `value` if it is a real number, of Python or numpy and no bool, else raise TypeError.
 
@@ -266,10 +286,7 @@ def check_number(name: str, value: Any) -> float:
         ValueError: for a whole number beyond 64 bits, which neither torch nor numpy takes.
     """
     if not is_number(value):
-        raise TypeError(
-            f"{name} is a {type(value).__name__} ({value!r}), expected a number; "
-            f"convert it first, for example with float({name})."
-        )
+        raise TypeError(f"{name} is a {type(value).__name__} ({value!r}), expected a number{_conversion(name, value)}.")
     if isinstance(value, Integral):
         _check_64_bits(name, value)
     return value

@@ -68,7 +68,6 @@ _KEYWORDS = {
     "method": _Keyword("POT", "impl", 'leave it out: impl="auto" takes the fastest'),
     "warmstart": _Keyword("POT", "start", "give start=(f, g), potentials in the unit of the cost"),
     "log": _Keyword("POT", None, "use solve(...), which has the plan, the potentials and the errors"),
-    "maximize": _Keyword("scipy", None, "leave it out, and give match(-cost)"),
     "seed": _Keyword("POT", "generator", "give generator=torch.Generator().manual_seed(seed)"),
     "random_state": _Keyword("scikit-learn", "generator", "give generator=torch.Generator().manual_seed(...)"),
     "threshold": _Keyword("OTT", "tolerance", "give tolerance=..., the marginal error"),
@@ -82,13 +81,16 @@ _KEYWORDS = {
     "numThreads": _Keyword("POT", None, "leave it out: torch.set_num_threads holds here too"),
     **dict.fromkeys(
         ("u_values", "v_values"),
-        _Keyword("scipy", "x", "weights stand first: wasserstein_1d(None, None, u_values, v_values)"),
+        _Keyword(
+            "scipy", "x", "weights stand first: wasserstein_1d(u_weights, v_weights, u_values, v_values), None for "
+            "equal ones",
+        ),
     ),
     "u_weights": _Keyword("scipy", "p", "give p=u_weights"),
     "v_weights": _Keyword("scipy", "q", "give q=v_weights"),
     "regularization_strength": _Keyword(
-        "torchsort", "epsilon", "give epsilon=..., which is relative to the width of the row, and "
-        'regularization="quadratic" for its "l2"',
+        "torchsort", "epsilon", 'give regularization="quadratic" for its "l2", with epsilon=regularization_strength * '
+        "(n - 1) / (x.max() - x.min()) for ranks of n entries without outliers",
     ),
     "direction": _Keyword("fast-soft-sort", "descending", 'give descending=True for "DESCENDING"'),
     "verbose": _Keyword("POT and GeomLoss", None, _LEAVE_OUT),
@@ -102,6 +104,44 @@ _KEYWORDS = {
     "mode": _Keyword("EMOLoss", "weighting", 'leave it out for mode=1, and give weighting="transport" for mode=2'),
     "cost_embedding": _Keyword("EMOLoss", "embedding", "give embedding=cost_embedding"),
 }  # fmt: skip
+_SAMPLES_ON_A_CIRCLE = _Keyword(
+    "POT", "x", "weights stand first: wasserstein_circular(u_weights, v_weights, u_values, v_values, period=1), None "
+    "for equal ones",
+)  # fmt: skip
+_SAMPLES_OF_ENERGY_DISTANCE = _Keyword(
+    "scipy", "x", "weights stand first, at shared values: (2 * cdf_distance(p, q, x)).sqrt() is energy_distance"
+)
+_POTENTIALS_OF_DIVERGENCE = _Keyword(
+    "GeomLoss", None, "they are the gradients of the value in the weights: torch.autograd.grad(value, (a, b))"
+)
+# Keywords that mean another thing in a function than in the others.
+_KEYWORDS_OF = {
+    "barycenter": {
+        "A": _Keyword("POT", "p", "give p=A.T, histograms in rows"),
+        "M": _Keyword("POT", "cost", "give cost=M.T, whose rows are the bins of the answer"),
+    },
+    "cdf_distance": dict.fromkeys(("u_values", "v_values"), _SAMPLES_OF_ENERGY_DISTANCE),
+    "CloudLoss": {"potentials": _POTENTIALS_OF_DIVERGENCE},
+    "cloud_loss": {"potentials": _POTENTIALS_OF_DIVERGENCE},
+    "cloud_barycenter": {
+        "reg": _Keyword("POT", "epsilon", "give epsilon=reg for the debiased one, unlike POT's"),
+        "stopThr": _Keyword("POT", "tolerance", "give tolerance=..., of the last step"),
+    },
+    "fused_gromov": {
+        "C1": _Keyword("POT", "C_x", "give C_x=C1"),
+        "C2": _Keyword("POT", "C_y", "give C_y=C2"),
+        "M": _Keyword("POT", "feature_cost", "give feature_cost=M"),
+        **dict.fromkeys(
+            ("tol", "tol_rel", "stopThr"),
+            _Keyword("POT", "tolerance", "give tolerance=..., of the change of the value"),
+        ),
+    },
+    "match": {
+        "maximize": _Keyword("scipy", None, "leave it out for maximize=False, and give match(-cost) for True"),
+    },
+    "sinkhorn_divergence": {"potentials": _POTENTIALS_OF_DIVERGENCE},
+    "wasserstein_circular": dict.fromkeys(("u_values", "v_values"), _SAMPLES_ON_A_CIRCLE),
+}
 _TREE_SETTINGS = (
     "alpha colsample_bylevel colsample_bynode colsample_bytree device gamma grow_policy "
     "interaction_constraints max_bin max_delta_step max_leaves min_child_samples min_child_weight "
@@ -293,6 +333,14 @@ _OF_SUBMODULES = {
         "OrdinalRecalibration Temperature TransportAdapter",
     "otloss.boosting":
         "lightgbm_metric lightgbm_objective start_scores xgboost_metric xgboost_objective",
+    "otloss_llm":
+        "EAFT EMO EmbeddingCost ExpectedValue GEM LabelSmoothing MLE MixCE MixedCost NumberCost NumberSettings "
+        "NumberToken NumberTokens ObjectiveMixin ObjectiveTrainer Power RatingCost ShardedEmbeddingCost TaiLr "
+        "TokenLoss ZLoss all_but_the_top dense_token_loss emo_loss linear_token_loss parse_objective token_loss "
+        "token_statistics",
+    "otloss_llm.evaluation":
+        "DistributionScores NumberDistribution Perplexity context_length decode_numbers number_distributions "
+        "perplexity score_number_distributions",
     "otloss.metrics":
         "Distribution OrdinalScorer Reliability macro_mae maximum_mae minimum_sensitivity off_by_one_accuracy "
         "ordinal_emd ordinal_mae pit_histogram ranked_probability_score scorer threshold_calibration_error "
@@ -319,6 +367,8 @@ def missing_name(module: str, name: str, own: Iterable[str]) -> AttributeError:
     """Return what the `__getattr__` of a module is to raise; Python does not show it for `from module import name`."""
     advice = next((f", which is {c.library}'s; use {c.ours}" for c in _CALLS if name in c.names.split()), "")
     homes = [home for home, names in _OF_SUBMODULES.items() if name in names.split()]
+    if module.startswith("otloss_llm") and name in vars(sys.modules["otloss"]).get("__all__", ()):
+        homes = ["otloss"]
     if not advice and homes:
         advice = f"; use {homes[0]}.{name}"
     if name in _LATER:
@@ -350,6 +400,7 @@ def check_call(function: str, own: Mapping[str, Any], args: tuple[Any, ...], set
 def check_keywords(function: str, keywords: Iterable[str], own: Mapping[str, Any]) -> None:
     """Raise TypeError for a keyword of another package that is not among the function's own, or nearly one of those."""
     table = _BOOSTER_KEYWORDS if "booster_params" in own else _FIT_KEYWORDS if "eval_set" in own else _KEYWORDS
+    table = table | _KEYWORDS_OF.get(function, {})
     for name in keywords:
         if name in own:
             continue
@@ -362,10 +413,12 @@ def check_keywords(function: str, keywords: Iterable[str], own: Mapping[str, Any
 
 
 _WITHOUT_VALUES = ("match", "solve", "barycenter", "fused_gromov")  # what they return is no value per problem alone
+_OF_SOLVE = ("emd", "sinkhorn", "Emd", "Sinkhorn")  # whose plans `solve` has
 
 
 def _message(function: str, name: str, keyword: _Keyword, own: Mapping[str, Any]) -> str:
-    advice = _LEAVE_OUT if name == "reduction" and function in _WITHOUT_VALUES else keyword.advice
+    is_without = (name == "reduction" and function in _WITHOUT_VALUES) or (name == "log" and function not in _OF_SOLVE)
+    advice = _LEAVE_OUT if is_without else keyword.advice
     if keyword.ours is not None and keyword.ours not in own:
         advice = f"leave it out, or use a function that has {keyword.ours}= (docs/guide/coming_from.md has a table)"
     return f"{function} has no option {name!r}, which is {keyword.library}'s; {advice}."

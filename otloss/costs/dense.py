@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating
+from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating, code_for_tensor
 from otloss._numba import may_run_on
 from otloss.costs.cost import (
     Cost,
@@ -240,10 +240,10 @@ def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
             DenseCost(matrix)  # raises ValueError
         return cost
     if not isinstance(cost, Tensor):
-        tensor = "torch.tensor(cost.to_numpy())" if hasattr(cost, "to_numpy") else "torch.as_tensor(cost)"
         raise TypeError(
             f"cost is a {type(cost).__name__}, expected a cost object such as PointCost(x, y), or a torch.Tensor "
-            f"(..., n, m) of costs, whose rows and columns go by place; turn an array into one with {tensor}."
+            "(..., n, m) of costs, whose rows and columns go by place; turn an array into one with "
+            f"{code_for_tensor('cost', cost)}."
         )
     return DenseCost(check_floating("cost", cost))
 

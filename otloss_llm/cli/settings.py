@@ -283,7 +283,10 @@ def _check_names(command: str, words: Sequence[str], fail: Callable[[str], NoRet
     for word in words:
         name = "--" + word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name in REPLACED:
-            fail(f"{command} has no option {word.partition('=')[0]!r}; use {REPLACED[name]}")
+            option = REPLACED[name]
+            if command.endswith("evaluate"):
+                option = option.replace("_train_batch_size", "_eval_batch_size")
+            fail(f"{command} has no option {word.partition('=')[0]!r}; use {option}")
 
 
 def parse(command: str, arguments: Sequence[str], *kinds: type) -> Request:

@@ -66,7 +66,7 @@ EXPECTED = (
     f"{', '.join(FORMULAS)}, emo+number, or with a number: "
     f"{', '.join(f'{name}:{entry.number}' for name, entry in FORMULAS.items() if entry.number)}, emo:transport, "
     "emo:clip=NUMBER, emo:clip=none; and behind any of them "
-    f"{', '.join(f'+{name}:{entry.number}' for name, entry in TERMS.items())}"
+    f"{', '.join(f'+{name}:{entry.number}' for name, entry in TERMS.items())} (behind emo +number is its cost)"
 )
 
 
@@ -122,7 +122,9 @@ def _nearest(text: str) -> str:
     if not formula:  # a term alone
         formula, terms = "mle", [first, *terms]
     parts = [formula, *(_nearest_part(term, TERMS, _TERMS_ELSEWHERE) for term in terms)]
-    return "+".join(parts) if all(parts) else ""
+    # A number behind emo+number is a weighting of transport, and not the weight of a loss.
+    is_other = formula.startswith("emo") and any(part.startswith("number:") for part in parts)
+    return "+".join(parts) if all(parts) and not is_other else ""
 
 
 def _nearest_part(part: str, entries: dict[str, Entry], elsewhere: dict[str, str]) -> str:

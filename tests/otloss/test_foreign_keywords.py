@@ -28,6 +28,12 @@ CALLS: dict[str, Callable[..., Any]] = {
     "solve": lambda **k: otloss.solve(P, Q, C, **k),
     "soft_rank": lambda **k: otloss.soft_rank(P, **k),
     "wasserstein_1d": lambda **k: otloss.wasserstein_1d(None, None, P, Q, **k),
+    "barycenter": lambda **k: otloss.barycenter(P.expand(2, 4), C[:, :4], **k),
+    "fused_gromov": lambda **k: otloss.fused_gromov(C[:, :4], C[:, :4], **k),
+    "match": lambda **k: otloss.match(C, **k),
+    "wasserstein_circular": lambda **k: otloss.wasserstein_circular(P, P, **k),
+    "cdf_distance": lambda **k: otloss.cdf_distance(P, P, **k),
+    "cloud_barycenter": lambda **k: otloss.cloud_barycenter(X.expand(2, 4, 2), **k),
 }
 
 
@@ -39,7 +45,12 @@ CALLS: dict[str, Callable[..., Any]] = {
     ("sinkhorn_divergence", "debias", "sinkhorn_divergence are debiased"), ("emd", "numItermax", "leave it out"),
     ("solve", "reg_m", "marginal_penalty=reg_m"), ("emd", "M", "cost=M"),
     ("soft_rank", "regularization_strength", "epsilon="), ("soft_rank", "direction", "descending=True"),
-    ("wasserstein_1d", "u_values", r"\(None, None, u_values, v_values\)"),
+    ("wasserstein_1d", "u_values", r"wasserstein_1d\(u_weights, v_weights, u_values, v_values\)"),
+    ("wasserstein_circular", "u_values", r"wasserstein_circular\(u_weights, v_weights, u_values, v_values, period=1"),
+    ("cdf_distance", "u_values", "energy_distance"), ("cloud_loss", "potentials", r"grad\(value, \(a, b\)\)"),
+    ("barycenter", "M", r"cost=M\.T"), ("barycenter", "A", r"p=A\.T"), ("barycenter", "log", "leave it out"),
+    ("fused_gromov", "M", "feature_cost=M"), ("fused_gromov", "C2", "C_y=C2"), ("fused_gromov", "tol", "of the value"),
+    ("cloud_barycenter", "reg", "debiased"), ("match", "maximize", "leave it out for maximize=False"),
     ("wasserstein_1d", "v_weights", "q=v_weights"), ("cloud_loss", "seed", r"generator=torch\.Generator"),
     ("solve", "tau_b", r"epsilon \* tau_a / \(1 - tau_a\)"), ("sinkhorn", "threshold", "tolerance="),
 ])  # fmt: skip
@@ -72,6 +83,7 @@ NAMES = {
     "CoralLayer": "otloss.nn.CumulativeLinkHead",
     "LogisticAT": "all_threshold", "amae": "otloss.metrics.macro_mae", "CLM": "otloss.nn.CumulativeLinkHead",
     "OrderedModel": "otloss.estimators.CumulativeLinkClassifier",
+    "perplexity": "otloss_llm.evaluation.perplexity",
 }  # fmt: skip
 
 
@@ -97,6 +109,16 @@ def test_submodules_name_ours_too(home: str) -> None:
     nearly = module.__all__[0][:-1]
     with pytest.raises(AttributeError, match=f"'otloss.{home}' has no attribute '{nearly}'; did you mean"):
         getattr(module, nearly)
+
+
+def test_names_of_one_package_are_named_in_the_other() -> None:
+    for module, name, home in (
+        (otloss, "linear_token_loss", "otloss_llm"),
+        (otloss_llm, "number_token_loss", "otloss"),
+        (otloss_llm, "decode_numbers", "otloss_llm.evaluation"),
+    ):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; use {home}.{name}$"):
+            getattr(module, name)
 
 
 def test_what_foreign_names_name_exists() -> None:
@@ -183,6 +205,7 @@ test_what_a_call_says = raising(
             ("gemm:0.5+zloss:1e-4", "gem:0.5+z_loss:1e-4"),
         )
     ),
+    (lambda: parse_objective("emo+ntl:0.3"), r"^objective is 'emo\+ntl:0.3', expected one of"),
     (lambda: otloss.fused_gromov(D, D, P, P), r"weights stand third, .*fused_gromov\(C1, C2, p=p, q=q\)"),
     (lambda: otloss.fused_gromov(D, D, P.sum()), r"feature_cost has shape \(\)"),
     (lambda: otloss.cloud_loss(X, Y, P.sum(), P), r"a has shape \(\), expected a last axis of"),

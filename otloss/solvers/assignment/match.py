@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from otloss._autograd import check_no_transform
-from otloss._checks import check_floating, check_integers
+from otloss._checks import check_floating, check_integers, code_for_tensor
 from otloss._numba.threads import Work, run_on_threads
 from otloss._public import public
 
@@ -57,7 +57,7 @@ def match(
     if not isinstance(cost, Tensor):
         raise TypeError(
             f"cost is a {type(cost).__name__}, expected a torch.Tensor (..., n, m) or a list of matrices; convert it "
-            "with torch.as_tensor(cost) or list(cost)."
+            f"with {code_for_tensor('cost', cost)}."
         )
     check_floating("cost", cost)
     if cost.dim() < 2:

@@ -235,7 +235,8 @@ def check_histograms(p: Any, cost: Cost) -> Tensor:
         check_finite("p", p)
         raise ValueError(
             f"p holds weights from {float(p.min()):.3g} and masses from {float(mass.min()):.6g} to "
-            f"{float(mass.max()):.6g}, expected weights >= 0 and one mass; normalise p / p.sum(-1, keepdim=True)."
+            f"{float(mass.max()):.6g}, expected weights >= 0 and one mass: p = p.clamp(min=0), then "
+            "p / p.sum(-1, keepdim=True)."
         )
     if bool((mass == 0).any()):
         raise ValueError("p holds a histogram without mass, expected some; leave that problem out.")

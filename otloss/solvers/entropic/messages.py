@@ -57,18 +57,24 @@ def warn_of_slow_images(problem: Problem, grad: str) -> None:
             f'grad="implicit" between {what} forms and solves dense systems of {cells} equations here: the time grows '
             'with the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or '
             "sum blocks of cells to a coarser grid; balanced problems at an epsilon that is a number, of at least "
-            f"{cost.smallest_epsilon_for_products:.3g}, need no dense system.",
+            f"{_rounded_up(cost.smallest_epsilon_for_products)}, need no dense system.",
             stacklevel=level_of_the_caller(),
         )
     limit = cost.smallest_epsilon_for_products
     smallest = float(problem.epsilon.detach().amin()) if problems else limit
     if smallest < limit and problems * cells * sum(cost.cells) >= WARNING_LIMITS.slow_pairs:
         warnings.warn(
-            f"epsilon is {smallest:.3g} between {what}: below {limit:.3g} products along the axes would underflow, an "
-            "iteration takes about ten times as long, and hundreds to thousands of them are needed. Raise epsilon to "
-            f"{limit:.3g}, or sum blocks of cells to a coarser grid.",
+            f"epsilon is {smallest:.3g} between {what}: below {_rounded_up(limit)} products along the axes would "
+            "underflow, an iteration takes about ten times as long, and hundreds to thousands of them are needed. "
+            f"Raise epsilon to {_rounded_up(limit)}, or sum blocks of cells to a coarser grid.",
             stacklevel=level_of_the_caller(),
         )
+
+
+def _rounded_up(number: float) -> str:
+    """Return a number of three digits that is not below this one."""
+    text = f"{number:.3g}"
+    return text if float(text) >= number else f"{number + 10.0 ** (math.floor(math.log10(number)) - 2):.3g}"
 
 
 def smallest_epsilon_over_potential(tolerance: float) -> float:

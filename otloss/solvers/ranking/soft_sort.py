@@ -100,7 +100,7 @@ def soft_sort(
             1e-11, or 1e-15 / epsilon where that is more.
             "quadratic" (default 0.5), relative to the range itself: neighbours farther apart than 1 / epsilon times the
             mean distance of neighbours are drawn together, so an outlier draws some to itself; where none are, these
-            are the sorted entries themselves. From about 1 on all are.
+            are the sorted entries themselves. At a large epsilon all are (from 1 on if evenly spaced).
         regularization: "entropy", smooth, O(n^3) per row (about 1 ms for n = 100 and 0.3 s for n = 1000 on one core)
             and half as much for the gradient, for which it holds n^2 numbers per row; or "quadratic", piecewise linear,
             O(n log n).
@@ -155,7 +155,8 @@ def soft_rank(
             "entropy" (default 0.01): as for `soft_sort`.
             "quadratic" (default 0.5): entries nearer than epsilon times the width / (n - 1), the mean distance of
             neighbours without outliers, share ranks in proportion to their distance. Where none are, the ranks are the
-            usual ones and the gradient is 0; from about 1 on all entries do, and ranks are linear in them.
+            usual ones and the gradient is 0; at a large epsilon all entries do, and ranks are linear in them (from 1 on
+            where they are evenly spaced).
         regularization: as for `soft_sort`.
         descending: 1 for the largest.
 

@@ -173,9 +173,13 @@ def test_slow_problems_warn() -> None:
         otloss.sinkhorn(None, None, cost, epsilon=0.05, grad="implicit", marginal_penalty=1.0)
     with pytest.raises(UserWarning, match="needs a matrix of 4096 x 4096 costs"):
         otloss.sinkhorn(None, None, GridCost((64, 64)), epsilon=1.0, mass=0.5)
-    message = rf"epsilon is {0.95 * smallest:.3g} .*below {smallest:.3g} products .* Raise epsi"
-    with pytest.raises(UserWarning, match=message):
+    with pytest.raises(UserWarning, match=rf"epsilon is {0.95 * smallest:.3g} .*below .* products .* Raise epsi"):
         otloss.sinkhorn(None, None, large, epsilon=0.95 * smallest, tolerance=1.0, max_iterations=1)
+    square = GridCost((128, 128), spacing=1 / 127)  # whose limit has more than three digits
+    with pytest.raises(UserWarning, match="Raise epsilon to") as warned:
+        otloss.sinkhorn(None, None, square, epsilon=1e-4, tolerance=1.0, max_iterations=1)
+    enough = float(str(warned.value).partition("Raise epsilon to ")[2].partition(",")[0])
+    otloss.sinkhorn(None, None, square, epsilon=enough, tolerance=1.0)
     otloss.sinkhorn(None, None, cost, epsilon=0.05, grad="implicit")
     otloss.solve(None, None, large, epsilon=1.05 * smallest, tolerance=1.0)
 

@@ -1,6 +1,7 @@
 """Batches of assignments against scipy's, pairs of minibatches, and losses of sets."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -155,6 +156,8 @@ def test_draws_follow_the_entropic_plan() -> None:
 
 x = normal(4, 2, seed=6)
 test_bad_pairs_and_sets = raising(
+    (lambda: match(pd.DataFrame(np.eye(2))), TypeError, r"with torch\.tensor\(cost\.to_numpy\(\)\)"),
+    (lambda: match(np.eye(2, dtype=object)), TypeError, r"with torch\.tensor\(cost\.astype\(float\)\)"),
     (lambda: set_loss(normal(2, 3)), "expected n >= m"),
     (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
     (lambda: otloss.pair(x[:, 0], x[0, 0]), r"x1 \(\), expected \(n, ...\)"),

@@ -810,6 +810,13 @@ def test_evaluate_prints_what_the_logits_say(cli: Cli, model: Path, sums: Path, 
     assert not (tmp_path / "trainer_output").exists()
 
 
+def test_evaluate_names_its_own_size_of_batches() -> None:
+    from otloss_llm.cli.settings import parse
+
+    with pytest.raises(ValueError, match=r"^evaluate has no option '--batch_size'; use --per_device_eval_batch_size"):
+        parse("evaluate", ["--batch_size", "3"])
+
+
 def test_options_of_metrics_of_batches_change_no_measure(cli: Cli, model: Path, sums: Path) -> None:
     given = asked("evaluate", model, sums)
     assert cli(*given, *options(eval_do_concat_batches=False, batch_eval_metrics=True)).json == cli(*given).json
