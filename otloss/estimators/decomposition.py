@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from sklearn import get_config
-from sklearn.base import clone
+from sklearn.base import clone, is_classifier
 from sklearn.dummy import DummyClassifier
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils import check_array, column_or_1d, get_tags, indexable
@@ -165,9 +165,10 @@ class OrdinalDecomposition(OrdinalBase):
 def _check_probabilities(fitted: Any) -> None:
     """Raise TypeError for a classifier without them; an ensemble may have them only once it is fitted."""
     if not hasattr(fitted, "predict_proba"):
+        fix = "; wrap it in sklearn.calibration.CalibratedClassifierCV" if is_classifier(fitted) else ""
         raise TypeError(
             f"estimator is a {type(fitted).__name__} without predict_proba, expected a classifier with "
-            "probabilities; wrap it in sklearn.calibration.CalibratedClassifierCV."
+            f"probabilities{fix}."
         )
 
 

@@ -109,6 +109,7 @@ def histogram_loss(
     mix, power = check_cross_entropy(cross_entropy), check_power(power)
     _check_options(encoding, sigma, outside)
     classes = class_count(logits)
+    check_tensor("target", target)
     dtype = _promoted(dtype_of_loss(logits), target=target, bins=bins, sample_weight=sample_weight)
     wide = torch.promote_types(dtype, torch.float32)
     placed = _bins(bins, classes, wide)
