@@ -114,7 +114,7 @@ def test_the_search_leaves_saddle_points() -> None:
     """At the product plan of cubes every plan is optimal at the gradient, and most are lower."""
     corners = torch.cartesian_prod(*[torch.arange(2.0).double()] * 3)
     cube = torch.cdist(corners, corners, p=1)
-    assert float(fused_gromov(cube[:6, :6], cube).value) < 0.51
+    assert float(fused_gromov(cube[:6, :6], cube).value) < 0.8  # 1.56 at the product plan, .5 to .71 at local minima
     cycle = torch.arange(6.0).double()[:, None] - torch.arange(6.0).double()
     cycle = torch.minimum(cycle.abs(), 6 - cycle.abs())
     with pytest.warns(ConvergenceWarning):
