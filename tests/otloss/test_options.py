@@ -124,8 +124,8 @@ BEYOND = {"a whole number": 10**400, "a negative one": -(10**400), "beyond 64 bi
 @pytest.mark.parametrize(("name", "option"), CASES)
 def test_what_is_no_finite_number_is_named(name: str, option: str) -> None:
     for what, value in (NOT_NUMBERS | BEYOND).items():
-        if isinstance(value, np.ndarray) and option in (*ALSO_TENSORS, "projections", "start"):
-            continue  # one for each problem, or directions
+        if isinstance(value, np.ndarray) and option in (*ALSO_TENSORS, "projections", "start", "spacing"):
+            continue  # one for each problem or axis, or directions
         if isinstance(value, list) and option in ("marginal_penalty", "spacing"):
             continue
         assert option in message_of(name, option, value), what
