@@ -867,6 +867,20 @@ def test_a_reference_ends_where_the_answer_does(labels: list[int], expected: tup
     assert _prompt_and_ending({"input_ids": tokens, "labels": labels}, {2}) == expected
 
 
+def test_the_ends_of_a_text_are_special_tokens(tiny: Tiny) -> None:
+    """2, the end by the defaults of many a config, is a letter here."""
+    from otloss_llm.cli.evaluate import _end_ids
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    turn = tokenizer.convert_tokens_to_ids("<|turn|>")
+    for ends in ([2, turn], turn, [turn, tokenizer.eos_token_id]):
+        model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends))
+        assert _end_ids(model, tokenizer) == {turn, tokenizer.eos_token_id}
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
+    assert _end_ids(model, tokenizer) == {tokenizer.eos_token_id}
+
+
 def test_continuations_are_of_the_model_and_within_its_context(tiny: Tiny) -> None:
     """Positions that the model has not raise; what the folder sets for generation changes no sample."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
