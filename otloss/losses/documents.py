@@ -36,6 +36,7 @@ from otloss._numba import may_run_on, threads
 from otloss._public import public
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import arithmetic_dtype, makes_graph
+from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.exact.optimum import solve_arrays
 from otloss.solvers.solve import emd
 
@@ -267,7 +268,8 @@ def _search(
 ) -> tuple[np.ndarray, np.ndarray, float]:  # fmt: skip
     """Return the k nearest of the documents that have words, their distances, and the share that was solved."""
     words, p = query
-    table = PointCost(vectors[torch.from_numpy(words)], vocabulary, metric="euclidean").dense().numpy()
+    distances_of_words = PointCost(vectors[torch.from_numpy(words)], vocabulary, metric="euclidean").dense()
+    table = finite_in(torch.float64, distances_of_words, 2).numpy()
     bounds = _lower_bounds(table, p, documents)[with_words]
     order = np.argsort(bounds, kind="stable")
     indices, distances = np.empty(0, np.int64), np.empty(0)

@@ -75,6 +75,7 @@ test_bad_input = raising(
     (document_distance, {"ids_p": IDS_P.roll(1, 1)}, "p has weight 0.5 at .0, 0., where ids_p is negative, which"),
     (document_search, {"k": 0}, "k is 0 and the corpus has shape .3, 6., 3 documents with words"),
     (document_search, {"corpus": -torch.ones(3, 6)}, "corpus holds -1.0, expected weights >= 0"),
+    (document_search, {"embedding": 1e160 * SEARCH["embedding"].double()}, "overflow torch.float64; .* rescale them"),
     call=lambda f, change: f(**((DOCUMENTS if f is document_distance else SEARCH) | change)),
 )
 RNG = np.random.default_rng(0)
