@@ -124,8 +124,16 @@ def _other_processes(tasks: list[str], count: int) -> Iterator[None]:
             process.wait()
 
 
+def _has_terminal() -> bool:
+    """Return whether stderr is a terminal; a program may have closed it, have none, or a logger in its place."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
 def _show(done: int, count: int, seconds: float) -> None:
-    if sys.stderr.isatty():
+    if _has_terminal():
         bar = ("#" * (30 * done // count)).ljust(30)
         print(f"\rCPU kernels [{bar}] {done} of {count}, {seconds:.0f} s", end="" if done < count else "\n",
               file=sys.stderr, flush=True)  # fmt: skip

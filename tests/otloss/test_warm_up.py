@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,15 @@ def test_it_runs_where_gradients_are_off() -> None:
     with torch.inference_mode():
         otloss.warm_up("emd")
         otloss_llm.warm_up()
+
+
+def test_it_runs_where_stderr_is_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Programs without a console have none, others put a logger in its place."""
+    closed = (tmp_path / "log").open("w")
+    closed.close()
+    for stderr in (None, closed, SimpleNamespace(write=len, flush=int)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        otloss.warm_up("match", dtypes=[torch.float32])
 
 
 @pytest.mark.slow
