@@ -92,7 +92,7 @@ def upper_bound(
         value = _residual(pair, fitted)
     else:
         value = torch.minimum(_independent(pair, fitted), _residual(pair, fitted))
-    return value.to(pair.dtype)
+    return _finite_in(pair.dtype, value)
 
 
 @public
@@ -140,7 +140,15 @@ def lower_bound(
         value = centroid.value
     else:
         value = torch.maximum(centroid.value, _relaxed_marginals(pair, fitted))
-    return value.to(pair.dtype)
+    return _finite_in(pair.dtype, value)
+
+
+def _finite_in(dtype: torch.dtype, value: Tensor) -> Tensor:
+    value = value.to(dtype)
+    if not bool(value.detach().isfinite().all()):
+        wider = "" if dtype == torch.float64 else ", or pass float64"
+        raise ValueError(f"the costs overflow {dtype}; rescale them, or the points{wider}.")
+    return value
 
 
 def _independent(pair: HistogramPair, cost: Cost) -> Tensor:
