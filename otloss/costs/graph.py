@@ -55,7 +55,7 @@ def graph_cost(adjacency: Any) -> DenseCost:
     """
     check_no_transform()
     if hasattr(adjacency, "tocsr"):
-        lengths, _ = _shortest_paths(adjacency.tocsr())
+        lengths, _ = _shortest_paths(_rows_of_edges(adjacency))
         return DenseCost(torch.from_numpy(lengths.astype(np.result_type(adjacency.dtype, np.float32))))
     if hasattr(adjacency, "adjacency"):  # of networkx
         raise TypeError(
@@ -73,6 +73,17 @@ def graph_cost(adjacency: Any) -> DenseCost:
     if makes_graph(adjacency):
         costs = _along_paths(adjacency.to("cpu", torch.float64), torch.from_numpy(parents.astype(np.int64)))
     return DenseCost(costs.to(adjacency))
+
+
+def _rows_of_edges(adjacency: Any) -> Any:
+    """Return the edges in CSR format, with parallel ones, which `tocsr` of the COO format adds up."""
+    if adjacency.format != "coo" or adjacency.ndim != 2:
+        return adjacency.tocsr()
+    from scipy.sparse import csr_array
+
+    order = np.lexsort((adjacency.col, adjacency.row))
+    starts = np.append(0, np.bincount(adjacency.row, minlength=adjacency.shape[0]).cumsum())
+    return csr_array((adjacency.data[order], adjacency.col[order], starts), shape=adjacency.shape)
 
 
 def _along_paths(adjacency: Float[Tensor, "n n"], parents: Tensor) -> Float[Tensor, "n n"]:

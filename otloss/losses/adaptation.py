@@ -17,6 +17,7 @@ from torch import Tensor
 from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_not_negative
 from otloss._public import public
 from otloss.costs import PointCost
+from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.options import Penalty
 from otloss.solvers.solve import emd, sinkhorn
 
@@ -68,7 +69,8 @@ def jdot_loss(
     positions = _checked_labels(source, target, labels, logits)
     for name, weight in (("feature_weight", feature_weight), ("label_weight", label_weight)):
         check_not_negative(name, weight)
-    cost = feature_weight * PointCost(source, target).dense()
+    distances = PointCost(source, target).dense()
+    cost = feature_weight * finite_in(distances.dtype, distances, 2)
     cost = cost - label_weight * torch.log_softmax(logits.to(cost.dtype), -1).T[positions]
     if epsilon is not None:
         return sinkhorn(None, None, cost, epsilon=epsilon, marginal_penalty=marginal_penalty)

@@ -115,7 +115,12 @@ def gradient_penalty(
     between = _between(real, fake, generator).requires_grad_()
     with torch.enable_grad():
         scores = critic(between)
-        if not isinstance(scores, Tensor) or not scores.requires_grad:
+        if not isinstance(scores, Tensor):
+            raise TypeError(
+                f"the critic returns a {type(scores).__name__}, expected a tensor of scores; wrap it, such as in "
+                "lambda x: critic(x)[0] for a tuple."
+            )
+        if not scores.requires_grad:
             raise ValueError(
                 "the critic's scores have no graph; expected a tensor that torch computed from the samples, outside of "
                 "torch.inference_mode()."

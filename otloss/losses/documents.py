@@ -130,7 +130,7 @@ def _word_costs(embedding: Tensor, ids_p: Tensor, ids_q: Tensor) -> Float[Tensor
     batch = broadcast_shape(ids_p.shape[:-1], ids_q.shape[:-1])
     n, m = ids_p.shape[-1], ids_q.shape[-1]
     sides = [
-        (ids if ids.dim() == 1 else ids.expand(*batch, ids.shape[-1])).reshape(-1, ids.shape[-1]).long().contiguous()
+        (ids[None] if ids.dim() == 1 else ids.expand(*batch, ids.shape[-1]).flatten(0, -2)).long().contiguous()
         for ids in (ids_p, ids_q)
     ]
     table, words_p, words_q = (t.numpy() for t in (vectors, *sides))
@@ -259,6 +259,7 @@ def _bags(name: str, weights: Any, vocabulary: int) -> tuple[_Bags, tuple[int, .
             "leave out documents without a known word."
         )
     sums = np.asarray(rows.sum(1)).reshape(-1)
+    check_finite(f"the sums of {name}", torch.from_numpy(sums))
     return _Bags(rows.indptr.astype(np.int64), rows.indices.astype(np.int64), rows.data / sums.repeat(lengths)), batch
 
 

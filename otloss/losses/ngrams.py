@@ -23,6 +23,7 @@ from torch import Tensor
 from otloss._checks import check_broadcast, check_cloud, check_count, check_floating, check_not_negative, check_tensor
 from otloss._public import public
 from otloss.costs import PointCost
+from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.solve import emd
 
 
@@ -78,6 +79,7 @@ def ngram_distance(
     dtype = torch.promote_types(x.dtype, y.dtype)
     check_broadcast(x=x.shape[:-2], y=y.shape[:-2], mask_x=p.shape[:-1], mask_y=q.shape[:-1])
     words = PointCost(x, y, metric=metric).dense()
+    words = finite_in(words.dtype, words, 2)
     n_x, n_y = p.shape[-1], q.shape[-1]
     cost = torch.stack([words[..., k : k + n_x, k : k + n_y] for k in range(n)]).mean(0)
     if order_weight:

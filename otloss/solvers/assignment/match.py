@@ -77,6 +77,8 @@ def match(
 
 
 def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    if costs and isinstance(costs[0], list | tuple):
+        raise TypeError("cost is a list of lists, expected tensors; convert it with torch.tensor(cost).")
     places, counts, begin, at = [], [], 0, 0
     for k, cost in enumerate(costs):
         shape = check_floating(f"cost[{k}]", cost).shape

@@ -242,6 +242,8 @@ def test_stored_zeros_of_a_sparse_matrix_are_edges() -> None:
     edges = scipy.sparse.csr_array((np.array([0.0, 2.0, 0.0, 2.0]), ([0, 1, 1, 2], [1, 2, 0, 1])), shape=(3, 3))
     assert graph_cost(edges).dense().tolist() == [[0, 0, 2], [0, 0, 2], [2, 2, 0]]
     assert graph_cost(edges.astype(np.float32)).dtype == torch.float32
+    parallel = scipy.sparse.coo_array(([3.0, 1.0, 1.0], ([0, 0, 1], [1, 1, 0])), shape=(2, 2))
+    assert graph_cost(parallel).dense().tolist() == [[0, 1], [1, 0]]
     assert graph_cost(torch.zeros(1, 1)).dense().tolist() == [[0.0]]
 
 

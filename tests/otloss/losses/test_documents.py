@@ -73,6 +73,11 @@ SEARCH = {"query": torch.ones(6), "corpus": torch.eye(6)[:3], "embedding": norma
 test_bad_input = raising(
     (document_distance, {"ids_p": IDS_P + 3}, "ids_p holds 8, expected ids below 6"),
     (document_distance, {"ids_p": IDS_P.roll(1, 1)}, "p has weight 0.5 at .0, 0., where ids_p is negative, which"),
+    (
+        document_distance,
+        {"ids_p": IDS_P[..., :0], "p": None},
+        r"cost matrix has shape .*0, \d\), expected .* n, m >= 1",
+    ),
     (document_search, {"k": 0}, "k is 0 and the corpus has shape .3, 6., 3 documents with words"),
     (document_search, {"corpus": -torch.ones(3, 6)}, "corpus holds -1.0, expected weights >= 0"),
     (document_search, {"embedding": 1e160 * SEARCH["embedding"].double()}, "overflow torch.float64; .* rescale them"),
@@ -127,4 +132,5 @@ SHORT = torch.tensor([[True] * 4, [True, False, True, True]])
 test_bad_ngrams = raising(
     (lambda: ngram_distance(A, B, n=3, mask_y=SHORT), r"text \(1,\) of y has no 3 neighbouring"),
     (lambda: ngram_distance(A, B, n=1, mask_x=SHORT.float()), TypeError, "mask_x has dtype torch.float32"),
+    (lambda: ngram_distance(1e20 * A.float(), B.float(), n=1, metric="euclidean"), "overflow torch.float32; .* them"),
 )

@@ -157,6 +157,7 @@ def test_draws_follow_the_entropic_plan() -> None:
 x = normal(4, 2, seed=6)
 test_bad_pairs_and_sets = raising(
     (lambda: match(pd.DataFrame(np.eye(2))), TypeError, r"with torch\.tensor\(cost\.to_numpy\(\)\)"),
+    (lambda: match([[1.0, 2.0], [3.0, 4.0]]), TypeError, r"is a list of lists, .*torch\.tensor\(cost\)"),  # type: ignore[list-item]
     (lambda: match(np.eye(2, dtype=object)), TypeError, r"with torch\.tensor\(cost\.astype\(float\)\)"),
     (lambda: set_loss(normal(2, 3)), "expected n >= m"),
     (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
