@@ -69,6 +69,7 @@ SAMPLED = {"xgboost": 0.5, "lightgbm": 0.51}
 UNSAMPLED_WEIGHT = 5.0
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
 KINDS = (None, "gbtree", "gbdt", "goss", "plain")
+_SMALLEST_LIMIT = 1e-12  # of the curvature in a leaf
 _COMPARED = 4096  # rows that are compared at a time
 _FILLED = 2**16  # rows that XGBoost gets at a time
 
@@ -503,7 +504,7 @@ def _lightgbm_parameters(settings: TreeSettings, share: float) -> dict[str, Any]
     # Rows sampled by the size of their gradients exclude bagging.
     sampled = "goss" in (extra.get("boosting"), extra.get("data_sample_strategy"))
     fraction = extra.get("bagging_fraction", 1.0 if sampled else share)
-    return {
+    parameters = {
         "objective": "none",
         "num_class": settings.positions,
         "metric": "none",
@@ -531,6 +532,9 @@ def _lightgbm_parameters(settings: TreeSettings, share: float) -> dict[str, Any]
         "verbosity": -1,
         **extra,
     }
+    # At 0 LightGBM makes leaves without rows, which fail a check of its own.
+    limit = max(float(parameters["min_sum_hessian_in_leaf"]), _SMALLEST_LIMIT)
+    return parameters | {"min_sum_hessian_in_leaf": limit}
 
 
 def _sampled(rows: int, parameters: dict[str, Any]) -> np.ndarray:

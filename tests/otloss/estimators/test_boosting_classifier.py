@@ -183,6 +183,13 @@ def test_settings_by_any_name_take_precedence_and_seeds_and_few_rows_count(libra
 
 
 @LIBRARIES
+def test_leaves_may_be_as_light_as_a_row(library: str) -> None:
+    """Without a limit LightGBM ends in a failed check of its own."""
+    model = boosted(library, n_estimators=60, learning_rate=0.5, booster_params={"min_child_weight": 0})
+    assert model.fit(X, Y).score(X, Y) > 0.9
+
+
+@LIBRARIES
 def test_rows_of_few_kinds_are_all_in_each_round(library: str) -> None:
     """Half of the kinds and labels of a survey are another survey."""
     kinds, counts = np.unique(np.c_[X.round()[:, :1], Y], axis=0, return_counts=True)
