@@ -97,7 +97,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
         booster: "xgboost" or "lightgbm".
         categories, values, power, cost: as for `OrdinalClassifier`.
         transport, cross_entropy: weights of the two losses; some cross-entropy is advisable at power 1 and with a cost,
-            which alone drive probabilities to 0 and 1.
+            which alone drive probabilities to 0 and 1, and where the first or last class is rare (some rows in a
+            thousand): without it the forecasts of such a class may stay at its frequency. `OrdinalClassifier` has 0.2.
         n_estimators: rounds, at most where training stops early: ten times XGBoost's own default. On large
             tables n_estimators=250 with learning_rate=0.2 takes a quarter of the time, for a slightly higher loss.
         learning_rate, max_depth: as XGBoost names them.
