@@ -35,6 +35,7 @@ LINKS = ("logit", "probit", "cloglog")
 _WIDEST = 30.0  # a log-gap: probabilities are 0 and 1 long before, and squares of thresholds are finite in float32
 _NARROW = -7.0  # Below this log-gap, log(1 - exp(-gap)) is computed by its series.
 _NARROW_NORMAL = -4.0  # Below this log-gap, the mass of a normal variable in the gap is computed by its series.
+_LARGEST_NORMAL = 1e18  # Squares of scores are finite in float32; log-probabilities of -1e35 are zero enough.
 _LARGEST_LOG_HAZARD = 60.0  # Its exponential is finite in float32; log-probabilities of -1e26 are zero enough.
 
 
@@ -67,8 +68,10 @@ def cumulative_log_probabilities(
         raise ValueError(f"log_gaps has shape {tuple(log_gaps.shape)}, expected (K - 2,) for K classes.")
     dtype = torch.promote_types(torch.promote_types(score.dtype, log_gaps.dtype), torch.float32)
     log_gaps = log_gaps.to(dtype).clamp(max=_WIDEST)
-    gaps = log_gaps.exp()
-    a = torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - score.to(dtype).unsqueeze(-1)  # (..., K - 1)
+    gaps, score = log_gaps.exp(), score.to(dtype)
+    if link == "probit":
+        score = score.clamp(-_LARGEST_NORMAL, _LARGEST_NORMAL)
+    a = torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - score.unsqueeze(-1)  # (..., K - 1)
     if link == "logit":
         return pad(log_sigmoid(a), (0, 1)) + pad(log_sigmoid(-a), (1, 0)) + pad(_log_one_minus_exp(log_gaps), (1, 1))
     if link == "cloglog":
@@ -146,7 +149,7 @@ def _log_one_minus_exp(log_x: Tensor) -> Tensor:
 def _log_normal_mass(low: Tensor, high: Tensor, log_gaps: Tensor) -> Tensor:
     """Return log(Phi(high) - Phi(low)) for high = low + exp(log_gaps)."""
     middle = (low + high) / 2
-    upper = -middle.abs() + log_gaps.exp() / 2  # The mirrored interval, if it lies above 0.
+    upper = torch.minimum(high, -low)  # The upper end, or that of the mirrored interval, if it lies above 0.
     narrow = log_gaps < _NARROW_NORMAL
     gaps = log_gaps.clamp(max=_NARROW_NORMAL).exp()  # Both branches must be finite, as above.
     correction = torch.log1p(gaps.square() * (middle.square() - 1) / 24)

@@ -74,7 +74,7 @@ def test_rounds_that_end_before_early_stopping_are_warned_of(library: str) -> No
         boosted(library, n_estimators=6, **settings).fit(X, y)
     model = boosted(library, n_estimators=300, **settings).fit(X, y)  # warnings are errors
     ((name, losses),) = model.evals_result_["validation_0"].items()
-    assert name == "rps"
+    assert name == "rps+ce"
     assert model.n_estimators_ == model.best_iteration_ == np.argmin(losses) + 1 == len(losses) - 5
     alone = boosted(library, n_estimators=6).fit(X, y)
     assert (alone.best_iteration_, alone.evals_result_) == (None, {})
@@ -89,7 +89,7 @@ def test_rounds_of_lightgbm_that_split_nothing() -> None:
         return X, np.digitize(X[:, 0] + random.normal(size=rows), [-0.5, 0.5, 1.5])
 
     (X, y), (V, v) = noisy_rows(120), noisy_rows(100)
-    settings = {"early_stopping": True, "n_iter_no_change": 30, "learning_rate": 0.2}
+    settings = {"early_stopping": True, "n_iter_no_change": 30, "learning_rate": 0.2, "cross_entropy": 0}
     parameters = {"min_gain_to_split": 3.0, "subsample": 0.3}
     model = boosted("lightgbm", n_estimators=200, booster_params=parameters, **settings)
     model.fit(X, y, eval_set=[(V, v)])
@@ -111,7 +111,7 @@ def test_the_loss_of_rows_in_a_category_that_training_rows_lack(library: str) ->
         return pd.DataFrame({"kind": pd.Categorical(kind, names), "x": random.normal(size=rows)}), y
 
     (X, y), (V, v) = table(200, list("abcf")), table(150, names)
-    model = boosted(library, n_estimators=9, learning_rate=0.3).fit(X, y, eval_set=[(V, v)])
+    model = boosted(library, n_estimators=9, learning_rate=0.3, cross_entropy=0).fit(X, y, eval_set=[(V, v)])
     below = model.predict_distribution(V).cumsum(1)[:, :-1] - (v[:, None] <= np.arange(2))
     expected = model.evals_result_["validation_0"]["rps"][-1]
     np.testing.assert_allclose((below**2).sum(1).mean(), expected, rtol=1e-5)
@@ -121,8 +121,8 @@ def test_the_loss_of_rows_in_a_category_that_training_rows_lack(library: str) ->
 def test_small_losses_keep_their_digits(library: str) -> None:
     """XGBoost itself keeps six decimals."""
     (X, y), (V, v) = ordered_rows(150), ordered_rows(90, seed=1)
-    limits = {"min_child_weight": 0.0, "reg_lambda": 0.0}
-    model = boosted(library, n_estimators=9, transport=1e-5, booster_params=limits).fit(X, y, eval_set=[(V, v)])
+    settings = {"transport": 1e-5, "cross_entropy": 0, "booster_params": {"min_child_weight": 0.0, "reg_lambda": 0.0}}
+    model = boosted(library, n_estimators=9, **settings).fit(X, y, eval_set=[(V, v)])
     below = model.predict_distribution(V).cumsum(1)[:, :-1] - (v[:, None] <= np.arange(2))
     expected = 1e-5 * (below**2).sum(1).mean()
     np.testing.assert_allclose(model.evals_result_["validation_0"]["rps"][-1], expected, rtol=1e-5)
@@ -134,7 +134,7 @@ def test_the_last_part_of_eval_set_stops_training_on_all_rows(library: str) -> N
     labels = np.array(NAMES)[y]
     V, v = ordered_rows(90, seed=1)
     weight = np.where(v == 0, 3.0, 1.0)
-    settings = {"categories": NAMES, "learning_rate": 0.3}
+    settings = {"categories": NAMES, "learning_rate": 0.3, "cross_entropy": 0}
     model = boosted(library, n_estimators=300, early_stopping="auto", n_iter_no_change=4, **settings)
     model.fit(X, labels, eval_set=[(X, labels), (V, np.array(NAMES)[v], weight)])
     (of_training,), (losses,) = (part.values() for part in model.evals_result_.values())
@@ -240,7 +240,7 @@ def test_the_unit_of_weights_below_one_is_no_matter(library: str, class_weight: 
 @LIBRARIES
 def test_trees_without_a_split_are_warned_of(library: str) -> None:
     with pytest.warns(UserWarning, match="split no row from another") as caught:
-        model = boosted(library, n_estimators=3, transport=1e-6).fit(X, Y)
+        model = boosted(library, n_estimators=3, transport=1e-6, cross_entropy=1e-6).fit(X, Y)
     assert [warning.filename for warning in caught] == [__file__]
     assert np.ptp(model.predict_proba(X), axis=0).max() < 1e-3
 
@@ -308,7 +308,7 @@ def test_a_pipeline_transforms_what_is_evaluated(library: str) -> None:
         scaling = Pipeline([("scale", StandardScaler()), ("model", model)], transform_input=["eval_X"])
         scaling.fit(1000 * X, Y, eval_X=tuple(1000 * part for part in parts["eval_X"]), eval_y=parts["eval_y"])
     for name, losses in expected.evals_result_.items():
-        np.testing.assert_allclose(model.evals_result_[name]["rps"], losses["rps"], rtol=1e-3)
+        np.testing.assert_allclose(model.evals_result_[name]["rps+ce"], losses["rps+ce"], rtol=1e-3)
 
 
 @LIBRARIES
@@ -457,6 +457,18 @@ def test_missing_values_that_no_tree_has_seen_are_told(library: str) -> None:
 
 
 @LIBRARIES
+def test_a_rare_last_class_is_learnt(library: str) -> None:
+    """By the ranked probability score alone its forecasts stay at the share of .3 %."""
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(6000, 3))
+    y = np.digitize(rows[:, 0] + random.logistic(size=6000), [-1.0, 0.5, 2.0])
+    rows[:, 2] = np.arange(6000) < 24
+    y[:24] = np.where(random.random(24) < 0.93, 4, 3)
+    model = OrdinalBoostingClassifier(booster=library, n_jobs=1, random_state=0).fit(rows, y)
+    assert model.predict_proba(rows[:24])[:, 4].mean() > 0.6
+
+
+@LIBRARIES
 def test_a_small_group_of_equal_rows_is_split_off(library: str) -> None:
     """Equal rows are merged to few, beside which LightGBM took this group for less than half of a row."""
     random = np.random.default_rng(0)
@@ -474,7 +486,8 @@ def test_settings_of_lightgbm_that_count_rows_count_all_of_them() -> None:
     fits = []
     for limits in ({}, {"min_child_samples": "30"}, {"min_data_in_bin": 20}, {"path_smooth": 1e-6}):
         for order in (slice(None), random.permutation(1200)):
-            model = boosted("lightgbm", n_estimators=30, booster_params=limits).fit(rows[order], y[order])
+            model = boosted("lightgbm", n_estimators=30, cross_entropy=0, booster_params=limits)
+            model.fit(rows[order], y[order])
             fits.append(model.predict_proba(rows))
     assert np.ptp(fits[0], axis=0).max() > 0.3
     for fit in fits[1:]:

@@ -336,7 +336,7 @@ def exactly(score: float, log_gaps: Tensor, link: str) -> list[float]:
 
 @pytest.mark.parametrize("link", ["logit", "probit", "cloglog"])
 def test_log_probabilities_keep_their_digits_in_both_tails(link: str) -> None:
-    for gaps in (torch.tensor(GAPS[:-1]), torch.tensor([0.5]), torch.zeros(0)):
+    for gaps in (torch.tensor(GAPS[:-1]), torch.tensor([0.5]), torch.tensor([9.0]), torch.zeros(0)):
         score = torch.tensor(SCORES, requires_grad=True)
         leaf = gaps.clone().requires_grad_()
         actual = cumulative_log_probabilities(score, leaf, link)
@@ -419,7 +419,9 @@ def test_probit_derivatives_far_out(dtype: torch.dtype) -> None:
     (actual,) = torch.autograd.grad(lowest.sum(), score)
     torch.testing.assert_close(actual, (-score - 1 / score).detach(), rtol=1e-6, atol=0)
     gaps = torch.tensor([30.0, 0.0], dtype=dtype, requires_grad=True)
+    score = torch.cat([score.detach(), torch.tensor([1e30, -1e30], dtype=dtype)]).requires_grad_()
     values = cumulative_log_probabilities(score, gaps, "probit")
+    assert torch.isfinite(values).all()
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(values.sum(), [score, gaps]))
 
 
