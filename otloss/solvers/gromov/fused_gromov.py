@@ -121,8 +121,8 @@ def fused_gromov(
         gradients hold at the local minimum; gradients in the weights are centred over all bins.
 
     Raises:
-        TypeError, ValueError: shapes that do not fit, numbers that are not finite or whose squares overflow float64,
-            alpha outside of [0, 1], no feature cost with alpha < 1, weights below 0, masses that differ.
+        TypeError, ValueError: shapes that do not fit, numbers that are not finite or whose squares overflow, alpha
+            outside of [0, 1], no feature cost with alpha < 1, weights below 0, masses that differ.
         RuntimeError: if a second derivative is asked for.
 
     Example:
@@ -154,6 +154,11 @@ def fused_gromov(
         )
     if makes_graph(*inputs):
         value = _AtLocalMinimum.apply(value, energy, plan, epsilon, *inputs)
+    if not bool(value.to(dtype).isfinite().all()):
+        raise ValueError(
+            f"the value is up to {float(value.detach().abs().max()):.3g}, beyond {dtype}, since it has squares of "
+            "distances; rescale them, or pass float64."
+        )
     return FusedGromov(value.to(dtype), plan.to(dtype), converged)
 
 

@@ -13,6 +13,7 @@ from otloss._numba.compile import compiled, inner
 from otloss._numba.tasks import next_task
 
 ROWS = 16  # the rows of a task
+LARGEST = 1e308  # of derivatives of rows whose range is nearly 0
 
 
 def scratch(n: int) -> tuple[tuple[np.ndarray, ...]]:
@@ -93,10 +94,9 @@ def project_rows(
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
             width, _, _ = _gather(x[row], order[row], falling, trim, share)
             low = falling[n - 1]
-            per_unit = scale / width if width > 0 else 0.0
             base = falling if sorts else w
-            for i in range(n):
-                z[i] = w[i] * width if sorts else (falling[i] - low) * per_unit
+            for i in range(n):  # 1 / width could overflow
+                z[i] = w[i] * width if sorts else scale * ((falling[i] - low) / width) if width > 0 else 0.0
                 y[i] = z[i] - epsilon * base[i]
             _find_blocks(y, mean, blocks[row])
             # Two averages, so that equal entries, and entries that are not pooled, are not rounded.
@@ -121,7 +121,7 @@ def project_backward(
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
             width, end, times = _gather(x[row], order[row], falling, trim, share)
             low = falling[n - 1]
-            per_unit = scale / (epsilon * width) if width > 0 else 0.0
+            per_unit = min(scale / epsilon / width, LARGEST) if width > 0 else 0.0
             for i in range(n):
                 fitted[i] = upstream[row, i] if sorts else upstream[row, order[row, n - 1 - i]]
             _average(fitted, blocks[row], mean)
@@ -134,6 +134,8 @@ def project_backward(
                 else:
                     # These gradients sum to 0 over a row, so the least entry acts through the width alone.
                     gradient[row, at] = by_z * per_unit
-                    by_range -= gradient[row, at] * ((falling[i] - low) / width if width > 0 else 0.0)
+                    by_range -= by_z * ((falling[i] - low) / width if width > 0 else 0.0)
+            if not sorts:
+                by_range *= per_unit
             gradient[row, order[row, n - 1 - end]] += times * by_range
             gradient[row, order[row, end]] -= times * by_range

@@ -246,6 +246,13 @@ def test_sizes_and_scale(n: int, operator: Callable[..., Tensor]) -> None:
     assert operator(torch.zeros(2, 0, 3), epsilon=1.0).shape == (2, 0, 3)
 
 
+def test_quadratic_operators_of_rows_whose_range_has_no_inverse() -> None:
+    entries = torch.tensor([1.0, 0.0, 2.0, 5.0]).double()
+    for operator in (rank, top_two):
+        actual = operator((entries * 2.0**-1030).requires_grad_(), epsilon=0.5)
+        torch.testing.assert_close(actual.detach(), operator(entries, epsilon=0.5))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own rules use torch.jit
 @pytest.mark.parametrize("function", [soft_sort, soft_rank, partial(soft_top_k, k=2)])
 def test_jacobians_and_hessians_in_forward_mode(function: Callable[[Tensor], Tensor]) -> None:
