@@ -88,7 +88,8 @@ class OrdinalClassifier(LinearBase):
         standardize: give features deviation 1 (by weight) first, as penalty and step size suppose; they are centred
             always.
         max_iter: iterations of L-BFGS, which trains on all rows.
-        tol: L-BFGS ends where no derivative is larger.
+        tol: L-BFGS ends where no derivative is larger; lower it for costs of very unequal sizes, or without
+            cross-entropy where a class is rare, since such losses have plateaus.
         validation_fraction: share of rows held out for calibration, class by class.
         warm_start: start from the parameters of the last fit, if that had as many features and the same classes in the
             same order.

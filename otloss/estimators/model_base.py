@@ -89,10 +89,11 @@ class ModelBase(OrdinalBase):
         """Warn where the features, or the weights beside the penalty, are too small for the model to learn from."""
         if self.standardize:
             warn_of_tiny_columns(X, SMALLEST_FEATURE, stacklevel=5)
-        mass = float(weights.sum())
-        if mass < SMALLEST_SHARE_OF_PENALTY * self.alpha:
+        mass, factor = float(weights.sum()), self._criterion.transport + self._criterion.cross_entropy
+        if mass * factor < SMALLEST_SHARE_OF_PENALTY * self.alpha:
+            of_loss = "" if factor >= 1 else f", and those of the two losses to {factor:g}"
             warnings.warn(
-                f"the weights of the rows sum to {mass:g}, which is so small beside alpha={self.alpha:g} that "
+                f"the weights of the rows sum to {mass:g}{of_loss}, which is so small beside alpha={self.alpha:g} that "
                 f"{type(self).__name__} learns nothing from the features; multiply sample_weight, or lower alpha.",
                 stacklevel=5,
             )

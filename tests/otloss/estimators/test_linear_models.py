@@ -249,6 +249,9 @@ def test_small_features_are_not_lost() -> None:
 def test_weights_that_vanish_beside_the_penalty_are_warned_of(model: Any) -> None:
     with pytest.warns(UserWarning, match=r"the weights of the rows sum to 4.*e-38, .* beside alpha=0.3"):
         model.fit(X, y, sample_weight=np.full(len(X), 1e-40))
+    with pytest.warns(UserWarning, match=r"and those of the two losses to 1e-12, .* beside alpha=0.3"):
+        clone(model).set_params(transport=1e-12, cross_entropy=0).fit(X, y)
+    clone(model).set_params(transport=1e9, alpha=3e8).fit(X, y)  # warnings are errors
 
 
 @pytest.mark.parametrize("model", [OrdinalClassifier(), CumulativeLinkClassifier(), OrdinalNetworkClassifier()])
