@@ -11,7 +11,7 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from otloss._per_example import per_example
 from otloss._public import public
 from otloss.costs import PointCost
 from otloss.costs.points import Metric, check_metric
+from otloss.solvers.closed_forms.line import finite_in
 from otloss.solvers.closed_forms.sliced import sliced_wasserstein
 from otloss.solvers.divergence import sinkhorn_divergence
 from otloss.solvers.histograms import centre_gradient_over, check_masses
@@ -129,10 +130,12 @@ def cloud_loss(
 
     def distances(cloud_x: _Cloud, cloud_y: _Cloud, epsilon: Any, marginal_penalty: Any) -> Tensor:
         if kind == "sliced":
-            return sliced_wasserstein(
-                cloud_x.points, cloud_y.points, cloud_x.weights, cloud_y.weights, order=_ORDER[str(metric)],
+            order, dtype = _ORDER[str(metric)], torch.promote_types(cloud_x.dtype, cloud_y.dtype)
+            value = sliced_wasserstein(
+                cloud_x.points, cloud_y.points, cloud_x.weights, cloud_y.weights, order=order,
                 projections=128 if projections is None else projections, generator=generator,
             )  # fmt: skip
+            return finite_in(dtype, value, order)
         cost = PointCost(cloud_x.points, cloud_y.points, metric=metric)
         if kind == "emd":
             return emd(cloud_x.weights, cloud_y.weights, cost)
@@ -232,11 +235,15 @@ def check_options(kind: str, empty: str, metric: Metric, *, divergence: dict[str
 
 @dataclass(frozen=True)
 class _Cloud:
-    """Padded clouds with their weights, 0 at places without a point; filled (...), False where a cloud is empty."""
+    """Padded clouds with their weights, 0 at places without a point.
+
+    filled (...) is False where a cloud is empty, and dtype the promoted one of what was given.
+    """
 
     points: Float[Tensor, "*batch n d"]
     weights: Float[Tensor, "*batch n"]
     filled: Bool[Tensor, "*batch"]
+    dtype: torch.dtype
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -247,7 +254,7 @@ class _Cloud:
         points, weights = self.points, self.weights.expand(*pairs.shape, -1)[pairs]
         if points.dim() > 2:
             points = points.expand(*pairs.shape, *points.shape[-2:])[pairs]
-        return _Cloud(points, weights, pairs[pairs])
+        return replace(self, points=points, weights=weights, filled=pairs[pairs])
 
     @staticmethod
     def make(
@@ -277,14 +284,17 @@ class _Cloud:
                 f"{name} has no point{f' in cloud {where}' if where else ''}, expected at least one; leave that pair "
                 'out, or pass empty="zero" to count it as 0.'
             )
+        dtype = points.dtype
         if weights is None:
-            weights = (mask.double() / mask.sum(-1, keepdim=True).clamp(min=1)).to(points.dtype)
+            wide = torch.promote_types(points.dtype, torch.float32)  # float16 would round 1 / n to another mass
+            weights = (mask.double() / mask.sum(-1, keepdim=True).clamp(min=1)).to(wide)
         else:
             check_last_axis(name_w, check_floating(name_w, weights), points.shape[-2])
+            dtype = torch.promote_types(dtype, weights.dtype)
             weights = torch.where(mask, weights, 0.0)
             if balanced and is_padded:  # solvers centre its gradient over all places
                 weights = centre_gradient_over(mask, weights)
-        return _Cloud(points, weights, filled)
+        return _Cloud(points, weights, filled, dtype)
 
 
 def _padded(name: str, clouds: Sequence[Any], name_w: str, weights: Any) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -328,5 +338,5 @@ def _both_or_neither(one: _Cloud, other: _Cloud) -> tuple[_Cloud, _Cloud]:
     if bool(one.filled.all()) and bool(other.filled.all()):
         return one, other
     filled = (one.filled & other.filled).unsqueeze(-1)
-    cleared = [_Cloud(c.points, torch.where(filled, c.weights, 0.0), c.filled) for c in (one, other)]
+    cleared = [replace(c, weights=torch.where(filled, c.weights, 0.0)) for c in (one, other)]
     return cleared[0], cleared[1]

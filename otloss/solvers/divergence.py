@@ -80,7 +80,7 @@ def sinkhorn_divergence(
     """
     check_is_entropic(epsilon)
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
-    p, q = weights_or_uniform(p, q, cost)  # which checks the order of the arguments
+    weights_or_uniform(p, q, cost)  # which checks the order of the arguments
     among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
     problem = pose_for_device(p, q, cost, epsilon=epsilon, settings=settings)
     problem, _ = reduce_epsilon(problem, settings) or (problem, None)  # for all three alike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -151,16 +151,21 @@ def pair_and_cost(
     Raises:
         TypeError, ValueError: as `histogram_pair`, `as_cost` and `cost_between`, and if the batch axes do not fit.
     """
+    given = [cost.dtype, *(w.dtype for w in (p, q) if isinstance(w, Tensor))] if p is None or q is None else []
     p, q = weights_or_uniform(p, q, cost)
     fitted = posed_cost(cost) if signed else as_cost(cost)
     pair = histogram_pair(p, q, cost.dtype, balanced=balanced)
+    if given:
+        pair = replace(pair, dtype=functools.reduce(torch.promote_types, given))
     fitted = cost_between(pair.p, pair.q, fitted)
     check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
     return pair, fitted
 
 
 def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
-    """Return p and q; in place of None, weights of 1 / n each for the bins of the cost.
+    """Return p and q; in place of None, weights of 1 / n each for the bins of the cost, at least in float32.
+
+    Of many bins float16 would round 1 / n to another mass, or to 0.
 
     Raises:
         ValueError: if the cost stands first, or images have axes of their own.
@@ -173,8 +178,9 @@ def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
     has_shape = isinstance(cost, Cost) or (isinstance(cost, Tensor) and cost.dim() > 1)
     shape = cost.shape[-2:] if has_shape else as_cost(cost).shape
     like = next((w for w in (p, q, cost) if isinstance(w, Tensor)), cost)
+    dtype = torch.promote_types(cost.dtype, torch.float32)
     p, q = (
-        torch.full((size,), 1 / size, dtype=cost.dtype, device=like.device) if weights is None and size else weights
+        torch.full((size,), 1 / size, dtype=dtype, device=like.device) if weights is None and size else weights
         for weights, size in zip((p, q), shape, strict=True)
     )
     return p, q

@@ -93,7 +93,7 @@ def wasserstein_circular(
         tensor(100.)
     """
     check_exponent("order", order)
-    p, q = both_or_uniform(p, q, x, y)
+    p, q, dtype = both_or_uniform(p, q, x, y)
     dtypes = [check_tensor(name, t).dtype for name, t in (("x", x), ("y", y)) if t is not None]
     pair = histogram_pair(p, q, *dtypes)
     n = p.shape[-1]
@@ -116,7 +116,7 @@ def wasserstein_circular(
         value = _of_order_1(p, q, x, y, float(period), is_shared=y is x)
     else:
         value = _above_order_1(p, q, x, y, float(period), order)
-    return finite_in(pair.dtype, value, order)
+    return finite_in(dtype, value, order)
 
 
 def _on_circle(name: str, positions: Tensor, weights: Tensor, period: float) -> Tensor:

@@ -87,8 +87,8 @@ def cdf_distance(
     """
     check_not_recorded()
     check_exponent("power", power)
-    p, q = both_or_uniform(p, q, x, None)
-    return _closed_form(_cdf_distance, (p, q, x), power)
+    p, q, dtype = both_or_uniform(p, q, x, None)
+    return _closed_form(_cdf_distance, (p, q, x), power, dtype)
 
 
 def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tensor:
@@ -190,10 +190,10 @@ def wasserstein_1d(
     """
     check_not_recorded()
     check_exponent("order", order)
-    p, q = both_or_uniform(p, q, x, y)
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
-    return _closed_form(_wasserstein_1d, (p, q, x, y), order)
+    p, q, dtype = both_or_uniform(p, q, x, y)
+    return _closed_form(_wasserstein_1d, (p, q, x, y), order, dtype)
 
 
 def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, order: float) -> Tensor:
@@ -219,17 +219,22 @@ def _sums_to_one(weights: Tensor) -> bool:
     return not totals.numel() or all(abs(total.item() - 1) < 1e-3 for total in torch.aminmax(totals))
 
 
-def both_or_uniform(p: Tensor | None, q: Tensor | None, x: Tensor | None, y: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the weights, equal ones where they are None."""
-    if p is None or q is None:
-        for name, value in (("p", p), ("q", q), ("x", x), ("y", y)):
-            if value is not None:
-                check_tensor(name, value, is_read=False)
-    return _or_uniform("p", p, x, q), _or_uniform("q", q, x if y is None else y, p)
+def both_or_uniform(
+    p: Tensor | None, q: Tensor | None, x: Tensor | None, y: Tensor | None
+) -> tuple[Tensor, Tensor, torch.dtype]:
+    """Return the weights, equal ones where they are None, and the promoted dtype of what is given, for the answer."""
+    named = {"p": p, "q": q, "x": x, "y": y}
+    given = [check_tensor(name, value, is_read=False).dtype for name, value in named.items() if value is not None]
+    both = _or_uniform("p", p, x, q), _or_uniform("q", q, x if y is None else y, p)
+    dtype = functools.reduce(torch.promote_types, given, torch.bool)
+    return *both, dtype if dtype.is_floating_point else torch.float32
 
 
 def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
-    """The weights, or 1 / n each for the bins at the positions, or without any for the bins of the other side."""
+    """The weights, or 1 / n each for the bins at the positions, or without any for the bins of the other side.
+
+    They are at least in float32: of many bins float16 would round 1 / n to another mass, or to 0.
+    """
     if weights is not None:
         return weights
     if not any(isinstance(t, Tensor) and t.dim() for t in (positions, other)):
@@ -237,14 +242,17 @@ def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, oth
     like = other if positions is None else positions
     assert like is not None
     dtype = next((t.dtype for t in (positions, other) if t is not None and t.is_floating_point()), torch.float32)
+    dtype = torch.promote_types(dtype, torch.float32)
     return torch.full(like.shape[-1:], 1 / max(1, like.shape[-1]), dtype=dtype, device=like.device)
 
 
-def _closed_form(reference: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], exponent: float) -> Tensor:
+def _closed_form(
+    reference: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], exponent: float, dtype: torch.dtype
+) -> Tensor:
     """Return the value by a kernel; of small problems, and to raise errors, by the reference implementation."""
     value = _by_kernel(reference, inputs, exponent) if _suits_kernel(*inputs) else None
     value = reference(*inputs, exponent) if value is None else value
-    return finite_in(value.dtype, value, exponent)
+    return finite_in(dtype, value, exponent)
 
 
 def finite_in(dtype: torch.dtype, value: Tensor, exponent: float) -> Tensor:

@@ -284,3 +284,29 @@ def test_rounding_of_float32_masses_moves_nowhere(distance: Any) -> None:
     exact_q = q.double() * (p.double().sum() / q.double().sum())
     assert exact_q.sum() - q.double().sum() != 0
     torch.testing.assert_close(distance(p, q).double(), distance(p.double(), exact_q), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_equal_weights_of_16_bit_samples_have_the_mass_one(dtype: torch.dtype) -> None:
+    """In float16 1 / n of 50,000 samples was 4 % off, and in bfloat16 that of any number up to 0.4 %."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(n, generator=generator).to(dtype) for n in (50_000, 30_000))
+    u2, v2 = u[:600].reshape(-1, 2), v[:514].reshape(-1, 2)
+    cost = torch.rand(30_000, 1, generator=generator).to(dtype)
+    functions = {
+        "wasserstein_1d": lambda t, s: wasserstein_1d(None, None, t, s),
+        "wasserstein_circular": lambda t, s: wasserstein_circular(None, None, t, s, period=1),
+        "cloud_loss, sliced": lambda t, s: otloss.cloud_loss(t[:, None], s[:, None], kind="sliced", projections=1),
+    }
+    for name, function in functions.items():
+        actual, expected = function(u, v), function(u.float(), v.float())
+        assert actual.dtype == dtype, name
+        torch.testing.assert_close(actual, expected.to(dtype), msg=name)
+    for kind in ("emd", "divergence"):
+        expected = otloss.cloud_loss(u2.float(), v2.float(), kind=kind)
+        torch.testing.assert_close(otloss.cloud_loss(u2, v2, kind=kind), expected, rtol=1e-5, atol=1e-6)
+    for weights in ({}, {"marginal_penalty": 1.0}):
+        solution = otloss.solve(None, None, cost, epsilon=0.1, **weights)
+        expected = otloss.solve(None, None, cost.float(), epsilon=0.1, **weights)
+        assert solution.value.dtype == solution.plan().dtype == dtype
+        torch.testing.assert_close(solution.value, expected.value.to(dtype))
