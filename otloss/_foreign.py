@@ -114,6 +114,15 @@ _SAMPLES_OF_ENERGY_DISTANCE = _Keyword(
 _POTENTIALS_OF_DIVERGENCE = _Keyword(
     "GeomLoss", None, "they are the gradients of the value in the weights: torch.autograd.grad(value, (a, b))"
 )
+_OF_SORTING = {
+    **dict.fromkeys(("dim", "axis"), _Keyword("torch", None, "rows lie along the last axis: give x.movedim(dim, -1)")),
+    **dict.fromkeys(
+        ("temperature", "tau"),
+        _Keyword("softsort", "epsilon", "give epsilon=..., relative to the width of a row"),
+    ),
+    "largest": _Keyword("torch", None, "leave it out for largest=True, and give -x for False"),
+    "sorted": _Keyword("torch", None, _LEAVE_OUT),
+}
 # Keywords that mean another thing in a function than in the others.
 _KEYWORDS_OF = {
     "barycenter": {
@@ -136,10 +145,18 @@ _KEYWORDS_OF = {
             _Keyword("POT", "tolerance", "give tolerance=..., of the change of the value"),
         ),
     },
+    "gradient_penalty": dict.fromkeys(
+        ("lambda_gp", "lambda_", "lambda_term", "gp_weight", "weight"),
+        _Keyword("WGAN-GP code", None, "multiply the value, usually by 10"),
+    ),
     "match": {
         "maximize": _Keyword("scipy", None, "leave it out for maximize=False, and give match(-cost) for True"),
     },
+    "pair": {"replace": _Keyword("TorchCFM", None, _LEAVE_OUT)},
     "sinkhorn_divergence": {"potentials": _POTENTIALS_OF_DIVERGENCE},
+    "soft_rank": _OF_SORTING,
+    "soft_sort": _OF_SORTING,
+    "soft_top_k": _OF_SORTING,
     "wasserstein_circular": dict.fromkeys(("u_values", "v_values"), _SAMPLES_ON_A_CIRCLE),
 }
 _TREE_SETTINGS = (
@@ -281,7 +298,14 @@ _CALLS = (
           "otloss.emd(None, None, otloss.costs.PointCost(u, v, metric=\"euclidean\")) for samples u, v"),
     _Call("scipy", "energy_distance", "(2 * otloss.cdf_distance(p, q, x)).sqrt() for weights p, q at values x"),
     _Call("scipy", "linear_sum_assignment", "otloss.match(cost), or otloss.match(-cost) for maximize=True"),
+    _Call("scipy", "min_weight_full_bipartite_matching", "otloss.match(cost), with +inf at pairs that must not be"),
     _Call("lap", "lapjv lapjvx lapjvc lapmod", "otloss.match(cost)"),
+    _Call("DETR", "HungarianMatcher", "otloss.losses.set_loss, or otloss.match(cost)"),
+    _Call("TorchCFM", "OTPlanSampler", "otloss.pair(x0, x1)"),
+    _Call("gensim", "wmdistance WmdSimilarity", "otloss.losses.document_distance or otloss.document_search"),
+    _Call("unifrac", "unifrac weighted_unnormalized weighted_unnormalized_fp64", "otloss.wasserstein_tree"),
+    _Call("WGAN-GP code", "compute_gradient_penalty calc_gradient_penalty", "otloss.losses.gradient_penalty"),
+    _Call("torchaudio", "frechet_distance", "otloss.bures_wasserstein(covariance_p, covariance_q, mean_p=, mean_q=)"),
     _Call("PyTorch3D", "chamfer_distance", "otloss.cloud_loss(x, y), which is transport, with other numbers"),
     _Call("ntloss", "NTLoss", "otloss.number_token_loss(logits, labels, values, form=\"wasserstein\")"),
     _Call("ntloss", "NTLossDotProduct", "otloss.number_token_loss(logits, labels, values, form=\"mse\")"),

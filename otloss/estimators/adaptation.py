@@ -53,8 +53,8 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
 
     Args:
         method: "linear", an affine map between means and covariances; "barycentric", by a plan between samples.
-        epsilon: for "barycentric": None for an exact plan, else as for `otloss.sinkhorn`.
-        ridge: for "linear": added to the variances, above 0, in squared units of the features; by default 1e-8 of the
+        epsilon: for "barycentric" alone: None for an exact plan, else as for `otloss.sinkhorn`.
+        ridge: for "linear" alone: added to the variances, above 0, in squared units of the features; by default 1e-8 of the
             variance of each feature in each domain, so that nothing depends on its unit; a feature that is constant in
             X moves by the difference of the means.
 
@@ -99,8 +99,15 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
             delattr(self, attribute)
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}, expected one of {METHODS}.")
-        if self.ridge is not None:
-            check_positive("ridge", self.ridge)
+        for setting, method in (("epsilon", "barycentric"), ("ridge", "linear")):
+            if getattr(self, setting) is None:
+                continue
+            if method != self.method:
+                raise ValueError(
+                    f'{setting} is given with method="{self.method}", expected method="{method}", which alone has it; '
+                    "leave it out, or change the method."
+                )
+            check_positive(setting, getattr(self, setting))
         with reading_features(X, _ADVICE):
             source = validate_data(self, X, dtype=np.float64, order="C")
         _check_columns(X, target)

@@ -34,6 +34,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "wasserstein_circular": lambda **k: otloss.wasserstein_circular(P, P, **k),
     "cdf_distance": lambda **k: otloss.cdf_distance(P, P, **k),
     "cloud_barycenter": lambda **k: otloss.cloud_barycenter(X.expand(2, 4, 2), **k),
+    "soft_top_k": lambda **k: otloss.soft_top_k(P, 1, **k),
+    "gradient_penalty": lambda **k: otloss.losses.gradient_penalty(lambda x: x.sum(1), X, X, **k),
+    "pair": lambda **k: otloss.pair(X, X, **k),
 }
 
 
@@ -52,6 +55,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     ("fused_gromov", "M", "feature_cost=M"), ("fused_gromov", "C2", "C_y=C2"), ("fused_gromov", "tol", "of the value"),
     ("cloud_barycenter", "reg", "debiased"), ("match", "maximize", "leave it out for maximize=False"),
     ("wasserstein_1d", "v_weights", "q=v_weights"), ("cloud_loss", "seed", r"generator=torch\.Generator"),
+    ("soft_top_k", "dim", r"x\.movedim"), ("soft_top_k", "largest", "give -x"), ("soft_rank", "tau", "epsilon="),
+    ("gradient_penalty", "lambda_gp", "multiply the value"), ("pair", "replace", "leave it out"),
     ("solve", "tau_b", r"epsilon \* tau_a / \(1 - tau_a\)"), ("sinkhorn", "threshold", "tolerance="),
 ])  # fmt: skip
 def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) -> None:

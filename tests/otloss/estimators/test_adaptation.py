@@ -160,6 +160,12 @@ def test_fewer_samples_than_features_are_warned_of() -> None:
     assert np.abs(fitted.transform(rng.normal(size=(9, 20)))).max() < 20
 
 
+def test_settings_of_the_other_method_raise() -> None:
+    for settings in ({"epsilon": 0.1}, {"method": "barycentric", "ridge": 0.1}):
+        with pytest.raises(ValueError, match=r"is given with method=.*expected method=.*leave it out"):
+            TransportAdapter(**settings).fit(np.eye(2), target=np.eye(2))
+
+
 def test_features_that_depend_need_a_ridge() -> None:
     source = np.c_[SOURCE, SOURCE]
     with pytest.raises(ValueError, match="depend on each other, and the ridge is too small"):
