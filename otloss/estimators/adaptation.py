@@ -54,9 +54,9 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
     Args:
         method: "linear", an affine map between means and covariances; "barycentric", by a plan between samples.
         epsilon: for "barycentric" alone: None for an exact plan, else as for `otloss.sinkhorn`.
-        ridge: for "linear" alone: added to the variances, above 0, in squared units of the features; by default 1e-8 of the
-            variance of each feature in each domain, so that nothing depends on its unit; a feature that is constant in
-            X moves by the difference of the means.
+        ridge: for "linear" alone: added to the variances, above 0, in squared units of the features; by default 1e-8 of
+            the variance of each feature in each domain, so that nothing depends on its unit; a feature that is constant
+            in X moves by the difference of the means.
 
     Attributes:
         matrix_, offset_: (d, d) and (d,), of "linear": x @ matrix_ + offset_.

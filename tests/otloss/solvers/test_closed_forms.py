@@ -305,8 +305,8 @@ def test_equal_weights_of_16_bit_samples_have_the_mass_one(dtype: torch.dtype) -
     for kind in ("emd", "divergence"):
         expected = otloss.cloud_loss(u2.float(), v2.float(), kind=kind)
         torch.testing.assert_close(otloss.cloud_loss(u2, v2, kind=kind), expected, rtol=1e-5, atol=1e-6)
-    for weights in ({}, {"marginal_penalty": 1.0}):
-        solution = otloss.solve(None, None, cost, epsilon=0.1, **weights)
-        expected = otloss.solve(None, None, cost.float(), epsilon=0.1, **weights)
+    for penalty in (None, 1.0):
+        solution = otloss.solve(None, None, cost, epsilon=0.1, marginal_penalty=penalty)
+        expected = otloss.solve(None, None, cost.float(), epsilon=0.1, marginal_penalty=penalty)
         assert solution.value.dtype == solution.plan().dtype == dtype
         torch.testing.assert_close(solution.value, expected.value.to(dtype))
