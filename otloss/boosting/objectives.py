@@ -66,7 +66,8 @@ def xgboost_objective(num_classes: int, *, interface: str = "native", **settings
         cost: (K, K) costs >= 0, [true, predicted], in place of power and x.
         transport: factor of the transport term, 1 by default; with 0 (plain cross-entropy) trees are the
             library's own.
-        cross_entropy: factor of the cross-entropy, 0 by default.
+        cross_entropy: factor of the cross-entropy, 0 by default; `OrdinalBoostingClassifier` has 0.2, without which the
+            forecasts of a rare first or last class may stay at its frequency.
         class_weight: (K,) numbers by class position, which multiply the weights of rows. Weights are taken as they
             come from the library: limits and penalties of trees (`min_child_weight`, `lambda`) are in their unit, so
             weights of sum one leave too little to split. Divide them by their mean.
