@@ -30,6 +30,8 @@ class MatrixLimits:
         max_entries: of all matrices together: 1 GiB in float32.
         largest_image: entries of the cost of images, above which products along the axes are faster.
         largest_unbalanced_image: the same for unbalanced problems, which take more iterations in the kernel.
+        most_rows, most_columns: of problems in float32. Sums of more terms have roundings near the tolerance, so that
+            the iteration seemed to end, and float64 takes over. Columns are added in lanes, and rows one after another.
         largest_ratio: of epsilon to a marginal penalty. The kernel iterates potentials over epsilon, and the mass of
             the plan multiplies their rounding by the ratio. Above, they are updated once more in float64.
     """
@@ -38,6 +40,8 @@ class MatrixLimits:
     max_entries: int = 2**28
     largest_image: int = 2**20
     largest_unbalanced_image: int = 2**17
+    most_rows: int = 2**14
+    most_columns: int = 2**18
     largest_ratio: float = 1e3
 
 
@@ -131,6 +135,8 @@ def build_matrix_problems(problem: Problem) -> MatrixProblems:
         # A copy in any case: a read-only array would be another type, for which the kernel is compiled again.
         owner = np.broadcast_to(owner.reshape(costs.shape[:-2]), problem.batch).flatten()
     p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
+    if p.shape[-1] > MATRIX_LIMITS.most_rows or q.shape[-1] > MATRIX_LIMITS.most_columns:
+        p, q, costs = p.double(), q.double(), costs.double()
     return MatrixProblems(
         p, q, costs.reshape(-1, *costs.shape[-2:]), owner,
         epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
