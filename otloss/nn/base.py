@@ -20,6 +20,7 @@ from otloss._public import as_tensor
 from otloss.costs import Cost, DenseCost, as_cost
 
 _HALF = (torch.float16, torch.bfloat16)
+_SHOWN = (Tensor, bool, int, float, str, tuple, list)  # settings in a repr; a cost has one of its own
 
 
 class TensorHolder(nn.Module):
@@ -131,14 +132,14 @@ class Module(TensorHolder):
         return {name: value() if isinstance(value, CostModule) else value for name, value in values.items()}
 
     def extra_repr(self) -> str:
-        settings = []
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                settings.append(f"{name}={tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}")
-            elif isinstance(value, (bool, int, float, str)):
-                settings.append(f"{name}={value!r}")
-        return ", ".join(settings)
+        values = {name: getattr(self, name) for name in self._names}
+        return ", ".join(f"{n}={_shown(v)}" for n, v in values.items() if isinstance(v, _SHOWN))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return f"({', '.join(map(_shown, value))})" if isinstance(value, tuple | list) else repr(value)
 
 
 def _explained(init: Callable[..., None]) -> Callable[..., None]:

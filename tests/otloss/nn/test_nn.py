@@ -411,6 +411,12 @@ def test_state() -> None:
             assert autocast(features).dtype == torch.float32
 
 
+def test_settings_are_shown() -> None:
+    shown = repr(nn.CloudLoss(marginal_penalty=(0.5, torch.ones(2)), blur=0.1))
+    assert "blur=0.1, " in shown
+    assert "marginal_penalty=(0.5, (2,) float32), " in shown
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probit_derivatives_far_out(dtype: torch.dtype) -> None:
     """d log Phi(-x) / dx is -x - 1 / x up to x^-3, where the derivative of torch's log_ndtr has lost its digits."""
