@@ -122,20 +122,32 @@ def context_length(model: torch.nn.Module) -> int | None:
 
 
 def _check_not_padded(model: Any, ids: Tensor) -> None:
-    """Raise ValueError if some of several rows begin or end in padding: the model's token for it, or ends repeated."""
+    """Raise ValueError if some of several rows begin or end in padding: the model's token for it, or ends repeated.
+
+    A run of the token as long as this one within a row says that texts are joined by it, some of which are empty.
+    """
     config: Any = getattr(model, "config", None)
     pad, end, begin = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos", "bos"))
     borders = [*(end if isinstance(end, list) else [end]), begin]  # one of them is at the end of many a block
     for token, count in [(token, 2) for token in borders] + ([] if pad in borders else [(pad, 1)]):
         if not isinstance(token, int) or len(ids) == 1 or ids.shape[1] <= count:
             continue
-        is_padded = (ids[:, -count:] == token).all(1) | (ids[:, :count] == token).all(1)
-        if bool(is_padded.any()):
-            row = int(is_padded.int().argmax())
+        at_border, longest_within = _runs(ids == token)
+        row = int(at_border.argmax())
+        if int(at_border[row]) >= max(count, longest_within + 1):
             raise ValueError(
                 f"row {row} of ids begins or ends in token {token} as in padding, which would be scored; expected rows "
                 "of one length without padding: cut texts into blocks, or call perplexity for each text by itself."
             )
+
+
+def _runs(is_token: Tensor) -> tuple[Tensor, int]:
+    """Return (rows,) the longest run at either end of each row, and the longest of all rows that touches no end."""
+    begins, ends = is_token.long().cumprod(1).bool(), is_token.flip(1).long().cumprod(1).bool().flip(1)
+    within, longest = is_token & ~(begins | ends), 0
+    while bool(within.any()):
+        within, longest = within[:, 1:] & within[:, :-1], longest + 1
+    return torch.maximum(begins.sum(1), ends.sum(1)), longest
 
 
 def check_temperature(temperature: float) -> None:

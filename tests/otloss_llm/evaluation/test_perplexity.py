@@ -104,6 +104,17 @@ def test_rows_and_temperatures_that_cannot_be_scored_raise():
             perplexity(gpt2, ids)
 
 
+def test_blocks_of_texts_that_an_end_joins_are_scored():
+    """Some texts are empty, as lines of WikiText are, and a block may end or begin between two of them."""
+    model = tiny_model("llama", pad_token_id=2, eos_token_id=2)
+    blocks = torch.arange(6, 30).view(3, 8)
+    blocks[0, 3:5], blocks[1, -2:], blocks[2, :2] = 2, 2, 2
+    assert perplexity(model, blocks).tokens == 21
+    blocks[2, :3] = 2  # longer than any run within
+    with pytest.raises(ValueError, match=r"row 2 of ids begins or ends in token 2 as in padding"):
+        perplexity(model, blocks)
+
+
 @pytest.mark.parametrize(("pad", "end", "length"), [(5, 2, 1), (2, 2, 2), (None, [2, 3], 2)])
 def test_padded_rows_raise(pad: int | None, end: int | list[int], length: int) -> None:
     model = tiny_model("llama", pad_token_id=pad, eos_token_id=end)
