@@ -50,8 +50,14 @@ def start_scores(labels: ArrayLike, num_classes: int, *, sample_weight: ArrayLik
     return np.asarray(np.log(class_shares(y.astype(np.int64), weights, classes)))
 
 
-def class_shares(positions: NDArray[np.int64], weights: NDArray[np.float64], classes: int) -> NDArray[np.float64]:
-    """Return shares (K,) of the weight by position, of sum 1; an absent class counts as half a row of mean weight."""
+def class_shares(
+    positions: NDArray[np.int64], weights: NDArray[np.float64], classes: int, *, row: float | None = None
+) -> NDArray[np.float64]:
+    """Return shares (K,) of the weight by position, of sum 1.
+
+    An absent class counts as half a row, of this weight or of mean weight.
+    """
     masses = np.bincount(positions, weights, minlength=classes)
-    masses = np.where(masses > 0, masses, 0.5 * masses.sum() / np.count_nonzero(weights))
+    row = masses.sum() / np.count_nonzero(weights) if row is None else row
+    masses = np.where(masses > 0, masses, 0.5 * row)
     return np.asarray(masses / masses.sum())

@@ -20,13 +20,8 @@ from typing import Any
 import numpy as np
 
 from otloss._checks import install_hint, missing_package
-from otloss.boosting import (
-    lightgbm_metric,
-    lightgbm_objective,
-    start_scores,
-    xgboost_metric,
-    xgboost_objective,
-)
+from otloss.boosting import lightgbm_metric, lightgbm_objective, xgboost_metric, xgboost_objective
+from otloss.boosting.start import class_shares
 
 # The oldest versions that the tests have run with: XGBoost 3.1 is the first whose `base_score` holds a number a class.
 OLDEST = {"xgboost": (3, 1), "lightgbm": (4, 5)}
@@ -257,7 +252,8 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
     The rounds after the best one then predict nothing.
     """
     rows = rows.ordered() if library == "lightgbm" and _counts_rows(settings) else rows.merged()
-    start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
+    # Weights are numbers of rows, and what merged rows weigh on average is no row.
+    start = np.log(class_shares(rows.target, rows.weight, settings.positions, row=1.0))
     if rows.is_constant():  # an error of LightGBM
         return Trees(library, None, start, settings.categorical, 0, None, {}, has_stopped=True)
     if not watched:

@@ -457,6 +457,20 @@ def test_missing_values_that_no_tree_has_seen_are_told(library: str) -> None:
 
 
 @LIBRARIES
+def test_a_class_without_weight_starts_from_half_a_row(library: str) -> None:
+    """Not from half a merged row, which stands for many; bagging gives such weights."""
+    rows = np.repeat([[0.0], [1.0]], 400, axis=0)
+    y = np.where(np.arange(800) % 4 == 0, 1, rows[:, 0].astype(int))
+    y[:2] = 2
+    weight, copies = (y < 2).astype(float), np.repeat(np.arange(800), 1 + (np.arange(800) > 1))
+    model = boosted(library, n_estimators=3).fit(rows, y, weight)
+    assert np.exp(model.start_scores_[2]) == pytest.approx(0.5 / 798.5)
+    twice = boosted(library, n_estimators=3).fit(rows, y, 2 * weight)
+    repeated = boosted(library, n_estimators=3).fit(rows[copies], y[copies], weight[copies])
+    np.testing.assert_array_equal(twice.predict_proba(rows), repeated.predict_proba(rows))
+
+
+@LIBRARIES
 def test_a_rare_last_class_is_learnt(library: str) -> None:
     """By the ranked probability score alone its forecasts stay at the share of .3 %."""
     random = np.random.default_rng(0)
