@@ -65,6 +65,7 @@ UNSAMPLED_WEIGHT = 5.0
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
 KINDS = (None, "gbtree", "gbdt", "goss", "plain")
 _SMALLEST_LIMIT = 1e-12  # of the curvature in a leaf
+_COPIES = 20  # of a row on average in what LightGBM makes bins of, which takes memory
 _COMPARED = 4096  # rows that are compared at a time
 _FILLED = 2**16  # rows that XGBoost gets at a time
 
@@ -533,13 +534,18 @@ def _lightgbm_parameters(settings: TreeSettings, share: float) -> dict[str, Any]
     return parameters | {"min_sum_hessian_in_leaf": limit}
 
 
-def _sampled(rows: int, parameters: dict[str, Any]) -> np.ndarray:
-    """Return the numbers of the rows of which LightGBM makes bins, by its own settings."""
-    sample_size = int(parameters["bin_construct_sample_cnt"])
-    if rows <= sample_size:
-        return np.arange(rows)
+def _sampled(weights: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
+    """Return the numbers of the rows of which LightGBM makes bins, by its own settings, each as often as it weighs.
+
+    LightGBM counts the rows of a bin: of merged rows, taken once each, the values that most rows have would share bins.
+    """
+    sums = weights.cumsum()
+    most = min(int(parameters["bin_construct_sample_cnt"]), _COPIES * len(weights))
+    count = min(most, max(round(sums[-1]), len(weights)))
     random = np.random.RandomState(parameters.get("data_random_seed", parameters["seed"]))
-    return np.sort(random.choice(rows, sample_size, replace=False))
+    # One of each part of the weight: all rows, as often as they weigh, where these are as many.
+    places = (np.arange(count) + random.uniform(size=count)) * (sums[-1] / count)
+    return np.minimum(np.searchsorted(sums, places, side="right"), len(weights) - 1)
 
 
 def _gradients_by_blocks(rows: Part, start: np.ndarray, objective: Any) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
@@ -634,7 +640,8 @@ def _train_lightgbm(
         return rows.set_field("weight", part.weight)
 
     # Bins are made of a sample, for which LightGBM takes single rows of a `Sequence`, in 2.5 times its memory.
-    sample = rows[_sampled(len(rows.rows), parameters)].features()
+    weights = np.ones(len(rows.rows)) if _counts_rows(settings) else rows.weight
+    sample = rows[_sampled(weights, parameters)].features()
     training = data(rows, lightgbm.Dataset(sample, **arguments).construct())
     del sample
     objective = lightgbm_objective(settings.positions, **settings.loss)

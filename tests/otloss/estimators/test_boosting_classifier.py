@@ -457,6 +457,22 @@ def test_missing_values_that_no_tree_has_seen_are_told(library: str) -> None:
 
 
 @LIBRARIES
+def test_values_that_most_rows_have_are_split_beside_a_long_tail(library: str) -> None:
+    """LightGBM made its bins of merged rows, among which a tail of thousands of values outnumbers the others."""
+    random = np.random.default_rng(0)
+
+    def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
+        x = random.integers(0, 21, rows).astype(float)
+        in_tail = random.random(rows) < 0.05
+        x[in_tail] = np.round(np.exp(random.normal(9, 1, in_tail.sum())))
+        return x[:, None], np.where(in_tail, 0, x % 3).astype(int)
+
+    (rows, y), (others, labels) = table(60_000), table(2_000)
+    model = boosted(library, n_estimators=60, learning_rate=0.3, max_depth=6).fit(rows, y)
+    assert model.score(others, labels) > 0.97
+
+
+@LIBRARIES
 def test_a_class_without_weight_starts_from_half_a_row(library: str) -> None:
     """Not from half a merged row, which stands for many; bagging gives such weights."""
     rows = np.repeat([[0.0], [1.0]], 400, axis=0)
