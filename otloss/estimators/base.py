@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import issparse
@@ -28,6 +28,8 @@ from otloss.metrics.rank_labels import categories_of, in_one_precision, plain_it
 
 CALIBRATIONS = {"temperature": Temperature, "ordinal": OrdinalRecalibration}
 ENOUGH_TO_HOLD_OUT = 50  # With at least so many rows early_stopping="auto" keeps some for validation.
+# Rows of at least this mean weight may be cells of a table of counts, which are divided as so many cases at most.
+LEAST_COUNT, _MOST_CASES = 2.0, 10**6
 # Power 1 and costs drive probabilities below the smallest float, out of which no map could bring them back.
 SMALLEST_CALIBRATED = 1e-6
 
@@ -157,13 +159,13 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         if self.calibration is None or len(self.classes_) == 1:
             self._train(X, positions, weights, random=random, **training)
             return
-        kept, calibration_rows = split_off(positions, self.validation_fraction, random=random, purpose="calibration")
-        self._train(X[kept], positions[kept], weights[kept], random=random, **training)
-        raw = softmax(self._finite_logits(X[calibration_rows]), 1)
+        kept, other = hold_out(
+            X, positions, weights, self.validation_fraction, random=random, purpose="calibration"
+        )  # fmt: skip
+        self._train(X[kept.rows], positions[kept.rows], kept.weights, random=random, **training)
+        raw = softmax(self._finite_logits(X[other.rows]), 1)
         calibration: Any = CALIBRATIONS[self.calibration](values=self._criterion.values)
-        self._calibration = calibration.fit(
-            above_zero(raw), positions[calibration_rows], sample_weight=weights[calibration_rows]
-        )
+        self._calibration = calibration.fit(above_zero(raw), positions[other.rows], sample_weight=other.weights)
 
     def _checked(self, X: Any, y: Any) -> tuple[Any, np.ndarray]:
         """Return features (n, d) and labels (n,) of training, and remember the columns."""
@@ -294,6 +296,44 @@ def _check_finite_sum(name: str, weights: np.ndarray) -> None:
         raise ValueError(
             f"{name} is up to {weights.max():g}, whose sum is beyond float64; divide the weights by the largest."
         )
+
+
+class Half(NamedTuple):
+    """One of the two parts of `hold_out`: the places of its rows, and their weights."""
+
+    rows: np.ndarray
+    weights: np.ndarray
+
+
+def hold_out(
+    X: Any, positions: np.ndarray, weights: np.ndarray, fraction: float, *, random: np.random.RandomState, purpose: str
+) -> tuple[Half, Half]:
+    """Return what is kept and what is held out, as `split_off`; of the cells of a table of counts a part of the count.
+
+    Without a whole cell a model would learn that its label never occurs at these features.
+    """
+    if not _are_counts(X, positions, weights):
+        halves = split_off(positions, fraction, random=random, purpose=purpose)
+        return Half(halves[0], weights[halves[0]]), Half(halves[1], weights[halves[1]])
+    copies = np.maximum(np.rint(weights * min(1.0, _MOST_CASES / weights.sum())), 1).astype(int)
+    cases = np.repeat(np.arange(len(weights)), copies)
+    _, held = split_off(positions[cases], fraction, random=random, purpose=purpose)
+    share = np.bincount(cases[held], minlength=len(weights)) / copies
+    parts = [weights * (1 - share), weights * share]
+    kept, out = (Half(np.flatnonzero(part), part[part > 0]) for part in parts)
+    return kept, out
+
+
+def _are_counts(X: Any, positions: np.ndarray, weights: np.ndarray) -> bool:
+    """Return whether rows are cells of a table: each once, of some weight, and most features with several labels."""
+    if len(weights) == 0 or weights.mean() < LEAST_COUNT or (issparse(X) and np.prod(X.shape) > _MOST_CASES):
+        return False
+    _, kinds = np.unique(dense(X), axis=0, return_inverse=True)
+    kinds = kinds.reshape(-1)
+    has_other_labels = np.bincount(kinds)[kinds] > 1
+    return bool(
+        has_other_labels.mean() > 0.5 and len(np.unique(kinds * (positions.max() + 1) + positions)) == len(kinds)
+    )
 
 
 def split_off(

@@ -406,7 +406,8 @@ def _xgboost_data(part: Part, parameters: dict[str, Any], categorical: tuple[int
     types = _xgboost_types(part.table.features.shape[1], categorical)
     # By the bins of the training rows a category or a number that they lack may be another one.
     if parameters["tree_method"] != "hist" or is_watched:
-        return xgboost.DMatrix(part.features(), label=part.target, weight=part.weight, **types)
+        # Without weights: the curvatures hold them, and "approx" makes bins by curvature times weight.
+        return xgboost.DMatrix(part.features(), label=part.target, **types)
     is_categorical = types.pop("enable_categorical", False)
 
     class Blocks(xgboost.DataIter):

@@ -19,7 +19,7 @@ from otloss._checks import check_count
 from otloss._foreign import check_keywords
 from otloss._ordered_classes import check_choice
 from otloss.boosting.derivatives import LARGEST_WEIGHT
-from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
+from otloss.estimators.base import OrdinalBase, hold_out, unchanged_on_error
 from otloss.estimators.boosters import (
     BOOSTERS,
     Part,
@@ -82,9 +82,10 @@ class OrdinalBoostingClassifier(OrdinalBase):
     warns.
 
     Weights (times the ones by `class_weight`) count rows: two is a row given twice, as scikit-learn checks, but where
-    LightGBM counts rows, and where rows are held out: copies may lie on both sides, so give weights. Weights w with sum
-    w^2 < sum w, such as shares with sum one, are multiplied by sum w / sum w^2, which is 1 for weights of 0 and 1: else
-    `min_child_weight` and `lambda`, in the unit of the weights, would let no tree split.
+    LightGBM counts rows, and where rows are held out: copies may lie on both sides, so give weights; of the cells of a
+    table of counts a part of each is held out. Weights w with sum w^2 < sum w, such as shares with sum one, are
+    multiplied by sum w / sum w^2, which is 1 for weights of 0 and 1: else `min_child_weight` and `lambda`, in the unit
+    of the weights, would let no tree split.
 
     A pandas column of dtype category is split by sets of its categories, and one of ordered categories by their order.
     The dtype at `fit` declares them all, also for rows to come: `predict` looks labels up there, and raises ValueError
@@ -317,8 +318,11 @@ class OrdinalBoostingClassifier(OrdinalBase):
         stops = self._stops_early(len(rows.target)) if not watched else bool(self.early_stopping)
         training = rows
         if stops and not watched:
-            kept, validation = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
-            training, watched = rows[kept], [rows[validation]]
+            halves = hold_out(
+                X, positions, weights, self.validation_fraction, random=random, purpose="early stopping"
+            )  # fmt: skip
+            training, validation = (replace(rows[half.rows], weight=half.weights) for half in halves)
+            watched = [validation]
         patience = self.n_iter_no_change if stops else None
         trees = train_trees(self.booster, replace(settings, patience=patience), training, watched)
         self.evals_result_ = trees.history

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from otloss._checks import check_count
 from otloss._ordered_classes import check_choice
-from otloss.estimators.base import split_off
+from otloss.estimators.base import hold_out
 from otloss.estimators.criterion import check_real
 from otloss.estimators.model_base import ModelBase
 from otloss.estimators.training import HEADS, PATIENCE, OrdinalNetwork, Rows, train_adam
@@ -87,8 +88,10 @@ class OrdinalNetworkClassifier(ModelBase):
         if not self._stops_early(len(rows)):
             self.n_iter_, has_stopped = train(self._network, rows, None, int(self.max_iter), PATIENCE)
             return bool(has_stopped)
-        parts = split_off(rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping")
-        kept, validation = (rows[index] for index in parts)
+        assert isinstance(rows.features, torch.Tensor)
+        features, target, weight = (part.numpy() for part in (rows.features, rows.target, rows.weight))
+        halves = hold_out(features, target, weight, self.validation_fraction, random=random, purpose="early stopping")
+        kept, validation = (replace(rows[half.rows], weight=torch.from_numpy(half.weights)) for half in halves)
         self.n_iter_, has_stopped = train(deepcopy(self._network), kept, validation, int(self.max_iter), PATIENCE)
         train(self._network, rows, None, self.n_iter_, self.n_iter_ + 1)  # all rows, for as many epochs
         return bool(has_stopped)

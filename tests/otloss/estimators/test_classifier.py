@@ -13,7 +13,12 @@ from sklearn.linear_model import LogisticRegression
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from otloss.estimators import CumulativeLinkClassifier, OrdinalClassifier, OrdinalNetworkClassifier
+from otloss.estimators import (
+    CumulativeLinkClassifier,
+    OrdinalBoostingClassifier,
+    OrdinalClassifier,
+    OrdinalNetworkClassifier,
+)
 from otloss.estimators.criterion import Criterion
 from otloss.estimators.training import OrdinalNetwork, PenalisedLoss, Rows, train_adam
 from tests.otloss.estimators.test_estimators import NAMES, both, ordered_rows
@@ -178,3 +183,22 @@ def test_sparse_features_may_have_a_mean_far_beyond_their_deviation(model: Any) 
     fitted = clone(model).fit(rows, y)
     np.testing.assert_allclose(fitted.predict_proba(rows), expected, atol=1e-5)
     np.testing.assert_allclose(fitted.predict_proba(rows.toarray()), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [
+    OrdinalClassifier(calibration="ordinal"), OrdinalNetworkClassifier(), OrdinalBoostingClassifier(n_jobs=1),
+])  # fmt: skip
+def test_of_a_table_of_counts_a_part_of_each_cell_is_held_out(model: Any) -> None:
+    """Without whole cells training learnt that their labels never occur, and early stopping ended it."""
+    random = np.random.default_rng(0)
+    kinds = np.array(list(np.ndindex(3, 4, 2)), dtype=float)
+    expected = np.diff(expit(np.array([-30, -1, 1, 30.0]) - (kinds @ [0.9, -0.7, 0.8] - 0.5)[:, None]), axis=1)
+    counts = np.array([random.multinomial(70, share) for share in expected])
+    rows, labels = np.repeat(kinds, 3, axis=0), np.tile(np.arange(3), len(kinds))
+    drawn = counts.ravel() > 0
+    model = clone(model).set_params(random_state=0)
+    by_weights = model.fit(rows[drawn], labels[drawn], counts.ravel()[drawn]).predict_proba(kinds)
+    copies = random.permutation(np.repeat(np.arange(len(rows)), counts.ravel()))
+    by_rows = clone(model).fit(rows[copies], labels[copies]).predict_proba(kinds)
+    errors = [np.square((one - expected).cumsum(1)).sum(1).mean() for one in (by_weights, by_rows)]
+    assert errors[0] < errors[1] + 0.004
