@@ -58,10 +58,12 @@ def graph_cost(adjacency: Any) -> DenseCost:
         lengths, _ = _shortest_paths(_rows_of_edges(adjacency))
         return DenseCost(torch.from_numpy(lengths.astype(np.result_type(adjacency.dtype, np.float32))))
     if hasattr(adjacency, "adjacency"):  # of networkx
+        call = "networkx.to_scipy_sparse_array(adjacency, dtype=float)"
+        if "Multi" in type(adjacency).__name__:  # of parallel edges that one would take the sum
+            call = "torch.as_tensor(networkx.to_numpy_array(adjacency, multigraph_weight=min, nonedge=math.inf))"
         raise TypeError(
-            f"adjacency is a {type(adjacency).__name__}, expected a matrix of lengths; pass "
-            "networkx.to_scipy_sparse_array(adjacency, dtype=float), whose lengths are the edges' weights, 1 by "
-            "default."
+            f"adjacency is a {type(adjacency).__name__}, expected a matrix of lengths; pass {call}, whose lengths are "
+            "the edges' weights, 1 by default."
         )
     from scipy.sparse import csr_array
 

@@ -600,6 +600,7 @@ def _failed_checks_are_named() -> Iterator[None]:
     fixes = {
         "num_features()": "LightGBM finds no column to split: numbers below 1e-35 in size are 0 to it. Multiply such "
         "features by a power of ten, leave feature_pre_filter out, or lower min_data_in_leaf.",
+        "left_count": "a leaf is so light that it holds no row; raise min_sum_hessian_in_leaf (min_child_weight).",
         "(num_data)": "bagging_fraction leaves LightGBM no row in a round; raise it (subsample), or add rows.",
     }
     try:

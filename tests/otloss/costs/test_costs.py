@@ -250,6 +250,7 @@ def test_stored_zeros_of_a_sparse_matrix_are_edges() -> None:
 test_bad_graphs = raising(
     (lambda: graph_cost(np.ones((2, 2))), TypeError, "adjacency is a ndarray"),
     (lambda: graph_cost(networkx.path_graph(3)), TypeError, r"is a Graph, .* pass networkx.to_scipy_sparse_array\("),
+    (lambda: graph_cost(networkx.MultiGraph([(0, 1)])), TypeError, r"to_numpy_array\(adjacency, multigraph_weight=min"),
     (lambda: graph_cost(torch.tensor([[0.0, -1.0], [1.0, 0.0]])), r"holds -1.0 at \(0, 1\)"),
     (lambda: graph_cost(torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])), r"holds nan at \(1, 0\)"),
     (lambda: graph_cost(torch.tensor([[0.0, 1.0], [0.0, 0.0]])), "no path leads from node 1 to node 0"),
