@@ -114,6 +114,10 @@ _SAMPLES_OF_ENERGY_DISTANCE = _Keyword(
 _POTENTIALS_OF_DIVERGENCE = _Keyword(
     "GeomLoss", None, "they are the gradients of the value in the weights: torch.autograd.grad(value, (a, b))"
 )
+_STRENGTH_OF_SORTING = _Keyword(
+    "torchsort", "epsilon", 'give regularization="quadratic" for its "l2", with epsilon=regularization_strength * '
+    "(x.max() - x.min()) / (n - 1) for n entries",
+)  # fmt: skip
 _OF_SORTING = {
     **dict.fromkeys(("dim", "axis"), _Keyword("torch", None, "rows lie along the last axis: give x.movedim(dim, -1)")),
     **dict.fromkeys(
@@ -155,7 +159,7 @@ _KEYWORDS_OF = {
     "pair": {"replace": _Keyword("TorchCFM", None, _LEAVE_OUT)},
     "sinkhorn_divergence": {"potentials": _POTENTIALS_OF_DIVERGENCE},
     "soft_rank": _OF_SORTING,
-    "soft_sort": _OF_SORTING,
+    "soft_sort": {**_OF_SORTING, "regularization_strength": _STRENGTH_OF_SORTING},
     "soft_top_k": _OF_SORTING,
     "wasserstein_circular": dict.fromkeys(("u_values", "v_values"), _SAMPLES_ON_A_CIRCLE),
 }
