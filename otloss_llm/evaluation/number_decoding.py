@@ -397,9 +397,11 @@ def _prompt_ids(tokenizer: Any, prompt: Any, prefix: list[int] | None) -> list[i
             return list(write(list(prompt), add_generation_prompt=True))
         # As the answer is rendered in training: some templates end a prompt otherwise, to begin with a thought.
         in_parts = not isinstance(prompt[-1].get("content"), str)
-        answers = [[{"type": "text", "text": text}] if in_parts else text for text in ("7", "42")]
-        both = [write([*prompt, {"role": "assistant", "content": answer}]) for answer in answers]
-        return [token for token, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))]
+        # A blank in front may be a token of its own with a digit, and a part of the answer's first one with a sign.
+        answers = [[{"type": "text", "text": text}] if in_parts else text for text in ("7", "42", "-7", ".5")]
+        rows = [write([*prompt, {"role": "assistant", "content": answer}]) for answer in answers]
+        shared = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False))
+        return [tokens[0] for tokens in shared]
     ids = tokenizer(prompt, add_special_tokens=prefix is None, verbose=False, **settings)["input_ids"]
     return list(ids) if prefix is None or ids[: len(prefix)] == prefix else [*prefix, *ids]
 

@@ -19,6 +19,7 @@ from otloss_llm import EmbeddingCost, NumberCost
 from otloss_llm.costs.tokenizer_numbers import read_number, token_texts
 from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.evaluation import NumberDistribution, decode_numbers, number_distributions, score_number_distributions
+from otloss_llm.evaluation.number_decoding import _prompt_ids
 
 ASKED = ["1 + 1 =\n", "a\n"]
 
@@ -358,3 +359,14 @@ def test_the_default_device_changes_nothing(model: Any, tokenizer: Any) -> None:
     torch.testing.assert_close(actual[:-1], expected[:-1], equal_nan=True)
     assert actual[-1] == expected[-1]
     torch.testing.assert_close([d.probabilities for d in again], [d.probabilities for d in distributions])
+
+
+def test_the_blank_in_front_of_an_answer_is_left_to_it():
+    """Llama 2 writes it as a token of its own in front of a digit, and as a part of the sign's."""
+
+    class Tokenizer:
+        def apply_chat_template(self, messages, **_):
+            answer = messages[-1]["content"]
+            return [1, 5, *([10, *map(int, answer[1:])] if answer[0] == "-" else [9, *map(ord, answer)]), 2]
+
+    assert _prompt_ids(Tokenizer(), [{"role": "user", "content": "3 minus 5"}], []) == [1, 5]
