@@ -19,7 +19,6 @@ from otloss_llm import EmbeddingCost, NumberCost
 from otloss_llm.costs.tokenizer_numbers import read_number, token_texts
 from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.evaluation import NumberDistribution, decode_numbers, number_distributions, score_number_distributions
-from otloss_llm.evaluation.number_decoding import _prompt_ids
 
 ASKED = ["1 + 1 =\n", "a\n"]
 
@@ -175,6 +174,23 @@ def test_a_prompt_begins_as_texts_do(single: str, prefix: list[int]) -> None:
     (answer,) = number_distributions(model, tokenizer, [[{"role": "user", "content": "a"}]], longest=1)
     p = log_p(model, [1, 2]).exp()
     assert answer.mass == pytest.approx(float(p[2] + p[3]), rel=1e-6)
+
+
+def test_the_blank_in_front_of_an_answer_is_left_to_it() -> None:
+    """Llama 2 writes it, here _, as a token of its own in front of a digit, and as a part of the sign's."""
+    words = Tokenizer(WordLevel({"a": 0, "_": 1, "_-": 2, "7": 3, "5": 4}, unk_token="a"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
+    written = "'_- ' ~ m.content[1:] if m.content[0] == '-' else '_ ' ~ m.content"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content if m.role == 'user' else " + written + " }} {% endfor %}"
+    )
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 5, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    (answer,) = number_distributions(model, tokenizer, [[{"role": "user", "content": "a"}]], longest=1)
+    p = log_p(model, [0]).exp()
+    assert answer.mass == pytest.approx(float(p[3] + p[4]), rel=1e-6)
 
 
 SMALL: dict[str, Any] = {
@@ -359,14 +375,3 @@ def test_the_default_device_changes_nothing(model: Any, tokenizer: Any) -> None:
     torch.testing.assert_close(actual[:-1], expected[:-1], equal_nan=True)
     assert actual[-1] == expected[-1]
     torch.testing.assert_close([d.probabilities for d in again], [d.probabilities for d in distributions])
-
-
-def test_the_blank_in_front_of_an_answer_is_left_to_it():
-    """Llama 2 writes it as a token of its own in front of a digit, and as a part of the sign's."""
-
-    class Tokenizer:
-        def apply_chat_template(self, messages, **_):
-            answer = messages[-1]["content"]
-            return [1, 5, *([10, *map(int, answer[1:])] if answer[0] == "-" else [9, *map(ord, answer)]), 2]
-
-    assert _prompt_ids(Tokenizer(), [{"role": "user", "content": "3 minus 5"}], []) == [1, 5]
